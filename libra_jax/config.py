@@ -1,0 +1,400 @@
+"""Every setting of a run, with its default, unit and meaning: the one place where fields are defined.
+
+Config files (`configs/*.py`) start from `RunConfig()` as an `ml_collections.ConfigDict` and change what they need;
+`parse` turns the resolved ConfigDict back into these frozen dataclasses at the boundary. Standard library only, so
+that reading a config imports no accelerator library.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, get_type_hints
+
+from libra_jax.protocols import ConfigError
+
+
+def check(condition: bool, field_name: str, problem: str) -> None:
+    """Raises ConfigError naming the field unless `condition` holds."""
+    if not condition:
+        raise ConfigError(f"config.{field_name}: {problem}")
+
+
+def check_choice(value: str, choices: tuple[str, ...], field_name: str) -> None:
+    """Raises ConfigError unless `value` is one of `choices`, offering the nearest."""
+    if value not in choices:
+        near = difflib.get_close_matches(value, choices, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"config.{field_name}: {value!r} is not one of {', '.join(choices)}{hint}")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The policy. Set `path` for pretrained weights, or `preset` for random initial ones."""
+
+    preset: str = "libra-tiny"  # name of a shipped config.json (libra_jax/models/presets), used where path is empty
+    path: str = ""  # Hugging Face model directory (config.json, *.safetensors, tokenizer files)
+    compute_dtype: str = "float32"  # activations and matrix products: float32 or bfloat16
+    param_dtype: str = "float32"  # master weights and optimizer moments
+    remat: str = "none"  # what the backward pass recomputes: none, dots (keep matmul outputs), full
+    attention: str = "auto"  # auto, chunked, splash (TPU), cudnn (GPU)
+    attention_chunk: int = 512  # queries and keys a block of the chunked online softmax
+    logits_chunk: int = 1024  # tokens whose vocabulary logits exist at once
+
+    def __post_init__(self) -> None:
+        for name in ("compute_dtype", "param_dtype"):
+            check_choice(getattr(self, name), ("float32", "bfloat16"), f"model.{name}")
+        check_choice(self.remat, ("none", "dots", "full"), "model.remat")
+        check_choice(self.attention, ("auto", "chunked", "splash", "cudnn"), "model.attention")
+        check(self.attention_chunk > 0, "model.attention_chunk", f"must be positive, not {self.attention_chunk}")
+        check(self.logits_chunk > 0, "model.logits_chunk", f"must be positive, not {self.logits_chunk}")
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """What the agent is asked to do. Factories are named `"package.module:factory"`."""
+
+    source: str = "libra_jax.agents.calculator:task_source"  # factory(path=, seed=, **arguments) -> TaskSource
+    environment: str = "libra_jax.agents.calculator:environment"  # factory(**environment_arguments) -> Environment
+    path: str = ""  # JSONL or Parquet file, for the sources that read one
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # further keyword arguments of the source
+    environment_arguments: Mapping[str, Any] = field(default_factory=dict)
+    reward: str = ""  # factory() -> async or plain fn(task, trajectory_text) -> float; empty: the environment's own
+    tokenizer: str = "character"  # "character", or a Hugging Face directory; empty: model.path
+    max_turns: int = 4  # model outputs an attempt may have
+    tool_seconds: float = 10.0  # deadline of one environment step; passing it is the tool return "timeout"
+    environment_retries: int = 2  # fresh attempts after the environment itself crashed, before the group is replaced
+
+    def __post_init__(self) -> None:
+        check(self.max_turns > 0, "task.max_turns", f"must be positive, not {self.max_turns}")
+        check(self.tool_seconds > 0, "task.tool_seconds", f"must be positive, not {self.tool_seconds}")
+        check(self.environment_retries >= 0, "task.environment_retries", "must not be negative")
+        for name in ("source", "environment"):
+            check(":" in getattr(self, name), f"task.{name}", 'must have the form "package.module:factory"')
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """The engines, and how tokens are drawn."""
+
+    engine: str = "vllm"  # vllm; fake is the test double
+    tensor_parallel: tuple[int, ...] = (1,)  # one instance an entry: devices that share its weights
+    slots: int = 64  # requests an instance decodes at once (vLLM's max_num_seqs)
+    max_context: int = 512  # longest context, in tokens (prompt, tools and generated)
+    max_tokens: int = 96  # generated tokens a turn
+    temperature: float = 1.0  # sampling temperature; the trainer scores with the same
+    top_p: float = 1.0  # refused below 1 with an importance correction (log-prob contract)
+    top_k: int = 0  # 0 is off; refused above with an importance correction
+    dtype: str = "float32"  # engine weights, and the wire dtype of publication
+    kv_cache_gib: float = 0.5  # KV cache of an instance on CPU
+    gpu_memory_fraction: float = 0.85  # of a device, for the engine (CUDA)
+    stream_interval: int = 16  # tokens between two deltas of a request
+    enforce_eager: bool = True  # no compiled graphs: starts faster; False on GPU
+    transport: str = "memfd"  # weight bytes: memfd (CPU, same host), ipc (same GPU), nccl (other GPUs)
+    bucket_mib: int = 256  # bytes of a weight bucket
+    checksum: bool = False  # digest each bucket on both sides
+    generation_retries: int = 8  # times a request may be resumed after its engine failed
+    restarts: int = 3  # times an engine that died is started again
+
+    def __post_init__(self) -> None:
+        check_choice(self.engine, ("vllm", "fake"), "rollout.engine")
+        check(len(self.tensor_parallel) > 0, "rollout.tensor_parallel", "needs at least one instance")
+        for degree in self.tensor_parallel:
+            check(degree in (1, 2, 4, 8), "rollout.tensor_parallel", f"{degree} is not one of 1, 2, 4, 8")
+        for name in ("slots", "max_context", "max_tokens", "stream_interval", "bucket_mib"):
+            check(getattr(self, name) > 0, f"rollout.{name}", f"must be positive, not {getattr(self, name)}")
+        for name in ("generation_retries", "restarts", "top_k"):
+            check(getattr(self, name) >= 0, f"rollout.{name}", f"must not be negative, not {getattr(self, name)}")
+        check(self.temperature > 0, "rollout.temperature", f"must be positive to train on, not {self.temperature}")
+        check(0 < self.top_p <= 1, "rollout.top_p", f"must lie in (0, 1], not {self.top_p}")
+        check(self.kv_cache_gib > 0, "rollout.kv_cache_gib", f"must be positive, not {self.kv_cache_gib}")
+        check_choice(self.dtype, ("float32", "bfloat16", "float16"), "rollout.dtype")
+        check_choice(self.transport, ("memfd", "ipc", "nccl"), "rollout.transport")
+
+
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+LOSSES = ("clipped", "gspo", "cispo")
+AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum")
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """The objective. Functions and references: libra_jax/algorithms."""
+
+    advantage: str = "grpo"
+    loss: str = "clipped"
+    clip_low: float = 0.2  # ratio is clipped to [1 - clip_low, 1 + clip_high]
+    clip_high: float = 0.2
+    dual_clip: float = 0.0  # lower bound factor for negative advantages; 0 is off (else above 1)
+    aggregation: str = "token_mean"
+    sequence_length_constant: float = 1.0  # divisor of sequence_sum
+    objective: str = "behaviour"  # behaviour: ratio to the sampling policy; decoupled: to a recomputed proximal one
+    correction: str = "none"  # importance sampling of the proximal over the behaviour policy: none, truncated, masked
+    correction_cap: float = 2.0  # truncated: weights above are cut to it; masked: tokens above are dropped
+    kl_coefficient: float = 0.0  # above zero a frozen reference model lives on the trainer's mesh
+    kl_estimator: str = "k3"
+    kl_in_reward: bool = False
+    entropy_coefficient: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_choice(self.advantage, ADVANTAGES, "algorithm.advantage")
+        check_choice(self.loss, LOSSES, "algorithm.loss")
+        check_choice(self.aggregation, AGGREGATIONS, "algorithm.aggregation")
+        check_choice(self.objective, ("behaviour", "decoupled"), "algorithm.objective")
+        check_choice(self.correction, ("none", "truncated", "masked"), "algorithm.correction")
+        check_choice(self.kl_estimator, ("k1", "k2", "k3"), "algorithm.kl_estimator")
+        check(0 <= self.clip_low <= 1, "algorithm.clip_low", f"must lie in [0, 1], not {self.clip_low}")
+        check(self.clip_high >= 0, "algorithm.clip_high", f"must not be negative, not {self.clip_high}")
+        check(self.dual_clip == 0 or self.dual_clip > 1, "algorithm.dual_clip", "must be 0 (off) or above 1")
+        check(self.correction_cap > 0, "algorithm.correction_cap", "must be positive")
+        check(self.kl_coefficient >= 0, "algorithm.kl_coefficient", "must not be negative")
+        check(self.sequence_length_constant > 0, "algorithm.sequence_length_constant", "must be positive")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """optax optimizer and schedule."""
+
+    name: str = "adamw"  # adamw, adam, sgd
+    learning_rate: float = 1e-3  # peak
+    schedule: str = "constant"  # constant, cosine, linear (the last two decay to 0 at the run's last step)
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.99
+    eps: float = 1e-8
+    clip_norm: float = 1.0  # global gradient norm; 0 is off
+
+    def __post_init__(self) -> None:
+        check_choice(self.name, ("adamw", "adam", "sgd"), "optimizer.name")
+        check_choice(self.schedule, ("constant", "cosine", "linear"), "optimizer.schedule")
+        check(self.learning_rate >= 0, "optimizer.learning_rate", f"must not be negative, not {self.learning_rate}")
+        check(self.warmup_steps >= 0, "optimizer.warmup_steps", "must not be negative")
+        check(self.clip_norm >= 0, "optimizer.clip_norm", "must not be negative (0 is off)")
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """The trainer's mesh and the shapes it compiles for."""
+
+    data: int = 1  # data-parallel replicas
+    fsdp: int = 1  # ways parameters and optimizer are sharded
+    tensor: int = 1  # ways a layer's matrices are split
+    context: int = 1  # reserved
+    row_tokens: int = 512  # length of a packed row; a longer trajectory gets a longer row from row_buckets
+    row_buckets: tuple[int, ...] = ()  # further row lengths, ascending, all above row_tokens
+    rows_per_micro_batch: int = 8  # rows in a micro-batch, over all data and fsdp shards
+    pack: bool = True  # several trajectories a row, kept apart by segment ids
+    max_skipped_steps: int = 10  # non-finite steps in a row after which the run stops
+
+    def __post_init__(self) -> None:
+        for name in ("data", "fsdp", "tensor", "context", "row_tokens", "rows_per_micro_batch"):
+            check(getattr(self, name) > 0, f"trainer.{name}", f"must be positive, not {getattr(self, name)}")
+        check(self.context == 1, "trainer.context", "is reserved: only 1 is supported")
+        lengths = (self.row_tokens, *self.row_buckets)
+        check(list(lengths) == sorted(set(lengths)), "trainer.row_buckets", "must ascend and exceed row_tokens")
+        shards = self.data * self.fsdp
+        check(
+            self.rows_per_micro_batch % shards == 0,
+            "trainer.rows_per_micro_batch",
+            f"{self.rows_per_micro_batch} does not divide over data x fsdp = {shards} shards",
+        )
+
+    @property
+    def devices(self) -> int:
+        """Devices in the mesh."""
+        return self.data * self.fsdp * self.tensor * self.context
+
+
+@dataclass(frozen=True)
+class WarmStartConfig:
+    """Supervised steps on the environment's demonstrations before reinforcement learning begins."""
+
+    steps: int = 0
+    batch_size: int = 64  # demonstrations a step
+    learning_rate: float = 3e-3
+
+    def __post_init__(self) -> None:
+        check(self.steps >= 0, "warm_start.steps", "must not be negative")
+        check(self.batch_size > 0, "warm_start.batch_size", "must be positive")
+
+
+@dataclass(frozen=True)
+class CoordinatorConfig:
+    """Batches, staleness and replacement."""
+
+    groups_per_step: int = 32  # prompts a training step
+    group_size: int = 8  # attempts a prompt
+    staleness: int = 0  # eta: a group trains at most this many versions after its first dispatch; 0 is synchronous
+    stale: str = "wait"  # a group about to pass eta: wait (training waits for it) or replace
+    filter_zero_variance: bool = False  # replace groups whose rewards are all equal (counted, capped)
+    max_replacements: float = 1.0  # replaced groups allowed, as a multiple of the groups trained (plus one step)
+    scheduler: str = "least_loaded"  # which instance serves a request next
+
+    def __post_init__(self) -> None:
+        check(self.groups_per_step > 0, "coordinator.groups_per_step", "must be positive")
+        check(self.group_size > 0, "coordinator.group_size", "must be positive")
+        check(self.staleness >= 0, "coordinator.staleness", "must not be negative")
+        check_choice(self.stale, ("wait", "replace"), "coordinator.stale")
+        check(self.max_replacements >= 0, "coordinator.max_replacements", "must not be negative")
+        check_choice(self.scheduler, ("least_loaded", "round_robin"), "coordinator.scheduler")
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Held-out tasks, attempted once each at the given version."""
+
+    every: int = 0  # training steps between evaluations; also before the first and after the last; 0 is off
+    tasks: int = 128
+    temperature: float = 0.0  # 0 is greedy
+
+    def __post_init__(self) -> None:
+        check(self.every >= 0, "evaluation.every", "must not be negative")
+        check(self.tasks > 0, "evaluation.tasks", "must be positive")
+        check(self.temperature >= 0, "evaluation.temperature", "must not be negative")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Composite checkpoints (one manifest each)."""
+
+    every: int = 20  # training steps; 0 is off
+    keep: int = 2  # newest manifests kept
+
+    def __post_init__(self) -> None:
+        check(self.every >= 0, "checkpoint.every", "must not be negative")
+        check(self.keep > 0, "checkpoint.keep", "must be positive")
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """Where actors live."""
+
+    backend: str = "inprocess"  # inprocess: embedded on this machine; ray: placed by Ray
+    address: str = ""  # ray: cluster to join; empty starts one embedded
+
+    def __post_init__(self) -> None:
+        check_choice(self.backend, ("inprocess", "ray"), "cluster.backend")
+
+
+@dataclass(frozen=True)
+class TelemetryConfig:
+    """Where a run reports."""
+
+    console: bool = True  # live progress on a terminal; plain lines elsewhere
+    tensorboard: bool = True
+    wandb_project: str = ""  # empty is off
+    report: bool = True  # report.html at the end
+
+
+@dataclass(frozen=True)
+class DeadlineConfig:
+    """Longest waits, in seconds; passing one ends in an error that names the worker."""
+
+    engine_start: float = 300.0
+    trainer_start: float = 600.0
+    first_token: float = 300.0  # between two deltas of a request that holds a slot
+    train_step: float = 1800.0
+    publish: float = 300.0  # each verb of a weight update
+    checkpoint: float = 1800.0
+    shutdown: float = 60.0
+
+    def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):
+            check(getattr(self, item.name) > 0, f"deadlines.{item.name}", "must be positive")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A whole run."""
+
+    name: str = "run"  # names the default workdir
+    seed: int = 0
+    steps: int = 100  # training steps
+    model: ModelConfig = field(default_factory=ModelConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    coordinator: CoordinatorConfig = field(default_factory=CoordinatorConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
+
+    def __post_init__(self) -> None:
+        check(self.steps > 0, "steps", f"must be positive, not {self.steps}")
+        check(self.seed >= 0, "seed", f"must not be negative, not {self.seed}")
+        check(
+            self.rollout.max_tokens < self.rollout.max_context,
+            "rollout.max_tokens",
+            f"{self.rollout.max_tokens} leaves no room for a prompt in max_context = {self.rollout.max_context}",
+        )
+        longest = max((self.trainer.row_tokens, *self.trainer.row_buckets))
+        check(
+            longest >= self.rollout.max_context,
+            "trainer.row_tokens",
+            f"the longest row ({longest}) must hold a whole context (rollout.max_context = {self.rollout.max_context})",
+        )
+
+
+T = TypeVar("T")
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A dataclass tree as nested plain dicts (tuples kept)."""
+    return {
+        item.name: to_dict(value) if dataclasses.is_dataclass(value := getattr(config, item.name)) else value
+        for item in dataclasses.fields(config)
+    }
+
+
+def parse(cls: type[T], values: Mapping[str, Any], prefix: str = "") -> T:
+    """Builds the dataclass `cls` from nested mappings.
+
+    Raises:
+      ConfigError: a field is unknown (the nearest name is offered), of the wrong type, or out of range.
+    """
+    types = get_type_hints(cls)
+    known = {item.name for item in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    arguments: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {prefix}{near[0]!s}?" if near else f"; its fields are {', '.join(sorted(known))}"
+            raise ConfigError(f"config.{prefix}{name}: no such field{hint}")
+        kind = types[name]
+        if dataclasses.is_dataclass(kind):
+            check(isinstance(value, Mapping), f"{prefix}{name}", "must be a group of fields")
+            arguments[name] = parse(kind, value, f"{prefix}{name}.")  # type: ignore[arg-type]
+        else:
+            arguments[name] = _coerce(value, kind, f"{prefix}{name}")
+    return cls(**arguments)
+
+
+def _coerce(value: Any, kind: Any, name: str) -> Any:
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if kind in (bool, int, float, str):
+        right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+        check(right, name, f"must be of type {kind.__name__}, not {value!r}")
+        return value
+    if "tuple" in str(kind):
+        check(isinstance(value, list | tuple), name, f"must be a tuple, not {value!r}")
+        check(all(isinstance(item, int) for item in value), name, f"must hold integers, not {value!r}")
+        return tuple(value)
+    check(isinstance(value, Mapping), name, f"must be a mapping, not {value!r}")
+    return dict(value)
+
+
+def digest(config: RunConfig) -> str:
+    """Eight hex digits that change when any field does; names the default workdir."""
+    text = json.dumps(to_dict(config), sort_keys=True, default=list)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]

@@ -1,0 +1,645 @@
+"""What the rooms promise each other: the vocabulary of a run, and the protocols of its workers.
+
+Standard library only, so that every room may import this file. A *trajectory* is one agent's attempt at a task; the
+*group* is the trajectories of one prompt that are compared with each other; a *request* is the part of a trajectory's
+life that asks for tokens. *Policy version* v is the parameters after v training steps; version 0 is what the run
+starts from. Seconds are those of the running event loop's clock.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+# --------------------------------------------------------------------------------------------------------------------
+# Errors. Each carries one sentence a user can act on; nothing else is shown to them.
+# --------------------------------------------------------------------------------------------------------------------
+
+
+class LibraError(Exception):
+    """An error whose message is one sentence that names what is wrong and how to mend it."""
+
+
+class ConfigError(LibraError):
+    """A configuration value that cannot be used; the message names the field."""
+
+
+class DataError(LibraError):
+    """A file of tasks, a trace or a model directory that cannot be used; the message names the file and line."""
+
+
+class DeadlineMissed(LibraError):
+    """A wait that outlasted its deadline; the message names the worker."""
+
+
+class WorkerLost(LibraError):
+    """An actor or engine process that died or became unreachable; what it was doing may be retried elsewhere."""
+
+
+class EnvironmentCrashed(LibraError):
+    """The environment itself broke (not a tool that returned a failure): infrastructure, never a reward of zero."""
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Trajectories: token in, token out (design rule 2).
+# --------------------------------------------------------------------------------------------------------------------
+
+
+class TokenSource(enum.IntEnum):
+    """Who wrote a token."""
+
+    PROMPT = 0
+    MODEL = 1
+    TOOL = 2
+
+
+ToolStatus = Literal["success", "failure", "timeout"]
+FinishReason = Literal["stop", "length", "abort"]
+
+NO_VERSION = -1
+"""Policy version of a token that no policy sampled."""
+
+
+@dataclass(frozen=True)
+class CausalState:
+    """What a tool return says about what comes next (C-MLFQ, arXiv 2606.03077 section 4)."""
+
+    tool: str
+    payload_tokens: int
+    status: ToolStatus
+
+
+@dataclass
+class Turn:
+    """One model output and the tool return that followed it, as the trace records them.
+
+    Attributes:
+      generated_tokens: tokens the policy sampled in this turn, its stop token included.
+      tool: name of the tool called, or None for a turn without a call.
+      status: outcome of the call, or None without a call.
+      payload_tokens: tokens that the tool return appended to the context.
+      tool_seconds: time the tool took.
+      start_seconds: event-loop time at which the turn's generation was asked for.
+    """
+
+    generated_tokens: int
+    tool: str | None = None
+    status: ToolStatus | None = None
+    payload_tokens: int = 0
+    tool_seconds: float = 0.0
+    start_seconds: float = 0.0
+
+
+@dataclass
+class Trajectory:
+    """One agent's attempt, token by token. The five per-token lists always have the same length.
+
+    Attributes:
+      trajectory_id: `<prompt_id>/<sample index>`, unique in a run.
+      prompt_id: the task this attempts.
+      token_ids: every token of the context, in order.
+      sources: a `TokenSource` for each token.
+      loss_mask: True for each token that is trained on (the model's own, stop tokens included).
+      log_probs: behaviour log-probability of each sampled token at the sampling temperature; 0.0 elsewhere.
+      policy_versions: version that sampled each token; `NO_VERSION` elsewhere.
+      turns: one entry a model output.
+      reward: scalar reward, None until the environment has scored the attempt.
+      finish: why it ended: "answered", "max_turns", "max_context", "length", ...
+      metrics: numbers the environment reports, averaged into the step's metrics under `agent/`.
+      start_seconds: event-loop time at which the attempt began.
+    """
+
+    trajectory_id: str
+    prompt_id: str
+    token_ids: list[int] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)
+    loss_mask: list[bool] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    policy_versions: list[int] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    reward: float | None = None
+    finish: str | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    start_seconds: float = 0.0
+
+    def append_text(self, token_ids: Sequence[int], source: TokenSource) -> None:
+        """Appends tokens that no policy sampled (prompt or tool return)."""
+        count = len(token_ids)
+        self.token_ids.extend(token_ids)
+        self.sources.extend([int(source)] * count)
+        self.loss_mask.extend([False] * count)
+        self.log_probs.extend([0.0] * count)
+        self.policy_versions.extend([NO_VERSION] * count)
+
+    def append_sampled(self, delta: TokenDelta) -> None:
+        """Appends sampled tokens with their behaviour log-probabilities and versions."""
+        count = len(delta.token_ids)
+        self.token_ids.extend(delta.token_ids)
+        self.sources.extend([int(TokenSource.MODEL)] * count)
+        self.loss_mask.extend([True] * count)
+        self.log_probs.extend(delta.log_probs)
+        self.policy_versions.extend(delta.policy_versions)
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens the policy sampled, over all turns."""
+        return sum(self.loss_mask)
+
+
+@dataclass
+class Group:
+    """The attempts at one prompt that are compared with each other and trained together.
+
+    Attributes:
+      group_id: admission number, unique and increasing in a run.
+      task: what is attempted.
+      dispatch_version: policy version at the group's first dispatch; its staleness is counted from here.
+      trajectories: finished attempts, in sample order.
+    """
+
+    group_id: int
+    task: Task
+    dispatch_version: int
+    trajectories: list[Trajectory] = field(default_factory=list)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Tasks and environments.
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Task:
+    """One problem to attempt.
+
+    Attributes:
+      prompt_id: unique in the run, stable across restarts.
+      payload: what the environment needs to pose and score it; JSON-able.
+    """
+
+    prompt_id: str
+    payload: Mapping[str, Any]
+
+
+class TaskSource(Protocol):
+    """Tasks by position, so that a data position is one integer and a resume re-reads nothing."""
+
+    def task(self, index: int) -> Task:
+        """The index-th training task; any index >= 0 is valid (finite sources reshuffle by epoch)."""
+        ...
+
+    def evaluation_task(self, index: int) -> Task:
+        """The index-th held-out task; never among the training tasks."""
+        ...
+
+
+@dataclass(frozen=True)
+class Message:
+    """A chat message; `role` is "system", "user", "assistant" or "tool"."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class ToolReturn:
+    """What a tool gave back: data that the policy sees, its failure or time-out included."""
+
+    tool: str
+    status: ToolStatus
+    content: str
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What the environment answers to one model output.
+
+    Attributes:
+      tool_return: the tool's return, shown to the policy as a tool message; None where no tool was called.
+      messages: further messages shown to the policy.
+      done: the attempt is over.
+      reward: the attempt's reward; required when `done`.
+      metrics: numbers to report, such as `tool_success`.
+    """
+
+    tool_return: ToolReturn | None = None
+    messages: Sequence[Message] = ()
+    done: bool = False
+    reward: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Environment(Protocol):
+    """One attempt's world. Named in config as `"package.module:factory"`; the factory returns a fresh environment."""
+
+    async def reset(self, task: Task) -> Sequence[Message]:
+        """Opens the attempt and returns the first messages shown to the policy."""
+        ...
+
+    async def step(self, output: str) -> StepResult:
+        """Reads one model output (decoded text, stop token removed), runs what it asks for, and answers."""
+        ...
+
+    async def close(self) -> None:
+        """Releases what the attempt holds; called once, also after a crash."""
+        ...
+
+
+class Demonstrator(Protocol):
+    """An environment factory's optional companion: solved attempts for the warm start."""
+
+    def demonstration(self, task: Task) -> Sequence[Message]:
+        """The whole dialogue of a solved attempt: `reset`'s messages, then assistant and tool messages in turn."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """Text to tokens and back, with the chat template applied to increments only."""
+
+    vocab_size: int
+    stop_token_ids: tuple[int, ...]
+    pad_token_id: int
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+    def render(self, messages: Sequence[Message], *, first: bool, generation_prompt: bool) -> list[int]:
+        """Tokens that `messages` add to the context.
+
+        Args:
+          messages: the increment only, never the dialogue so far.
+          first: True at the start of the context (begin-of-text and the like belong there only).
+          generation_prompt: append the header after which the assistant writes.
+        """
+        ...
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Rollout engines.
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn. Temperature only: the log-prob contract (rollout/logprob_contract.py) says why.
+
+    Attributes:
+      temperature: 0 means greedy.
+      max_tokens: at most this many tokens are generated.
+      stop_token_ids: generation ends with, and returns, the first of these.
+    """
+
+    temperature: float
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """Tokens to continue. `token_ids` is the whole context, retained tokens of a failed attempt included."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    priority: int = 0
+
+
+@dataclass(frozen=True)
+class TokenDelta:
+    """Tokens that streamed in since the last delta; the three tuples have the same length.
+
+    Attributes:
+      token_ids: the new tokens.
+      log_probs: their log-probability at the sampling temperature (processed log-probs), natural log.
+      policy_versions: the version whose weights sampled each.
+      finish_reason: set on the last delta only.
+    """
+
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    policy_versions: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What an engine is: told once, when it has started.
+
+    Attributes:
+      name: the instance's name, as errors and the timeline show it.
+      tensor_parallel: devices that share one copy of the weights.
+      slots: most requests that decode at once.
+      max_context: longest context, in tokens.
+      process_ids: the processes the engine runs in.
+    """
+
+    name: str
+    tensor_parallel: int
+    slots: int
+    max_context: int
+    process_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class WeightEntry:
+    """One tensor inside a bucket, under its Hugging Face name; `offset` and `nbytes` are in bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class WeightBucket:
+    """A contiguous piece of a published snapshot, and how its bytes are reached.
+
+    Attributes:
+      policy_version: the version whose snapshot this is.
+      index: position among the snapshot's buckets.
+      count: buckets in the snapshot.
+      entries: tensors in the bucket, in order.
+      nbytes: bytes in use.
+      transport: transport-specific address, e.g. {"kind": "memfd", "pid": 1, "fd": 7}; plain values only.
+      checksum: digest of the bytes, or None where checksums are off.
+    """
+
+    policy_version: int
+    index: int
+    count: int
+    entries: tuple[WeightEntry, ...]
+    nbytes: int
+    transport: Mapping[str, Any]
+    checksum: str | None = None
+
+
+class RolloutEngine(Protocol):
+    """A rollout instance. Every method may raise `WorkerLost`; the caller sets deadlines."""
+
+    async def start(self) -> EngineInfo:
+        """Starts the engine's processes with the weights it was configured with (version 0)."""
+        ...
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
+        """Streams the continuation; the last delta has a finish reason. Closing the iterator aborts the request."""
+        ...
+
+    async def pause(self) -> None:
+        """Freezes decoding with requests kept; returns when no step is running and all tokens so far are stamped."""
+        ...
+
+    async def resume(self) -> None:
+        """Goes on decoding; KV computed under older weights has been dropped and is recomputed."""
+        ...
+
+    async def init_weight_transfer(self, transport: Mapping[str, Any]) -> None:
+        """First weight verb, once: opens the transport."""
+        ...
+
+    async def start_weight_update(self, policy_version: int) -> None:
+        """Second weight verb, once a version: prepares the model for new weights."""
+        ...
+
+    async def update_weights(self, bucket: WeightBucket) -> None:
+        """Third weight verb, once a bucket: loads it."""
+        ...
+
+    async def finish_weight_update(self, policy_version: int) -> None:
+        """Fourth weight verb, once a version: the engine now serves `policy_version`."""
+        ...
+
+    async def health(self) -> Mapping[str, float]:
+        """Raises `WorkerLost` if the engine is not serving; else numbers such as `running` and `waiting`."""
+        ...
+
+    async def shutdown(self) -> None:
+        """Ends and reaps every process of the engine. Idempotent."""
+        ...
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The trainer.
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TrainerInfo:
+    """What the trainer is: told once, when it has started.
+
+    Attributes:
+      policy_version: the version its state holds (above 0 after a restore).
+      parameters: number of model parameters.
+      mesh: axis name to size.
+      platform: "cpu", "gpu" or "tpu".
+    """
+
+    policy_version: int
+    parameters: int
+    mesh: Mapping[str, int]
+    platform: str
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """What one training step sees: whole groups, and the version that trains on them."""
+
+    policy_version: int
+    groups: tuple[Group, ...]
+
+
+class Trainer(Protocol):
+    """The trainer as the coordinator sees it. One call at a time; the caller sets deadlines."""
+
+    async def start(self) -> TrainerInfo:
+        """Builds the mesh and the train state (from `model` in the config) on its devices."""
+        ...
+
+    async def warm_start_step(self, sequences: Sequence[Trajectory]) -> Mapping[str, float]:
+        """One supervised step on given token sequences; does not change the policy version."""
+        ...
+
+    async def train_step(self, batch: TrainBatch) -> Mapping[str, float]:
+        """One step: policy version v -> v + 1, a skipped (non-finite) step included. Returns the step's metrics."""
+        ...
+
+    async def open_weights(self, policy_version: int) -> int:
+        """Takes a snapshot of the parameters in the wire dtype for publication; returns its number of buckets."""
+        ...
+
+    async def stage_weights(self, policy_version: int, index: int) -> WeightBucket:
+        """Fills one bucket of the open snapshot; a bucket stays readable until the next but one is staged."""
+        ...
+
+    async def close_weights(self, policy_version: int) -> None:
+        """Frees the snapshot."""
+        ...
+
+    async def save(self, path: str) -> None:
+        """Begins an asynchronous save of the whole train state to a new directory; the state may change at once."""
+        ...
+
+    async def wait_saved(self) -> None:
+        """Returns when the last `save` is durable; raises what went wrong."""
+        ...
+
+    async def restore(self, path: str) -> int:
+        """Restores the train state into this mesh's shardings; returns its policy version."""
+        ...
+
+    async def export(self, path: str) -> None:
+        """Writes the parameters as a Hugging Face directory."""
+        ...
+
+    async def shutdown(self) -> None:
+        """Releases devices and shared memory. Idempotent."""
+        ...
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Scheduling: which instance serves a request next.
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A rollout instance as the scheduler sees it."""
+
+    name: str
+    tensor_parallel: int
+    slots: int
+
+
+@dataclass(frozen=True)
+class RequestInfo:
+    """A trajectory that asks for tokens.
+
+    Attributes:
+      request_id: the trajectory's id.
+      prompt_id: its prompt; siblings share it.
+      group_id: its group.
+      context_tokens: tokens in its context now.
+      generated_tokens: tokens generated so far, over all turns.
+    """
+
+    request_id: str
+    prompt_id: str
+    group_id: int
+    context_tokens: int
+    generated_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The scheduler's decision: from now on this instance serves this request (again or anew)."""
+
+    request_id: str
+    instance: str
+
+
+class Scheduler(Protocol):
+    """Pure decisions over events. Each call returns the placements it makes, of any waiting request.
+
+    A request *waits* from `on_arrival` or `on_tool_return` until it is placed, *decodes* (and holds a slot) until
+    `on_tool_call` or `on_finish`, and is *away* (holds none) while its tool runs.
+    """
+
+    def on_instance_change(self, instances: Sequence[Instance], now: float) -> list[Placement]:
+        """The set of live instances; requests decoding on one that is gone wait again."""
+        ...
+
+    def on_arrival(self, request: RequestInfo, now: float) -> list[Placement]: ...
+
+    def on_tool_call(self, request_id: str, generated_tokens: int, now: float) -> list[Placement]: ...
+
+    def on_tool_return(
+        self, request_id: str, causal_state: CausalState, context_tokens: int, now: float
+    ) -> list[Placement]: ...
+
+    def on_progress(self, request_id: str, generated_tokens: int, now: float) -> list[Placement]: ...
+
+    def on_finish(self, request_id: str, generated_tokens: int, now: float) -> list[Placement]:
+        """The request is done, failed or given up: it never comes back under this id unless it arrives anew."""
+        ...
+
+    def snapshot(self) -> Mapping[str, Any]:
+        """Statistics worth keeping across a restart; JSON-able."""
+        ...
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None: ...
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Cluster: where actors live.
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ActorSpec:
+    """How to make an actor.
+
+    Attributes:
+      name: unique in the cluster; errors name it.
+      factory: `"package.module:callable"`; the result's public methods are the actor's.
+      arguments: keyword arguments of the factory; picklable.
+      cpus: CPU cores reserved (ray backend).
+      gpus: accelerators reserved (ray backend).
+      environment: environment variables the actor's process starts with (ray backend; set in place when embedded).
+    """
+
+    name: str
+    factory: str
+    arguments: Mapping[str, Any]
+    cpus: float = 1.0
+    gpus: float = 0.0
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+class Cluster(Protocol):
+    """Makes actors. A proxy has the methods of the factory's result: `await proxy.method(...)`, whether the method is
+    sync or async there; async generators stay async iterators. A dead actor raises `WorkerLost` from every call."""
+
+    async def spawn(self, spec: ActorSpec) -> Any:
+        """Makes the actor and returns its proxy."""
+        ...
+
+    async def stop(self, name: str) -> None:
+        """Ends the actor (its `shutdown` is called first, with a deadline) and reaps its processes."""
+        ...
+
+    async def shutdown(self) -> None:
+        """Stops every actor, last made first. Idempotent."""
+        ...
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Telemetry.
+# --------------------------------------------------------------------------------------------------------------------
+
+
+class Recorder(Protocol):
+    """Where a run writes what happened. Never raises for a full disk or a lost viewer: it warns once and goes on."""
+
+    def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
+        """One training step's numbers; keys as in `metrics.jsonl`."""
+        ...
+
+    def span(self, track: str, name: str, start: float, end: float, arguments: Mapping[str, Any] | None = None) -> None:
+        """Something that took from `start` to `end` (event-loop seconds) on a named track of the timeline."""
+        ...
+
+    def trajectory(self, record: Mapping[str, Any]) -> None:
+        """One line of `trace.jsonl`."""
+        ...
+
+    def status(self, worker: str, text: str) -> None:
+        """What a worker is doing now, for the console."""
+        ...
+
+    def note(self, text: str) -> None:
+        """A sentence for the person watching."""
+        ...

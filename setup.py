@@ -1,0 +1,37 @@
+"""Packaging. What each platform installs beside it is pinned, with a reason a line, in third_party/."""
+
+from setuptools import find_packages, setup
+
+setup(
+    name="libra-jax",
+    version="0.1.0",
+    description="Agentic RL post-training of language models on JAX and vLLM, elastic between training and rollout",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["libra_jax", "libra_jax.*"]),
+    package_data={"libra_jax.models": ["presets/*.json"], "libra_jax.agents": ["*.jinja"]},
+    install_requires=[
+        "absl-py>=2.1",
+        "flax>=0.12.8",
+        "jax>=0.10.2",
+        "matplotlib>=3.9",
+        "ml_collections>=1.1",
+        "numpy>=1.26",
+        "optax>=0.2.8",
+        "orbax-checkpoint>=0.12.8",
+        "pyarrow>=17",
+        "rich>=13",
+        "safetensors>=0.6.2",
+        "tensorboardX>=2.6",
+        "transformers>=5.16",
+    ],
+    extras_require={
+        "ray": ["ray>=2.60"],
+        "reasoning_gym": ["reasoning-gym>=0.1.25"],
+        "wandb": ["wandb"],
+    },
+    entry_points={
+        # vLLM calls this in every process it starts: our weight-transfer engine, and death with the parent.
+        "vllm.general_plugins": ["libra_jax = libra_jax.rollout.vllm_plugin:register"],
+    },
+)
