@@ -382,7 +382,7 @@ class RolloutEngine(Protocol):
     """A rollout instance. Every method may raise `WorkerLost`; the caller sets deadlines."""
 
     async def start(self) -> EngineInfo:
-        """Starts the engine's processes with the weights it was configured with (version 0)."""
+        """Starts the engine's processes. It holds no useful weights until its first `finish_weight_update`."""
         ...
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
@@ -571,6 +571,25 @@ class Scheduler(Protocol):
         ...
 
     def restore(self, snapshot: Mapping[str, Any]) -> None: ...
+
+
+class Sampler(Protocol):
+    """How the agent loop gets tokens: the coordinator's side of an attempt (instance choice, retries, telemetry)."""
+
+    async def sample(self, trajectory: Trajectory, sampling: SamplingParams) -> FinishReason:
+        """Appends one model output to the trajectory, from whichever instances serve it; never returns "abort".
+
+        A failed engine is invisible here: the request resumes elsewhere from the tokens the trajectory holds.
+        """
+        ...
+
+    async def tool_called(self, trajectory: Trajectory) -> None:
+        """The output asked for a tool: the request gives its slot back while the tool runs."""
+        ...
+
+    async def tool_returned(self, trajectory: Trajectory, causal_state: CausalState) -> None:
+        """The tool return has been appended; the next `sample` may go to another instance."""
+        ...
 
 
 # --------------------------------------------------------------------------------------------------------------------
