@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Trains a small language model to use a calculator, with real vLLM and JAX on CPU: about ten minutes on two cores,
+# set-up included. Further arguments go to launch/train.py:
+#   bash launch/quickstart.sh --workdir=DIR --config.seed=1
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash launch/setup.sh
+exec .venv/bin/python launch/train.py --config=configs/quickstart.py "$@"

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Makes the virtual environment .venv with everything pinned in third_party/cpu; quick when it is already there.
+# `bash launch/setup.sh --dev` adds the tools of the test command. quickstart.sh and test.sh call it.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+python=${PYTHON:-python3}
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+  echo "Libra-JAX needs Python 3.11 or newer; $("$python" --version) was found. Point PYTHON at a newer one." >&2
+  exit 1
+}
+[ "$(uname -s)-$(uname -m)" = Linux-x86_64 ] || {
+  echo "The CPU pins are for Linux on x86_64; see third_party/README.md for other platforms." >&2
+  exit 1
+}
+
+# A stamp holds the digest of what was installed, so that a second call costs milliseconds and a changed pin is noticed.
+install_lock() { # name, lock file
+  local stamp=".venv/.installed-$1" digest
+  digest=$(cat "$2" setup.py | sha256sum | cut -d' ' -f1)
+  [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$digest" ] && return 0
+  echo "Installing $2 into .venv (once; the first time takes about three minutes) ..." >&2
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile -r "$2" \
+    2> >(grep -v '^WARNING: Location' >&2)
+  echo "$digest" >"$stamp"
+}
+
+[ -x .venv/bin/python ] || "$python" -m venv .venv
+install_lock cpu third_party/cpu/lock.txt
+if [ "${1:-}" = --dev ]; then
+  install_lock dev third_party/cpu/lock_dev.txt
+fi
+if [ ! -f .venv/.installed-package ] || [ setup.py -nt .venv/.installed-package ]; then
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e . \
+    2> >(grep -v '^WARNING: Location' >&2)
+  touch .venv/.installed-package
+fi

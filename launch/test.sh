@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Lint, types, import rules, tests: what CI runs. Further arguments go to pytest:
+#   bash launch/test.sh -m "not slow"
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash launch/setup.sh --dev
+export PATH="$PWD/.venv/bin:$PATH"
+echo "== ruff" && ruff check . && ruff format --check .
+echo "== mypy" && mypy
+echo "== import-linter" && lint-imports --no-cache
+echo "== pytest" && exec python -m pytest "$@"
