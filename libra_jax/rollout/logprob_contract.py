@@ -1,0 +1,59 @@
+"""What the log-probability of a sampled token means here, for whoever samples it and whoever scores it again.
+
+- The engine returns *processed* log-probs: the log-softmax of logits / temperature, natural logarithm, of the very
+  distribution the token was drawn from. Raw log-probs (vLLM's default) are those of temperature 1.
+- Temperature is the only thing that shapes the distribution. top_p and top_k renormalise over a set of tokens that
+  the trainer does not know, so that a ratio of the trainer's probability to the engine's is biased.
+- The trainer scores with the same temperature: log-softmax of logits / `rollout.temperature`.
+- Temperature 0 (evaluation) is greedy; its log-probs are those of temperature 1 and are never trained on.
+"""
+
+from __future__ import annotations
+
+from libra_jax import config, protocols
+
+LOGPROBS_MODE = "processed_logprobs"
+"""vLLM's name for log-probs taken after temperature."""
+
+
+def check(rollout: config.RolloutConfig, algorithm: config.AlgorithmConfig) -> None:
+    """Refuses sampling whose log-probs cannot be compared with the trainer's.
+
+    Every loss here is a function of the ratio of the current policy to the sampling (or proximal) one, and an
+    importance correction is such a ratio too: none of them may see a renormalised behaviour distribution.
+
+    Raises:
+      ConfigError: top_p or top_k is on; the message names the fields.
+    """
+    truncating = []
+    if rollout.top_p < 1:
+        truncating.append(f"config.rollout.top_p = {rollout.top_p}")
+    if rollout.top_k > 0:
+        truncating.append(f"config.rollout.top_k = {rollout.top_k}")
+    if not truncating:
+        return
+    if algorithm.correction != "none":
+        partner = f"config.algorithm.correction = {algorithm.correction!r}"
+    else:
+        partner = f"config.algorithm.loss = {algorithm.loss!r}"
+    raise protocols.ConfigError(
+        f"{' and '.join(truncating)} cannot be combined with {partner}, whose probability ratios would be biased: "
+        "set top_p to 1.0 and top_k to 0 and shape sampling with rollout.temperature alone"
+    )
+
+
+def sampling_params(
+    rollout: config.RolloutConfig, stop_token_ids: tuple[int, ...], temperature: float | None = None
+) -> protocols.SamplingParams:
+    """Sampling parameters under the contract.
+
+    Args:
+      rollout: temperature and most tokens of a model output.
+      stop_token_ids: tokens that end an output.
+      temperature: instead of the training temperature (evaluation); 0 is greedy.
+    """
+    return protocols.SamplingParams(
+        temperature=rollout.temperature if temperature is None else temperature,
+        max_tokens=rollout.max_tokens,
+        stop_token_ids=stop_token_ids,
+    )
