@@ -1,0 +1,171 @@
+"""What a person sees of a run: a live picture on a terminal (`live.py`), plain lines everywhere else."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import TextIO
+
+from libra_jax.telemetry import files
+
+STATUS_SECONDS = 5.0
+"""Least time between two status lines in plain output."""
+
+RATE_STEPS = 10
+"""Steps whose mean duration the remaining time is estimated from."""
+
+SPARKS = "▁▂▃▄▅▆▇█"
+
+
+def seconds_text(seconds: float) -> str:
+    """A duration for people: "0.4 s", "12 s", "3 min 20 s", "2 h 5 min"."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s" if whole < 600 and whole % 60 else f"{whole // 60} min"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def sparkline(values: list[float]) -> str:
+    """One block character a value, from the least to the greatest of them."""
+    finite = [value for value in values if abs(value) < float("inf")]
+    if not finite:
+        return ""
+    low, high = min(finite), max(finite)
+    scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(SPARKS[round((v - low) * scale)] if abs(v) < float("inf") else "?" for v in values)
+
+
+def first_of(scalars: Mapping[str, float], *names: str) -> float | None:
+    """The value of the first name that is there."""
+    return next((scalars[name] for name in names if name in scalars), None)
+
+
+class Pace:
+    """How far a run is and how long it still takes, from the times at which its steps ended.
+
+    Args:
+      steps: training steps of the whole run.
+      now: seconds at the session's start.
+    """
+
+    def __init__(self, steps: int, now: float) -> None:
+        self.steps = steps
+        self.started = now
+        self.done = 0
+        self._ends: deque[tuple[int, float]] = deque(maxlen=RATE_STEPS + 1)
+
+    def step_ended(self, step: int, now: float) -> None:
+        """Counts a step."""
+        self.done = max(self.done, step)
+        self._ends.append((step, now))
+
+    @property
+    def remaining_seconds(self) -> float | None:
+        """Seconds the remaining steps take at the recent pace; None until two steps have ended."""
+        if len(self._ends) < 2:
+            return None
+        (first, began), (last, ended) = self._ends[0], self._ends[-1]
+        return (self.steps - last) * (ended - began) / (last - first) if last > first else None
+
+
+def step_line(step: int, pace: Pace, scalars: Mapping[str, float]) -> str:
+    """The one line that stands for a step in plain output."""
+    width = len(str(pace.steps))
+    parts = [f"step {step:>{width}}/{pace.steps}"]
+    if (reward := first_of(scalars, "reward/mean")) is not None:
+        parts.append(f"reward {reward:.3f}")
+    if (evaluation := evaluation_score(scalars)) is not None:
+        parts.append(f"held-out {evaluation:.3f}")
+    if (rate := scalars.get("tokens_per_second")) is not None:
+        parts.append(f"{rate:,.0f} tokens/s")
+    if (staleness := scalars.get("staleness/max")) is not None:
+        parts.append(f"staleness {staleness:.0f}")
+    if (loss := scalars.get("loss")) is not None:
+        parts.append(f"loss {loss:.4g}")
+    if (mismatch := scalars.get("mismatch/kl")) is not None:
+        parts.append(f"mismatch {mismatch:.1e}")
+    times = [
+        f"{part} {seconds_text(scalars[f'{part}/seconds'])}"
+        for part in ("rollout", "train", "sync")
+        if f"{part}/seconds" in scalars
+    ]
+    if times:
+        parts.append(", ".join(times))
+    if pace.remaining_seconds and pace.done < pace.steps:
+        parts.append(f"{seconds_text(pace.remaining_seconds)} left")
+    return "  ".join(parts)
+
+
+def evaluation_score(scalars: Mapping[str, float]) -> float | None:
+    """The held-out score among a step's numbers, or None."""
+    named = first_of(scalars, "evaluation/reward/mean", "evaluation/reward", "evaluation/mean", "evaluation/accuracy")
+    if named is not None:
+        return named
+    return next((value for name, value in scalars.items() if name.startswith("evaluation/reward")), None)
+
+
+class PlainConsole:
+    """One line a step, notes as they come, and a status line now and then while no step ends.
+
+    Args:
+      name: the run's name.
+      steps: training steps of the whole run.
+      stream: where the lines go.
+      clock: seconds now, on the clock of the event loop.
+      warn: receives the one warning when the stream is lost.
+    """
+
+    def __init__(self, name: str, steps: int, stream: TextIO, clock: Callable[[], float], warn: files.Warn) -> None:
+        self._name = name
+        self._stream = stream
+        self._clock = clock
+        self._warn = warn
+        self._pace = Pace(steps, clock())
+        self._last_line = float("-inf")
+        self._lost = False
+
+    def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._pace.step_ended(step, self._clock())
+        self._line(step_line(step, self._pace, scalars))
+
+    def status(self, worker: str, text: str) -> None:
+        if self._clock() - self._last_line >= STATUS_SECONDS:
+            self._line(f"{worker}: {text}")
+
+    def note(self, text: str) -> None:
+        self._line(text)
+
+    def flush(self) -> None:
+        """Nothing to do: each line is flushed as it is written."""
+
+    def close(self) -> None:
+        """Nothing to do: the stream belongs to the process."""
+
+    def _line(self, text: str) -> None:
+        if self._lost:
+            return
+        self._last_line = self._clock()
+        try:
+            self._stream.write(text + "\n")
+            self._stream.flush()
+        except (OSError, ValueError) as error:  # ValueError: the stream has been closed
+            self._lost = True
+            quiet(self._stream)
+            self._warn("console", f"Nobody reads the console any more ({error}); the run goes on.")
+
+
+def quiet(stream: TextIO) -> None:
+    """Points a broken standard stream at nothing, so that Python's own flush at exit does not fail on it."""
+    if stream is not sys.__stdout__:
+        return
+    with contextlib.suppress(OSError, ValueError):
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, stream.fileno())
+        os.close(nothing)

@@ -1,0 +1,146 @@
+"""Append-only files of whole records: what every sink of a run writes through, and how they are read back.
+
+A record is a run of bytes that is on disk whole or not at all: a killed process leaves at most one torn record at the
+end, which the next opening removes; a full disk leaves none. Not thread-safe: a run records from its event-loop thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+Warn = Callable[[str, str], None]
+"""`warn(key, sentence)`: shows the sentence, once for each key."""
+
+FLUSH_BYTES = 64 * 1024
+"""Pending bytes that cause a flush between steps."""
+
+KEEP_BYTES = 1024 * 1024
+"""Pending bytes kept while the file cannot be written; beyond it they are dropped, so that memory stays bounded."""
+
+
+def whole_lines_end(path: Path) -> int:
+    """Offset just after the last newline of the file, in bytes; 0 for an empty or missing one."""
+    try:
+        with path.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            while end > 0:
+                begin = max(0, end - FLUSH_BYTES)
+                file.seek(begin)
+                newline = file.read(end - begin).rfind(b"\n")
+                if newline >= 0:
+                    return begin + newline + 1
+                end = begin
+    except FileNotFoundError:
+        pass
+    return 0
+
+
+class RecordFile:
+    """Buffers records in memory and appends them whole. Never raises for what the disk does: it warns once.
+
+    Args:
+      path: the file; made on the first flush. It must end with a whole record (see `open_lines`).
+      warn: receives the one warning.
+    """
+
+    def __init__(self, path: Path, warn: Warn) -> None:
+        self.path = path
+        self._warn = warn
+        self._pending: list[bytes] = []
+        self._pending_bytes = 0
+        self._descriptor: int | None = None
+        self._end = 0
+        self._closed = False
+
+    def write(self, record: bytes) -> None:
+        """Adds one whole record; ignored after `close`."""
+        if self._closed:
+            return
+        self._pending.append(record)
+        self._pending_bytes += len(record)
+        if self._pending_bytes >= FLUSH_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Hands the pending records to the operating system, whose cache outlives a killed process."""
+        if not self._pending:
+            return
+        try:
+            self._append(b"".join(self._pending))
+        except OSError as error:
+            self._warn(
+                str(self.path),
+                f"{self.path.name} cannot be written ({error.strerror or error}); the run goes on without it "
+                f"until there is room in {self.path.parent}.",
+            )
+            if self._pending_bytes < KEEP_BYTES:
+                return
+        self._pending.clear()
+        self._pending_bytes = 0
+
+    def _append(self, data: bytes) -> None:
+        if self._descriptor is None:
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._end = os.fstat(self._descriptor).st_size
+        written = 0
+        try:
+            while written < len(data):
+                written += os.write(self._descriptor, data[written:])
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._descriptor, self._end)
+            raise
+        self._end += written
+
+    def close(self) -> None:
+        """Flushes and closes. Idempotent."""
+        if self._closed:
+            return
+        self.flush()
+        self._closed = True
+        self._pending.clear()
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._descriptor)
+            self._descriptor = None
+
+
+def open_lines(path: Path, warn: Warn) -> RecordFile:
+    """Opens a file of lines for appending; a last line torn by a killed process is removed first."""
+    try:
+        end = whole_lines_end(path)
+        if path.exists() and path.stat().st_size > end:
+            os.truncate(path, end)
+    except OSError as error:
+        warn(str(path), f"{path.name} cannot be opened ({error.strerror or error}); the run goes on without it.")
+    return RecordFile(path, warn)
+
+
+def json_line(record: Any) -> bytes:
+    """One line of strict JSON. Values JSON does not know are written as their `str`.
+
+    Raises:
+      ValueError: a number is not finite, or the record contains itself.
+    """
+    return json.dumps(record, allow_nan=False, default=str, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+
+
+def whole_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON-lines file written by a run, in order; a torn last line and a missing file are no error."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            with contextlib.suppress(ValueError):
+                record = json.loads(line)
+                if isinstance(record, dict):
+                    yield record

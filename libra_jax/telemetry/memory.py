@@ -1,0 +1,40 @@
+"""A recorder that keeps everything in lists, for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class MemoryRecorder:
+    """`protocols.Recorder` in memory.
+
+    Attributes:
+      steps: (step, scalars) of each call.
+      spans: (track, name, start, end, arguments) of each call.
+      trajectories: records, in order.
+      statuses: (worker, text) of each call.
+      notes: sentences, in order.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, dict[str, float]]] = []
+        self.spans: list[tuple[str, str, float, float, dict[str, Any]]] = []
+        self.trajectories: list[dict[str, Any]] = []
+        self.statuses: list[tuple[str, str]] = []
+        self.notes: list[str] = []
+
+    def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
+        self.steps.append((step, dict(scalars)))
+
+    def span(self, track: str, name: str, start: float, end: float, arguments: Mapping[str, Any] | None = None) -> None:
+        self.spans.append((track, name, start, end, dict(arguments or {})))
+
+    def trajectory(self, record: Mapping[str, Any]) -> None:
+        self.trajectories.append(dict(record))
+
+    def status(self, worker: str, text: str) -> None:
+        self.statuses.append((worker, text))
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)

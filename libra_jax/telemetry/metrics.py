@@ -1,0 +1,207 @@
+"""A training step's numbers: `metrics.jsonl`, TensorBoard, and Weights & Biases where the config asks for it.
+
+`metrics.jsonl` holds one JSON object a training step, `{"step": 3, "reward/mean": 0.5, ...}`. It is strict JSON: a
+number that is not finite is written as null and named under `nonfinite`, e.g.
+`{"step": 3, "loss": null, "nonfinite": {"loss": "nan"}}`. TensorBoard gets the same scalars, not-finite ones included.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import struct
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from libra_jax import config as config_lib
+from libra_jax.protocols import ConfigError
+from libra_jax.telemetry import files
+
+METRICS_FILE = "metrics.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
+WANDB_ID_FILE = "wandb_run_id"
+
+
+def plain(scalars: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers among `scalars` as plain floats and ints (0-d arrays included); what is no number is left out."""
+    numbers: dict[str, float] = {}
+    for name, value in scalars.items():
+        if isinstance(value, int | float):
+            numbers[name] = int(value) if isinstance(value, int) else value
+        else:
+            try:
+                numbers[name] = float(value)
+            except (TypeError, ValueError):
+                continue
+    return numbers
+
+
+def encode(step: int, scalars: Mapping[str, float]) -> dict[str, Any]:
+    """The object that `metrics.jsonl` holds for a step."""
+    nonfinite = {name: str(value) for name, value in scalars.items() if not math.isfinite(value)}
+    record: dict[str, Any] = {"step": step}
+    record.update((name, None if name in nonfinite else value) for name, value in scalars.items() if name != "step")
+    if nonfinite:
+        record["nonfinite"] = nonfinite
+    return record
+
+
+def decode(record: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of one object of `metrics.jsonl`, its `step` left out and its not-finite ones restored."""
+    numbers = {name: value for name, value in record.items() if isinstance(value, int | float) and name != "step"}
+    nonfinite = record.get("nonfinite")
+    if isinstance(nonfinite, Mapping):
+        numbers.update((name, float(text)) for name, text in nonfinite.items() if text in ("nan", "inf", "-inf"))
+    return numbers
+
+
+def read(path: Path) -> dict[int, dict[str, float]]:
+    """The numbers of each step, in order of steps; several objects of one step are merged, the last one winning.
+
+    A torn last line, left by a killed run, is no error.
+    """
+    steps: dict[int, dict[str, float]] = {}
+    for record in files.whole_json_lines(path):
+        if isinstance(record.get("step"), int):
+            steps.setdefault(record["step"], {}).update(decode(record))
+    return dict(sorted(steps.items()))
+
+
+def last_step(path: Path) -> int | None:
+    """The largest step in `metrics.jsonl`, or None where it holds none."""
+    return max((r["step"] for r in files.whole_json_lines(path) if isinstance(r.get("step"), int)), default=None)
+
+
+class MetricsFile:
+    """Writes `metrics.jsonl`."""
+
+    def __init__(self, workdir: Path, warn: files.Warn) -> None:
+        self._file = files.open_lines(workdir / METRICS_FILE, warn)
+
+    def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Appends one step's object."""
+        self._file.write(files.json_line(encode(step, scalars)))
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _import_tensorboardx() -> tuple[ModuleType, ModuleType]:
+    """tensorboardX's event messages and record framing.
+
+    Its package imports torch if it finds it, only to know torch's tensor type. Telemetry sees plain numbers and must
+    not cost a process that has no torch (the simulator) seconds and hundreds of megabytes, so it does not find it.
+    """
+    hidden = "torch" not in sys.modules
+    if hidden:
+        sys.modules["torch"] = None  # type: ignore[assignment]  # makes `import torch` raise ImportError
+    try:
+        events = importlib.import_module("tensorboardX.proto.event_pb2")
+        records = importlib.import_module("tensorboardX.record_writer")
+    finally:
+        if hidden:
+            del sys.modules["torch"]
+    return events, records
+
+
+class TensorBoardSink:
+    """Writes the scalars of a step as one TensorBoard event.
+
+    tensorboardX builds the messages; the file is ours, because its writer's thread dies on a full disk, after which
+    its bounded queue would block the event loop for good.
+
+    Args:
+      workdir: the run's folder; events go to its `tensorboard` folder, one file a session.
+      purge_step: first step of this session: TensorBoard forgets what earlier sessions wrote at it or later.
+      warn: receives the warning of a disk that is full.
+    """
+
+    def __init__(self, workdir: Path, purge_step: int, warn: files.Warn) -> None:
+        self._events, self._records = _import_tensorboardx()
+        folder = workdir / TENSORBOARD_FOLDER
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            earlier = [int(name.suffixes[-2][1:]) for name in folder.glob("events.out.tfevents.*.libra")]
+        except OSError as error:
+            warn(str(folder), f"{folder.name} cannot be made ({error.strerror or error}); the run goes on without it.")
+            earlier = []
+        # TensorBoard reads a folder's files in the order of their names, so sessions are numbered.
+        number = max(earlier, default=-1) + 1
+        self._file = files.RecordFile(folder / f"events.out.tfevents.{number:010d}.libra", warn)
+        self._write(self._events.Event(wall_time=time.time(), file_version="brain.Event:2"))
+        if number:
+            start = self._events.SessionLog(status=self._events.SessionLog.START)
+            self._write(self._events.Event(wall_time=time.time(), step=purge_step, session_log=start))
+
+    def _write(self, event: Any) -> None:
+        data = event.SerializeToString()
+        checksum = self._records.masked_crc32c
+        length = struct.pack("<Q", len(data))
+        self._file.write(length + struct.pack("<I", checksum(length)) + data + struct.pack("<I", checksum(data)))
+
+    def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Appends one step's event."""
+        event = self._events.Event(wall_time=time.time(), step=step)
+        for name, value in scalars.items():
+            event.summary.value.add(tag=name, simple_value=value)
+        self._write(event)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class WandbSink:
+    """Sends the scalars to Weights & Biases; a resumed workdir goes on with its run.
+
+    Raises:
+      ConfigError: the package is missing, or refuses to start a run.
+    """
+
+    def __init__(self, run_config: config_lib.RunConfig, workdir: Path, warn: files.Warn) -> None:
+        self._warn = warn
+        try:
+            wandb = importlib.import_module("wandb")
+        except ImportError:
+            raise ConfigError(
+                "config.telemetry.wandb_project: the wandb package is not installed; "
+                'install it with `pip install wandb`, or set the field to "" to leave it out'
+            ) from None
+        id_file = workdir / WANDB_ID_FILE
+        try:
+            self._run = wandb.init(
+                project=run_config.telemetry.wandb_project,
+                name=run_config.name,
+                id=id_file.read_text().strip() if id_file.exists() else None,
+                resume="allow",
+                dir=str(workdir),
+                config=config_lib.to_dict(run_config),
+            )
+            id_file.write_text(f"{self._run.id}\n")
+        except Exception as error:  # the package has no common base class for what init raises
+            raise ConfigError(f"config.telemetry.wandb_project: Weights & Biases did not start: {error}") from error
+
+    def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Queues one step's numbers for the package's own sender process."""
+        try:
+            self._run.log(dict(scalars), step=step)
+        except Exception as error:  # a lost viewer never stops a run, whatever it raises
+            self._warn("wandb", f"Weights & Biases does not take metrics any more ({error}); the run goes on without.")
+
+    def flush(self) -> None:
+        """Nothing to do: the package sends by itself."""
+
+    def close(self) -> None:
+        try:
+            self._run.finish()
+        except Exception as error:
+            self._warn("wandb", f"Weights & Biases did not finish its run ({error}).")

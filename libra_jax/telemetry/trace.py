@@ -1,0 +1,114 @@
+"""`trace.jsonl`: one trajectory a line, as every real run writes it and the simulator replays it.
+
+A record is `{"trajectory_id", "prompt_id", "prompt_tokens", "turns": [{"generated_tokens", "tool", "status",
+"payload_tokens", "tool_seconds"}]}`, with `group_id`, `step`, `policy_version`, `reward`, `start_seconds` and a turn's
+`start_seconds` where they are known. Unknown keys are kept.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from libra_jax.protocols import DataError
+from libra_jax.telemetry import files
+
+TRACE_FILE = "trace.jsonl"
+STATUSES = ("success", "failure", "timeout")
+
+
+def finite(value: Any) -> Any:
+    """The value as strict JSON takes it: numbers that are not finite are None, scalars of array libraries are plain."""
+    if getattr(value, "ndim", None) == 0:
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
+
+
+class TraceFile:
+    """Writes `trace.jsonl`."""
+
+    def __init__(self, workdir: Path, warn: files.Warn) -> None:
+        self._warn = warn
+        self._file = files.open_lines(workdir / TRACE_FILE, warn)
+
+    def trajectory(self, record: Mapping[str, Any]) -> None:
+        """Appends one trajectory."""
+        self._file.write(files.json_line(finite(record)))
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Reads and checks a trace.
+
+    Returns:
+      The records in order, unknown keys kept.
+
+    Raises:
+      DataError: the file is missing or empty, or a line is not a record; the message names file and line.
+    """
+    records = []
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    records.append(_parse(line, f"{path}, line {number}"))
+    except OSError as error:
+        raise DataError(f"{path}: the trace cannot be read ({error.strerror or error})") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: the trace is not UTF-8 text ({error.reason} at byte {error.start})") from error
+    if not records:
+        raise DataError(f"{path}: the trace holds no trajectory; give a file with one JSON object a line")
+    return records
+
+
+def _parse(line: str, where: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{where}: this is not JSON ({error})") from None
+    _check(isinstance(record, dict), where, "a record must be a JSON object")
+    for name in ("trajectory_id", "prompt_id"):
+        _check(isinstance(record.get(name), str), where, f'"{name}" must be a string, not {record.get(name)!r}')
+    _check_count(record, "prompt_tokens", where)
+    turns = record.get("turns")
+    if not isinstance(turns, list):
+        raise DataError(f'{where}: "turns" must be a list, not {turns!r}')
+    for index, turn in enumerate(turns):
+        _check_turn(turn, f"{where}, turn {index}")
+    return record
+
+
+def _check_turn(turn: Any, where: str) -> None:
+    _check(isinstance(turn, dict), where, "a turn must be a JSON object")
+    _check_count(turn, "generated_tokens", where)
+    _check_count(turn, "payload_tokens", where)
+    tool, status, seconds = turn.get("tool"), turn.get("status"), turn.get("tool_seconds")
+    _check(tool is None or isinstance(tool, str), where, f'"tool" must be a string or null, not {tool!r}')
+    _check(status is None or status in STATUSES, where, f'"status" must be one of {", ".join(STATUSES)} or null')
+    number = isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 <= seconds < math.inf
+    _check(number, where, f'"tool_seconds" must be a number of at least 0, not {seconds!r}')
+
+
+def _check_count(holder: Mapping[str, Any], name: str, where: str) -> None:
+    value = holder.get(name)
+    whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    _check(whole, where, f'"{name}" must be a whole number of at least 0, not {value!r}')
+
+
+def _check(condition: bool, where: str, problem: str) -> None:
+    if not condition:
+        raise DataError(f"{where}: {problem}")
