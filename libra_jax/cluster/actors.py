@@ -1,0 +1,382 @@
+"""What both backends share: making an actor from its spec, calling it, and turning what goes wrong into one sentence.
+
+An actor is any object; its public methods are what a proxy offers. Where a method runs depends on its kind alone:
+
+- *sync* methods run on the actor's own thread, always the same one (JAX's mesh contexts are thread-local);
+- *async* methods run on the event loop and interleave;
+- *stream* methods (async generators) run on the event loop in one task each, which reads ahead a little, so that an
+  actor never waits for the round trip to its caller.
+
+An actor without async and stream methods is made on its thread too; any other on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import collections.abc
+import concurrent.futures
+import contextlib
+import functools
+import importlib
+import inspect
+import queue
+import threading
+import typing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping
+from typing import Any, Literal
+
+from libra_jax.protocols import ActorSpec, ConfigError, DeadlineMissed, LibraError, WorkerLost
+
+MethodKind = Literal["sync", "async", "stream"]
+
+READ_AHEAD = 64
+"""Items of a stream that may wait for their reader before the actor's generator is held back."""
+
+_LONGEST_MESSAGE = 400
+_CANCEL_SECONDS = 5.0  # for async work that was cancelled at stop to unwind
+
+
+def resolve(spec: ActorSpec) -> Callable[..., Any]:
+    """The callable that `spec.factory` names.
+
+    Raises:
+      ConfigError: the name is malformed, its module cannot be imported, or the module lacks it.
+    """
+    module_name, _, attribute = spec.factory.partition(":")
+    where = f"actor {spec.name!r}: factory {spec.factory!r}"
+    if not module_name or not attribute:
+        raise ConfigError(f'{where} must have the form "package.module:callable"')
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:
+        raise ConfigError(f"{where}: module {module_name!r} cannot be imported ({summary(error)})") from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise ConfigError(f"{where}: module {module_name!r} has no {attribute!r}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise ConfigError(f"{where} is a {type(found).__name__}, not something that can be called")
+    return found
+
+
+def methods_of(actor: Any) -> dict[str, MethodKind]:
+    """Public methods of an actor (an object or its class) and their kinds, without running its properties."""
+    kinds: dict[str, MethodKind] = {}
+    for name in dir(actor):
+        if name.startswith("_") or isinstance(inspect.getattr_static(actor, name), property):
+            continue
+        member = getattr(actor, name)
+        if inspect.isroutine(member):
+            kinds[name] = _kind(member)
+    return kinds
+
+
+def _kind(method: Callable[..., Any]) -> MethodKind:
+    if inspect.isasyncgenfunction(method):
+        return "stream"
+    if inspect.iscoroutinefunction(method):
+        return "async"
+    try:
+        returned = typing.get_type_hints(method).get("return")
+    except (NameError, TypeError, AttributeError):
+        return "sync"
+    streams = (collections.abc.AsyncIterator, collections.abc.AsyncGenerator, collections.abc.AsyncIterable)
+    return "stream" if typing.get_origin(returned) in streams else "sync"
+
+
+def made_on_loop(factory: Callable[..., Any]) -> bool:
+    """Whether the factory has to run on the event loop: it is async itself, or makes an actor with async methods.
+
+    A plain function tells by its return annotation; without one that names a concrete class, it runs on the thread.
+    """
+    if inspect.iscoroutinefunction(factory):
+        return True
+    made: Any = factory
+    if not inspect.isclass(factory):
+        try:
+            made = typing.get_type_hints(factory).get("return")
+        except (NameError, TypeError, AttributeError):
+            return False
+    if not inspect.isclass(made) or getattr(made, "_is_protocol", False):
+        return False
+    return any(kind != "sync" for kind in methods_of(made).values())
+
+
+def summary(error: BaseException) -> str:
+    """`Type: message` on one line, cut to a readable length."""
+    text = " ".join(str(error).split())
+    if len(text) > _LONGEST_MESSAGE:
+        text = f"{text[:_LONGEST_MESSAGE]}..."
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def translate(error: BaseException, actor: str, what: str) -> LibraError:
+    """The error as its reader gets it: ours as themselves, any other as one sentence that names the actor."""
+    if isinstance(error, LibraError):
+        return error
+    return LibraError(f"actor {actor!r}: {what} failed with {summary(error)}")
+
+
+def lost(actor: str, why: str) -> WorkerLost:
+    """The error of every call to an actor that is gone."""
+    return WorkerLost(f"actor {actor!r} {why}; make it anew to go on")
+
+
+class ActorThread:
+    """One daemon thread that runs what it is given, in order.
+
+    Not a ThreadPoolExecutor: the interpreter joins those at exit, so one method that hangs would keep the process
+    alive for ever.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.running = ""
+        self._jobs: queue.SimpleQueue[tuple[str, Callable[[], Any], concurrent.futures.Future[Any]] | None]
+        self._jobs = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            what, function, future = job
+            if not future.set_running_or_notify_cancel():
+                continue
+            self.running = what
+            try:
+                future.set_result(function())
+            except BaseException as error:  # SystemExit included: it must reach the caller, not end this thread
+                future.set_exception(error)
+            self.running = ""
+            del job, function, future  # what they hold (arrays, batches) is freed now, not at the next call
+
+    def submit(self, what: str, function: Callable[[], Any]) -> asyncio.Future[Any]:
+        """Queues the function; the future belongs to the running event loop."""
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self._jobs.put((what, function, future))
+        return asyncio.wrap_future(future)
+
+    def drop_waiting(self) -> None:
+        """Cancels what is queued and has not begun."""
+        with contextlib.suppress(queue.Empty):
+            while (job := self._jobs.get_nowait()) is not None:
+                job[2].cancel()
+
+    def close(self) -> None:
+        """Lets the thread end after what is queued."""
+        self._jobs.put(None)
+
+
+class Pump:
+    """Reads an async iterator in one task of its own, at most `READ_AHEAD` items ahead of its reader."""
+
+    def __init__(self, iterator: AsyncIterator[Any]) -> None:
+        self._iterator = iterator
+        self._items: collections.deque[Any] = collections.deque()
+        self._changed = asyncio.Event()
+        self._room = asyncio.Event()
+        self.task = asyncio.get_running_loop().create_task(self._run())
+        self.task.add_done_callback(lambda _: self._changed.set())
+
+    async def _run(self) -> None:
+        try:
+            async for item in self._iterator:
+                self._items.append(item)
+                self._changed.set()
+                if len(self._items) >= READ_AHEAD:
+                    self._room.clear()
+                    await self._room.wait()
+        finally:
+            if isinstance(self._iterator, AsyncGenerator):
+                await self._iterator.aclose()
+
+    async def take(self) -> list[Any]:
+        """Everything read since the last call, at least one item; empty at the end. Raises what the iterator raised."""
+        while not self._items:
+            if self.task.done():
+                self.task.result()
+                return []
+            self._changed.clear()
+            await self._changed.wait()
+        items = list(self._items)
+        self._items.clear()
+        self._room.set()
+        return items
+
+    async def close(self) -> None:
+        """Cancels the reading task; returns when the iterator has been closed."""
+        self.task.cancel()
+        await asyncio.wait({self.task})
+        if not self.task.cancelled():
+            self.task.exception()  # seen: a generator that raises while it is closed has nobody left to tell
+
+
+class ActorHost:
+    """An actor, its thread, and what it is doing now. Lives in the process, and on the event loop, that runs it."""
+
+    def __init__(self, spec: ActorSpec) -> None:
+        self.spec = spec
+        self.methods: dict[str, MethodKind] = {}
+        self._actor: Any = None
+        self._thread: ActorThread | None = None
+        self._work: set[asyncio.Future[Any]] = set()
+        self._stopped = False
+
+    async def make(self) -> dict[str, MethodKind]:
+        """Runs the factory; returns the methods a proxy may offer."""
+        factory = resolve(self.spec)
+        function = functools.partial(factory, **self.spec.arguments)
+        what = f"factory {self.spec.factory!r}"
+        try:
+            if made_on_loop(factory):
+                made = function()
+                self._actor = await made if inspect.isawaitable(made) else made
+            else:
+                self._actor = await self._on_thread(what, function)
+        except (Exception, SystemExit) as error:
+            if self._thread is not None:
+                self._thread.close()
+            raise translate(error, self.spec.name, what) from _origin(error)
+        self.methods = methods_of(self._actor)
+        return self.methods
+
+    def _on_thread(self, what: str, function: Callable[[], Any]) -> asyncio.Future[Any]:
+        if self._thread is None:
+            self._thread = ActorThread(f"actor-{self.spec.name}")
+        return self._thread.submit(what, function)
+
+    def _begin(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> asyncio.Future[Any]:
+        function = functools.partial(getattr(self._actor, method), *args, **kwargs)
+        if self.methods[method] == "sync":
+            return self._on_thread(method, function)
+        return asyncio.ensure_future(function())
+
+    async def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The result of a sync or async method.
+
+        Raises:
+          WorkerLost: the actor has been stopped, before or during the call.
+          LibraError: whatever the method raised.
+        """
+        self._check_alive()
+        work = self._begin(method, args, kwargs)
+        self._work.add(work)
+        try:
+            return await work
+        except asyncio.CancelledError:
+            self._check_caller_cancelled()
+            raise
+        except (Exception, SystemExit) as error:
+            raise translate(error, self.spec.name, method) from _origin(error)
+        finally:
+            self._work.discard(work)
+
+    async def batches(
+        self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> AsyncGenerator[list[Any], None]:
+        """The items of a stream method, as many at a time as have come in; closing it closes the actor's generator."""
+        self._check_alive()
+        pump = Pump(getattr(self._actor, method)(*args, **kwargs))
+        self._work.add(pump.task)
+        try:
+            while items := await pump.take():
+                yield items
+        except asyncio.CancelledError:
+            self._check_caller_cancelled()
+            raise
+        except Exception as error:
+            raise translate(error, self.spec.name, method) from _origin(error)
+        finally:
+            await pump.close()
+            self._work.discard(pump.task)
+
+    def _check_alive(self) -> None:
+        if self._stopped:
+            raise lost(self.spec.name, "has been stopped")
+
+    def _check_caller_cancelled(self) -> None:
+        """Tells two meanings of a cancelled call apart: its caller gave up, or the work was cancelled under it."""
+        task = asyncio.current_task()
+        if task is None or not task.cancelling():
+            raise lost(
+                self.spec.name, "was stopped during the call" if self._stopped else "cancelled the call"
+            ) from None
+
+    async def stop(self, seconds: float) -> None:
+        """Calls the actor's `shutdown`, after the sync method it may be in, and ends every other call with WorkerLost.
+
+        Raises:
+          DeadlineMissed: something still ran after `seconds`; it is named, and left behind.
+          LibraError: `shutdown` failed.
+        """
+        if self._stopped:
+            return
+        self._stopped = True
+        work = set(self._work)
+        if self._thread is not None:
+            self._thread.drop_waiting()
+        ending = asyncio.ensure_future(self._end())
+        try:
+            _, late = await asyncio.wait({ending}, timeout=seconds)
+            if late:
+                what = (self._thread.running if self._thread else "") or "shutdown"
+                raise DeadlineMissed(
+                    f"actor {self.spec.name!r} was still in {what!r} {seconds:g} s after it was asked to stop; "
+                    "raise config.deadlines.shutdown if it needs longer"
+                )
+            ending.result()
+        except (Exception, SystemExit) as error:
+            raise translate(error, self.spec.name, "shutdown") from _origin(error)
+        finally:
+            work.add(ending)
+            for future in work:
+                future.cancel()
+            await asyncio.wait(work, timeout=_CANCEL_SECONDS)
+            if self._thread is not None:
+                self._thread.close()
+            self._actor = None
+
+    async def _end(self) -> None:
+        if "shutdown" in self.methods:
+            await self._begin("shutdown", (), {})
+        if self._thread is not None:
+            await self._thread.submit("shutdown", lambda: None)
+
+
+def _origin(error: BaseException) -> BaseException | None:
+    """What `raise ... from` keeps: the error itself where it is translated, its own cause where it is ours."""
+    return error.__cause__ if isinstance(error, LibraError) else error
+
+
+class Proxy:
+    """An actor as its callers see it: one attribute a method."""
+
+    def __init__(self, name: str, methods: Mapping[str, Callable[..., Any]]) -> None:
+        self._name = name
+        self.__dict__.update(methods)
+
+    def __getattr__(self, method: str) -> Any:
+        raise AttributeError(f"actor {self.__dict__.get('_name', '')!r} has no public method {method!r}")
+
+    def __repr__(self) -> str:
+        return f"<proxy of actor {self._name!r}>"
+
+
+def check_name_free(name: str, taken: Collection[str]) -> None:
+    """Raises LibraError if an actor of that name lives."""
+    if name in taken:
+        raise LibraError(f"actor {name!r} exists already; stop it before another takes its name")
+
+
+async def stop_all(stop: Callable[[str], Awaitable[None]], names: Collection[str]) -> None:
+    """Stops the named actors, last first, all of them even if some fail; then raises one error for those."""
+    errors = []
+    for name in reversed(list(names)):
+        try:
+            await stop(name)
+        except LibraError as error:
+            errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise LibraError("; ".join(str(error) for error in errors)) from errors[0]

@@ -1,0 +1,104 @@
+"""The embedded backend: actors live in this process, and an engine in whatever processes it makes itself.
+
+Sync actors get a thread each, async ones share the event loop; a stall of one is a stall of all, which is what the
+Ray backend is for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import weakref
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from typing import Any
+
+from libra_jax.cluster import actors
+from libra_jax.protocols import ActorSpec
+
+_environment_locks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
+
+
+@contextlib.asynccontextmanager
+async def _environment(variables: Mapping[str, str]) -> AsyncIterator[None]:
+    """Sets environment variables for the block, one block at a time: they are the process's, not the actor's."""
+    lock = _environment_locks.setdefault(asyncio.get_running_loop(), asyncio.Lock())
+    async with lock:
+        before = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+
+class InProcessCluster:
+    """`protocols.Cluster` without further processes of ours.
+
+    An actor's environment variables hold while it is made and while its `start` runs, during which no other actor is
+    made or started: processes that it makes then inherit them.
+    """
+
+    def __init__(self, *, shutdown_seconds: float = 60.0) -> None:
+        """`shutdown_seconds`: how long an actor may take to stop."""
+        self._shutdown_seconds = shutdown_seconds
+        self._hosts: dict[str, actors.ActorHost] = {}
+
+    async def spawn(self, spec: ActorSpec) -> actors.Proxy:
+        """Makes the actor and returns its proxy.
+
+        Raises:
+          ConfigError: the factory cannot be found.
+          LibraError: the factory failed, or the name is taken.
+        """
+        actors.check_name_free(spec.name, self._hosts)
+        host = self._hosts[spec.name] = actors.ActorHost(spec)
+        try:
+            async with _environment(spec.environment):
+                methods = await host.make()
+        except BaseException:
+            del self._hosts[spec.name]
+            raise
+        return actors.Proxy(spec.name, {name: _bind(host, name, kind) for name, kind in methods.items()})
+
+    async def stop(self, name: str) -> None:
+        """Ends the actor; nothing happens if it has been stopped before.
+
+        Raises:
+          DeadlineMissed: it did not stop in time; the message names what it was doing.
+          LibraError: its `shutdown` failed.
+        """
+        host = self._hosts.pop(name, None)
+        if host is not None:
+            await host.stop(self._shutdown_seconds)
+
+    async def shutdown(self) -> None:
+        """Stops every actor, last made first; raises one LibraError for all that failed."""
+        await actors.stop_all(self.stop, self._hosts)
+
+
+def _bind(host: actors.ActorHost, method: str, kind: actors.MethodKind) -> Callable[..., Any]:
+    if kind == "stream":
+        return functools.partial(_stream, host, method)
+    return functools.partial(_call_in_environment if method == "start" else _call, host, method)
+
+
+async def _call(host: actors.ActorHost, method: str, /, *args: Any, **kwargs: Any) -> Any:
+    return await host.call(method, args, kwargs)
+
+
+async def _call_in_environment(host: actors.ActorHost, method: str, /, *args: Any, **kwargs: Any) -> Any:
+    async with _environment(host.spec.environment):
+        return await host.call(method, args, kwargs)
+
+
+async def _stream(host: actors.ActorHost, method: str, /, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+    async with contextlib.aclosing(host.batches(method, args, kwargs)) as batches:
+        async for items in batches:
+            for item in items:
+                yield item

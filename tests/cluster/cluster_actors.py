@@ -1,0 +1,143 @@
+"""Actors that the cluster tests make, by name, in this process or in Ray's."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from libra_jax.protocols import DataError
+
+
+class Counter:
+    """A sync actor."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.made_on = threading.get_ident()
+        self.value = start
+
+    def add(self, amount: int) -> int:
+        self.value += amount
+        return self.value
+
+    def threads(self) -> tuple[int, int]:
+        return self.made_on, threading.get_ident()
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def sleep(self, seconds: float) -> str:
+        time.sleep(seconds)
+        return "slept"
+
+    def variable(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+    def fail(self, kind: str) -> None:
+        if kind == "ours":
+            raise DataError("tasks.jsonl line 3 is not JSON; mend the line")
+        if kind == "exit":
+            raise SystemExit(2)
+        raise ValueError("first line\nsecond line")
+
+    def _private(self) -> None: ...
+
+
+class Streamer:
+    """An async actor; `closed` counts the streams that were closed."""
+
+    def __init__(self, log: str = "") -> None:
+        self.loop = asyncio.get_running_loop()
+        self.gate = asyncio.Event()
+        self.closed = 0
+        self.log = log
+        self.made_with = os.environ.get("LIBRA_TEST_VARIABLE")
+        self.started_with: str | None = None
+
+    async def start(self) -> None:
+        self.started_with = os.environ.get("LIBRA_TEST_VARIABLE")
+
+    async def environment(self) -> tuple[str | None, str | None]:
+        return self.made_with, self.started_with
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def wait(self) -> str:
+        await self.gate.wait()
+        return "opened"
+
+    async def open(self) -> None:
+        self.gate.set()
+
+    async def count_closed(self) -> int:
+        return self.closed
+
+    async def numbers(self, count: int, *, fail_at: int = -1) -> AsyncIterator[int]:
+        try:
+            for number in range(count):
+                if number == fail_at:
+                    raise DataError(f"number {number} is bad; leave it out")
+                yield number
+                await asyncio.sleep(0)
+        finally:
+            self.closed += 1
+
+    async def forever(self) -> AsyncIterator[int]:
+        try:
+            yield 1
+            await asyncio.Event().wait()
+        finally:
+            self.closed += 1
+
+    def wrapped(self, count: int) -> AsyncIterator[int]:
+        return self.numbers(count)
+
+    async def child(self) -> int:
+        """Makes a process that outlives its parent unless somebody sees to it."""
+        process = await asyncio.create_subprocess_exec(sys.executable, "-S", "-c", "import time; time.sleep(600)")
+        self.process: Any = process
+        return process.pid
+
+    async def shutdown(self) -> None:
+        if self.log:
+            pathlib.Path(self.log).write_text("shutdown")
+
+
+class Stubborn:
+    """Its shutdown fails, or never returns."""
+
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+
+    async def wait(self) -> None:
+        await asyncio.Event().wait()
+
+    async def shutdown(self) -> None:
+        if self.mode == "hang":
+            await asyncio.Event().wait()
+        raise OSError("device is busy")
+
+
+def streamer(log: str = "") -> Streamer:
+    """A factory function: its return annotation says that an event loop is needed."""
+    return Streamer(log)
+
+
+async def async_factory() -> Counter:
+    await asyncio.sleep(0)
+    return Counter(7)
+
+
+def failing() -> Counter:
+    subprocess.run(["true"], check=True)
+    raise RuntimeError("no accelerator found")
+
+
+not_callable = 3
