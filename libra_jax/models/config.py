@@ -1,0 +1,365 @@
+"""What a model is: the shape of a Llama, Qwen2 or Qwen3 decoder, read from and written to Hugging Face's config.json.
+
+Standard library only, so that the planner and the coordinator can read a model's shape without an accelerator library.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import pathlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from libra_jax.protocols import ConfigError, DataError
+
+ARCHITECTURES: Mapping[str, str] = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+"""Supported values of `model_type`, each with the class that `architectures` names."""
+
+_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_PRESETS = pathlib.Path(__file__).parent / "presets"
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding, and how it was stretched to longer contexts.
+
+    Attributes:
+      theta: base of the wavelengths.
+      kind: "default"; "linear"; "llama3" (Llama 3.1, by wavelength); "yarn" (arXiv 2309.00071).
+      factor: how far the context was stretched; 1 for "default".
+      original_max_positions: context length before stretching (llama3, yarn).
+      low_freq_factor: llama3: wavelengths above original/low are divided by the factor.
+      high_freq_factor: llama3: wavelengths below original/high are kept.
+      beta_fast: yarn: dimensions that turn more often than this over the original context are kept.
+      beta_slow: yarn: dimensions that turn less often than this are divided by the factor.
+      attention_factor: yarn: scale of cosine and sine; None is the paper's 0.1 ln(factor) + 1.
+      mscale: yarn: numerator's slope of that scale, used with `mscale_all_dim`.
+      mscale_all_dim: yarn: denominator's slope of that scale.
+      truncate: yarn: the ramp's ends are rounded outwards to whole dimensions.
+    """
+
+    theta: float = 10_000.0
+    kind: str = "default"
+    factor: float = 1.0
+    original_max_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """The shape of a decoder-only transformer; field by field what config.json says, under this project's names.
+
+    Attributes:
+      architecture: "llama", "qwen2" or "qwen3".
+      vocab_size: rows of the embedding table.
+      hidden_size: width of the residual stream.
+      intermediate_size: width of the gated feed-forward layer.
+      num_layers: decoder layers.
+      num_heads: query heads.
+      num_kv_heads: key and value heads; divides `num_heads`.
+      head_dim: width of a head; not necessarily hidden_size / num_heads.
+      max_position_embeddings: longest context that the model was made for.
+      rms_norm_eps: added to the mean square under the root.
+      rope: rotary position embedding.
+      qkv_bias: query, key and value projections have a bias.
+      output_bias: the attention output projection has a bias.
+      mlp_bias: the three feed-forward projections have a bias.
+      qk_norm: RMS norm over each query and key head before rotation.
+      tie_word_embeddings: the output projection is the embedding table.
+      bos_token_id: begin-of-text token, or None.
+      eos_token_ids: end-of-text tokens.
+      pad_token_id: padding token, or None.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+
+
+def from_hf(values: Mapping[str, Any], source: str = "config.json") -> TransformerConfig:
+    """Reads the fields of a Hugging Face config.json, in the spelling of transformers 4 or 5.
+
+    Args:
+      values: the parsed file.
+      source: the file's name, for errors.
+
+    Raises:
+      DataError: the architecture or one of its options is not supported, or a field is missing or out of range.
+    """
+    architecture = _architecture(values, source)
+    _refuse_unsupported(values, source)
+    sizes = {name: _positive(values, name, source) for name in _REQUIRED}
+    heads = sizes["num_attention_heads"]
+    kv_heads = heads if values.get("num_key_value_heads") is None else _positive(values, "num_key_value_heads", source)
+    if heads % kv_heads:
+        raise DataError(
+            f"{source}: num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}."
+        )
+    head_dim = _head_dim(values, architecture, sizes["hidden_size"], heads, source)
+    bias = bool(values.get("attention_bias", False))
+    defaults = {"llama": 2048, "qwen2": 32768, "qwen3": 32768}
+    max_positions = int(values.get("max_position_embeddings") or defaults[architecture])
+    eos = values.get("eos_token_id")
+    return TransformerConfig(
+        architecture=architecture,
+        vocab_size=sizes["vocab_size"],
+        hidden_size=sizes["hidden_size"],
+        intermediate_size=sizes["intermediate_size"],
+        num_layers=sizes["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=max_positions,
+        rms_norm_eps=float(values.get("rms_norm_eps", 1e-6)),
+        rope=_rope_from_hf(values, max_positions, source),
+        qkv_bias=architecture == "qwen2" or bias,
+        output_bias=architecture != "qwen2" and bias,
+        mlp_bias=architecture == "llama" and bool(values.get("mlp_bias", False)),
+        qk_norm=architecture == "qwen3",
+        tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
+        bos_token_id=values.get("bos_token_id"),
+        eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
+        pad_token_id=values.get("pad_token_id"),
+    )
+
+
+def to_hf(config: TransformerConfig, dtype: str = "float32") -> dict[str, Any]:
+    """The config.json of `config`, readable by transformers 4 and 5 and by vLLM.
+
+    Args:
+      config: the model's shape.
+      dtype: of the weights beside it: "float32", "bfloat16" or "float16".
+    """
+    eos = list(config.eos_token_ids)
+    values: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[config.architecture]],
+        "model_type": config.architecture,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": config.eos_token_ids[0]
+        if len(config.eos_token_ids) == 1
+        else list(config.eos_token_ids) or None,
+        "pad_token_id": config.pad_token_id,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+    if config.architecture != "qwen2":
+        values["attention_bias"] = config.qkv_bias
+    if config.architecture == "llama":
+        values["mlp_bias"] = config.mlp_bias
+    else:
+        values["use_sliding_window"] = False
+    return values | _rope_to_hf(config.rope)
+
+
+def read_directory(path: str | pathlib.Path) -> TransformerConfig:
+    """Reads `<path>/config.json`.
+
+    Raises:
+      DataError: the directory or the file is missing, is not whole, or describes a model that is not supported.
+    """
+    directory = pathlib.Path(path)
+    if not directory.is_dir():
+        raise DataError(f"{directory}: no such model directory; give the path of a downloaded Hugging Face model.")
+    file = directory / "config.json"
+    try:
+        values = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise DataError(f"{file}: missing, so {directory} is not a Hugging Face model directory.") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{file}: is not whole JSON ({error}); download it again.") from None
+    if not isinstance(values, dict):
+        raise DataError(f"{file}: must hold a JSON object, not a {type(values).__name__}.")
+    return from_hf(values, str(file))
+
+
+def preset_names() -> tuple[str, ...]:
+    """Names of the shapes that ship with the package."""
+    return tuple(sorted(file.stem for file in _PRESETS.glob("*.json")))
+
+
+def load_preset(name: str) -> TransformerConfig:
+    """The shape that ships under `name`.
+
+    Raises:
+      ConfigError: no such preset; the nearest name is offered.
+    """
+    names = preset_names()
+    if name not in names:
+        by_lower = {known.lower(): known for known in names}
+        near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
+        hint = f"; did you mean {by_lower[near[0]]!r}?" if near else ""
+        raise ConfigError(f"config.model.preset: {name!r} is not one of {', '.join(names)}{hint}")
+    return from_hf(json.loads((_PRESETS / f"{name}.json").read_text()), f"preset {name}")
+
+
+def untied(config: TransformerConfig) -> TransformerConfig:
+    """The same shape with an output projection of its own."""
+    return dataclasses.replace(config, tie_word_embeddings=False)
+
+
+def parameter_count(config: TransformerConfig) -> int:
+    """Parameters of the model; a tied table counts once."""
+    width, ffn = config.hidden_size, config.intermediate_size
+    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    layer = 2 * width + width * (2 * query + 2 * kv) + 3 * width * ffn
+    layer += (query + 2 * kv) * config.qkv_bias + width * config.output_bias
+    layer += (2 * ffn + width) * config.mlp_bias + 2 * config.head_dim * config.qk_norm
+    tables = 1 if config.tie_word_embeddings else 2
+    return config.num_layers * layer + tables * config.vocab_size * width + width
+
+
+def check_tensor_parallel(config: TransformerConfig, degree: int) -> None:
+    """Checks that a rollout instance can split the model over `degree` devices.
+
+    Key and value heads may also be copied: vLLM does so where the degree is a multiple of their number.
+
+    Raises:
+      ConfigError: a size does not divide; the message names it.
+    """
+    for name, size in (("attention heads", config.num_heads), ("feed-forward columns", config.intermediate_size)):
+        if size % degree:
+            raise ConfigError(f"config.rollout.tensor_parallel: {degree} does not divide the model's {size} {name}.")
+    if config.num_kv_heads % degree and degree % config.num_kv_heads:
+        raise ConfigError(
+            f"config.rollout.tensor_parallel: {degree} neither divides the model's {config.num_kv_heads} key and value "
+            "heads nor is a multiple of them."
+        )
+
+
+def _architecture(values: Mapping[str, Any], source: str) -> str:
+    name = values.get("model_type")
+    if name is None:
+        classes = values.get("architectures") or [None]
+        name = next((kind for kind, cls in ARCHITECTURES.items() if cls == classes[0]), classes[0])
+    if name not in ARCHITECTURES:
+        raise DataError(f"{source}: architecture {name!r} is not supported; supported are {', '.join(ARCHITECTURES)}.")
+    return str(name)
+
+
+def _refuse_unsupported(values: Mapping[str, Any], source: str) -> None:
+    activation = values.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise DataError(f"{source}: hidden_act {activation!r} is not supported; supported is silu.")
+    layer_types = values.get("layer_types") or ()
+    if values.get("use_sliding_window") or any(kind != "full_attention" for kind in layer_types):
+        raise DataError(f"{source}: sliding-window attention is not supported; set use_sliding_window to false.")
+    if values.get("quantization_config"):
+        raise DataError(f"{source}: quantized weights cannot be trained; use the model's unquantized release.")
+
+
+def _positive(values: Mapping[str, Any], name: str, source: str) -> int:
+    value = values.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        problem = "is missing" if name not in values else f"must be a positive integer, not {value!r}"
+        raise DataError(f"{source}: {name} {problem}.")
+    return value
+
+
+def _head_dim(values: Mapping[str, Any], architecture: str, hidden_size: int, heads: int, source: str) -> int:
+    if values.get("head_dim") is not None:
+        head_dim = _positive(values, "head_dim", source)
+    elif architecture == "qwen3":
+        head_dim = 128  # the default of transformers' Qwen3Config
+    elif hidden_size % heads:
+        raise DataError(f"{source}: hidden_size = {hidden_size} is not a multiple of num_attention_heads = {heads}.")
+    else:
+        head_dim = hidden_size // heads
+    if head_dim % 2:
+        raise DataError(f"{source}: head_dim = {head_dim} must be even, because rotary embeddings turn pairs.")
+    return head_dim
+
+
+def _rope_from_hf(values: Mapping[str, Any], max_positions: int, source: str) -> RopeConfig:
+    # transformers 5 keeps everything in `rope_parameters`; before, `rope_theta` stood beside `rope_scaling`.
+    merged = {**(values.get("rope_parameters") or {}), **(values.get("rope_scaling") or {})}
+    theta = float(merged.get("rope_theta") or values.get("rope_theta") or 10_000.0)
+    if float(merged.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise DataError(f"{source}: partial_rotary_factor other than 1 is not supported.")
+    kind = merged.get("rope_type") or merged.get("type") or "default"
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    if kind == "dynamic":
+        raise DataError(
+            f"{source}: rope type 'dynamic' depends on the batch's longest row, so trainer and engine would disagree; "
+            "use linear, llama3 or yarn."
+        )
+    if kind not in ("linear", "llama3", "yarn"):
+        raise DataError(f"{source}: rope type {kind!r} is not supported; supported are default, linear, llama3, yarn.")
+    original = merged.get("original_max_position_embeddings") or values.get("original_max_position_embeddings")
+    original = int(original or max_positions)
+    factor = merged.get("factor")
+    if factor is None and kind == "yarn":
+        factor = max_positions / original
+    if factor is None:
+        raise DataError(f"{source}: rope type {kind!r} needs a factor.")
+    rope = RopeConfig(theta=theta, kind=kind, factor=float(factor))
+    if kind == "linear":
+        return rope
+    rope = dataclasses.replace(rope, original_max_positions=original)
+    names = ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ("beta_fast", "beta_slow")
+    optional = () if kind == "llama3" else ("attention_factor", "mscale", "mscale_all_dim")
+    given = {name: float(merged[name]) for name in (*names, *optional) if merged.get(name) is not None}
+    truncate = bool(merged.get("truncate", True))
+    return dataclasses.replace(rope, truncate=truncate, **given)  # type: ignore[arg-type]
+
+
+def _rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
+    scaling: dict[str, Any] = {"rope_type": rope.kind}
+    if rope.kind != "default":
+        scaling["factor"] = rope.factor
+    if rope.kind in ("llama3", "yarn"):
+        scaling["original_max_position_embeddings"] = rope.original_max_positions
+    if rope.kind == "llama3":
+        scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    if rope.kind == "yarn":
+        scaling |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
+        optional = ("attention_factor", "mscale", "mscale_all_dim")
+        scaling |= {name: getattr(rope, name) for name in optional if getattr(rope, name) is not None}
+    values: dict[str, Any] = {"rope_theta": rope.theta, "rope_parameters": {"rope_theta": rope.theta, **scaling}}
+    if rope.kind != "default":
+        values["rope_scaling"] = scaling
+    return values

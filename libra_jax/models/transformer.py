@@ -1,0 +1,254 @@
+"""The decoder: Llama, Qwen2 and Qwen3 in Flax NNX, its layers stacked and scanned.
+
+The modules say what the parameters are and how a layer computes; what other rooms call is functional: parameters are a
+nested plain dict of arrays, `forward` is a pure function of it. Every leaf under "layers" has the layer as axis 0.
+
+Letters: B rows, T tokens, D hidden size, V vocabulary, H query heads, N key and value heads, K head width, L layers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from libra_jax import config as run_config
+from libra_jax.models import attention, axes, rope
+from libra_jax.models import config as model_config
+
+Params = Mapping[str, Any]
+"""Nested plain dict of arrays; `hf_names.weight_map` names its leaves."""
+
+
+@dataclass(frozen=True)
+class ComputeOptions:
+    """How the forward pass computes; hashable, so that it can be a static argument.
+
+    Attributes:
+      compute_dtype: of activations and matrix products ("float32" or "bfloat16"); norms, rotary embedding and softmax
+        are float32 always.
+      remat: what the backward pass recomputes: "none"; "dots" keeps the outputs of the projections and of attention;
+        "full" keeps only each layer's input.
+      attention: "auto", "chunked", "splash" (TPU) or "cudnn" (GPU).
+      attention_chunk: queries and keys a block of the chunked attention.
+    """
+
+    compute_dtype: str = "float32"
+    remat: str = "none"
+    attention: str = "auto"
+    attention_chunk: int = 512
+
+    @classmethod
+    def from_config(cls, model: run_config.ModelConfig) -> ComputeOptions:
+        """The options that a run's config asks for."""
+        return cls(model.compute_dtype, model.remat, model.attention, model.attention_chunk)
+
+
+class Linear(nnx.Module):
+    """A projection whose weight has Hugging Face's layout, [out, in]."""
+
+    def __init__(self, size_in: int, size_out: int, bias: bool, names: tuple[str, str], rngs: nnx.Rngs) -> None:
+        self.weight = nnx.Param(0.02 * jax.random.normal(rngs.params(), (size_out, size_in)), logical_axes=names)
+        self.bias = nnx.Param(jnp.zeros((size_out,)), logical_axes=names[:1]) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = jnp.einsum("...i,oi->...o", x, self.weight[...].astype(x.dtype))
+        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * weight over the last axis, in float32 (arXiv 1910.07467)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        self.weight = nnx.Param(jnp.ones((size,)), logical_axes=("norm",))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x32 = x.astype(jnp.float32)
+        scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+        return (x32 * scale * self.weight[...].astype(jnp.float32)).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query self-attention with rotary positions, causal within a segment."""
+
+    def __init__(self, config: model_config.TransformerConfig, rngs: nnx.Rngs) -> None:
+        width, head_dim = config.hidden_size, config.head_dim
+        query, kv = config.num_heads * head_dim, config.num_kv_heads * head_dim
+        self.head_dim = head_dim
+        self.q_proj = Linear(width, query, config.qkv_bias, ("heads", "embed"), rngs)
+        self.k_proj = Linear(width, kv, config.qkv_bias, ("kv_heads", "embed"), rngs)
+        self.v_proj = Linear(width, kv, config.qkv_bias, ("kv_heads", "embed"), rngs)
+        self.o_proj = Linear(query, width, config.output_bias, ("embed", "heads"), rngs)
+        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else None
+
+    def __call__(self, x_BxTxD: jax.Array, cos: jax.Array, sin: jax.Array, attend: attention.Attend) -> jax.Array:
+        def heads(projection: Linear, norm: RMSNorm | None) -> jax.Array:
+            y = projection(x_BxTxD).reshape(*x_BxTxD.shape[:2], -1, self.head_dim)
+            y = y if norm is None else norm(y)
+            return axes.constrain(y, ("batch", "tokens", "heads", None))
+
+        q_BxTxHxK = rope.rotate(heads(self.q_proj, self.q_norm), cos, sin)
+        k_BxTxNxK = rope.rotate(heads(self.k_proj, self.k_norm), cos, sin)
+        out_BxTxHxK = attend(q_BxTxHxK, k_BxTxNxK, heads(self.v_proj, None))
+        return self.o_proj(out_BxTxHxK.reshape(*x_BxTxD.shape[:2], -1))
+
+
+class MLP(nnx.Module):
+    """The gated feed-forward layer: down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
+
+    def __init__(self, config: model_config.TransformerConfig, rngs: nnx.Rngs) -> None:
+        width, ffn, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = Linear(width, ffn, bias, ("mlp", "embed"), rngs)
+        self.up_proj = Linear(width, ffn, bias, ("mlp", "embed"), rngs)
+        self.down_proj = Linear(ffn, width, bias, ("embed", "mlp"), rngs)
+
+    def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
+        hidden = jax.nn.silu(self.gate_proj(x_BxTxD)) * self.up_proj(x_BxTxD)
+        return self.down_proj(axes.constrain(hidden, ("batch", "tokens", "mlp")))
+
+
+class DecoderLayer(nnx.Module):
+    """Pre-norm attention and feed-forward, each added to the residual stream."""
+
+    def __init__(self, config: model_config.TransformerConfig, rngs: nnx.Rngs) -> None:
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, rngs)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config, rngs)
+
+    def __call__(self, x_BxTxD: jax.Array, cos: jax.Array, sin: jax.Array, attend: attention.Attend) -> jax.Array:
+        x_BxTxD = x_BxTxD + self.self_attn(self.input_layernorm(x_BxTxD), cos, sin, attend)
+        x_BxTxD = x_BxTxD + self.mlp(self.post_attention_layernorm(x_BxTxD))
+        return axes.constrain(x_BxTxD, ("batch", "tokens", None))
+
+
+class Table(nnx.Module):
+    """A [V, D] table: the embedding, or the output projection of an untied model."""
+
+    def __init__(self, config: model_config.TransformerConfig, rngs: nnx.Rngs) -> None:
+        shape = (config.vocab_size, config.hidden_size)
+        self.weight = nnx.Param(0.02 * jax.random.normal(rngs.params(), shape), logical_axes=("vocab", "embed"))
+
+
+class Transformer(nnx.Module):
+    """Embedding, stacked layers, final norm, and an output projection unless it is tied."""
+
+    def __init__(self, config: model_config.TransformerConfig, rngs: nnx.Rngs) -> None:
+        @nnx.split_rngs(splits=config.num_layers)
+        @nnx.vmap(in_axes=(0,), out_axes=0)
+        def stack(rngs: nnx.Rngs) -> DecoderLayer:
+            return DecoderLayer(config, rngs)
+
+        self.config = config
+        self.embed_tokens = Table(config, rngs)
+        self.layers = stack(rngs)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = None if config.tie_word_embeddings else Table(config, rngs)
+
+    def __call__(
+        self, tokens_BxT: jax.Array, positions_BxT: jax.Array, segments_BxT: jax.Array, options: ComputeOptions
+    ) -> jax.Array:
+        config = self.config
+        cos, sin = rope.tables(config.rope, config.head_dim, positions_BxT)
+        attend = attention.prepare(options.attention, options.attention_chunk, segments_BxT)
+        graph, stacked = nnx.split(self.layers)
+
+        def layer(x_BxTxD: jax.Array, state: nnx.State) -> tuple[jax.Array, None]:
+            return nnx.merge(graph, state)(x_BxTxD, cos, sin, attend), None
+
+        x_BxTxD = self.embed_tokens.weight[...].astype(options.compute_dtype)[tokens_BxT]
+        x_BxTxD = axes.constrain(x_BxTxD, ("batch", "tokens", None))
+        x_BxTxD, _ = jax.lax.scan(_rematerialized(layer, options.remat), x_BxTxD, stacked)
+        return self.norm(x_BxTxD)
+
+
+def init_params(config: model_config.TransformerConfig, key: jax.Array, dtype: str = "float32") -> Params:
+    """Random parameters: normal with standard deviation 0.02, biases 0, norm weights 1, as Hugging Face draws them.
+
+    Args:
+      config: the model's shape.
+      key: a jax.random key.
+      dtype: of every leaf.
+
+    Returns:
+      The parameters; `jit` it with `out_shardings=sharding.shardings(...)` to draw each shard where it lives.
+    """
+    state = nnx.state(Transformer(config, nnx.Rngs(params=key)), nnx.Param)
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), nnx.to_pure_dict(state))
+
+
+def forward(
+    params: Params,
+    config: model_config.TransformerConfig,
+    options: ComputeOptions,
+    tokens_BxT: jax.Array,
+    positions_BxT: jax.Array,
+    segments_BxT: jax.Array,
+) -> jax.Array:
+    """Hidden states after the final norm.
+
+    Args:
+      params: the parameters.
+      config: the model's shape.
+      options: dtypes, rematerialisation and attention kernel.
+      tokens_BxT: int, token ids.
+      positions_BxT: int, position of each token in its own segment.
+      segments_BxT: int, which sequence of the row a token belongs to; 0 is padding. A token attends to itself and to
+        earlier tokens of its segment.
+
+    Returns:
+      [B, T, D] in the compute dtype; what stands at padding is finite and means nothing.
+    """
+    graph, state = _abstract(config)
+    state = nnx.clone(state)
+    nnx.replace_by_pure_dict(state, dict(params))
+    return nnx.merge(graph, state)(tokens_BxT, positions_BxT, segments_BxT, options)
+
+
+def unembedding(params: Params, config: model_config.TransformerConfig) -> jax.Array:
+    """The output projection [D, V], in the parameters' dtype: logits are hidden @ unembedding."""
+    return params["embed_tokens" if config.tie_word_embeddings else "lm_head"]["weight"].T
+
+
+def abstract_params(config: model_config.TransformerConfig, dtype: str = "float32") -> Params:
+    """The parameters' shapes, as `jax.ShapeDtypeStruct` leaves without a sharding."""
+    _, state = _abstract(config)
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), nnx.to_pure_dict(state))
+
+
+def logical_axes(config: model_config.TransformerConfig) -> Params:
+    """A tuple of logical axis names for each leaf, in the parameters' nesting."""
+    _, state = _abstract(config)
+    names: dict[str, Any] = {}
+    for path, variable in nnx.to_flat_state(state):
+        *parents, name = (str(part) for part in path)
+        stacked = ("layers",) if parents[0] == "layers" else ()
+        functools.reduce(lambda tree, part: tree.setdefault(part, {}), parents, names)[name] = (
+            *stacked,
+            *variable.get_metadata("logical_axes"),
+        )
+    return names
+
+
+@functools.lru_cache(maxsize=32)
+def _abstract(config: model_config.TransformerConfig) -> tuple[Any, Any]:
+    return nnx.split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(params=0))))
+
+
+def _rematerialized(layer: Any, remat: str) -> Any:
+    if remat == "none":
+        return layer
+    policies = jax.checkpoint_policies
+    policy = policies.nothing_saveable
+    if remat == "dots":
+        policy = policies.save_from_both_policies(
+            policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(*attention.SAVED_NAMES)
+        )
+    return jax.checkpoint(layer, policy=policy, prevent_cse=False)
