@@ -119,6 +119,8 @@ class RolloutConfig:
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 LOSSES = ("clipped", "gspo", "cispo")
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum")
+CORRECTIONS = ("none", "truncated", "masked")
+KL_ESTIMATORS = ("k1", "k2", "k3", "k1+", "k3+")
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ class AlgorithmConfig:
     correction: str = "none"  # importance sampling of the proximal over the behaviour policy: none, truncated, masked
     correction_cap: float = 2.0  # truncated: weights above are cut to it; masked: tokens above are dropped
     kl_coefficient: float = 0.0  # above zero a frozen reference model lives on the trainer's mesh
-    kl_estimator: str = "k3"
+    kl_estimator: str = "k3"  # k1, k2, k3; k1+ and k3+ have the value of k1 and k3 and the gradient of k2
     kl_in_reward: bool = False
     entropy_coefficient: float = 0.0
 
@@ -145,8 +147,8 @@ class AlgorithmConfig:
         check_choice(self.loss, LOSSES, "algorithm.loss")
         check_choice(self.aggregation, AGGREGATIONS, "algorithm.aggregation")
         check_choice(self.objective, ("behaviour", "decoupled"), "algorithm.objective")
-        check_choice(self.correction, ("none", "truncated", "masked"), "algorithm.correction")
-        check_choice(self.kl_estimator, ("k1", "k2", "k3"), "algorithm.kl_estimator")
+        check_choice(self.correction, CORRECTIONS, "algorithm.correction")
+        check_choice(self.kl_estimator, KL_ESTIMATORS, "algorithm.kl_estimator")
         check(0 <= self.clip_low <= 1, "algorithm.clip_low", f"must lie in [0, 1], not {self.clip_low}")
         check(self.clip_high >= 0, "algorithm.clip_high", f"must not be negative, not {self.clip_high}")
         check(self.dual_clip == 0 or self.dual_clip > 1, "algorithm.dual_clip", "must be 0 (off) or above 1")

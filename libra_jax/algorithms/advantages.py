@@ -1,0 +1,378 @@
+"""Advantages: how much better a trajectory, or a token, was than expected.
+
+Letters: N trajectories, T tokens.
+
+Group estimators map one reward a trajectory and the id of its group to one advantage a trajectory; token estimators
+map rewards a token to advantages a token. `mask_NxT` is true on the tokens that are trained on; tool and prompt tokens
+between them are skipped, as if the trained tokens of a trajectory stood side by side. A group of one has nobody to be
+compared with: its baseline is 0 and its scale 1, so its advantage is its reward.
+
+`compute` is what the trainer calls.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from libra_jax import config as config_lib
+from libra_jax import protocols
+from libra_jax.algorithms import checks
+
+
+def _centred(rewards_N: jax.Array, groups_N: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Rewards minus their group's mean, each trajectory's group size, and the number of its group (0..N-1).
+
+    The mean is subtracted twice: the second pass removes the rounding error of the first, which an estimator that
+    divides by a standard deviation would otherwise blow up where all rewards of a group are equal.
+    """
+    rewards_N = checks.floats(rewards_N, "rewards_N")
+    checks.rank(1, rewards_N=rewards_N)
+    checks.same_shape(rewards_N=rewards_N, groups_N=groups_N)
+    checks.integer(groups_N=groups_N)
+    total = rewards_N.shape[0]
+    _, index_N = jnp.unique(groups_N, return_inverse=True, size=total)
+    size_N = _group_sum(jnp.ones_like(rewards_N), index_N)
+    centred_N = rewards_N
+    for _ in range(2):
+        centred_N = centred_N - _group_sum(centred_N, index_N) / size_N
+    return jnp.where(size_N > 1, centred_N, rewards_N), size_N, index_N
+
+
+def _group_sum(values_N: jax.Array, index_N: jax.Array) -> jax.Array:
+    """Sum over each trajectory's group, given to every member."""
+    return jax.ops.segment_sum(values_N, index_N, num_segments=values_N.shape[0])[index_N]
+
+
+def grpo(rewards_N: jax.Array, groups_N: jax.Array, *, eps: float = 1e-6) -> jax.Array:
+    """Group-relative advantages: A_i = (R_i - mean(R)) / (std(R) + eps) over i's group.
+
+    The standard deviation is the sample one (divisor n - 1), as the paper's released training and its successors
+    compute it; the paper does not say.
+
+    Args:
+      rewards_N: one reward a trajectory.
+      groups_N: integer id of each trajectory's group; any integers, in any order.
+      eps: added to the standard deviation.
+
+    Returns:
+      Advantages of shape [N].
+
+    Raises:
+      LibraError: shapes or dtypes do not fit.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> print(grpo(jnp.array([1.0, 0.0, 2.0]), jnp.array([5, 5, 9])).round(3))
+      [ 0.707 -0.707  2.   ]
+
+    References:
+      Shao et al. (DeepSeekMath), arXiv 2402.03300, section 4.1.2.
+    """
+    centred_N, size_N, index_N = _centred(rewards_N, groups_N)
+    variance_N = _group_sum(jnp.square(centred_N), index_N) / jnp.maximum(size_N - 1, 1)
+    scale_N = jnp.where(size_N > 1, jnp.sqrt(variance_N) + eps, 1.0)
+    return centred_N / scale_N
+
+
+def dr_grpo(rewards_N: jax.Array, groups_N: jax.Array) -> jax.Array:
+    """GRPO done right: A_i = R_i - mean(R) over i's group, without the standard deviation, whose division weighs
+    prompts that are nearly solved or nearly hopeless more than others.
+
+    Args:
+      rewards_N: one reward a trajectory.
+      groups_N: integer id of each trajectory's group.
+
+    Returns:
+      Advantages of shape [N].
+
+    Raises:
+      LibraError: shapes or dtypes do not fit.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> print(dr_grpo(jnp.array([1.0, 0.0]), jnp.array([0, 0])))
+      [ 0.5 -0.5]
+
+    References:
+      Liu et al., arXiv 2503.20783, section 3.2; belongs with aggregation `sequence_sum`.
+    """
+    return _centred(rewards_N, groups_N)[0]
+
+
+def rloo(rewards_N: jax.Array, groups_N: jax.Array) -> jax.Array:
+    """Leave-one-out: A_i = R_i - mean of the others of i's group = n / (n - 1) (R_i - mean(R)).
+
+    Args:
+      rewards_N: one reward a trajectory.
+      groups_N: integer id of each trajectory's group.
+
+    Returns:
+      Advantages of shape [N].
+
+    Raises:
+      LibraError: shapes or dtypes do not fit.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> print(rloo(jnp.array([3.0, 0.0, 0.0]), jnp.array([0, 0, 0])))
+      [ 3.  -1.5 -1.5]
+
+    References:
+      Ahmadian et al., arXiv 2402.14740, section 3.2.
+    """
+    centred_N, size_N, _ = _centred(rewards_N, groups_N)
+    return jnp.where(size_N > 1, centred_N * size_N / jnp.maximum(size_N - 1, 1), centred_N)
+
+
+def whiten(values_NxT: jax.Array, mask_NxT: jax.Array, *, eps: float = 1e-8) -> jax.Array:
+    """(x - mean) / sqrt(variance + eps) with mean and sample variance over all masked tokens of the batch.
+
+    Args:
+      values_NxT: per-token values.
+      mask_NxT: true (non-zero) on the tokens that count.
+      eps: added to the variance.
+
+    Returns:
+      Whitened values of shape [N, T], zero where the mask is not set, and everywhere if fewer than two tokens count.
+
+    Raises:
+      LibraError: shapes or dtypes do not fit.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> print(whiten(jnp.array([[1.0, 3.0, 99.0]]), jnp.array([[1, 1, 0]])).round(3))
+      [[-0.707  0.707  0.   ]]
+    """
+    checks.same_shape(values_NxT=values_NxT, mask_NxT=mask_NxT)
+    counted_NxT = mask_NxT != 0
+    centred_NxT = jnp.where(counted_NxT, checks.floats(values_NxT, "values_NxT"), 0.0)
+    count = jnp.sum(counted_NxT)
+    for _ in range(2):  # twice, for the reason given at _centred
+        mean = jnp.sum(centred_NxT) / jnp.maximum(count, 1)
+        centred_NxT = jnp.where(counted_NxT, centred_NxT - mean, 0.0)
+    variance = jnp.sum(jnp.square(centred_NxT)) / jnp.maximum(count - 1, 1)
+    return centred_NxT * jax.lax.rsqrt(variance + eps)
+
+
+def spread_rewards(rewards_N: jax.Array, mask_NxT: jax.Array, penalties_NxT: jax.Array | None = None) -> jax.Array:
+    """Token rewards of outcome rewards: R_i on the last trained token, minus a penalty on every trained token.
+
+    Args:
+      rewards_N: one reward a trajectory.
+      mask_NxT: true (non-zero) on trained tokens.
+      penalties_NxT: what each token costs, such as a coefficient times its KL estimate.
+
+    Returns:
+      Rewards of shape [N, T], zero where nothing is trained. A trajectory without a trained token has none.
+
+    Raises:
+      LibraError: shapes or dtypes do not fit.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> print(spread_rewards(jnp.array([2.0]), jnp.array([[1, 0, 1, 0]]), jnp.full((1, 4), 0.5)))
+      [[-0.5  0.   1.5  0. ]]
+    """
+    checks.rank(2, mask_NxT=mask_NxT)
+    checks.same_shape(mask_NxT=mask_NxT, penalties_NxT=penalties_NxT)
+    rewards_N = checks.floats(rewards_N, "rewards_N")
+    trained_NxT = mask_NxT != 0
+    trained_after_NxT = jnp.cumsum(trained_NxT[:, ::-1], axis=1)[:, ::-1]
+    last_NxT = trained_NxT & (trained_after_NxT == 1)
+    token_rewards_NxT = jnp.where(last_NxT, rewards_N[:, None], 0.0)
+    if penalties_NxT is None:
+        return token_rewards_NxT
+    return token_rewards_NxT - jnp.where(trained_NxT, penalties_NxT, 0.0)
+
+
+def discounted_returns(token_rewards_NxT: jax.Array, mask_NxT: jax.Array, *, discount: float = 1.0) -> jax.Array:
+    """G_t = r_t + discount · G_{next trained token}; shape [N, T], zero where nothing is trained."""
+    checks.same_shape(token_rewards_NxT=token_rewards_NxT, mask_NxT=mask_NxT)
+    rewards_NxT = checks.floats(token_rewards_NxT, "token_rewards_NxT")
+
+    def step(following_N: jax.Array, token: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        reward_N, trained_N = token
+        return_N = reward_N + discount * following_N
+        return jnp.where(trained_N, return_N, following_N), jnp.where(trained_N, return_N, 0.0)
+
+    start_N = jnp.zeros_like(rewards_NxT[:, 0])
+    _, returns_TxN = jax.lax.scan(step, start_N, (rewards_NxT.T, mask_NxT.T != 0), reverse=True)
+    return returns_TxN.T
+
+
+def reinforce_plus_plus(
+    token_rewards_NxT: jax.Array, mask_NxT: jax.Array, *, discount: float = 1.0, eps: float = 1e-8
+) -> jax.Array:
+    """REINFORCE++: discounted returns per token, whitened over all trained tokens of the batch. No groups.
+
+    Args:
+      token_rewards_NxT: rewards per token (see `spread_rewards`); those at untrained tokens are ignored.
+      mask_NxT: true (non-zero) on trained tokens.
+      discount: factor a trained token.
+      eps: added to the variance.
+
+    Returns:
+      Advantages of shape [N, T].
+
+    Raises:
+      LibraError: shapes or dtypes do not fit.
+
+    References:
+      Hu et al., arXiv 2501.03262.
+    """
+    return whiten(discounted_returns(token_rewards_NxT, mask_NxT, discount=discount), mask_NxT, eps=eps)
+
+
+def reinforce_plus_plus_baseline(
+    rewards_N: jax.Array, groups_N: jax.Array, mask_NxT: jax.Array, *, eps: float = 1e-8
+) -> jax.Array:
+    """REINFORCE++ with baseline: R_i - mean(R) of i's group on every trained token, whitened over the batch's tokens.
+
+    Args:
+      rewards_N: one reward a trajectory.
+      groups_N: integer id of each trajectory's group.
+      mask_NxT: true (non-zero) on trained tokens.
+      eps: added to the variance.
+
+    Returns:
+      Advantages of shape [N, T].
+
+    Raises:
+      LibraError: shapes or dtypes do not fit.
+
+    References:
+      Hu et al., arXiv 2501.03262.
+    """
+    centred_N = _centred(rewards_N, groups_N)[0]
+    return whiten(jnp.broadcast_to(centred_N[:, None], mask_NxT.shape), mask_NxT, eps=eps)
+
+
+def gae(
+    token_rewards_NxT: jax.Array,
+    values_NxT: jax.Array,
+    mask_NxT: jax.Array,
+    *,
+    discount: float = 1.0,
+    trace_decay: float = 1.0,
+) -> tuple[jax.Array, jax.Array]:
+    """Generalised advantage estimation over the trained tokens, not whitened.
+
+    δ_t = r_t + γ V_{t+1} - V_t;  A_t = δ_t + γ λ A_{t+1};  return_t = A_t + V_t, where t + 1 is the next trained token
+    and V and A are 0 after the last.
+
+    Args:
+      token_rewards_NxT: rewards per token; those at untrained tokens are ignored.
+      values_NxT: V, the critic's estimates.
+      mask_NxT: true (non-zero) on trained tokens.
+      discount: γ.
+      trace_decay: λ.
+
+    Returns:
+      Advantages and returns, both of shape [N, T], zero where nothing is trained.
+
+    Raises:
+      LibraError: shapes or dtypes do not fit.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> advantages, returns = gae(jnp.array([[0.0, 1.0]]), jnp.array([[0.25, 0.5]]), jnp.array([[1, 1]]))
+      >>> print(advantages, returns)
+      [[0.75 0.5 ]] [[1. 1.]]
+
+    References:
+      Schulman et al., arXiv 1506.02438, eq. 16.
+    """
+    checks.same_shape(token_rewards_NxT=token_rewards_NxT, values_NxT=values_NxT, mask_NxT=mask_NxT)
+    rewards_NxT = checks.floats(token_rewards_NxT, "token_rewards_NxT")
+    values_NxT = checks.floats(values_NxT, "values_NxT")
+    zeros_N = jnp.zeros_like(rewards_NxT[:, 0] + values_NxT[:, 0])
+
+    def step(
+        following: tuple[jax.Array, jax.Array], token: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        next_value_N, next_advantage_N = following
+        reward_N, value_N, trained_N = token
+        delta_N = reward_N + discount * next_value_N - value_N
+        advantage_N = delta_N + discount * trace_decay * next_advantage_N
+        carry = (jnp.where(trained_N, value_N, next_value_N), jnp.where(trained_N, advantage_N, next_advantage_N))
+        return carry, jnp.where(trained_N, advantage_N, 0.0)
+
+    trained_NxT = mask_NxT != 0
+    xs = (rewards_NxT.T, values_NxT.T, trained_NxT.T)
+    _, advantages_TxN = jax.lax.scan(step, (zeros_N, zeros_N), xs, reverse=True)
+    return advantages_TxN.T, jnp.where(trained_NxT, advantages_TxN.T + values_NxT, 0.0)
+
+
+def compute(
+    config: config_lib.AlgorithmConfig,
+    *,
+    rewards_N: np.ndarray,
+    groups_N: np.ndarray,
+    mask_NxT: np.ndarray,
+    kl_NxT: np.ndarray | None = None,
+) -> np.ndarray:
+    """Advantages of a whole training batch by the config's estimator: host arrays in, host arrays out.
+
+    Call it once a step, on the unpacked batch: groups and the whitening look at all of it. T is rounded up to a power
+    of two inside, so that batches of every length share a few compiled programs.
+
+    Args:
+      config: `advantage` names the estimator; with `kl_in_reward`, `kl_coefficient` times `kl_NxT` is taken off the
+        rewards, token by token for `reinforce_plus_plus` and summed per trajectory for the others.
+      rewards_N: one finite reward a trajectory.
+      groups_N: integer id of each trajectory's group.
+      mask_NxT: true (non-zero) on trained tokens.
+      kl_NxT: per-token estimate of KL(π ‖ π_ref) (`kl.estimate`); required with `kl_in_reward` and a coefficient.
+
+    Returns:
+      Advantages of shape [N, T], float32, zero where nothing is trained.
+
+    Raises:
+      ConfigError: `kl_in_reward` without `kl_NxT`.
+      LibraError: shapes or dtypes do not fit, or a reward is not finite.
+
+    Example:
+      >>> import numpy as np
+      >>> from libra_jax import config
+      >>> algorithm = config.AlgorithmConfig(advantage="rloo")
+      >>> compute(algorithm, rewards_N=np.array([1.0, 0.0]), groups_N=np.array([0, 0]), mask_NxT=np.ones((2, 2)))
+      array([[ 1.,  1.],
+             [-1., -1.]], dtype=float32)
+    """
+    rewards_N, groups_N, mask_NxT = np.asarray(rewards_N, np.float32), np.asarray(groups_N), np.asarray(mask_NxT) != 0
+    checks.rank(2, mask_NxT=mask_NxT)
+    checks.same_shape(rewards_N=rewards_N, groups_N=groups_N)
+    checks.same_shape(rewards_N=rewards_N, mask_N=mask_NxT[:, 0])
+    checks.same_shape(mask_NxT=mask_NxT, kl_NxT=kl_NxT)
+    if not np.all(np.isfinite(rewards_N)):
+        index = int(np.flatnonzero(~np.isfinite(rewards_N))[0])
+        raise protocols.LibraError(f"rewards_N[{index}] is {rewards_N[index]}: every reward must be finite")
+    penalties_NxT = np.zeros(mask_NxT.shape, np.float32)
+    if config.kl_in_reward and config.kl_coefficient > 0:
+        if kl_NxT is None:
+            raise protocols.ConfigError("config.algorithm.kl_in_reward: needs kl_NxT, the KL estimate of each token")
+        penalties_NxT = np.where(mask_NxT, config.kl_coefficient * np.asarray(kl_NxT, np.float32), 0.0)
+    tokens = mask_NxT.shape[1]
+    padding = ((0, 0), (0, (1 << (tokens - 1).bit_length()) - tokens))
+    group_index_N = np.unique(groups_N, return_inverse=True)[1].astype(np.int32)
+    advantages_NxT = _dispatch(
+        config.advantage, rewards_N, group_index_N, np.pad(mask_NxT, padding), np.pad(penalties_NxT, padding)
+    )
+    return np.asarray(advantages_NxT)[:, :tokens]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _dispatch(
+    advantage: str, rewards_N: jax.Array, groups_N: jax.Array, mask_NxT: jax.Array, penalties_NxT: jax.Array
+) -> jax.Array:
+    if advantage == "reinforce_plus_plus":
+        return reinforce_plus_plus(spread_rewards(rewards_N, mask_NxT, penalties_NxT), mask_NxT)
+    scores_N = rewards_N - jnp.sum(penalties_NxT, axis=1)
+    if advantage == "reinforce_plus_plus_baseline":
+        return reinforce_plus_plus_baseline(scores_N, groups_N, mask_NxT)
+    estimator = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}[advantage]
+    return jnp.where(mask_NxT, estimator(scores_N, groups_N)[:, None], 0.0)

@@ -1,0 +1,151 @@
+"""From per-token values to one number: sums and counts over packed rows.
+
+Letters: B rows, T tokens, S segments (trajectories) of a row.
+
+A packed row holds several trajectories one behind another. `segments_BxT` numbers them 1..S inside their row and is 0
+on padding; `mask_BxT` is true on the tokens that are trained on. A trajectory never crosses rows, so whatever is
+per sequence is a reduction by segment inside a row, and equals the same computation on unpacked trajectories.
+
+Every mode is a weighted sum over tokens. Weights depend on the mask alone, never on the parameters, so the backward
+pass needs no segment reduction.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from libra_jax import config
+from libra_jax.algorithms import checks
+
+
+def segment_sums(values_BxT: jax.Array, segments_BxT: jax.Array, *, max_segments: int) -> jax.Array:
+    """Sum of each trajectory's tokens.
+
+    Args:
+      values_BxT: per-token values, zero wherever a token should not count.
+      segments_BxT: trajectory number inside the row, 1..S; 0 is padding and is left out.
+      max_segments: S, the largest number that occurs (static).
+
+    Returns:
+      Sums, of shape [B, S]; column s belongs to segment s + 1 and is zero where the row has no such segment.
+    """
+
+    def row(values_T: jax.Array, segments_T: jax.Array) -> jax.Array:
+        return jax.ops.segment_sum(values_T, segments_T, num_segments=max_segments + 1)[1:]
+
+    return jax.vmap(row)(values_BxT, segments_BxT)
+
+
+def spread(values_BxS: jax.Array, segments_BxT: jax.Array) -> jax.Array:
+    """Gives each token the value of its trajectory; zero on padding. Inverse direction of `segment_sums`.
+
+    Args:
+      values_BxS: one value a trajectory.
+      segments_BxT: trajectory number inside the row, 1..S; 0 is padding.
+
+    Returns:
+      Values of shape [B, T].
+    """
+    padded_BxP = jnp.pad(values_BxS, ((0, 0), (1, 0)))
+    return jnp.take_along_axis(padded_BxP, segments_BxT, axis=1)
+
+
+def token_weights(
+    mask_BxT: jax.Array,
+    segments_BxT: jax.Array,
+    mode: str,
+    *,
+    max_segments: int,
+    constant: float = 1.0,
+    dtype: jnp.dtype = jnp.float32,
+) -> tuple[jax.Array, jax.Array]:
+    """Weight of each token in the aggregated sum, and the count that the sum is divided by in the end.
+
+    With |i| the trained tokens of trajectory i:
+
+    - `token_mean`: weight 1, count Σ_i |i|. Every token counts alike (DAPO, arXiv 2503.14476 eq. 12).
+    - `sequence_mean`: weight 1/|i|, count the trajectories. Every trajectory counts alike (GRPO, arXiv 2402.03300
+      eq. 3).
+    - `sequence_sum`: weight 1/constant, count the trajectories. No division by a length, hence no length bias
+      (Dr. GRPO, arXiv 2503.20783).
+
+    Trajectories without a trained token have no weight and are not counted.
+
+    Args:
+      mask_BxT: true (non-zero) on trained tokens.
+      segments_BxT: trajectory number inside the row, 1..S; 0 is padding.
+      mode: one of `config.AGGREGATIONS`.
+      max_segments: S (static).
+      constant: divisor of `sequence_sum`.
+      dtype: of the results.
+
+    Returns:
+      Weights of shape [B, T], zero where nothing is trained, and the scalar count.
+
+    Raises:
+      ConfigError: the mode is unknown.
+      LibraError: shapes or dtypes do not fit.
+    """
+    config.check_choice(mode, config.AGGREGATIONS, "algorithm.aggregation")
+    checks.rank(2, mask_BxT=mask_BxT)
+    checks.same_shape(mask_BxT=mask_BxT, segments_BxT=segments_BxT)
+    checks.integer(segments_BxT=segments_BxT)
+    trained_BxT = ((mask_BxT != 0) & (segments_BxT > 0)).astype(dtype)
+    if mode == "token_mean":
+        return trained_BxT, jnp.sum(trained_BxT)
+    lengths_BxS = segment_sums(trained_BxT, segments_BxT, max_segments=max_segments)
+    sequences = jnp.sum(lengths_BxS > 0, dtype=dtype)
+    if mode == "sequence_sum":
+        return trained_BxT / constant, sequences
+    return trained_BxT * spread(1.0 / jnp.maximum(lengths_BxS, 1.0), segments_BxT), sequences
+
+
+def aggregate(
+    values_BxT: jax.Array,
+    mask_BxT: jax.Array,
+    segments_BxT: jax.Array,
+    mode: str,
+    *,
+    max_segments: int,
+    constant: float = 1.0,
+) -> tuple[jax.Array, jax.Array]:
+    """Aggregates per-token values into a sum and a count; `sum / count` over the whole batch is the aggregated value.
+
+    Sums and counts of any split of the batch add up to those of the whole. Values at untrained tokens are ignored,
+    not multiplied by zero, so NaN may stand there.
+
+    Args:
+      values_BxT: per-token values.
+      mask_BxT: true (non-zero) on trained tokens.
+      segments_BxT: trajectory number inside the row, 1..S; 0 is padding.
+      mode: one of `config.AGGREGATIONS`; see `token_weights`.
+      max_segments: S (static).
+      constant: divisor of `sequence_sum`.
+
+    Returns:
+      Two scalars: the sum and the count, both zero if nothing is trained.
+
+    Raises:
+      ConfigError: the mode is unknown.
+      LibraError: shapes or dtypes do not fit.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> values = jnp.array([[1.0, 3.0, 5.0, 9.0]])
+      >>> segments = jnp.array([[1, 1, 2, 0]])
+      >>> total, count = aggregate(values, segments > 0, segments, "sequence_mean", max_segments=2)
+      >>> print(total, count)  # (1 + 3) / 2 + 5, over two trajectories
+      7.0 2.0
+    """
+    values_BxT = checks.floats(values_BxT, "values_BxT")
+    checks.same_shape(values_BxT=values_BxT, mask_BxT=mask_BxT, segments_BxT=segments_BxT)
+    weights_BxT, count = token_weights(
+        mask_BxT, segments_BxT, mode, max_segments=max_segments, constant=constant, dtype=values_BxT.dtype
+    )
+    return weighted_sum(values_BxT, weights_BxT), count
+
+
+def weighted_sum(values_BxT: jax.Array, weights_BxT: jax.Array) -> jax.Array:
+    """Scalar Σ weight·value over the tokens whose weight is not zero; what stands elsewhere is ignored, even NaN."""
+    return jnp.sum(jnp.where(weights_BxT != 0, values_BxT, 0.0) * weights_BxT)

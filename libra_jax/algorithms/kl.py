@@ -1,0 +1,85 @@
+"""Estimators of KL(π ‖ π_ref) from the log-probabilities of sampled tokens.
+
+Letters: the functions are per token and take any shape, written [B, T] here.
+
+With x ~ π and d = log π_ref(x) - log π(x) (J. Schulman, "Approximating KL divergence", joschu.net/blog/kl-approx.html):
+
+- k1 = -d: unbiased, large variance, may be negative.
+- k2 = d²/2: biased, small variance.
+- k3 = exp(d) - 1 - d: unbiased, small variance, never negative.
+
+Which one is differentiated matters. On samples of π the gradient of k1 has expectation zero, that of k3 estimates
+the gradient of KL(π_ref ‖ π), and that of k2 the gradient of KL(π ‖ π_ref). The straight-through forms `k1+` and
+`k3+` keep the value of k1 or k3 and take the gradient of k2.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from libra_jax import config
+from libra_jax.algorithms import checks
+
+LOG_RATIO_BOUND = 20.0
+"""Log-ratios are cut to ±20 before they are exponentiated: exp(20) = 4.9e8 is still far from overflow."""
+
+
+def k1(log_probs_BxT: jax.Array, reference_log_probs_BxT: jax.Array) -> jax.Array:
+    """log π - log π_ref per token; shape [B, T]."""
+    return log_probs_BxT - reference_log_probs_BxT
+
+
+def k2(log_probs_BxT: jax.Array, reference_log_probs_BxT: jax.Array) -> jax.Array:
+    """(log π - log π_ref)² / 2 per token; shape [B, T]."""
+    return 0.5 * jnp.square(log_probs_BxT - reference_log_probs_BxT)
+
+
+def k3(log_probs_BxT: jax.Array, reference_log_probs_BxT: jax.Array) -> jax.Array:
+    """exp(d) - 1 - d per token with d = log π_ref - log π cut to ±20; shape [B, T].
+
+    Written with expm1: near d = 0, where the two policies mostly are, `exp(d) - 1 - d` loses every digit in float32
+    and turns negative.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> print(k3(jnp.array([[-1.0]]), jnp.array([[-1.0]])))
+      [[0.]]
+    """
+    log_ratio_BxT = jnp.clip(reference_log_probs_BxT - log_probs_BxT, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return jnp.expm1(log_ratio_BxT) - log_ratio_BxT
+
+
+def straight_through(value_BxT: jax.Array, gradient_of_BxT: jax.Array) -> jax.Array:
+    """The value of the first argument with the gradient of the second."""
+    return jax.lax.stop_gradient(value_BxT - gradient_of_BxT) + gradient_of_BxT
+
+
+def estimate(log_probs_BxT: jax.Array, reference_log_probs_BxT: jax.Array, estimator: str) -> jax.Array:
+    """Per-token estimate of KL(π ‖ π_ref) by the estimator's name in the config.
+
+    Args:
+      log_probs_BxT: log π of the sampled tokens.
+      reference_log_probs_BxT: log π_ref of the same tokens.
+      estimator: one of `config.KL_ESTIMATORS`.
+
+    Returns:
+      Estimates of shape [B, T], in nats.
+
+    Raises:
+      ConfigError: the estimator is unknown.
+      LibraError: shapes or dtypes do not fit.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> print(estimate(jnp.array([[-1.0]]), jnp.array([[-3.0]]), "k2"))
+      [[2.]]
+    """
+    config.check_choice(estimator, config.KL_ESTIMATORS, "algorithm.kl_estimator")
+    checks.same_shape(log_probs_BxT=log_probs_BxT, reference_log_probs_BxT=reference_log_probs_BxT)
+    log_probs_BxT = checks.floats(log_probs_BxT, "log_probs_BxT")
+    reference_BxT = checks.floats(reference_log_probs_BxT, "reference_log_probs_BxT")
+    value_BxT = {"k1": k1, "k2": k2, "k3": k3}[estimator.rstrip("+")](log_probs_BxT, reference_BxT)
+    if estimator.endswith("+"):
+        return straight_through(value_BxT, k2(log_probs_BxT, reference_BxT))
+    return value_BxT

@@ -1,0 +1,200 @@
+"""Policy losses per token: clipped, dual clip, GSPO, CISPO.
+
+Letters: B rows, T tokens.
+
+With r the ratio of the current policy to the one it is compared with (its *anchor*: behaviour or proximal policy) and
+A the advantage, all are minimised. They take log-ratios, differentiable in the current policy; `aggregation` turns
+their tokens into sums.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from libra_jax.algorithms import aggregation, checks, corrections
+
+
+class TokenLoss(NamedTuple):
+    """A policy loss before aggregation; every array has the shape [B, T].
+
+    Attributes:
+      loss_BxT: what is aggregated and minimised.
+      ratio_BxT: the importance ratio that was clipped.
+      low_BxT: true where the lower clip decides, so that the token does not pull its ratio further down.
+      high_BxT: true where the upper clip decides.
+      dual_BxT: true where the dual clip decides.
+    """
+
+    loss_BxT: jax.Array
+    ratio_BxT: jax.Array
+    low_BxT: jax.Array
+    high_BxT: jax.Array
+    dual_BxT: jax.Array
+
+
+def clipped(
+    log_ratio_BxT: jax.Array,
+    advantages_BxT: jax.Array,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float = 0.0,
+) -> TokenLoss:
+    """The clipped surrogate with separate bounds and optional dual clip.
+
+    loss = max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A), and where A < 0 and `dual_clip` = c > 1 at most -c A, so
+    that one very likely bad token cannot dominate the batch.
+
+    Args:
+      log_ratio_BxT: log r, differentiable.
+      advantages_BxT: A.
+      clip_low: the lower bound is 1 - clip_low; 1 means no lower bound.
+      clip_high: the upper bound is 1 + clip_high.
+      dual_clip: c above 1, or 0 for no dual clip.
+
+    Returns:
+      A TokenLoss.
+
+    Raises:
+      LibraError: shapes or dtypes do not fit.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> log_ratio = jnp.log(jnp.array([[1.5, 0.5, 5.0]]))
+      >>> advantages = jnp.array([[1.0, -1.0, -1.0]])
+      >>> print(clipped(log_ratio, advantages, clip_low=0.2, clip_high=0.25, dual_clip=3.0).loss_BxT)
+      [[-1.25  0.8   3.  ]]
+
+    References:
+      Schulman et al., arXiv 1707.06347, eq. 7; separate bounds: DAPO, arXiv 2503.14476, section 3.1; dual clip: Ye
+      et al., arXiv 1912.09729, eq. 4.
+    """
+    checks.same_shape(log_ratio_BxT=log_ratio_BxT, advantages_BxT=advantages_BxT)
+    ratio_BxT = corrections.bounded_ratio(checks.floats(log_ratio_BxT, "log_ratio_BxT"))
+    advantages_BxT = checks.floats(advantages_BxT, "advantages_BxT")
+    free_BxT = -advantages_BxT * ratio_BxT
+    bounded_BxT = -advantages_BxT * jnp.clip(ratio_BxT, 1.0 - clip_low, 1.0 + clip_high)
+    loss_BxT = jnp.maximum(free_BxT, bounded_BxT)
+    decides_BxT = bounded_BxT > free_BxT
+    if dual_clip:
+        ceiling_BxT = -advantages_BxT * dual_clip
+        dual_BxT = (advantages_BxT < 0) & (loss_BxT > ceiling_BxT)
+        loss_BxT = jnp.where(dual_BxT, ceiling_BxT, loss_BxT)
+    else:
+        dual_BxT = jnp.zeros_like(decides_BxT)
+    low_BxT = decides_BxT & (ratio_BxT < 1.0)
+    high_BxT = decides_BxT & (ratio_BxT > 1.0)
+    return TokenLoss(loss_BxT, ratio_BxT, low_BxT, high_BxT, dual_BxT)
+
+
+def sequence_log_ratio(
+    log_ratio_BxT: jax.Array, mask_BxT: jax.Array, segments_BxT: jax.Array, *, max_segments: int
+) -> jax.Array:
+    """GSPO's length-normalised log-ratio of a whole trajectory, given to each of its tokens.
+
+    log s_i = (1/|y_i|) Σ_t log r_{i,t} over the trained tokens. In the token form that is returned,
+    log s_{i,t} = sg[log s_i] + log r_{i,t} - sg[log r_{i,t}] (sg: no gradient): its value is log s_i at every token,
+    and any aggregation of its tokens has the gradient of the same aggregation of s_i if A is one number a trajectory;
+    it also holds for advantages that differ between tokens. No gradient crosses tokens.
+
+    Args:
+      log_ratio_BxT: log r per token, differentiable.
+      mask_BxT: true (non-zero) on trained tokens.
+      segments_BxT: trajectory number inside the row, 1..S; 0 is padding.
+      max_segments: S (static).
+
+    Returns:
+      log s_{i,t}, of shape [B, T]; zero on untrained tokens.
+
+    References:
+      Zheng et al., arXiv 2507.18071, eq. 7 and section 4.3 (GSPO-token).
+    """
+    log_ratio_BxT = checks.floats(log_ratio_BxT, "log_ratio_BxT")
+    weights_BxT, _ = aggregation.token_weights(
+        mask_BxT, segments_BxT, "sequence_mean", max_segments=max_segments, dtype=log_ratio_BxT.dtype
+    )
+    trained_BxT = weights_BxT > 0
+    log_ratio_BxT = jnp.where(trained_BxT, log_ratio_BxT, 0.0)
+    fixed_BxT = jax.lax.stop_gradient(log_ratio_BxT)
+    means_BxS = aggregation.segment_sums(fixed_BxT * weights_BxT, segments_BxT, max_segments=max_segments)
+    return jnp.where(trained_BxT, aggregation.spread(means_BxS, segments_BxT) + log_ratio_BxT - fixed_BxT, 0.0)
+
+
+def gspo(
+    log_ratio_BxT: jax.Array,
+    advantages_BxT: jax.Array,
+    mask_BxT: jax.Array,
+    segments_BxT: jax.Array,
+    *,
+    max_segments: int,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float = 0.0,
+) -> TokenLoss:
+    """Group sequence policy optimisation: the clipped surrogate of the length-normalised sequence ratio.
+
+    Args:
+      log_ratio_BxT: log r per token, differentiable.
+      advantages_BxT: A, usually one number a trajectory.
+      mask_BxT: true (non-zero) on trained tokens.
+      segments_BxT: trajectory number inside the row, 1..S; 0 is padding.
+      max_segments: S (static).
+      clip_low: the lower bound is 1 - clip_low; sequence ratios stay near 1, the paper uses 3e-4.
+      clip_high: the upper bound is 1 + clip_high; the paper uses 4e-4.
+      dual_clip: as in `clipped`.
+
+    Returns:
+      A TokenLoss; the paper's objective aggregates it by `sequence_mean`.
+
+    References:
+      Zheng et al., arXiv 2507.18071, eq. 5.
+    """
+    log_ratio_BxT = sequence_log_ratio(log_ratio_BxT, mask_BxT, segments_BxT, max_segments=max_segments)
+    return clipped(log_ratio_BxT, advantages_BxT, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+
+
+def cispo(
+    log_probs_BxT: jax.Array,
+    log_ratio_BxT: jax.Array,
+    advantages_BxT: jax.Array,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> TokenLoss:
+    """Clipped importance-sampling-weight policy optimisation: every token keeps its gradient, its weight is clipped.
+
+    loss = -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log π.
+
+    Args:
+      log_probs_BxT: log π of the current policy, differentiable.
+      log_ratio_BxT: log r; no gradient flows through it.
+      advantages_BxT: A.
+      clip_low: the lower bound is 1 - clip_low; the paper has none (1).
+      clip_high: the upper bound is 1 + clip_high.
+
+    Returns:
+      A TokenLoss; `low_BxT` and `high_BxT` mark the clipped weights.
+
+    Raises:
+      LibraError: shapes or dtypes do not fit.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> log_ratio = jnp.log(jnp.array([[3.0]]))
+      >>> print(cispo(jnp.array([[-2.0]]), log_ratio, jnp.array([[1.0]]), clip_low=1.0, clip_high=0.5).loss_BxT)
+      [[3.]]
+
+    References:
+      MiniMax-M1, arXiv 2506.13585, eq. 4 and 5.
+    """
+    checks.same_shape(log_probs_BxT=log_probs_BxT, log_ratio_BxT=log_ratio_BxT, advantages_BxT=advantages_BxT)
+    log_probs_BxT = checks.floats(log_probs_BxT, "log_probs_BxT")
+    ratio_BxT = jax.lax.stop_gradient(corrections.bounded_ratio(checks.floats(log_ratio_BxT, "log_ratio_BxT")))
+    weight_BxT = jnp.clip(ratio_BxT, 1.0 - clip_low, 1.0 + clip_high)
+    loss_BxT = -weight_BxT * checks.floats(advantages_BxT, "advantages_BxT") * log_probs_BxT
+    low_BxT = ratio_BxT < weight_BxT
+    high_BxT = ratio_BxT > weight_BxT
+    return TokenLoss(loss_BxT, ratio_BxT, low_BxT, high_BxT, jnp.zeros_like(low_BxT))

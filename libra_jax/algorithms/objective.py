@@ -1,0 +1,272 @@
+"""The trainer's one entry point: from log-probabilities to the sums that a training step adds up.
+
+Letters: B rows, T tokens.
+
+    objective = Σ [ w · policy loss + kl_coefficient · KL(π ‖ π_ref) - entropy_coefficient · H(π) ]
+
+aggregated by one mode, hence over one count. `loss_sum / count` over the whole global batch is the loss; a gradient
+step differentiates `loss_sum` of its micro-batch, and the apply step divides by the global count.
+
+Three policies may differ: *behaviour* π_b drew the tokens, *proximal* π_p is the policy when the batch arrived, and
+*current* π is being updated.
+
+- `objective="behaviour"`: the ratio of the policy loss is π/π_b. It is the importance weight already, so a correction
+  truncates that ratio, or drops the tokens where it is too large; it is not a second factor.
+- `objective="decoupled"`: the ratio is π/π_p, clipped around the proximal policy, and the correction weighs each token
+  by π_p/π_b, truncated or masked (AReaL, arXiv 2505.24298, eq. 5). Exact weights are `correction="truncated"` with a
+  cap beyond reach; `"none"` leaves the weight out.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from libra_jax import config as config_lib
+from libra_jax import protocols
+from libra_jax.algorithms import aggregation, checks, corrections, kl, losses
+
+Metrics = dict[str, tuple[jax.Array, jax.Array]]
+
+
+class ObjectiveSums(NamedTuple):
+    """What a piece of the batch contributes; the parts of any split add up (`add`).
+
+    Attributes:
+      loss_sum: scalar to differentiate.
+      count: scalar that the sum of all `loss_sum` is divided by.
+      metrics: name to (sum, count); the metric is sum / count after all parts are added, no value where count is 0.
+      maxima: name to the largest value; 0 where nothing is trained.
+    """
+
+    loss_sum: jax.Array
+    count: jax.Array
+    metrics: Metrics
+    maxima: dict[str, jax.Array]
+
+
+def add(first: ObjectiveSums, second: ObjectiveSums) -> ObjectiveSums:
+    """The sums of two parts of a batch: sums and counts are added, maxima compared. Both have the same metrics."""
+    return ObjectiveSums(
+        first.loss_sum + second.loss_sum,
+        first.count + second.count,
+        jax.tree.map(jnp.add, first.metrics, second.metrics),
+        jax.tree.map(jnp.maximum, first.maxima, second.maxima),
+    )
+
+
+class _Tokens(NamedTuple):
+    """The inputs, in one float dtype and zero wherever nothing is trained, whatever stood there."""
+
+    log_probs: jax.Array
+    behaviour: jax.Array
+    advantages: jax.Array
+    trained: jax.Array
+    segments: jax.Array
+    entropy: jax.Array | None
+    proximal: jax.Array | None
+    reference: jax.Array | None
+
+
+def policy_objective(
+    config: config_lib.AlgorithmConfig,
+    *,
+    log_probs_BxT: jax.Array,
+    behaviour_log_probs_BxT: jax.Array,
+    advantages_BxT: jax.Array,
+    mask_BxT: jax.Array,
+    segments_BxT: jax.Array,
+    max_segments: int,
+    entropy_BxT: jax.Array | None = None,
+    proximal_log_probs_BxT: jax.Array | None = None,
+    reference_log_probs_BxT: jax.Array | None = None,
+    same_version_BxT: jax.Array | None = None,
+) -> ObjectiveSums:
+    """The objective of packed rows, as sums.
+
+    Only `log_probs_BxT` and `entropy_BxT` are differentiated. Log-probs are those of the sampled token at its own
+    position t, in nats, at the sampling temperature. What stands at untrained tokens is ignored, NaN included.
+
+    Args:
+      config: the algorithm (static).
+      log_probs_BxT: current policy.
+      behaviour_log_probs_BxT: policy that drew the token.
+      advantages_BxT: per token.
+      mask_BxT: true (non-zero) on trained tokens.
+      segments_BxT: trajectory number inside the row, 1..S; 0 is padding.
+      max_segments: S (static).
+      entropy_BxT: entropy of the next-token distribution that the token was drawn from; required with an entropy
+        coefficient, else only reported.
+      proximal_log_probs_BxT: policy at the step's start; required by `objective="decoupled"`. A trainer that takes one
+        update a batch passes `log_probs_BxT` itself: no gradient flows through this argument.
+      reference_log_probs_BxT: frozen reference; required with a KL coefficient as a loss, else only reported.
+      same_version_BxT: true where the policy version that drew the token is the one that scores it; adds
+        `mismatch/kl` and `mismatch/ratio_max`, the disagreement of engine and trainer about the same weights.
+
+    Returns:
+      ObjectiveSums. Metrics: `loss/policy`, `loss/kl` and `loss/entropy` (the parts of the loss, coefficients
+      included, over the loss's count); over trained tokens `entropy`, `kl/reference`, `kl/behaviour` (k3 estimate of
+      KL(π_b ‖ π)), `clip/low_fraction`, `clip/high_fraction`, `clip/dual_fraction`, `correction/*` (see
+      `corrections.diagnostics`), `mismatch/kl`. Maxima: `ratio/max` (of the policy loss), `mismatch/ratio_max`.
+
+    Raises:
+      ConfigError: the config asks for log-probs or an entropy that are not given.
+      LibraError: shapes or dtypes do not fit.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from libra_jax import config
+      >>> sums = policy_objective(
+      ...     config.AlgorithmConfig(),
+      ...     log_probs_BxT=jnp.array([[-1.0, -2.0, 0.0]]),
+      ...     behaviour_log_probs_BxT=jnp.array([[-1.0, -2.0, 0.0]]),
+      ...     advantages_BxT=jnp.array([[1.0, 0.5, 0.0]]),
+      ...     mask_BxT=jnp.array([[True, True, False]]),
+      ...     segments_BxT=jnp.array([[1, 1, 0]]),
+      ...     max_segments=1,
+      ... )
+      >>> print(sums.loss_sum / sums.count)
+      -0.75
+    """
+    checks.rank(2, log_probs_BxT=log_probs_BxT)
+    checks.same_shape(
+        log_probs_BxT=log_probs_BxT,
+        behaviour_log_probs_BxT=behaviour_log_probs_BxT,
+        advantages_BxT=advantages_BxT,
+        mask_BxT=mask_BxT,
+        segments_BxT=segments_BxT,
+        entropy_BxT=entropy_BxT,
+        proximal_log_probs_BxT=proximal_log_probs_BxT,
+        reference_log_probs_BxT=reference_log_probs_BxT,
+        same_version_BxT=same_version_BxT,
+    )
+    _check_given(config, entropy_BxT, proximal_log_probs_BxT, reference_log_probs_BxT)
+    trained_BxT = (mask_BxT != 0) & (segments_BxT > 0)
+
+    def clean(array: jax.Array, name: str) -> jax.Array:
+        return jnp.where(trained_BxT, checks.floats(array, name), 0.0)
+
+    def fixed(array: jax.Array | None, name: str) -> jax.Array | None:
+        return None if array is None else jax.lax.stop_gradient(clean(array, name))
+
+    tokens = _Tokens(
+        log_probs=clean(log_probs_BxT, "log_probs_BxT"),
+        behaviour=jax.lax.stop_gradient(clean(behaviour_log_probs_BxT, "behaviour_log_probs_BxT")),
+        advantages=jax.lax.stop_gradient(clean(advantages_BxT, "advantages_BxT")),
+        trained=trained_BxT,
+        segments=segments_BxT,
+        entropy=None if entropy_BxT is None else clean(entropy_BxT, "entropy_BxT"),
+        proximal=fixed(proximal_log_probs_BxT, "proximal_log_probs_BxT"),
+        reference=fixed(reference_log_probs_BxT, "reference_log_probs_BxT"),
+    )
+    sums = _sums(config, tokens, max_segments)
+    if same_version_BxT is not None:
+        _report_mismatch(sums, tokens, trained_BxT & (same_version_BxT != 0))
+    return sums
+
+
+def _check_given(
+    config: config_lib.AlgorithmConfig,
+    entropy_BxT: jax.Array | None,
+    proximal_BxT: jax.Array | None,
+    reference_BxT: jax.Array | None,
+) -> None:
+    """Raises ConfigError for an input that the config asks for and the caller left out."""
+    if config.objective == "decoupled" and proximal_BxT is None:
+        raise protocols.ConfigError('config.algorithm.objective: "decoupled" needs proximal_log_probs_BxT')
+    if config.kl_coefficient > 0 and not config.kl_in_reward and reference_BxT is None:
+        raise protocols.ConfigError("config.algorithm.kl_coefficient: above 0 it needs reference_log_probs_BxT")
+    if config.entropy_coefficient != 0 and entropy_BxT is None:
+        raise protocols.ConfigError("config.algorithm.entropy_coefficient: unless 0 it needs entropy_BxT")
+
+
+def _sums(config: config_lib.AlgorithmConfig, tokens: _Tokens, max_segments: int) -> ObjectiveSums:
+    weights_BxT, count = aggregation.token_weights(
+        tokens.trained,
+        tokens.segments,
+        config.aggregation,
+        max_segments=max_segments,
+        constant=config.sequence_length_constant,
+        dtype=tokens.log_probs.dtype,
+    )
+    token_count = jnp.sum(tokens.trained, dtype=tokens.log_probs.dtype)
+
+    def token_mean(values_BxT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.lax.stop_gradient(jnp.sum(jnp.where(tokens.trained, values_BxT, 0.0))), token_count
+
+    token_loss, metrics = _policy_loss(config, tokens, max_segments)
+    loss_sum = aggregation.weighted_sum(token_loss.loss_BxT, weights_BxT)
+    metrics["loss/policy"] = (jax.lax.stop_gradient(loss_sum), count)
+    if tokens.reference is not None:
+        kl_BxT = kl.estimate(tokens.log_probs, tokens.reference, config.kl_estimator)
+        metrics["kl/reference"] = token_mean(kl_BxT)
+        if config.kl_coefficient > 0 and not config.kl_in_reward:
+            kl_sum = config.kl_coefficient * aggregation.weighted_sum(kl_BxT, weights_BxT)
+            metrics["loss/kl"] = (jax.lax.stop_gradient(kl_sum), count)
+            loss_sum += kl_sum
+    if tokens.entropy is not None:
+        metrics["entropy"] = token_mean(tokens.entropy)
+        if config.entropy_coefficient != 0:
+            entropy_sum = -config.entropy_coefficient * aggregation.weighted_sum(tokens.entropy, weights_BxT)
+            metrics["loss/entropy"] = (jax.lax.stop_gradient(entropy_sum), count)
+            loss_sum += entropy_sum
+    metrics["kl/behaviour"] = token_mean(kl.k3(tokens.behaviour, tokens.log_probs))
+    metrics["clip/low_fraction"] = token_mean(token_loss.low_BxT)
+    metrics["clip/high_fraction"] = token_mean(token_loss.high_BxT)
+    if config.dual_clip:
+        metrics["clip/dual_fraction"] = token_mean(token_loss.dual_BxT)
+    maxima = {"ratio/max": _largest(token_loss.ratio_BxT, tokens.trained)}
+    return ObjectiveSums(loss_sum, count, metrics, maxima)
+
+
+def _policy_loss(
+    config: config_lib.AlgorithmConfig, tokens: _Tokens, max_segments: int
+) -> tuple[losses.TokenLoss, Metrics]:
+    """The corrected policy loss per token, and the correction's diagnostics."""
+    decoupled = config.objective == "decoupled"
+    anchor_BxT = tokens.proximal if decoupled and tokens.proximal is not None else tokens.behaviour
+    log_ratio_BxT = tokens.log_probs - anchor_BxT
+    if config.loss == "gspo":
+        log_ratio_BxT = losses.sequence_log_ratio(
+            log_ratio_BxT, tokens.trained, tokens.segments, max_segments=max_segments
+        )
+    importance_BxT = jax.lax.stop_gradient(anchor_BxT - tokens.behaviour if decoupled else log_ratio_BxT)
+    weights_BxT = corrections.weights(importance_BxT, config.correction, cap=config.correction_cap)
+    factor_BxT = weights_BxT
+    if not decoupled:
+        log_ratio_BxT, factor_BxT = _correct_ratio(config, log_ratio_BxT, weights_BxT)
+    bounds = {"clip_low": config.clip_low, "clip_high": config.clip_high}
+    if config.loss == "cispo":
+        token_loss = losses.cispo(tokens.log_probs, log_ratio_BxT, tokens.advantages, **bounds)
+    else:
+        token_loss = losses.clipped(log_ratio_BxT, tokens.advantages, **bounds, dual_clip=config.dual_clip)
+    metrics: Metrics = {}
+    if config.correction != "none":
+        token_loss = token_loss._replace(loss_BxT=token_loss.loss_BxT * factor_BxT)
+        metrics = corrections.diagnostics(importance_BxT, weights_BxT, tokens.trained, cap=config.correction_cap)
+    return token_loss, metrics
+
+
+def _correct_ratio(
+    config: config_lib.AlgorithmConfig, log_ratio_BxT: jax.Array, weights_BxT: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Where the ratio itself is the importance weight: the corrected log-ratio, and the factor that drops tokens."""
+    if config.correction == "truncated":
+        log_ratio_BxT = corrections.cap_log_ratio(log_ratio_BxT, cap=config.correction_cap)
+        return log_ratio_BxT, jnp.ones_like(weights_BxT)
+    return log_ratio_BxT, (weights_BxT > 0).astype(weights_BxT.dtype)
+
+
+def _report_mismatch(sums: ObjectiveSums, tokens: _Tokens, same_BxT: jax.Array) -> None:
+    """Adds how far engine and trainer disagree on the tokens whose policy version is the scoring one."""
+    log_probs_BxT = jax.lax.stop_gradient(tokens.log_probs)
+    kl_BxT = jnp.where(same_BxT, kl.k3(tokens.behaviour, log_probs_BxT), 0.0)
+    sums.metrics["mismatch/kl"] = (jnp.sum(kl_BxT), jnp.sum(same_BxT, dtype=kl_BxT.dtype))
+    sums.maxima["mismatch/ratio_max"] = _largest(corrections.bounded_ratio(log_probs_BxT - tokens.behaviour), same_BxT)
+
+
+def _largest(values_BxT: jax.Array, keep_BxT: jax.Array) -> jax.Array:
+    """Largest of the (positive) values that are kept; 0 if none is."""
+    return jax.lax.stop_gradient(jnp.max(jnp.where(keep_BxT, values_BxT, 0.0), initial=0.0))
