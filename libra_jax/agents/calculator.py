@@ -1,0 +1,173 @@
+"""The calculator: arithmetic that is hopeless by guessing and easy with a tool.
+
+The prompt is an expression. The policy calls `<tool_call>EXPRESSION</tool_call>`, reads the tool's return, and answers
+with the value, or with "error" where the tool failed (a division by zero, an expression too long for it). The reward
+is 1 for an exact match, else 0. Dialogues stay below 100 characters, so that a character model of half a million
+parameters learns them on a CPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+from libra_jax import protocols
+from libra_jax.agents import arithmetic, splits
+
+_CYCLE = 16
+# A: three digits, B: two digits, D: one digit above 1, E: a multiple of the B that follows it.
+_PATTERNS = {
+    "plain": ("A+A", "A-A", "A*B", "E/B", "A*D"),
+    "mixed": ("A+B*D", "(A+B)*D", "A*(B-D)", "A-(B+A)", "(A-D)*B"),
+    "nested": ("(A-B)*(B+D)", "((A+B)*D)-A", "A-(B*(D+B))", "(A+(B-D))*B", "(E/B)+A"),
+}
+_BY_ZERO = ("A/0", "A/(B-B)", "B*(A/0)")
+_OVERLONG = ("A*A+A*A+A-A", "(A+A)*A-A*A+B")
+
+
+def _draw(pattern: str, rng: random.Random) -> str:
+    """An expression of the pattern's shape; two-digit numbers of "(B-B)" are equal."""
+    divisor = rng.randint(11, 99)
+    same = str(rng.randint(10, 99))
+    pieces = []
+    for letter in pattern.replace("(B-B)", "(S-S)").replace("E/B", "E/V"):
+        if letter == "A":
+            pieces.append(str(rng.randint(101, 999)))
+        elif letter == "B":
+            pieces.append(str(rng.randint(10, 99)))
+        elif letter == "D":
+            pieces.append(str(rng.randint(2, 9)))
+        elif letter == "E":
+            pieces.append(str(divisor * rng.randint(101, 999)))
+        elif letter == "V":
+            pieces.append(str(divisor))
+        else:
+            pieces.append(same if letter == "S" else letter)
+    return "".join(pieces)
+
+
+class CalculatorTasks:
+    """Tasks by position. Each 16 consecutive ones hold the same mix: 15 solvable patterns in turn, and one failure,
+    which is by turns a division by zero and an overlong expression. Training and evaluation never share an expression.
+    """
+
+    def __init__(self, seed: int, levels: Sequence[str], max_characters: int) -> None:
+        unknown = [level for level in levels if level not in _PATTERNS]
+        if unknown or not levels:
+            raise protocols.ConfigError(
+                f"config.task.arguments.levels: {list(levels)!r} must name some of {', '.join(_PATTERNS)}"
+            )
+        self._patterns = [pattern for level in levels for pattern in _PATTERNS[level]]
+        if not 16 <= max_characters <= 21:
+            raise protocols.ConfigError(
+                f"config.task.arguments.max_characters: {max_characters} must lie in 16..21, so that the solvable "
+                "expressions fit and the overlong ones do not"
+            )
+        self._seed = seed
+        self._max_characters = max_characters
+
+    def task(self, index: int) -> protocols.Task:
+        """The index-th training task."""
+        return self._make("train", index)
+
+    def evaluation_task(self, index: int) -> protocols.Task:
+        """The index-th held-out task; the same for every seed."""
+        return self._make("evaluation", index)
+
+    def _make(self, split: str, index: int) -> protocols.Task:
+        held_out = split == "evaluation"
+        rng = splits.generator("calculator", 0 if held_out else self._seed, split, index)
+        pattern = self._pattern(index, rng)
+        expression = _draw(pattern, rng)
+        while splits.held_out(expression) != held_out:
+            expression = _draw(pattern, rng)
+        status, content = arithmetic.calculate(expression, self._max_characters)
+        payload = {
+            "expression": expression,
+            "answer": content if status == "success" else arithmetic.FAILED,
+            "max_characters": self._max_characters,
+        }
+        return protocols.Task(f"calculator-{split}-{index}", payload)
+
+    def _pattern(self, index: int, rng: random.Random) -> str:
+        cycle, slot = divmod(index, _CYCLE)
+        if slot == _CYCLE - 1:
+            return rng.choice(_OVERLONG if cycle % 2 else _BY_ZERO)
+        return self._patterns[(cycle * (_CYCLE - 1) + slot) % len(self._patterns)]
+
+
+class CalculatorEnvironment:
+    """One attempt; also the demonstrator of solved ones."""
+
+    def __init__(self, system: str, delay: float) -> None:
+        self._system = system
+        self._delay = delay
+        self._task: protocols.Task | None = None
+        self.running_tool = arithmetic.TOOL
+
+    async def reset(self, task: protocols.Task) -> Sequence[protocols.Message]:
+        """The expression, after the system message where there is one."""
+        self._task = task
+        return self._opening(task)
+
+    async def step(self, output: str) -> protocols.StepResult:
+        """Runs the calculator for an output that calls it; scores any other output as the answer."""
+        if self._task is None:
+            raise RuntimeError("step before reset")
+        payload = self._task.payload
+        tool_return = arithmetic.answer_call(output, payload["max_characters"])
+        if tool_return is None:
+            return protocols.StepResult(done=True, reward=float(output.strip() == payload["answer"]))
+        if self._delay > 0:
+            await asyncio.sleep(self._delay)
+        return protocols.StepResult(tool_return=tool_return)
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+    def demonstration(self, task: protocols.Task) -> Sequence[protocols.Message]:
+        """The solved dialogue: the expression, the call, its return, the answer."""
+        expression = task.payload["expression"]
+        _, content = arithmetic.calculate(expression, task.payload["max_characters"])
+        return [
+            *self._opening(task),
+            protocols.Message("assistant", f"<tool_call>{expression}</tool_call>"),
+            protocols.Message("tool", content),
+            protocols.Message("assistant", task.payload["answer"]),
+        ]
+
+    def _opening(self, task: protocols.Task) -> list[protocols.Message]:
+        system = [protocols.Message("system", self._system)] if self._system else []
+        return [*system, protocols.Message("user", task.payload["expression"])]
+
+
+def task_source(
+    path: str = "", seed: int = 0, levels: Sequence[str] = tuple(_PATTERNS), max_characters: int = 18
+) -> CalculatorTasks:
+    """Procedurally generated arithmetic.
+
+    Args:
+      path: must be empty: nothing is read.
+      seed: of the training stream; the held-out stream is the same for all seeds.
+      levels: of "plain", "mixed" and "nested", those to draw from.
+      max_characters: longest expression the tool accepts (16 to 21).
+
+    Raises:
+      ConfigError: a path is given, or an argument is out of range.
+    """
+    if path:
+        raise protocols.ConfigError(
+            "config.task.path: the calculator reads no file; set task.source to libra_jax.agents.datasets:task_source"
+        )
+    return CalculatorTasks(seed, levels, max_characters)
+
+
+def environment(system: str = "", delay: float = 0.0) -> CalculatorEnvironment:
+    """A fresh attempt.
+
+    Args:
+      system: system message, for pretrained models that need to be told; empty is none.
+      delay: seconds that each tool call takes.
+    """
+    return CalculatorEnvironment(system, delay)

@@ -1,0 +1,80 @@
+"""Waits that end: a coroutine under a deadline, and a plain function that cannot block the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+STALL_SECONDS = 0.1
+REAP_SECONDS = 5.0
+
+
+class Overdue(Exception):
+    """The work outlasted its deadline; `reaped` says whether it ended when it was cancelled."""
+
+    def __init__(self, reaped: bool) -> None:
+        super().__init__(f"overdue, {'cancelled' if reaped else 'and deaf to cancellation'}")
+        self.reaped = reaped
+
+
+async def within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, or `Overdue` after `seconds` of the event loop's clock; overdue work is cancelled.
+
+    A wait that the event loop noticed late (it stalled) is first granted as long again as it was late.
+    """
+    loop = asyncio.get_running_loop()
+    task = asyncio.ensure_future(work)
+    due = loop.time() + seconds
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+        late = loop.time() - due
+        if not task.done() and late > STALL_SECONDS:
+            await asyncio.wait({task}, timeout=min(late, seconds))
+        if task.done():
+            return task.result()
+    finally:
+        reaped = await _reap(task)
+    raise Overdue(reaped)
+
+
+async def _reap(task: asyncio.Task[Any]) -> bool:
+    if not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=REAP_SECONDS)
+    if task.done() and not task.cancelled():
+        task.exception()  # marks it as retrieved
+    return task.done()
+
+
+async def off_loop(function: Callable[..., T], *arguments: Any) -> T:
+    """The result of a plain function run on a thread of its own, which never keeps the process alive."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def body() -> None:
+        result: T | None = None
+        failure: BaseException | None = None
+        try:
+            result = function(*arguments)
+        except StopIteration as error:  # a future refuses it
+            failure = RuntimeError(f"StopIteration({error})")
+        except BaseException as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=body, name="libra-off-loop", daemon=True).start()
+    return await future

@@ -1,0 +1,156 @@
+"""From the names in a config to the objects of a run: `"package.module:factory"` and its arguments."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import os
+import pkgutil
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
+
+from libra_jax import config, protocols
+from libra_jax.agents import loop
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def resolve(name: str, field: str) -> Callable[..., Any]:
+    """The callable that `"package.module:factory"` names; the working directory is searched as well.
+
+    Args:
+      name: what the config says.
+      field: the config field that says it, e.g. "task.environment", for errors.
+
+    Raises:
+      ConfigError: no such module or attribute (the nearest name is offered), or the module fails to import.
+    """
+    module_name, _, attribute = name.partition(":")
+    config.check(bool(module_name and attribute), field, f'{name!r} must have the form "package.module:factory"')
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            raise protocols.ConfigError(
+                f"config.{field}: {module_name} needs the module {error.name}, which is not installed"
+            ) from error
+        hint = _nearest(module_name, _siblings(module_name))
+        raise protocols.ConfigError(f"config.{field}: there is no module {module_name!r}{hint}") from error
+    except Exception as error:  # the user's own code runs here
+        raise protocols.ConfigError(
+            f"config.{field}: importing {module_name} raised {type(error).__name__}: {error}"
+        ) from error
+    found = getattr(module, attribute, None)
+    if found is None:
+        hint = _nearest(attribute, (key for key in vars(module) if not key.startswith("_")))
+        raise protocols.ConfigError(f"config.{field}: {module_name} has no {attribute!r}{hint}")
+    config.check(callable(found), field, f"{name!r} is not callable")
+    return cast("Callable[..., Any]", found)
+
+
+def _siblings(module_name: str) -> list[str]:
+    """Modules next to where `module_name` would be: in its deepest existing package, or at the top level."""
+    package, _, _ = module_name.rpartition(".")
+    if not package:
+        return [item.name for item in pkgutil.iter_modules()]
+    try:
+        parent = importlib.import_module(package)
+    except Exception:  # reported as the missing module it is
+        return [f"{name}.{module_name.rpartition('.')[2]}" for name in _siblings(package)]
+    return [f"{package}.{item.name}" for item in pkgutil.iter_modules(getattr(parent, "__path__", []))]
+
+
+def _call(factory: Callable[..., Any], name: str, arguments: Mapping[str, Any], field: str) -> Any:
+    """Calls a factory; an argument that it does not take is an error that names the field."""
+    try:
+        signature = inspect.signature(factory)
+        signature.bind(**arguments)
+    except TypeError as error:
+        unknown = [key for key in arguments if key not in signature.parameters]
+        hint = _nearest(unknown[0], signature.parameters) if unknown else ""
+        raise protocols.ConfigError(f"config.{field}: {name} cannot be called with these ({error}){hint}") from error
+    except ValueError:  # a callable without a readable signature
+        pass
+    try:
+        return factory(**arguments)
+    except protocols.LibraError:
+        raise
+    except Exception as error:
+        raise protocols.ConfigError(f"config.{field}: {name} raised {type(error).__name__}: {error}") from error
+
+
+def task_source(task: config.TaskConfig, seed: int) -> protocols.TaskSource:
+    """The tasks of `task.source`.
+
+    Raises:
+      ConfigError: the factory cannot be found or called.
+      DataError: its file cannot be used.
+    """
+    factory = resolve(task.source, "task.source")
+    reserved = {"path": task.path, "seed": seed}
+    for name in reserved:
+        config.check(name not in task.arguments, "task.arguments", f"must not hold {name!r}: it has a field of its own")
+    arguments = {**reserved, **task.arguments}
+    return cast(protocols.TaskSource, _call(factory, task.source, arguments, "task.arguments"))
+
+
+def environment_factory(task: config.TaskConfig) -> Callable[[], protocols.Environment]:
+    """Makes a fresh environment of `task.environment` a call.
+
+    Raises:
+      ConfigError: the factory cannot be found or called (tried once here), or makes something that is no environment.
+    """
+    factory = resolve(task.environment, "task.environment")
+
+    def make() -> protocols.Environment:
+        made = _call(factory, task.environment, task.environment_arguments, "task.environment_arguments")
+        return cast(protocols.Environment, made)
+
+    trial = make()
+    for method in ("reset", "step", "close"):
+        config.check(
+            callable(getattr(trial, method, None)),
+            "task.environment",
+            f"{task.environment} makes a {type(trial).__name__}, which has no method {method}",
+        )
+    return make
+
+
+def demonstrator(task: config.TaskConfig) -> protocols.Demonstrator | None:
+    """The environment's demonstrator, None where it has none: an environment with a `demonstration` method is one."""
+    made = environment_factory(task)()
+    return cast(protocols.Demonstrator, made) if callable(getattr(made, "demonstration", None)) else None
+
+
+def reward(task: config.TaskConfig) -> loop.RewardFunction | None:
+    """The reward function of `task.reward`; None where the environment's own reward counts.
+
+    Raises:
+      ConfigError: its factory cannot be found or called, or makes nothing callable.
+    """
+    if not task.reward:
+        return None
+    function = _call(resolve(task.reward, "task.reward"), task.reward, {}, "task.reward")
+    config.check(
+        callable(function), "task.reward", f"{task.reward} must return a function of (task, text), not {function!r}"
+    )
+    return cast(loop.RewardFunction, function)
+
+
+def limits(run: config.RunConfig, temperature: float | None = None) -> loop.Limits:
+    """An attempt's limits; `temperature` replaces the rollout's, as evaluation does."""
+    return loop.Limits(
+        max_turns=run.task.max_turns,
+        max_tokens=run.rollout.max_tokens,
+        max_context=run.rollout.max_context,
+        tool_seconds=run.task.tool_seconds,
+        temperature=run.rollout.temperature if temperature is None else temperature,
+    )

@@ -1,0 +1,243 @@
+"""Text to tokens and back, with the chat template applied to increments only.
+
+`CharacterTokenizer` ships with the package and needs no file; `load` wraps a Hugging Face tokenizer directory. Neither
+ever sees model output as text again: what the policy sampled stays the tokens it sampled, and the template only adds
+what comes between two outputs.
+"""
+
+from __future__ import annotations
+
+import difflib
+import pathlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from libra_jax import config, protocols
+
+_SPECIAL = {
+    "<|pad|>": 0,
+    "<|im_end|>": 1,
+    "<|system|>": 2,
+    "<|user|>": 3,
+    "<|assistant|>": 4,
+    "<|tool|>": 5,
+    "<tool_call>": 6,
+    "</tool_call>": 7,
+}
+_UNKNOWN = 127
+_CALL_MARKS = re.compile(r"(</?tool_call>)")
+
+
+class CharacterTokenizer:
+    """One token a character: printable ASCII and newline keep their ASCII codes, special tokens take codes below 10.
+
+    The template is one role token, the content and `<|im_end|>` for each message; the generation prompt is the
+    assistant's role token. Every other character becomes one unknown token, shown as U+FFFD. Only the tool-call marks
+    are read out of text as special tokens: content cannot forge a role or end a turn.
+    """
+
+    vocab_size = 128
+    stop_token_ids: tuple[int, ...] = (_SPECIAL["<|im_end|>"],)
+    pad_token_id = _SPECIAL["<|pad|>"]
+
+    def __init__(self) -> None:
+        self._text = ["\ufffd"] * self.vocab_size
+        for code in (10, *range(32, 127)):
+            self._text[code] = chr(code)
+        for text, code in _SPECIAL.items():
+            self._text[code] = text
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of plain text; `<tool_call>` and `</tool_call>` are one token each."""
+        tokens: list[int] = []
+        for piece in _CALL_MARKS.split(text):
+            if piece in ("<tool_call>", "</tool_call>"):
+                tokens.append(_SPECIAL[piece])
+            else:
+                tokens.extend(ord(letter) if letter == "\n" or " " <= letter <= "~" else _UNKNOWN for letter in piece)
+        return tokens
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of tokens, special ones spelled out."""
+        return "".join(self._text[token] for token in token_ids)
+
+    def render(
+        self, messages: Sequence[protocols.Message], *, first: bool, generation_prompt: bool
+    ) -> list[int]:  # the template has nothing that belongs to the start only
+        """Tokens that `messages` add to the context: a role token, the content and a stop token each.
+
+        Raises:
+          DataError: a role that the template does not know.
+        """
+        del first
+        tokens: list[int] = []
+        for message in messages:
+            role = _SPECIAL.get(f"<|{message.role}|>") if message.role not in ("pad", "im_end") else None
+            if role is None:
+                raise protocols.DataError(
+                    f"the character tokenizer has no role {message.role!r}: use system, user, assistant or tool"
+                )
+            tokens += [role, *self.encode(message.content), self.stop_token_ids[0]]
+        if generation_prompt:
+            tokens.append(_SPECIAL["<|assistant|>"])
+        return tokens
+
+
+_SENTINEL = "LIBRA-7f3a-OUTPUT"
+_PREFIX = (("user", "LIBRA-7f3a-QUESTION"), ("assistant", _SENTINEL))
+_LONGER_PREFIX = (
+    ("system", "Be brief."),
+    ("user", "first"),
+    ("assistant", "<think>\nhm\n</think>\n\nan earlier turn"),
+    *_PREFIX,
+)
+
+
+class HuggingFaceTokenizer:
+    """A Hugging Face tokenizer whose chat template is applied to increments only.
+
+    An increment's text is what the template writes after a fixed assistant turn and its end-of-turn token, so that it
+    holds the template's own text between turns (such as a newline) and cannot depend on what earlier turns contained.
+    """
+
+    def __init__(self, tokenizer: Any, name: str) -> None:
+        """Wraps a `transformers` tokenizer; `name` is what errors call it.
+
+        Raises:
+          DataError: there is no chat template, or it is not incremental.
+        """
+        self._tokenizer = tokenizer
+        self._name = name
+        if not getattr(tokenizer, "chat_template", None):
+            raise protocols.DataError(
+                f"{name}: the tokenizer has no chat template; use an instruction-tuned model's directory or add one"
+            )
+        self._turn_end = self._find_turn_end()
+        self._check_incremental()
+        end_id = tokenizer.convert_tokens_to_ids(self._turn_end)
+        eos_id = tokenizer.eos_token_id
+        self.stop_token_ids: tuple[int, ...] = (end_id,) if eos_id in (None, end_id) else (end_id, eos_id)
+        self.pad_token_id: int = end_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        self.vocab_size: int = len(tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of text, nothing added."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of tokens, special ones spelled out."""
+        return str(
+            self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )
+
+    def render(self, messages: Sequence[protocols.Message], *, first: bool, generation_prompt: bool) -> list[int]:
+        """Tokens that `messages` add to the context; with `first=False`, after a model output and its stop token.
+
+        Raises:
+          DataError: the template refuses these messages.
+        """
+        increment = tuple((message.role, message.content) for message in messages)
+        if first:
+            return self.encode(self._apply(increment, generation_prompt))
+        return self.encode(self._increment(_PREFIX, increment, generation_prompt))
+
+    def _apply(self, messages: Sequence[tuple[str, str]], generation_prompt: bool) -> str:
+        dialogue = [{"role": role, "content": content} for role, content in messages]
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(dialogue, tokenize=False, add_generation_prompt=generation_prompt)
+            )
+        except Exception as error:  # templates raise whatever they like, through jinja
+            roles = ", ".join(role for role, _ in messages)
+            raise protocols.DataError(
+                f"{self._name}: the chat template refuses a dialogue with the roles {roles} ({error})"
+            ) from error
+
+    def _after_output(
+        self, prefix: Sequence[tuple[str, str]], increment: Sequence[tuple[str, str]], generation_prompt: bool
+    ) -> str:
+        text = self._apply((*prefix, *increment), generation_prompt)
+        _, found, after = text.partition(_SENTINEL)
+        if not found:
+            raise protocols.DataError(f"{self._name}: the chat template drops the content of assistant turns")
+        return after
+
+    def _find_turn_end(self) -> str:
+        after = self._after_output(_PREFIX, (("user", "next"),), True)
+        tokens = self._tokenizer.encode(after, add_special_tokens=False)
+        special = {*self._tokenizer.all_special_ids, *self._tokenizer.get_added_vocab().values()}
+        if not tokens or tokens[0] not in special:
+            raise protocols.DataError(
+                f"{self._name}: the chat template does not end an assistant turn with a special token "
+                f"(it goes on with {after[:20]!r}), so a turn cannot end on a stop token id"
+            )
+        return str(self._tokenizer.convert_ids_to_tokens(tokens[0]))
+
+    def _increment(
+        self, prefix: Sequence[tuple[str, str]], increment: Sequence[tuple[str, str]], generation_prompt: bool
+    ) -> str:
+        after = self._after_output(prefix, increment, generation_prompt)
+        if not after.startswith(self._turn_end):
+            raise protocols.DataError(
+                f"{self._name}: the chat template is not incremental: what follows an assistant turn begins with "
+                f"{after[:20]!r} here and with {self._turn_end!r} elsewhere"
+            )
+        return after[len(self._turn_end) :]
+
+    def _check_incremental(self) -> None:
+        """A user increment must read the same after two different dialogues, and bring its own content along."""
+        increment = (("user", "LIBRA-7f3a-NEXT"),)
+        alone = self._increment(_PREFIX, increment, True)
+        later = self._increment(_LONGER_PREFIX if self._takes_system() else _LONGER_PREFIX[1:], increment, True)
+        if alone != later or "LIBRA-7f3a-NEXT" not in alone:
+            raise protocols.DataError(
+                f"{self._name}: the chat template is not incremental: the same user message is rendered as {alone!r} "
+                f"after one dialogue and as {later!r} after another, so it cannot be trained on token by token"
+            )
+
+    def _takes_system(self) -> bool:
+        try:
+            self._apply(_LONGER_PREFIX[:2], True)
+        except protocols.DataError:
+            return False
+        return True
+
+
+def load(path: str) -> HuggingFaceTokenizer:
+    """Loads a Hugging Face tokenizer directory, from local files only.
+
+    Raises:
+      DataError: the directory is missing, or holds no usable tokenizer or template.
+    """
+    if not pathlib.Path(path).is_dir():
+        raise protocols.DataError(f"{path}: no such tokenizer directory; give one that holds tokenizer.json")
+    import transformers  # here, so that a run on the character tokenizer never pays for it
+
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # any file of the directory may be missing or malformed, in many ways
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise protocols.DataError(f"{path}: the tokenizer cannot be loaded ({reason})") from error
+    return HuggingFaceTokenizer(tokenizer, path)
+
+
+def create(task: config.TaskConfig, model_path: str) -> protocols.Tokenizer:
+    """The tokenizer that `task.tokenizer` names: "character", a directory, or (empty) the model's own.
+
+    Raises:
+      ConfigError: it names neither.
+      DataError: the directory cannot be used.
+    """
+    if task.tokenizer == "character":
+        return CharacterTokenizer()
+    config.check(
+        bool(task.tokenizer or model_path),
+        "task.tokenizer",
+        'is empty and so is model.path; use "character" or a Hugging Face directory',
+    )
+    if task.tokenizer and not pathlib.Path(task.tokenizer).is_dir():
+        near = difflib.get_close_matches(task.tokenizer, ("character",), n=1)
+        hint = "; did you mean 'character'?" if near else ""
+        config.check(False, "task.tokenizer", f'{task.tokenizer!r} is neither "character" nor a directory{hint}')
+    return load(task.tokenizer or model_path)
