@@ -17,6 +17,9 @@ STATUS_SECONDS = 5.0
 RATE_STEPS = 10
 """Steps whose mean duration the remaining time is estimated from."""
 
+LOST = "console"
+"""Key of the warning that the console itself is lost."""
+
 SPARKS = "▁▂▃▄▅▆▇█"
 
 
@@ -115,7 +118,7 @@ class PlainConsole:
     """One line a step, notes as they come, and a status line now and then while no step ends.
 
     Args:
-      name: the run's name.
+      name: the run's name (unused here: a log file has it in its name or its first note).
       steps: training steps of the whole run.
       stream: where the lines go.
       clock: seconds now, on the clock of the event loop.
@@ -158,7 +161,7 @@ class PlainConsole:
         except (OSError, ValueError) as error:  # ValueError: the stream has been closed
             self._lost = True
             quiet(self._stream)
-            self._warn("console", f"Nobody reads the console any more ({error}); the run goes on.")
+            self._warn(LOST, f"Nobody reads the console any more ({error}); the run goes on.")
 
 
 def quiet(stream: TextIO) -> None:

@@ -6,56 +6,96 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from libra_jax import config as config_lib
 from libra_jax.protocols import ConfigError
-from libra_jax.telemetry import console, metrics, trace
+from libra_jax.telemetry import console, live, metrics, timeline, trace
 
 FLUSH_SECONDS = 1.0
 """Longest time that a record waits in memory, as long as further records come in."""
+
+
+class MetricsSink(Protocol):
+    """Takes a step's numbers; never raises for a full disk or a lost viewer."""
+
+    def metrics(self, step: int, scalars: Mapping[str, float]) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Console(MetricsSink, Protocol):
+    """What a person watches."""
+
+    def status(self, worker: str, text: str) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+class _Warnings:
+    """Shows each warning once: in the console if there is one, else as a log message."""
+
+    def __init__(self) -> None:
+        self.console: Console | None = None
+        self._shown: set[str] = set()
+
+    def __call__(self, key: str, sentence: str) -> None:
+        if key in self._shown:
+            return
+        self._shown.add(key)
+        if self.console is None or key == console.LOST:
+            logging.getLogger(__name__).warning("%s", sentence)
+        else:
+            self.console.note(f"warning: {sentence}")
 
 
 class RunRecorder:
     """`protocols.Recorder` over files, viewers and the console. Call it from the event-loop thread only.
 
     Calls append to buffers and cost microseconds; files are written out at each step, and at least every second or
-    64 KiB. Nothing here raises for a full disk or a lost viewer: each is warned about once.
+    64 KiB while records come in. Nothing here raises for a full disk or a lost viewer: each is warned about once.
+    After `close`, calls do nothing.
 
-    Made by `create`.
+    Args:
+      clock: seconds now, on the clock of the spans.
+      trace_file: takes trajectories.
+      timeline_file: takes spans.
+      metrics_sinks: take steps, in this order.
+      watched: the console, or None.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        trace_file: trace.TraceFile,
+        timeline_file: timeline.TimelineFile,
+        metrics_sinks: list[MetricsSink],
+        watched: Console | None,
+    ) -> None:
         self._clock = clock
-        self._warned: set[str] = set()
+        self._trace = trace_file
+        self._timeline = timeline_file
+        self._console = watched
+        self._metrics_sinks = metrics_sinks + ([watched] if watched else [])
         self._flushed_at = clock()
         self._closed = False
-        self._metrics: list[Any] = []
-        self._console: Any = None
-        self._trace: Any = None
-        self._sinks: list[Any] = []
-
-    def warn(self, key: str, sentence: str) -> None:
-        """Shows a warning, once for each key: in the console if there is one, else as a log message."""
-        if key in self._warned:
-            return
-        self._warned.add(key)
-        if self._console is None or key == "console":
-            logging.getLogger(__name__).warning("%s", sentence)
-        else:
-            self._console.note(f"warning: {sentence}")
 
     def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
         """One training step's numbers; keys as in `metrics.jsonl`. Writes everything pending to the files."""
         if self._closed:
             return
         numbers = metrics.plain(scalars)
-        for sink in self._metrics:
+        for sink in self._metrics_sinks:
             sink.metrics(step, numbers)
         self.flush()
 
     def span(self, track: str, name: str, start: float, end: float, arguments: Mapping[str, Any] | None = None) -> None:
         """Something that took from `start` to `end` (event-loop seconds) on a named track of the timeline."""
+        if not self._closed:
+            self._timeline.span(track, name, start, end, arguments)
+            self._flush_if_due()
 
     def trajectory(self, record: Mapping[str, Any]) -> None:
         """One line of `trace.jsonl`."""
@@ -74,9 +114,11 @@ class RunRecorder:
             self._console.note(text)
 
     def flush(self) -> None:
-        """Hands everything recorded so far to the operating system; a checkpoint calls it before it counts on it."""
+        """Hands everything recorded so far to the operating system, whose cache outlives a killed process."""
         self._flushed_at = self._clock()
-        for sink in self._sinks:
+        self._trace.flush()
+        self._timeline.flush()
+        for sink in self._metrics_sinks:
             sink.flush()
 
     def close(self, summary: str | None = None) -> None:
@@ -90,7 +132,9 @@ class RunRecorder:
         if self._console is not None and summary:
             self._console.note(summary)
         self._closed = True
-        for sink in self._sinks:
+        self._trace.close()
+        self._timeline.close()
+        for sink in self._metrics_sinks:
             sink.close()
 
     def _flush_if_due(self) -> None:
@@ -107,23 +151,22 @@ def create(config: config_lib.RunConfig, workdir: Path, clock: Callable[[], floa
       clock: seconds now, on the clock that spans are given in (the event loop's).
 
     Raises:
-      ConfigError: the folder cannot be made, or W&B is asked for and not installed.
+      ConfigError: the folder cannot be made, or W&B is asked for and cannot start.
     """
     try:
         workdir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--workdir: {workdir} cannot be made ({error.strerror or error})") from error
-    recorder = RunRecorder(clock)
-    wandb = metrics.WandbSink(config, workdir, recorder.warn) if config.telemetry.wandb_project else None
-    recorder._trace = trace.TraceFile(workdir, recorder.warn)
-    recorder._metrics.append(metrics.MetricsFile(workdir, recorder.warn))
+    warn = _Warnings()
+    sinks: list[MetricsSink] = [metrics.MetricsFile(workdir, warn)]
     if config.telemetry.tensorboard:
         last = metrics.last_step(workdir / metrics.METRICS_FILE)
-        recorder._metrics.append(metrics.TensorBoardSink(workdir, 0 if last is None else last + 1, recorder.warn))
-    if wandb is not None:
-        recorder._metrics.append(wandb)
+        sinks.append(metrics.TensorBoardSink(workdir, 0 if last is None else last + 1, warn))
+    if config.telemetry.wandb_project:
+        sinks.append(metrics.WandbSink(config, workdir, warn))
+    trace_file = trace.TraceFile(workdir, warn)
+    timeline_file = timeline.TimelineFile(workdir, clock, warn)
     if config.telemetry.console:
-        recorder._console = console.PlainConsole(config.name, config.steps, sys.stdout, clock, recorder.warn)
-        recorder._metrics.append(recorder._console)
-    recorder._sinks = [recorder._trace, *recorder._metrics]
-    return recorder
+        make = live.LiveConsole if sys.stdout.isatty() else console.PlainConsole
+        warn.console = make(config.name, config.steps, sys.stdout, clock, warn)
+    return RunRecorder(clock, trace_file, timeline_file, sinks, warn.console)

@@ -1,0 +1,207 @@
+"""`timeline.json`: what every worker did and when, for ui.perfetto.dev and chrome://tracing.
+
+The Trace Event format's JSON array, one event a line, written as it happens: both viewers accept an array whose closing
+bracket is missing, so the timeline of a killed run loads. Each track is a process row; spans of one track that overlap
+in time are laid out on as many lanes (thread rows) as they need. A resumed run goes on after the last event.
+
+Format: "Trace Event Format" (Google, docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU). PyPI's
+`perfetto` package reads traces through a downloaded binary and writes protobuf; six fields of JSON need neither.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from libra_jax.telemetry import files, trace
+
+TIMELINE_FILE = "timeline.json"
+
+_ROW_ORDER = ("train", "weight", "sync", "", "tool", "eval", "checkpoint")
+"""Prefixes of track names in the order of their rows; engines, with names of their own, take the empty one's place."""
+
+
+def row_order(track: str) -> int:
+    """Where a track's row stands: trainer, weight updates, engines, tools, evaluation, checkpoints."""
+    for index, prefix in enumerate(_ROW_ORDER):
+        if prefix and track.lower().startswith(prefix):
+            return index
+    return _ROW_ORDER.index("")
+
+
+@dataclass(frozen=True)
+class Span:
+    """A span as the timeline holds it; seconds since the start of the run's first session."""
+
+    track: str
+    lane: int
+    name: str
+    start: float
+    end: float
+    arguments: Mapping[str, Any]
+
+
+@dataclass
+class Lanes:
+    """Lays spans out so that no two on one lane overlap; times are integers (microseconds).
+
+    A span goes to the lane that became free last before it begins. Given spans in the order of their ends, as a run
+    reports them, that needs as many lanes as spans were ever open at once (best-fit interval partitioning).
+    """
+
+    _free: list[tuple[int, int]] = field(default_factory=list)  # (end, lane), ascending
+
+    def place(self, start: int, end: int) -> int:
+        """The lane for a span; it is taken until `end`."""
+        index = bisect.bisect_right(self._free, (start, math.inf)) - 1
+        lane = self._free.pop(index)[1] if index >= 0 else len(self._free)
+        bisect.insort(self._free, (end, lane))
+        return lane
+
+
+@dataclass
+class _Row:
+    """A track: its process id in the file, and its lanes."""
+
+    pid: int
+    lanes: Lanes = field(default_factory=Lanes)
+    named: set[int] = field(default_factory=set)  # lanes that have a thread name in the file
+
+
+class TimelineFile:
+    """Writes `timeline.json`. Memory is a few numbers a lane, however long the run.
+
+    Args:
+      workdir: the run's folder.
+      clock: seconds now; the same clock that spans are given in.
+      warn: receives the warning of a disk that is full.
+    """
+
+    def __init__(self, workdir: Path, clock: Callable[[], float], warn: files.Warn) -> None:
+        path = workdir / TIMELINE_FILE
+        self._clock = clock
+        self._origin = clock()
+        self._rows: dict[str, _Row] = {}
+        self._end = 0  # microseconds: no event of the file ends later
+        resumed = False
+        try:
+            resumed = self._recover(path)
+        except OSError as error:
+            warn(str(path), f"{path.name} cannot be read ({error.strerror or error}); its timeline starts anew.")
+        self._offset = self._end
+        self._file = files.RecordFile(path, warn)
+        if resumed:
+            self._instant("session resumed", self._offset)
+        else:
+            self._file.write(b"[\n")
+
+    def _recover(self, path: Path) -> bool:
+        """Reads where an earlier session ended and makes its file ready for more events; False without an event."""
+        good = 0
+        for good, event in _whole_events(path):  # noqa: B007  # the last offset is used below
+            self._remember(event)
+        if path.exists():
+            os.truncate(path, good)
+        if good:
+            with path.open("ab") as file:
+                file.write(b",\n")
+        return good > 0
+
+    def _remember(self, event: Mapping[str, Any]) -> None:
+        if event.get("ph") == "M":
+            if event.get("name") == "process_name":
+                self._rows[event["args"]["name"]] = _Row(event["pid"])
+            return
+        end = round(event.get("ts", 0) + event.get("dur", 0))
+        self._end = max(self._end, end)
+
+    def span(self, track: str, name: str, start: float, end: float, arguments: Mapping[str, Any] | None = None) -> None:
+        """Adds a span; what began before the session is cut at its start, and times that are no numbers are dropped."""
+        if not (math.isfinite(start) and math.isfinite(end)):
+            return
+        begin = max(self._microseconds(start), self._offset)
+        finish = max(self._microseconds(end), begin)
+        row = self._row(str(track))
+        lane = row.lanes.place(begin, finish)
+        if lane not in row.named:
+            row.named.add(lane)
+            self._metadata("thread_name", row.pid, lane, {"name": f"{track} {lane}" if lane else track})
+        event = {"name": name, "ph": "X", "ts": begin, "dur": finish - begin}
+        event.update(pid=row.pid, tid=lane)
+        if arguments:
+            event["args"] = trace.finite(arguments)
+        self._event(event)
+        self._end = max(self._end, finish)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        """Ends the array, so that strict parsers read the file too."""
+        now = max(self._microseconds(self._clock()), self._end)
+        self._instant("session ended", now, last=True)
+        self._file.close()
+
+    def _microseconds(self, seconds: float) -> int:
+        return self._offset + round((seconds - self._origin) * 1e6)
+
+    def _row(self, track: str) -> _Row:
+        row = self._rows.get(track)
+        if row is None:
+            row = self._rows[track] = _Row(pid=len(self._rows) + 1)
+            self._metadata("process_name", row.pid, 0, {"name": track})
+            self._metadata("process_sort_index", row.pid, 0, {"sort_index": row_order(track) * 1000 + row.pid})
+        return row
+
+    def _metadata(self, name: str, pid: int, tid: int, arguments: Mapping[str, Any]) -> None:
+        self._event({"name": name, "ph": "M", "pid": pid, "tid": tid, "args": arguments})
+
+    def _instant(self, name: str, microseconds: int, last: bool = False) -> None:
+        event = {"name": name, "ph": "i", "s": "g", "ts": microseconds, "pid": 0, "tid": 0}
+        if last:
+            self._file.write(files.json_line(event) + b"]\n")
+        else:
+            self._event(event)
+
+    def _event(self, event: Mapping[str, Any]) -> None:
+        self._file.write(files.json_line(event)[:-1] + b",\n")
+
+
+def _whole_events(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Each whole event of a file and the byte offset just after it; stops at the first torn one."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        offset = 0
+        for line in file:
+            text = line.rstrip(b"\n,")
+            if text not in (b"[", b"]", b""):
+                try:
+                    event = json.loads(text)
+                except ValueError:
+                    return
+                if not isinstance(event, dict):
+                    return
+                yield offset + len(text), event
+            offset += len(line)
+
+
+def read(path: Path) -> Iterator[Span]:
+    """The spans of a timeline in the order of writing, one at a time; a torn end and a missing file are no error."""
+    tracks: dict[int, str] = {}
+    for _, event in _whole_events(path):
+        if event.get("ph") == "M" and event.get("name") == "process_name":
+            tracks[event["pid"]] = event["args"]["name"]
+        elif event.get("ph") == "X":
+            start = event["ts"] / 1e6
+            track = tracks.get(event["pid"], str(event["pid"]))
+            end = start + event["dur"] / 1e6
+            yield Span(track, event["tid"], event["name"], start, end, event.get("args", {}))

@@ -1,0 +1,213 @@
+"""metrics.jsonl, trace.jsonl and the resume cut: whole records whatever happens."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libra_jax.protocols import DataError
+from libra_jax.telemetry import files, metrics, resume, trace
+
+
+def no_warning(key: str, sentence: str) -> None:
+    pytest.fail(f"unexpected warning {key}: {sentence}")
+
+
+def strict(line: str) -> dict:
+    """Parses as strict parsers do: NaN and Infinity are refused."""
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not strict JSON")
+
+    return json.loads(line, parse_constant=refuse)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+def write_metrics(workdir: Path, steps: range) -> None:
+    sink = metrics.MetricsFile(workdir, no_warning)
+    for step in steps:
+        sink.metrics(step, {"reward/mean": step / 100, "loss": math.nan if step % 3 == 0 else 1.0})
+    sink.close()
+
+
+@given(cut=st.integers(0, 10**6), more=st.integers(0, 3))
+@settings(max_examples=60, deadline=None)
+def test_metrics_lines_are_whole_after_a_kill_at_any_byte_and_a_restart(folder, cut, more):
+    path = folder / metrics.METRICS_FILE
+    path.unlink(missing_ok=True)
+    write_metrics(folder, range(1, 6))
+    data = path.read_bytes()
+    path.write_bytes(data[: cut % (len(data) + 1)])
+    survived = path.read_bytes().count(b"\n")
+    write_metrics(folder, range(survived + 1, survived + 1 + more))
+    records = [strict(line) for line in path.read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(1, survived + more + 1))
+    assert list(metrics.read(path)) == list(range(1, survived + more + 1))
+
+
+@given(st.dictionaries(st.text(max_size=8), st.floats(), max_size=5), st.integers(0, 10**9))
+@settings(max_examples=80, deadline=None)
+def test_numbers_survive_the_file_exactly_also_those_that_are_not_finite(scalars, step):
+    record = strict(files.json_line(metrics.encode(step, scalars)).decode())
+    assert record["step"] == step
+    expected = {name: value for name, value in scalars.items() if name not in ("step", "nonfinite")}
+    back = metrics.decode(record)
+    assert {name: repr(value) for name, value in back.items() if name in expected} == {
+        name: repr(value) for name, value in expected.items()
+    }
+
+
+def test_a_number_that_is_not_finite_is_null_and_named(tmp_path):
+    write_metrics(tmp_path, range(3, 4))
+    assert strict((tmp_path / "metrics.jsonl").read_text()) == {
+        "step": 3,
+        "reward/mean": 0.03,
+        "loss": None,
+        "nonfinite": {"loss": "nan"},
+    }
+
+
+def test_objects_of_one_step_are_merged_when_read(tmp_path):
+    sink = metrics.MetricsFile(tmp_path, no_warning)
+    sink.metrics(2, {"loss": 1.0})
+    sink.metrics(1, {"loss": 2.0})
+    sink.metrics(2, {"evaluation/reward": 0.5})
+    sink.close()
+    assert metrics.read(tmp_path / "metrics.jsonl") == {1: {"loss": 2.0}, 2: {"loss": 1.0, "evaluation/reward": 0.5}}
+
+
+@given(
+    steps=st.lists(st.one_of(st.none(), st.integers(0, 9)), max_size=12),
+    step=st.integers(-1, 10),
+    torn=st.integers(0, 40),
+)
+@settings(max_examples=80, deadline=None)
+def test_cut_back_keeps_what_the_checkpoint_saw_and_is_idempotent(folder, steps, step, torn):
+    steps = sorted((s for s in steps if s is not None), key=int) if None not in steps else steps
+    for name in ("metrics.jsonl", "trace.jsonl"):
+        lines = [json.dumps({"n": n, "step": s} if s is not None else {"n": n}) + "\n" for n, s in enumerate(steps)]
+        (folder / name).write_text("".join(lines) + '{"n": 99, "step": 0, "long": "aaaaaaaaaaaaaaaaaa'[:torn])
+    resume.cut_back(folder, step)
+    kept, keep = [], True
+    for number, recorded in enumerate(steps):
+        keep = keep if recorded is None else recorded <= step
+        if keep:
+            kept.append(number)
+    for name in ("metrics.jsonl", "trace.jsonl"):
+        once = (folder / name).read_text()
+        assert [json.loads(line)["n"] for line in once.splitlines()] == kept
+        resume.cut_back(folder, step)
+        assert (folder / name).read_text() == once
+    assert not list(folder.glob("*.partial"))
+
+
+def test_cut_back_of_a_workdir_without_records_does_nothing(tmp_path):
+    resume.cut_back(tmp_path, 3)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_kill_inside_cut_back_loses_nothing(tmp_path, monkeypatch):
+    write_metrics(tmp_path, range(1, 6))
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(resume.os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        resume.cut_back(tmp_path, 2)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    monkeypatch.undo()
+    resume.cut_back(tmp_path, 2)
+    assert list(metrics.read(tmp_path / "metrics.jsonl")) == [1, 2]
+
+
+def record(**changes) -> dict:
+    turn = {"generated_tokens": 5, "tool": "calc", "status": "success", "payload_tokens": 3, "tool_seconds": 0.1}
+    return {"trajectory_id": "p/0", "prompt_id": "p", "prompt_tokens": 7, "turns": [turn], **changes}
+
+
+def test_a_trace_round_trips_with_its_unknown_keys(tmp_path):
+    sink = trace.TraceFile(tmp_path, no_warning)
+    sink.trajectory(record(colour="blue", reward=math.nan, step=4))
+    sink.trajectory(record(turns=[]))
+    sink.close()
+    first, second = trace.read(tmp_path / "trace.jsonl")
+    assert first == record(colour="blue", reward=None, step=4)
+    assert second["turns"] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("{", "not JSON"),
+        ("[]", "object"),
+        (json.dumps(record(prompt_id=3)), "prompt_id"),
+        (json.dumps(record(prompt_tokens=-1)), "prompt_tokens"),
+        (json.dumps(record(turns={})), "turns"),
+        (json.dumps(record(turns=[record()["turns"][0] | {"generated_tokens": -2}])), "turn 0.*generated_tokens"),
+        (json.dumps(record(turns=[record()["turns"][0] | {"generated_tokens": 2.5}])), "generated_tokens"),
+        (json.dumps(record(turns=[record()["turns"][0] | {"status": "odd"}])), "status"),
+        (json.dumps(record(turns=[record()["turns"][0] | {"tool_seconds": -0.1}])), "tool_seconds"),
+    ],
+)
+def test_a_malformed_trace_is_refused_with_its_line(tmp_path, line, problem):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(json.dumps(record()) + "\n" + line + "\n")
+    with pytest.raises(DataError, match=rf"trace\.jsonl, line 2.*{problem}"):
+        trace.read(path)
+
+
+def test_an_empty_and_a_missing_trace_are_refused(tmp_path):
+    (tmp_path / "trace.jsonl").write_text("\n")
+    with pytest.raises(DataError, match="no trajectory"):
+        trace.read(tmp_path / "trace.jsonl")
+    with pytest.raises(DataError, match="cannot be read"):
+        trace.read(tmp_path / "absent.jsonl")
+
+
+def test_records_wait_out_a_full_disk_whole_and_in_order(tmp_path, monkeypatch):
+    warnings: list[str] = []
+    file = files.open_lines(tmp_path / "lines", lambda key, sentence: warnings.append(sentence))
+    file.write(b"one\n")
+    file.flush()
+    real_write = files.os.write
+    room = [2]
+
+    def full(descriptor: int, data: bytes) -> int:
+        if room[0] == 0:
+            raise OSError(28, "No space left on device")
+        written = real_write(descriptor, data[: room[0]])
+        room[0] -= written
+        return written
+
+    monkeypatch.setattr(files.os, "write", full)
+    for line in (b"two\n", b"three\n"):
+        file.write(line)
+        file.flush()
+    assert (tmp_path / "lines").read_bytes() == b"one\n"
+    monkeypatch.undo()
+    file.write(b"four\n")
+    file.close()
+    assert (tmp_path / "lines").read_bytes() == b"one\ntwo\nthree\nfour\n"
+    assert {len(warnings)} <= {1, 2}
+    assert "No space left on device" in warnings[0]
+
+
+def test_a_disk_that_stays_full_costs_bounded_memory(tmp_path, monkeypatch):
+    def full(descriptor: int, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    file = files.open_lines(tmp_path / "lines", lambda key, sentence: None)
+    monkeypatch.setattr(files.os, "write", full)
+    for _ in range(3000):
+        file.write(b"x" * 1023 + b"\n")
+    assert file._pending_bytes <= files.KEEP_BYTES + files.FLUSH_BYTES
+    file.close()
