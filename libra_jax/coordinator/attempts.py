@@ -1,0 +1,104 @@
+"""One attempt under the run's rules: a crash of the environment itself is infrastructure, so it is tried afresh."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from libra_jax import config as configuration
+from libra_jax import protocols
+from libra_jax.agents import loop as agent_loop
+from libra_jax.coordinator import dispatch
+
+
+class Attempts:
+    """Runs attempts, each in a fresh environment.
+
+    Args:
+      config: the run's configuration (`task`, `rollout`).
+      dispatcher: where tokens come from.
+      make_environment: a fresh environment a call.
+      tokenizer: the policy's.
+      reward: replaces the environments' own rewards; None leaves them.
+    """
+
+    def __init__(
+        self,
+        config: configuration.RunConfig,
+        *,
+        dispatcher: dispatch.Dispatcher,
+        make_environment: Callable[[], protocols.Environment],
+        tokenizer: protocols.Tokenizer,
+        reward: agent_loop.RewardFunction | None,
+    ) -> None:
+        self._config = config
+        self._dispatcher = dispatcher
+        self._make_environment = make_environment
+        self._tokenizer = tokenizer
+        self._reward = reward
+
+    async def run(
+        self, trajectory: protocols.Trajectory, task: protocols.Task, *, group_id: int, temperature: float
+    ) -> None:
+        """Runs the attempt to its reward, from wherever the trajectory stands.
+
+        Raises:
+          EnvironmentCrashed: the environment, its factory or the reward broke `task.environment_retries` + 1 times.
+        """
+        limits = agent_loop.Limits(
+            max_turns=self._config.task.max_turns,
+            max_tokens=self._config.rollout.max_tokens,
+            max_context=self._config.rollout.max_context,
+            tool_seconds=self._config.task.tool_seconds,
+            temperature=temperature,
+        )
+        for left in reversed(range(self._config.task.environment_retries + 1)):
+            if trajectory.reward is not None:
+                return
+            self._dispatcher.open(trajectory.trajectory_id, group_id)
+            try:
+                await agent_loop.run_attempt(
+                    trajectory=trajectory,
+                    task=task,
+                    environment=self._environment(),
+                    tokenizer=self._tokenizer,
+                    sampler=self._dispatcher,
+                    limits=limits,
+                    reward=self._reward,
+                )
+                return
+            except protocols.EnvironmentCrashed:
+                if not left:
+                    raise
+                _empty(trajectory)
+            finally:
+                self._dispatcher.finish(trajectory.trajectory_id)
+
+    def _environment(self) -> protocols.Environment:
+        try:
+            return self._make_environment()
+        except Exception as error:
+            raise protocols.EnvironmentCrashed(
+                f"the factory {self._config.task.environment} raised {type(error).__name__}: {error}"
+            ) from error
+
+
+def begin(trajectory_id: str, task: protocols.Task) -> protocols.Trajectory:
+    """An attempt that has not begun, begun now."""
+    now = asyncio.get_running_loop().time()
+    return protocols.Trajectory(trajectory_id, task.prompt_id, start_seconds=now)
+
+
+def _empty(trajectory: protocols.Trajectory) -> None:
+    """Makes the trajectory, which others hold, one that has not begun."""
+    for values in (
+        trajectory.token_ids,
+        trajectory.sources,
+        trajectory.loss_mask,
+        trajectory.log_probs,
+        trajectory.policy_versions,
+        trajectory.turns,
+        trajectory.metrics,
+    ):
+        values.clear()
+    trajectory.reward = trajectory.finish = None

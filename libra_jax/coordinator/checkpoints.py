@@ -1,0 +1,175 @@
+"""Composite checkpoints: a directory a step, whose manifest is renamed into place last (design rule 7).
+
+    <workdir>/checkpoints/step-00000020/trainer/          the trainer's own
+                                        coordinator.json  data position, groups waiting and in flight, statistics
+                                        manifest.json     names the parts; without it the directory is no checkpoint
+
+A kill at any point leaves either the old newest checkpoint or the new one, and rubbish that the next save removes.
+"""
+
+from __future__ import annotations
+
+import array
+import base64
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from libra_jax import protocols
+
+FOLDER, MANIFEST, COORDINATOR, TRAINER = "checkpoints", "manifest.json", "coordinator.json", "trainer"
+FORMAT = 1
+
+
+def newest_step(workdir: Path) -> int:
+    """The step of the newest checkpoint in a run's folder, -1 if there is none."""
+    return max(_complete(workdir / FOLDER), default=-1)
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+      workdir: the run's folder.
+      keep: newest checkpoints kept.
+    """
+
+    def __init__(self, workdir: Path, keep: int) -> None:
+        self._folder = workdir / FOLDER
+        self._keep = keep
+
+    def newest(self) -> int:
+        """The step of the newest checkpoint, -1 if there is none."""
+        return max(_complete(self._folder), default=-1)
+
+    def trainer_path(self, step: int) -> Path:
+        """Where the trainer's part of the checkpoint is."""
+        return _directory(self._folder, step) / TRAINER
+
+    def begin(self, step: int, state: Mapping[str, Any]) -> Path:
+        """Writes the coordinator's part of a new checkpoint; the trainer saves to the returned path."""
+        directory = _directory(self._folder, step)
+        _remove(directory)  # an earlier run was killed while it wrote this one
+        directory.mkdir(parents=True)
+        _write_durably(directory / COORDINATOR, json.dumps(state))
+        return directory / TRAINER
+
+    def commit(self, step: int) -> None:
+        """Makes the checkpoint count, once all its parts are durable, and removes those that are too old."""
+        manifest = {"format": FORMAT, "step": step, "coordinator": COORDINATOR, "trainer": TRAINER}
+        _write_durably(_directory(self._folder, step) / MANIFEST, json.dumps(manifest))
+        kept = sorted(_complete(self._folder))[-self._keep :]
+        for directory in self._folder.iterdir():
+            if directory not in {_directory(self._folder, item) for item in kept}:
+                _remove(directory)
+
+    def load(self, step: int) -> dict[str, Any]:
+        """The coordinator's part of a checkpoint.
+
+        Raises:
+          DataError: it cannot be read, or another version of this program wrote it.
+        """
+        directory = _directory(self._folder, step)
+        try:
+            manifest = json.loads((directory / MANIFEST).read_text())
+            if manifest["format"] != FORMAT:
+                raise protocols.DataError(
+                    f"{directory / MANIFEST} has format {manifest['format']}, this program reads {FORMAT}: go on with "
+                    "the version that wrote it, or choose another --workdir."
+                )
+            return json.loads((directory / manifest["coordinator"]).read_text())
+        except (OSError, ValueError, KeyError) as error:
+            raise protocols.DataError(
+                f"The checkpoint {directory} cannot be read ({error}): remove that directory to go on from the one "
+                "before it."
+            ) from error
+
+
+def _directory(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
+
+
+def _complete(folder: Path) -> list[int]:
+    return [int(manifest.parent.name.removeprefix("step-")) for manifest in folder.glob(f"step-*/{MANIFEST}")]
+
+
+def _write_durably(path: Path, text: str) -> None:
+    partial = path.with_suffix(".partial")
+    with open(partial, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    _sync_directory(path.parent)
+    _sync_directory(path.parent.parent)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(directory: Path) -> None:
+    """Removes a checkpoint or what is left of one; the manifest first, so that half of it never counts."""
+    (directory / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+# Groups as JSON: the per-token lists as packed numbers, because spelling out millions of floats would stall the loop.
+
+
+def encode_group(group: protocols.Group) -> dict[str, Any]:
+    """A group, finished or running, as plain JSON values."""
+    return {
+        "group_id": group.group_id,
+        "prompt_id": group.task.prompt_id,
+        "payload": dict(group.task.payload),
+        "dispatch_version": group.dispatch_version,
+        "trajectories": [_encode_trajectory(trajectory) for trajectory in group.trajectories],
+    }
+
+
+def decode_group(record: Mapping[str, Any]) -> protocols.Group:
+    """The group that `encode_group` was given."""
+    return protocols.Group(
+        group_id=record["group_id"],
+        task=protocols.Task(record["prompt_id"], record["payload"]),
+        dispatch_version=record["dispatch_version"],
+        trajectories=[_decode_trajectory(item) for item in record["trajectories"]],
+    )
+
+
+_PACKED = {"token_ids": "q", "sources": "b", "loss_mask": "b", "log_probs": "d", "policy_versions": "q"}
+
+
+def _encode_trajectory(trajectory: protocols.Trajectory) -> dict[str, Any]:
+    packed = {
+        name: base64.b64encode(array.array(code, getattr(trajectory, name)).tobytes()).decode()
+        for name, code in _PACKED.items()
+    }
+    return {
+        **packed,
+        "trajectory_id": trajectory.trajectory_id,
+        "prompt_id": trajectory.prompt_id,
+        "turns": [asdict(turn) for turn in trajectory.turns],
+        "reward": trajectory.reward,
+        "finish": trajectory.finish,
+        "metrics": dict(trajectory.metrics),
+        "start_seconds": trajectory.start_seconds,
+    }
+
+
+def _decode_trajectory(record: Mapping[str, Any]) -> protocols.Trajectory:
+    fields = dict(record)
+    for name, code in _PACKED.items():
+        fields[name] = array.array(code, base64.b64decode(record[name])).tolist()
+    fields["loss_mask"] = [bool(value) for value in fields["loss_mask"]]
+    fields["turns"] = [protocols.Turn(**turn) for turn in record["turns"]]
+    return protocols.Trajectory(**fields)

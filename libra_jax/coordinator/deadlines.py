@@ -1,0 +1,60 @@
+"""Waits that end: every wait on a worker has a deadline, and missing it names the worker (design rule 6)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+from libra_jax import protocols
+
+T = TypeVar("T")
+
+SLICES = 8
+"""A deadline is waited for in this many slices, so that a stall of the event loop uses up one of them at most."""
+
+
+async def within(seconds: float, awaitable: Awaitable[T], worker_and_what: str) -> T:
+    """Awaits, for at most `seconds` of the event loop's own time.
+
+    A slice that took more than twice its length was a stall of this process, not of the worker: it does not count,
+    and the worker is polled again before the deadline is declared missed.
+
+    Args:
+      seconds: the deadline.
+      awaitable: what to wait for; cancelled when the deadline passes.
+      worker_and_what: subject of the error's sentence, such as "engine-1's weight update".
+
+    Raises:
+      DeadlineMissed: `seconds` passed; the message names the worker.
+    """
+    loop = asyncio.get_running_loop()
+    task = asyncio.ensure_future(awaitable)
+    length = seconds / SLICES
+    left = SLICES
+    try:
+        while left:
+            before = loop.time()
+            done, _ = await asyncio.wait({task}, timeout=length)
+            if done:
+                return task.result()
+            if loop.time() - before < 2 * length:
+                left -= 1
+    finally:
+        abandon(task)
+    raise protocols.DeadlineMissed(
+        f"{worker_and_what} did not finish within {seconds:g} s: look at that worker's log, or raise its limit under "
+        "config.deadlines."
+    )
+
+
+def abandon(task: asyncio.Future[T]) -> None:
+    """Cancels without waiting: a hung worker's answer, or its error, comes when it comes and is dropped."""
+    if not task.done():
+        task.cancel()
+        task.add_done_callback(_forget)
+
+
+def _forget(task: asyncio.Future[T]) -> None:
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,302 @@
+"""Dispatch: the agent loop's sampler. It turns scheduler decisions into streams of tokens from engines.
+
+A request keeps every token that has streamed in. When its engine dies, hangs or aborts it, or when the scheduler moves
+it, it goes on elsewhere from exactly those tokens (design rules 2 and 6).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from libra_jax import config as configuration
+from libra_jax import protocols
+from libra_jax.coordinator import deadlines, failure, instances
+
+EVALUATION_GROUP = -1
+"""Group id of requests that belong to no training group."""
+
+WATCHES = 8
+"""Times a stream is looked at within its deadline."""
+
+
+@dataclass
+class _Stream:
+    """One engine's answer to one request, while it streams.
+
+    `broken` ends it early: with the error that befell it, or with None when the request was moved or displaced.
+    """
+
+    engine: instances.Engine
+    life: int
+    broken: asyncio.Future[BaseException | None]
+    last_delta: float
+    closed: bool = False
+    finish: protocols.FinishReason | None = None
+
+    def end(self, error: BaseException | None = None) -> None:
+        if not self.broken.done():
+            self.broken.set_result(error)
+
+
+@dataclass
+class _Request:
+    """A trajectory between its first and its last token."""
+
+    trajectory: protocols.Trajectory
+    group_id: int
+    generated: int
+    instance: str = ""  # empty while it waits or is away
+    placed: asyncio.Event = field(default_factory=asyncio.Event)
+    stream: _Stream | None = None
+    failures: int = 0
+    away_since: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return self.trajectory.trajectory_id
+
+    def displace(self) -> None:
+        """Its place is gone: the stream ends, and the next one waits for a placement."""
+        self.instance = ""
+        self.placed.clear()
+        if self.stream is not None:
+            self.stream.end()
+
+
+@dataclass
+class Counts:
+    """What the dispatcher did since it was last asked.
+
+    Attributes:
+      tokens: sampled for training groups.
+      requests: attempts that began to ask for tokens.
+      resumed: streams that failed and went on.
+      seconds: spent on decisions and book-keeping, streams only.
+    """
+
+    tokens: int = 0
+    requests: int = 0
+    resumed: int = 0
+    seconds: float = 0.0
+
+
+class Dispatcher:
+    """The run's `protocols.Sampler`. Made inside the event loop it serves.
+
+    Args:
+      config: the run's configuration (`rollout.generation_retries`, `deadlines.first_token`).
+      scheduler: decides which instance serves a request.
+      engines: the live instances.
+      recorder: gets a span for each stream and each tool call.
+      ending: ends with the background watch.
+    """
+
+    def __init__(
+        self,
+        config: configuration.RunConfig,
+        *,
+        scheduler: protocols.Scheduler,
+        engines: instances.Instances,
+        recorder: protocols.Recorder,
+        ending: failure.Ending,
+    ) -> None:
+        self._retries = config.rollout.generation_retries
+        self._deadline = config.deadlines.first_token
+        self._scheduler = scheduler
+        self._engines = engines
+        self._recorder = recorder
+        self._loop = asyncio.get_running_loop()
+        self._requests: dict[str, _Request] = {}
+        self._groups: dict[str, int] = {}
+        self._streams = 0
+        self._counts = Counts()
+        engines.changed = self._instances_changed
+        ending.start(self._watch(), "stream deadlines")
+
+    def open(self, trajectory_id: str, group_id: int) -> None:
+        """An attempt of the group begins; `finish` ends what this opens."""
+        self._groups[trajectory_id] = group_id
+
+    def finish(self, trajectory_id: str) -> None:
+        """The attempt is over, failed or given up: its slot is free."""
+        self._groups.pop(trajectory_id, None)
+        request = self._requests.pop(trajectory_id, None)
+        if request is not None:
+            request.displace()
+            self._apply(self._scheduler.on_finish(trajectory_id, request.generated, self._loop.time()))
+
+    def take_counts(self) -> Counts:
+        """Counts since the last call."""
+        counts, self._counts = self._counts, Counts()
+        return counts
+
+    async def sample(
+        self, trajectory: protocols.Trajectory, sampling: protocols.SamplingParams
+    ) -> protocols.FinishReason:
+        """See `protocols.Sampler.sample`.
+
+        Raises:
+          WorkerLost: the request failed more than `rollout.generation_retries` times.
+        """
+        request = self._requests.get(trajectory.trajectory_id) or self._arrive(trajectory)
+        start = len(trajectory.token_ids)
+        while True:
+            if finish := _finish_of(trajectory.token_ids[start:], sampling):
+                return finish
+            await request.placed.wait()
+            left = sampling.max_tokens - (len(trajectory.token_ids) - start)
+            finish = await self._stream(request, replace(sampling, max_tokens=left))
+            if finish is not None:
+                return finish
+
+    async def tool_called(self, trajectory: protocols.Trajectory) -> None:
+        """See `protocols.Sampler.tool_called`."""
+        request = self._requests.get(trajectory.trajectory_id)
+        if request is not None:  # None: an attempt that replays its past after a restart has no request yet
+            request.displace()
+            request.away_since = self._loop.time()
+            self._apply(self._scheduler.on_tool_call(request.name, request.generated, self._loop.time()))
+
+    async def tool_returned(self, trajectory: protocols.Trajectory, causal_state: protocols.CausalState) -> None:
+        """See `protocols.Sampler.tool_returned`."""
+        request = self._requests.get(trajectory.trajectory_id)
+        if request is not None:
+            now = self._loop.time()
+            self._recorder.span("tools", causal_state.tool, request.away_since, now, {"request": request.name})
+            context = len(trajectory.token_ids)
+            self._apply(self._scheduler.on_tool_return(request.name, causal_state, context, now))
+
+    def _arrive(self, trajectory: protocols.Trajectory) -> _Request:
+        group_id = self._groups.get(trajectory.trajectory_id, EVALUATION_GROUP)
+        request = _Request(trajectory, group_id, trajectory.generated_tokens)
+        self._requests[request.name] = request
+        self._counts.requests += 1
+        info = protocols.RequestInfo(
+            request_id=request.name,
+            prompt_id=trajectory.prompt_id,
+            group_id=group_id,
+            context_tokens=len(trajectory.token_ids),
+            generated_tokens=request.generated,
+        )
+        self._apply(self._scheduler.on_arrival(info, self._loop.time()))
+        return request
+
+    def _apply(self, placements: Sequence[protocols.Placement]) -> None:
+        for placement in placements:
+            request = self._requests[placement.request_id]
+            if request.stream is not None and request.stream.engine.name != placement.instance:
+                request.stream.end()
+            request.instance = placement.instance
+            request.placed.set()
+
+    def _instances_changed(self) -> None:
+        serving = self._engines.serving()
+        names = {instance.name for instance in serving}
+        for request in self._requests.values():
+            if request.instance and request.instance not in names:
+                request.displace()
+        self._apply(self._scheduler.on_instance_change(serving, self._loop.time()))
+
+    async def _stream(self, request: _Request, sampling: protocols.SamplingParams) -> protocols.FinishReason | None:
+        """Takes tokens from the request's instance until it finishes, or until it has to go on elsewhere (None)."""
+        engine, begin = self._engines.engines[request.instance], self._loop.time()
+        stream = _Stream(engine, engine.life, self._loop.create_future(), begin)
+        request.stream = stream
+        before = request.generated
+        pump = asyncio.ensure_future(self._pump(request, stream, sampling))
+        either: set[asyncio.Future[Any]] = {pump, stream.broken}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            # A hung engine may never answer the cancellation, so the stream is closed to it and not waited for.
+            stream.closed, request.stream = True, None
+            deadlines.abandon(pump)
+            arguments = {"request": request.name, "tokens": request.generated - before}
+            self._recorder.span(engine.name, "generate", begin, self._loop.time(), arguments)
+        error = pump.exception() if pump.done() else stream.broken.result()
+        if error is not None:
+            self._failed(request, stream, error)
+        return stream.finish
+
+    async def _pump(self, request: _Request, stream: _Stream, sampling: protocols.SamplingParams) -> None:
+        self._streams += 1
+        asked = protocols.GenerationRequest(
+            request_id=f"{request.name}#{self._streams}",  # an engine may still be aborting this request's last stream
+            token_ids=tuple(request.trajectory.token_ids),
+            sampling=sampling,
+        )
+        async with contextlib.aclosing(stream.engine.proxy.generate(asked)) as deltas:
+            async for delta in deltas:
+                if stream.closed:
+                    return
+                self._take(request, stream, delta)
+                if stream.finish is not None:
+                    return
+        raise protocols.WorkerLost(f"the stream of {request.name} from {stream.engine.name} ended without a finish")
+
+    def _take(self, request: _Request, stream: _Stream, delta: protocols.TokenDelta) -> None:
+        now = self._loop.time()
+        stream.last_delta = now
+        request.trajectory.append_sampled(delta)
+        request.generated += len(delta.token_ids)
+        if request.group_id != EVALUATION_GROUP:
+            self._counts.tokens += len(delta.token_ids)
+        if delta.finish_reason == "abort":
+            raise protocols.LibraError(f"engine {stream.engine.name} aborted {request.name}")
+        if delta.finish_reason is not None:
+            stream.finish = delta.finish_reason
+        else:
+            self._apply(self._scheduler.on_progress(request.name, request.generated, now))
+        self._counts.seconds += self._loop.time() - now
+
+    def _failed(self, request: _Request, stream: _Stream, error: BaseException) -> None:
+        if isinstance(error, protocols.WorkerLost):
+            self._engines.lost(stream.engine, stream.life, error)
+        elif isinstance(error, protocols.ConfigError):  # the same everywhere, so trying again says nothing new
+            raise error
+        request.failures += 1
+        self._counts.resumed += 1
+        if request.failures > self._retries:
+            raise protocols.WorkerLost(
+                f"Request {request.name} failed {request.failures} times, which is more than "
+                f"config.rollout.generation_retries = {self._retries}; the last time: {error}"
+            )
+
+    async def _watch(self) -> None:
+        """Finds streams that have stood still for longer than their deadline."""
+        interval = self._deadline / WATCHES
+        while True:
+            before = self._loop.time()
+            await asyncio.sleep(interval)
+            now = self._loop.time()
+            streams = [(item, item.stream) for item in self._requests.values() if item.stream is not None]
+            if now - before >= 2 * interval:  # this process stalled, which says nothing about the engines: look again
+                for _, stream in streams:
+                    stream.last_delta += now - before
+                continue
+            for request, stream in streams:
+                if stream.engine.paused:
+                    stream.last_delta = now
+                elif now - stream.last_delta >= self._deadline:
+                    self._overdue(request, stream, [other for _, other in streams], now)
+
+    def _overdue(self, request: _Request, stream: _Stream, streams: Sequence[_Stream], now: float) -> None:
+        error = protocols.DeadlineMissed(
+            f"Engine {stream.engine.name} sent no token of {request.name} for {self._deadline:g} s "
+            "(config.deadlines.first_token)."
+        )
+        peers = [other for other in streams if other.engine is stream.engine]
+        if all(now - other.last_delta >= self._deadline for other in peers):
+            self._engines.lost(stream.engine, stream.life, error)
+        stream.end(error)
+
+
+def _finish_of(sampled: Sequence[int], sampling: protocols.SamplingParams) -> protocols.FinishReason | None:
+    """What the tokens of a turn so far say: an engine may die after the last token and before its finish reason."""
+    if sampled and sampled[-1] in sampling.stop_token_ids:
+        return "stop"
+    return "length" if len(sampled) >= sampling.max_tokens else None

@@ -1,0 +1,67 @@
+"""Evaluation: held-out tasks, attempted once each at the version that is being served."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+
+from libra_jax import config as configuration
+from libra_jax import protocols
+from libra_jax.coordinator import attempts, dispatch, reports
+
+
+async def evaluate(
+    config: configuration.RunConfig,
+    *,
+    runner: attempts.Attempts,
+    tasks: protocols.TaskSource,
+    version: int,
+) -> dict[str, float]:
+    """Attempts the first `evaluation.tasks` held-out tasks.
+
+    Args:
+      config: the run's configuration (`evaluation`).
+      runner: runs one attempt.
+      tasks: where held-out tasks come from.
+      version: the served version, which names the attempts.
+
+    Returns:
+      `evaluation/accuracy` (mean reward over the tasks that were scored), `evaluation/unscored` (tasks whose
+      environment kept crashing: they are left out, never scored zero) and `evaluation/agent/...`.
+
+    Raises:
+      EnvironmentCrashed: no task could be scored.
+    """
+    pairs = []
+    for index in range(config.evaluation.tasks):
+        task = tasks.evaluation_task(index)
+        pairs.append((task, attempts.begin(f"{task.prompt_id}/evaluation-{version}", task)))
+    work = [
+        asyncio.ensure_future(
+            runner.run(trajectory, task, group_id=dispatch.EVALUATION_GROUP, temperature=config.evaluation.temperature)
+        )
+        for task, trajectory in pairs
+    ]
+    try:
+        outcomes = [await _crash_of(attempt) for attempt in work]
+    finally:
+        for attempt in work:
+            attempt.cancel()
+        await asyncio.gather(*work, return_exceptions=True)
+    scored = [trajectory for (_, trajectory), crash in zip(pairs, outcomes, strict=True) if crash is None]
+    crashes = [crash for crash in outcomes if crash is not None]
+    if not scored:
+        raise crashes[0]
+    return {
+        "evaluation/accuracy": statistics.fmean(reports.rewards_of(scored)),
+        "evaluation/unscored": len(crashes),
+        **{f"evaluation/agent/{name}": value for name, value in reports.mean_metrics(scored).items()},
+    }
+
+
+async def _crash_of(attempt: asyncio.Future[None]) -> protocols.EnvironmentCrashed | None:
+    try:
+        await attempt
+    except protocols.EnvironmentCrashed as error:
+        return error
+    return None

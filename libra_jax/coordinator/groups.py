@@ -1,0 +1,144 @@
+"""Groups of attempts at one prompt: those that run, those that have finished and wait, and those that were replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+from collections.abc import Callable, Sequence
+
+from libra_jax import config as configuration
+from libra_jax import protocols
+from libra_jax.coordinator import attempts, failure
+
+ENVIRONMENT, ZERO_VARIANCE, STALE = "environment", "zero_variance", "stale"
+"""Why a group is replaced."""
+
+
+class Groups:
+    """Every group that has been dispatched and is not yet part of a batch.
+
+    Args:
+      config: the run's configuration (`coordinator`, `rollout.temperature`).
+      runner: runs one attempt.
+      recorder: told of replacements.
+      ending: ends the run when too many groups have to be replaced.
+      settled: called whenever a group has finished or was replaced.
+    """
+
+    def __init__(
+        self,
+        config: configuration.RunConfig,
+        *,
+        runner: attempts.Attempts,
+        recorder: protocols.Recorder,
+        ending: failure.Ending,
+        settled: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._runner = runner
+        self._recorder = recorder
+        self._ending = ending
+        self._settled = settled
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._busy_since = 0.0
+        self._busy_seconds = 0.0
+        self._first_replacement = ""
+        self.running: dict[int, protocols.Group] = {}
+        self.finished: dict[int, protocols.Group] = {}
+        self.replaced: collections.Counter[str] = collections.Counter()
+        self.replaced_tokens = 0
+        self.trained = 0
+
+    @property
+    def outstanding(self) -> int:
+        """Groups dispatched and not yet part of a batch."""
+        return len(self.running) + len(self.finished)
+
+    def dispatch(self, group_id: int, task: protocols.Task, version: int) -> None:
+        """Begins the attempts of a new group."""
+        size = self._config.coordinator.group_size
+        trajectories = [attempts.begin(f"{task.prompt_id}/{index}", task) for index in range(size)]
+        self.resume(protocols.Group(group_id, task, version, trajectories))
+
+    def resume(self, group: protocols.Group) -> None:
+        """Runs a group's attempts from wherever they stand."""
+        if not self.running:
+            self._busy_since = asyncio.get_running_loop().time()
+        self.running[group.group_id] = group
+        self._tasks[group.group_id] = self._ending.start(self._run(group), f"group {group.group_id}")
+
+    def take(self, group_ids: tuple[int, ...]) -> tuple[protocols.Group, ...]:
+        """Removes finished groups, to train on them."""
+        return tuple(self.finished.pop(group_id) for group_id in group_ids)
+
+    def replace(self, group_id: int, reason: str, why: str) -> None:
+        """Gives a running group up and counts it."""
+        group = self.running[group_id]
+        self._tasks[group_id].cancel()
+        self._leave(group)
+        self._count(group, reason, why)
+
+    def busy_seconds(self) -> float:
+        """Seconds in which any group ran, since the last call."""
+        now = asyncio.get_running_loop().time()
+        busy = self._busy_seconds + (now - self._busy_since if self.running else 0.0)
+        self._busy_seconds, self._busy_since = 0.0, now
+        return busy
+
+    async def _run(self, group: protocols.Group) -> None:
+        temperature = self._config.rollout.temperature
+        tasks = [
+            asyncio.ensure_future(
+                self._runner.run(trajectory, group.task, group_id=group.group_id, temperature=temperature)
+            )
+            for trajectory in group.trajectories
+        ]
+        crash: protocols.EnvironmentCrashed | None = None
+        try:
+            await asyncio.gather(*tasks)
+        except protocols.EnvironmentCrashed as error:
+            crash = error
+        finally:
+            await _cancel(tasks)
+        self._leave(group)
+        if crash is not None:
+            self._count(group, ENVIRONMENT, str(crash))
+        elif self._config.coordinator.filter_zero_variance and _same_rewards(group):
+            self._count(group, ZERO_VARIANCE, f"every attempt at {group.task.prompt_id} had the same reward")
+        else:
+            self.finished[group.group_id] = group
+            self._settled()
+
+    def _leave(self, group: protocols.Group) -> None:
+        self._tasks.pop(group.group_id, None)
+        self.running.pop(group.group_id, None)
+        if not self.running:
+            self._busy_seconds += asyncio.get_running_loop().time() - self._busy_since
+
+    def _count(self, group: protocols.Group, reason: str, why: str) -> None:
+        self.replaced[reason] += 1
+        self.replaced_tokens += sum(trajectory.generated_tokens for trajectory in group.trajectories)
+        self._recorder.note(f"Prompt {group.task.prompt_id} was replaced ({reason}): {why}")
+        self._first_replacement = self._first_replacement or why
+        limits = self._config.coordinator
+        if self.replaced.total() > limits.max_replacements * (self.trained + limits.groups_per_step):
+            reasons = ", ".join(f"{name} {count}" for name, count in sorted(self.replaced.items()))
+            task = self._config.task
+            raise protocols.LibraError(
+                f"{self.replaced.total()} groups were replaced ({reasons}) and {self.trained} trained, more than "
+                f"config.coordinator.max_replacements = {limits.max_replacements:g} allows; environment "
+                f"{task.environment}{f', reward {task.reward}' if task.reward else ''}; the first: "
+                f"{self._first_replacement}"
+            )
+        self._settled()
+
+
+def _same_rewards(group: protocols.Group) -> bool:
+    return len({trajectory.reward for trajectory in group.trajectories}) == 1
+
+
+async def _cancel(tasks: Sequence[asyncio.Future[None]]) -> None:
+    """Cancels what still runs, and waits: environments are being closed."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,170 @@
+"""The life of the rollout engines: started, given weights, watched, restarted when they die."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from libra_jax import config as configuration
+from libra_jax import protocols
+from libra_jax.coordinator import deadlines, failure
+
+State = Literal["starting", "loaded", "serving", "lost", "dead"]
+
+HEALTH_SECONDS = 10.0
+"""Between two health checks of an engine, in event-loop seconds."""
+
+
+@dataclass
+class Engine:
+    """One rollout instance, over all its restarts.
+
+    Attributes:
+      spec: how its actor is made.
+      state: starting -> loaded (processes up, no useful weights) -> serving; lost until restarted; dead for good.
+      proxy: the actor, a `protocols.RolloutEngine`; None unless loaded or serving.
+      info: what it told when it started.
+      policy_version: version it serves; `NO_VERSION` before its first weights.
+      paused: decoding is frozen for a weight update.
+      restarts: times it was started again.
+      life: counts its starts, so that an error of an earlier life is not blamed on the present one.
+    """
+
+    spec: protocols.ActorSpec
+    state: State = "starting"
+    proxy: Any = None
+    info: protocols.EngineInfo | None = None
+    policy_version: int = protocols.NO_VERSION
+    paused: bool = False
+    restarts: int = 0
+    life: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+
+class Instances:
+    """All rollout engines of a run.
+
+    Args:
+      config: the run's configuration (`rollout.restarts`, `rollout.transport`, `deadlines`).
+      cluster: makes and ends the actors.
+      specs: one entry an engine.
+      recorder: told of starts and losses.
+      ending: told when no engine can ever serve again.
+    """
+
+    def __init__(
+        self,
+        config: configuration.RunConfig,
+        *,
+        cluster: protocols.Cluster,
+        specs: Sequence[protocols.ActorSpec],
+        recorder: protocols.Recorder,
+        ending: failure.Ending,
+    ) -> None:
+        self._config = config
+        self._cluster = cluster
+        self._recorder = recorder
+        self._ending = ending
+        self.engines = {spec.name: Engine(spec) for spec in specs}
+        self.changed: Callable[[], None] = lambda: None
+        self.load_weights: Callable[[Engine], Awaitable[None]] | None = None
+
+    async def start(self) -> None:
+        """Starts every engine concurrently; one that dies while starting is restarted in the background."""
+        await asyncio.gather(*(self._start(engine) for engine in self.engines.values()))
+        self._ending.start(self._watch(), "engine health")
+
+    def serving(self) -> list[protocols.Instance]:
+        """The instances that requests may be placed on."""
+        return [
+            protocols.Instance(engine.name, engine.info.tensor_parallel, engine.info.slots)
+            for engine in self.engines.values()
+            if engine.state == "serving" and engine.info is not None
+        ]
+
+    def loadable(self) -> list[Engine]:
+        """The engines that a weight update goes to."""
+        return [engine for engine in self.engines.values() if engine.state in ("loaded", "serving")]
+
+    def serve(self, engine: Engine) -> None:
+        """The engine holds current weights: requests may go there from now on."""
+        if engine.state == "loaded":
+            engine.state = "serving"
+            self._recorder.status(engine.name, f"serving version {engine.policy_version}")
+            self.changed()
+
+    def lost(self, engine: Engine, life: int, error: BaseException) -> None:
+        """Takes an engine that failed in its life number `life` out of service and restarts it, while it may be."""
+        if engine.life != life or engine.state in ("lost", "dead"):
+            return
+        engine.state = "lost"
+        engine.life += 1
+        engine.proxy, engine.paused, engine.policy_version = None, False, protocols.NO_VERSION
+        self._recorder.status(engine.name, "lost")
+        self._recorder.note(f"Engine {engine.name} was lost ({error}); its requests resume elsewhere.")
+        self.changed()
+        self._ending.start(self._restart(engine, error), f"restart {engine.name}")
+
+    async def _start(self, engine: Engine) -> None:
+        engine.state = "starting"
+        self._recorder.status(engine.name, "starting")
+        life, limits = engine.life, self._config.deadlines
+        try:
+            proxy = await deadlines.within(
+                limits.engine_start, self._cluster.spawn(engine.spec), f"The making of engine {engine.name}"
+            )
+            engine.info = await deadlines.within(limits.engine_start, proxy.start(), f"The start of {engine.name}")
+            transport = {"kind": self._config.rollout.transport}
+            await deadlines.within(
+                limits.publish, proxy.init_weight_transfer(transport), f"Opening {engine.name}'s weight transport"
+            )
+        except (protocols.WorkerLost, protocols.DeadlineMissed) as error:
+            self.lost(engine, life, error)
+            return
+        engine.proxy, engine.state = proxy, "loaded"
+        self._recorder.status(engine.name, "started")
+
+    async def _restart(self, engine: Engine, error: BaseException) -> None:
+        await self._stop(engine)
+        if engine.restarts >= self._config.rollout.restarts:
+            engine.state = "dead"
+            self._recorder.status(engine.name, "dead")
+            if all(other.state == "dead" for other in self.engines.values()):
+                self._ending.call(
+                    protocols.WorkerLost(
+                        f"No rollout engine is left: each died and was started again {self._config.rollout.restarts} "
+                        f"times (config.rollout.restarts); the last, {engine.name}, ended with: {error}"
+                    )
+                )
+            return
+        engine.restarts += 1
+        await self._start(engine)
+        if engine.state == "loaded" and self.load_weights is not None:
+            await self.load_weights(engine)
+
+    async def _stop(self, engine: Engine) -> None:
+        try:
+            await deadlines.within(
+                self._config.deadlines.shutdown, self._cluster.stop(engine.name), f"The end of engine {engine.name}"
+            )
+        except protocols.LibraError as error:
+            self._recorder.note(f"Engine {engine.name} could not be stopped cleanly: {error}")
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(HEALTH_SECONDS)
+            await asyncio.gather(*(self._check(engine) for engine in self.loadable()))
+
+    async def _check(self, engine: Engine) -> None:
+        life = engine.life
+        try:
+            await deadlines.within(
+                self._config.deadlines.first_token, engine.proxy.health(), f"Engine {engine.name}'s health check"
+            )
+        except (protocols.WorkerLost, protocols.DeadlineMissed) as error:
+            self.lost(engine, life, error)

@@ -1,0 +1,133 @@
+"""What a training step reports: its metrics and its lines of the trace."""
+
+from __future__ import annotations
+
+import collections
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from libra_jax import protocols
+from libra_jax.coordinator import dispatch
+
+
+@dataclass
+class StepTimes:
+    """Seconds of one training step, and of what came with it, on the event loop's clock.
+
+    Attributes:
+      step: from the end of the step before to the end of this one, evaluation excluded.
+      rollout: in which at least one group ran.
+      wait: the trainer waited for its batch.
+      train: the trainer's step.
+      sync: publication of the new weights.
+      checkpoint: spent in checkpoints since the step before.
+    """
+
+    step: float = 0.0
+    rollout: float = 0.0
+    wait: float = 0.0
+    train: float = 0.0
+    sync: float = 0.0
+    checkpoint: float = 0.0
+
+
+@dataclass
+class StepReport:
+    """Everything known about one training step.
+
+    Attributes:
+      version: the version that trained.
+      groups: what it trained on.
+      trainer: the trainer's own metrics.
+      counts: what the dispatcher did since the step before.
+      replaced: groups replaced since the step before, by reason.
+      replaced_tokens: tokens generated in them.
+      evaluation: what the evaluation after the step reported, if there was one.
+    """
+
+    version: int
+    groups: Sequence[protocols.Group]
+    trainer: Mapping[str, float]
+    times: StepTimes = field(default_factory=StepTimes)
+    counts: dispatch.Counts = field(default_factory=dispatch.Counts)
+    replaced: Mapping[str, int] = field(default_factory=dict)
+    replaced_tokens: int = 0
+    evaluation: Mapping[str, float] = field(default_factory=dict)
+
+    def metrics(self) -> dict[str, float]:
+        """The step's scalars. `policy_version` is the version that the step made, and that was evaluated after it."""
+        trajectories = [trajectory for group in self.groups for trajectory in group.trajectories]
+        rewards = rewards_of(trajectories)
+        staleness = [self.version - group.dispatch_version for group in self.groups]
+        generated = [trajectory.generated_tokens for trajectory in trajectories]
+        counts, times = self.counts, self.times
+        return {
+            "policy_version": self.version + 1,
+            "reward/mean": statistics.fmean(rewards),
+            "reward/std": statistics.pstdev(rewards),
+            **self.trainer,
+            "tokens_per_second": counts.tokens / times.step if times.step > 0 else 0.0,
+            "tokens/generated": counts.tokens,
+            "tokens/trained": sum(generated),
+            "tokens/mean": statistics.fmean(generated),
+            "turns/mean": statistics.fmean(len(trajectory.turns) for trajectory in trajectories),
+            "staleness/mean": statistics.fmean(staleness),
+            "staleness/max": max(staleness),
+            "step/seconds": times.step,
+            "rollout/seconds": times.rollout,
+            "rollout/wait_seconds": times.wait,
+            "train/seconds": times.train,
+            "sync/seconds": times.sync,
+            "checkpoint/seconds": times.checkpoint,
+            "coordinator/seconds_per_request": counts.seconds / counts.requests if counts.requests else 0.0,
+            "rollout/resumed": counts.resumed,
+            "groups/replaced": sum(self.replaced.values()),
+            **{f"groups/replaced_{reason}": count for reason, count in self.replaced.items()},
+            "tokens/replaced": self.replaced_tokens,
+            **{f"agent/{name}": value for name, value in mean_metrics(trajectories).items()},
+            **self.evaluation,
+        }
+
+    def trace(self) -> list[dict[str, Any]]:
+        """One record of `trace.jsonl` for each trajectory."""
+        return [
+            trace_record(trajectory, group, self.version + 1)
+            for group in self.groups
+            for trajectory in group.trajectories
+        ]
+
+
+def rewards_of(trajectories: Iterable[protocols.Trajectory]) -> list[float]:
+    """Rewards of finished attempts."""
+    return [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
+
+
+def mean_metrics(trajectories: Iterable[protocols.Trajectory]) -> dict[str, float]:
+    """Mean of each number the environments reported, over the attempts that reported it."""
+    values: dict[str, list[float]] = collections.defaultdict(list)
+    for trajectory in trajectories:
+        for name, value in trajectory.metrics.items():
+            values[name].append(value)
+    return {name: statistics.fmean(numbers) for name, numbers in sorted(values.items())}
+
+
+def trace_record(trajectory: protocols.Trajectory, group: protocols.Group, step: int) -> dict[str, Any]:
+    """A trajectory as the simulator replays it; `policy_version` is that of its group's first dispatch."""
+    prompt_tokens = next(
+        (at for at, source in enumerate(trajectory.sources) if source != protocols.TokenSource.PROMPT),
+        len(trajectory.sources),
+    )
+    return {
+        "trajectory_id": trajectory.trajectory_id,
+        "prompt_id": trajectory.prompt_id,
+        "prompt_tokens": prompt_tokens,
+        "turns": [asdict(turn) for turn in trajectory.turns],
+        "group_id": group.group_id,
+        "step": step,
+        "policy_version": group.dispatch_version,
+        "reward": trajectory.reward,
+        "finish": trajectory.finish,
+        "start_seconds": trajectory.start_seconds,
+    }

@@ -1,0 +1,466 @@
+"""The run: rollout, training, publication, evaluation and checkpoints in one loop, synchronous and asynchronous alike.
+
+Time is the running event loop's alone, because the simulator runs this same object on a virtual clock (design rule 1).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from libra_jax import config as configuration
+from libra_jax import protocols
+from libra_jax.agents import demonstrations
+from libra_jax.agents import loop as agent_loop
+from libra_jax.coordinator import (
+    attempts,
+    checkpoints,
+    deadlines,
+    dispatch,
+    evaluation,
+    failure,
+    groups,
+    instances,
+    publication,
+    reports,
+)
+from libra_jax.scheduling import admission
+
+WARM_START_TASKS = 1_000_000_000
+"""Position of the first warm-start task: training tasks from far beyond what a run trains on, none of them held out."""
+
+
+@dataclass
+class RunSummary:
+    """How a run went.
+
+    Attributes:
+      steps: training steps taken, those before a resume included.
+      policy_version: the version trained last.
+      trained: groups trained.
+      replaced: groups replaced, by reason.
+      rewards: mean reward of each step of this session, by step.
+      accuracies: held-out accuracy of each evaluation of this session, by version.
+      stopped: a person stopped it before its last step.
+      sentence: what to tell that person.
+    """
+
+    steps: int = 0
+    policy_version: int = 0
+    trained: int = 0
+    replaced: dict[str, int] = field(default_factory=dict)
+    rewards: dict[int, float] = field(default_factory=dict)
+    accuracies: dict[int, float] = field(default_factory=dict)
+    stopped: bool = False
+    sentence: str = ""
+
+
+class Coordinator:
+    """Runs the whole training of `config`; made once, run once.
+
+    Args:
+      config: the run's configuration.
+      cluster: makes the actors; shut down at the end of `run`.
+      trainer_spec: makes a `protocols.Trainer`.
+      engine_specs: each makes a `protocols.RolloutEngine`.
+      tasks: training and held-out tasks.
+      make_environment: a fresh environment a call.
+      demonstrator: solved attempts; needed for a warm start only.
+      tokenizer: the policy's.
+      scheduler: decides which instance serves a request.
+      recorder: where the run writes what happened.
+      workdir: the run's folder; checkpoints go there and are resumed from there.
+      reward: replaces the environments' own rewards; None leaves them.
+      export: where the trained parameters are written at the end as a Hugging Face directory; None is nowhere.
+    """
+
+    def __init__(
+        self,
+        config: configuration.RunConfig,
+        *,
+        cluster: protocols.Cluster,
+        trainer_spec: protocols.ActorSpec,
+        engine_specs: Sequence[protocols.ActorSpec],
+        tasks: protocols.TaskSource,
+        make_environment: Callable[[], protocols.Environment],
+        demonstrator: protocols.Demonstrator | None,
+        tokenizer: protocols.Tokenizer,
+        scheduler: protocols.Scheduler,
+        recorder: protocols.Recorder,
+        workdir: Path,
+        reward: agent_loop.RewardFunction | None = None,
+        export: Path | None = None,
+    ) -> None:
+        configuration.check(
+            demonstrator is not None or config.warm_start.steps == 0,
+            "warm_start.steps",
+            f"must be 0, because the environment {config.task.environment} offers no demonstrations",
+        )
+        self._config = config
+        self._cluster = cluster
+        self._trainer_spec = trainer_spec
+        self._engine_specs = engine_specs
+        self._tasks = tasks
+        self._make_environment = make_environment
+        self._demonstrator = demonstrator
+        self._tokenizer = tokenizer
+        self._scheduler = scheduler
+        self._recorder = recorder
+        self._reward = reward
+        self._export = export
+        self._checkpoints = checkpoints.Checkpoints(workdir, config.checkpoint.keep)
+        limits = config.coordinator
+        self._bound = admission.Bound(limits.groups_per_step, limits.staleness, config.steps)
+        self._summary = RunSummary()
+        self._step = 0  # training steps taken, which is also the trainer's version
+        self._next_step = 0  # the version at which the next batch to be selected will train
+        self._data_position = 0
+        self._warm_steps = 0
+        self._pending_checkpoint: int | None = None
+        self._checkpoint_seconds = 0.0
+        self._reported: collections.Counter[str] = collections.Counter()
+        self._reported_tokens = 0
+
+    # The life of a run ------------------------------------------------------------------------------------------
+
+    async def run(self) -> RunSummary:
+        """Trains from the newest checkpoint, or from the start, to the last step, and closes everything it opened.
+
+        SIGINT and SIGTERM stop it after the training step under way, with a checkpoint.
+
+        Raises:
+          LibraError: what ended the run, in one sentence.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._ending = failure.Ending()
+        try:
+            with self._signals():
+                await self._run()
+        finally:
+            await self._close()
+        return self._summary
+
+    def request_stop(self) -> None:
+        """Stops the run after the training step under way, with a checkpoint; what a signal does."""
+        self._recorder.note("Stopping after the training step under way; a second signal ends at once.")
+        self._ending.call(failure.Stopped())
+
+    async def _run(self) -> None:
+        try:
+            self._build(await self._ending.race(self._start_workers()))
+            await self._open()
+            while self._step < self._config.steps:
+                await self._train_one_step()
+            await self._finish()
+        except failure.Stopped:
+            await self._stop()
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Catches the first signal of each kind; the second has its usual effect."""
+        caught: list[signal.Signals] = []
+
+        def stop(number: signal.Signals) -> None:
+            self._loop.remove_signal_handler(number)
+            caught.remove(number)
+            self.request_stop()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            # Not on a thread other than the main one, nor on the simulator's event loop.
+            with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+                self._loop.add_signal_handler(number, stop, number)
+                caught.append(number)
+        try:
+            yield
+        finally:
+            for number in caught:
+                self._loop.remove_signal_handler(number)
+
+    async def _start_workers(self) -> Any:
+        self._engines = instances.Instances(
+            self._config,
+            cluster=self._cluster,
+            specs=self._engine_specs,
+            recorder=self._recorder,
+            ending=self._ending,
+        )
+        trainer, _ = await asyncio.gather(self._start_trainer(), self._engines.start())
+        return trainer
+
+    async def _start_trainer(self) -> Any:
+        name, seconds = self._trainer_spec.name, self._config.deadlines.trainer_start
+        self._recorder.status(name, "starting")
+        trainer = await deadlines.within(seconds, self._cluster.spawn(self._trainer_spec), f"The making of {name}")
+        info = await deadlines.within(seconds, trainer.start(), f"The start of {name}")
+        self._recorder.note(f"The trainer holds {info.parameters:,} parameters on {info.platform}, mesh {info.mesh}.")
+        self._recorder.status(name, "idle")
+        return trainer
+
+    def _build(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._trainer_lock = asyncio.Lock()
+        common: dict[str, Any] = {"recorder": self._recorder}
+        self._publisher = publication.Publisher(
+            self._config, trainer=trainer, trainer_lock=self._trainer_lock, engines=self._engines, **common
+        )
+        self._dispatcher = dispatch.Dispatcher(
+            self._config, scheduler=self._scheduler, engines=self._engines, ending=self._ending, **common
+        )
+        self._runner = attempts.Attempts(
+            self._config,
+            dispatcher=self._dispatcher,
+            make_environment=self._make_environment,
+            tokenizer=self._tokenizer,
+            reward=self._reward,
+        )
+        self._settled = asyncio.Event()
+        self._groups = groups.Groups(
+            self._config, runner=self._runner, ending=self._ending, settled=self._on_settled, **common
+        )
+
+    async def _open(self) -> None:
+        """Restores or warm-starts, publishes what that gives, and evaluates it at version 0."""
+        newest = self._checkpoints.newest()
+        if newest >= 0:
+            await self._restore(newest)
+        warm_start = await self._warm_start()
+        self._step_began = self._loop.time()
+        await self._ending.race(self._publish())
+        if newest < 0:
+            report = {**warm_start, **await self._evaluate_if_due()}
+            if report:
+                self._recorder.metrics(0, {"policy_version": 0, **report})
+            if warm_start:
+                await self._checkpoint_if(True)
+        self._step_began = self._loop.time()
+
+    async def _restore(self, step: int) -> None:
+        """Takes up a checkpoint. Groups that were in flight go on; they get tokens once weights are published."""
+        state = self._checkpoints.load(step)
+        self._recorder.note(f"Going on from the checkpoint at step {step}.")
+        path = str(self._checkpoints.trainer_path(step))
+        version = await self._ask_trainer(self._config.deadlines.checkpoint, self._trainer.restore(path), "restore")
+        if version != step:
+            raise protocols.DataError(f"The trainer's part of the checkpoint, {path}, holds version {version}.")
+        self._step = self._next_step = step
+        self._data_position = state["data_position"]
+        self._warm_steps = state["warm_steps"]
+        self._groups.trained = state["trained"]
+        self._groups.replaced.update(state["replaced"])
+        self._groups.replaced_tokens = state["replaced_tokens"]
+        self._reported, self._reported_tokens = self._groups.replaced.copy(), self._groups.replaced_tokens
+        self._scheduler.restore(state["scheduler"])
+        finished = [checkpoints.decode_group(record) for record in state["finished"]]
+        self._groups.finished.update((group.group_id, group) for group in finished)
+        for record in state["running"]:
+            self._groups.resume(checkpoints.decode_group(record))
+
+    async def _warm_start(self) -> dict[str, float]:
+        """Supervised steps on demonstrations; returns the last step's metrics."""
+        limits, metrics = self._config.warm_start, {}
+        begin = self._loop.time()
+        while self._step == 0 and self._warm_steps < limits.steps:
+            assert self._demonstrator is not None
+            first = WARM_START_TASKS + self._warm_steps * limits.batch_size
+            batch = [
+                demonstrations.demonstration_trajectory(self._tasks.task(index), self._demonstrator, self._tokenizer)
+                for index in range(first, first + limits.batch_size)
+            ]
+            work = self._ask_trainer(
+                self._config.deadlines.train_step, self._trainer.warm_start_step(batch), "take a warm-start step"
+            )
+            metrics = await self._ending.race(work, through_stop=True)
+            self._warm_steps += 1
+            loss = f", loss {metrics['loss']:.4f}" if "loss" in metrics else ""
+            self._recorder.status(self._trainer_spec.name, f"warm start {self._warm_steps}/{limits.steps}{loss}")
+            self._ending.check()
+        if metrics:
+            self._recorder.span(self._trainer_spec.name, "warm start", begin, self._loop.time())
+        return {f"warm_start/{name}": value for name, value in metrics.items()}
+
+    # One step ---------------------------------------------------------------------------------------------------
+
+    async def _train_one_step(self) -> None:
+        times, waiting_since = reports.StepTimes(), self._loop.time()
+        batch = await self._ending.race(self._next_batch())
+        self._next_step = self._step + 1
+        self._admit()
+        times.wait = self._loop.time() - waiting_since
+        begin = self._loop.time()
+        metrics = await self._ending.race(self._train(batch), through_stop=True)
+        times.train = self._loop.time() - begin
+        report = reports.StepReport(self._step - 1, batch, metrics, times)
+        try:
+            times.sync = await self._ending.race(self._publish())
+            times.step = self._loop.time() - self._step_began
+            report.evaluation = await self._evaluate_if_due()
+        finally:
+            self._record(report)
+        await self._checkpoint_if(self._step % max(1, self._config.checkpoint.every) == 0)
+        self._ending.check()
+
+    def _admit(self) -> None:
+        """Dispatches as many new groups as the staleness bound lets in."""
+        for _ in range(
+            admission.admissible(
+                self._bound,
+                version=self._publisher.served,
+                next_step=self._next_step,
+                outstanding=self._groups.outstanding,
+            )
+        ):
+            task = self._tasks.task(self._data_position)
+            self._groups.dispatch(self._data_position, task, self._publisher.served)
+            self._data_position += 1
+
+    def _on_settled(self) -> None:
+        self._settled.set()
+        self._admit()
+
+    async def _next_batch(self) -> tuple[protocols.Group, ...]:
+        """Waits until a batch may be trained, replacing groups that would pass the bound where the config says so."""
+        self._admit()
+        while True:
+            self._settled.clear()
+            selection = admission.select(
+                self._bound,
+                step=self._step,
+                finished={key: group.dispatch_version for key, group in self._groups.finished.items()},
+                running={key: group.dispatch_version for key, group in self._groups.running.items()},
+            )
+            if selection.batch:
+                return self._groups.take(selection.batch)
+            if selection.binding and self._config.coordinator.stale == "replace":
+                for group_id in selection.binding:
+                    self._groups.replace(group_id, groups.STALE, "it would have passed the staleness bound")
+                continue
+            ready, size = len(self._groups.finished), self._bound.groups_per_step
+            self._recorder.status("rollout", f"{ready} groups ready of {size}, {len(self._groups.running)} running")
+            await self._settled.wait()
+
+    async def _train(self, batch: tuple[protocols.Group, ...]) -> Mapping[str, float]:
+        name, begin = self._trainer_spec.name, self._loop.time()
+        async with self._trainer_lock:
+            self._recorder.status(name, f"training step {self._step + 1}")
+            work = self._trainer.train_step(protocols.TrainBatch(self._step, batch))
+            metrics = await self._ask_trainer(self._config.deadlines.train_step, work, "take a training step")
+            self._step += 1
+            self._publisher.version = self._step
+        self._groups.trained += len(batch)
+        self._recorder.span(name, "train step", begin, self._loop.time(), {"step": self._step})
+        self._recorder.status(name, "idle")
+        return metrics
+
+    async def _publish(self) -> float:
+        seconds = await self._publisher.publish(self._step)
+        self._admit()
+        return seconds
+
+    async def _evaluate_if_due(self) -> dict[str, float]:
+        every = self._config.evaluation.every
+        if not every or (self._step % every and self._step < self._config.steps):
+            return {}
+        begin = self._loop.time()
+        self._recorder.status("rollout", f"evaluating version {self._step}")
+        work = evaluation.evaluate(self._config, runner=self._runner, tasks=self._tasks, version=self._step)
+        result = await self._ending.race(work)
+        self._summary.accuracies[self._step] = result["evaluation/accuracy"]
+        self._recorder.span("coordinator", "evaluation", begin, self._loop.time(), {"policy_version": self._step})
+        return result
+
+    def _record(self, report: reports.StepReport) -> None:
+        replaced = self._groups.replaced - self._reported
+        report.replaced, report.replaced_tokens = replaced, self._groups.replaced_tokens - self._reported_tokens
+        self._reported, self._reported_tokens = self._groups.replaced.copy(), self._groups.replaced_tokens
+        report.counts = self._dispatcher.take_counts()
+        report.times.rollout = self._groups.busy_seconds()
+        report.times.checkpoint, self._checkpoint_seconds = self._checkpoint_seconds, 0.0
+        metrics = report.metrics()
+        for record in report.trace():
+            self._recorder.trajectory(record)
+        self._recorder.metrics(self._step, metrics)
+        self._summary.rewards[self._step] = metrics["reward/mean"]
+        self._step_began = self._loop.time()
+
+    # Checkpoints and the end ------------------------------------------------------------------------------------
+
+    async def _checkpoint_if(self, due: bool) -> None:
+        """Begins a checkpoint if one is due; the one before has been made to count by then."""
+        begin = self._loop.time()
+        await self._commit_checkpoint()
+        if due and self._config.checkpoint.every and self._checkpoints.newest() < self._step:
+            path = self._checkpoints.begin(self._step, self._state())
+            async with self._trainer_lock:
+                await self._ask_trainer(self._config.deadlines.checkpoint, self._trainer.save(str(path)), "save")
+            self._pending_checkpoint = self._step
+        self._checkpoint_seconds += self._loop.time() - begin
+
+    async def _commit_checkpoint(self) -> None:
+        """Waits for the save that a step has had time to overlap with, and names it in a manifest."""
+        if self._pending_checkpoint is not None:
+            step, self._pending_checkpoint = self._pending_checkpoint, None
+            begin = self._loop.time()
+            async with self._trainer_lock:
+                seconds = self._config.deadlines.checkpoint
+                await self._ask_trainer(seconds, self._trainer.wait_saved(), "finish its save")
+            self._checkpoints.commit(step)
+            self._recorder.span("coordinator", "checkpoint", begin, self._loop.time(), {"step": step})
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "step": self._step,
+            "data_position": self._data_position,
+            "warm_steps": self._warm_steps,
+            "trained": self._groups.trained,
+            "replaced": dict(self._groups.replaced),
+            "replaced_tokens": self._groups.replaced_tokens,
+            "finished": [checkpoints.encode_group(group) for group in self._groups.finished.values()],
+            "running": [checkpoints.encode_group(group) for group in self._groups.running.values()],
+            "scheduler": dict(self._scheduler.snapshot()),
+            "allocation": [{"name": item.name, "slots": item.slots} for item in self._engines.serving()],
+        }
+
+    async def _finish(self) -> None:
+        await self._checkpoint_if(True)
+        await self._commit_checkpoint()
+        if self._export is not None:
+            seconds = self._config.deadlines.checkpoint
+            await self._ask_trainer(seconds, self._trainer.export(str(self._export)), "export its parameters")
+        self._summarise(f"Trained {self._step} steps on {self._groups.trained} groups.")
+
+    async def _stop(self) -> None:
+        self._summary.stopped = True
+        ready = hasattr(self, "_groups")
+        if ready and self._config.checkpoint.every:
+            await self._checkpoint_if(True)
+            await self._commit_checkpoint()
+            self._summarise(f"Stopped at step {self._step}; the same command goes on from the checkpoint there.")
+        else:
+            self._summarise(f"Stopped at step {self._step} without a checkpoint (config.checkpoint.every is 0).")
+
+    def _summarise(self, sentence: str) -> None:
+        summary = self._summary
+        summary.steps = summary.policy_version = self._step
+        summary.sentence = sentence
+        if hasattr(self, "_groups"):
+            summary.trained, summary.replaced = self._groups.trained, dict(self._groups.replaced)
+        self._recorder.note(sentence)
+
+    async def _ask_trainer(self, seconds: float, work: Any, what: str) -> Any:
+        return await deadlines.within(seconds, work, f"The trainer {self._trainer_spec.name}, asked to {what},")
+
+    async def _close(self) -> None:
+        """Ends everything, whatever state it is in; what fails here is noted and hides nothing."""
+        seconds = self._config.deadlines.shutdown
+        await self._ending.cancel_background(seconds)
+        workers = 1 + len(self._engine_specs)
+        try:
+            await deadlines.within(seconds * workers, self._cluster.shutdown(), "The shutdown of the workers")
+        except protocols.LibraError as error:
+            self._recorder.note(f"Not everything ended cleanly: {error}")

@@ -1,0 +1,95 @@
+"""Admission and batch selection under the staleness bound: pure decisions over counts.
+
+Letters: B groups a training step, eta the staleness bound, s the version that the next batch trains at.
+The *deadline* of a group is the last version that may train on it: its dispatch version + eta. A step consumes B
+groups, so the outstanding groups (running or finished, not yet in a batch) can all be trained in time if and only if,
+for every deadline d, at most B * (d - s + 1) of them are due by d: the feasibility test of earliest-deadline-first
+scheduling (Liu and Layland, 1973). Admission and selection both keep this true, so no group ever has to be trained
+late, and a batch can always be formed once enough of the outstanding groups have finished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What admission and selection keep.
+
+    Attributes:
+      groups_per_step: B, groups that one training step consumes.
+      staleness: eta, the most versions between a group's first dispatch and its training.
+      steps: training steps of the whole run.
+    """
+
+    groups_per_step: int
+    staleness: int
+    steps: int
+
+    def deadline(self, dispatch_version: int) -> int:
+        """The last version that may train on a group first dispatched at `dispatch_version`."""
+        return dispatch_version + self.staleness
+
+
+def admissible(bound: Bound, *, version: int, next_step: int, outstanding: int) -> int:
+    """How many groups may be dispatched now.
+
+    Args:
+      bound: the staleness bound and the length of the run.
+      version: the policy version that a group dispatched now is dispatched at.
+      next_step: s, the version at which the next batch to be selected will train (version + 1 while a step runs).
+      outstanding: groups dispatched and not yet selected, finished ones included.
+
+    Returns:
+      A count, never negative. Over a run it adds up to steps * B, and one more for every group replaced.
+    """
+    in_time = bound.groups_per_step * (bound.deadline(version) - next_step + 1)
+    to_the_end = bound.groups_per_step * (bound.steps - next_step)
+    return max(0, min(in_time, to_the_end) - outstanding)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What may be trained now, and what stands in the way.
+
+    Attributes:
+      batch: ids of the B groups to train, or empty if the step has to wait.
+      binding: ids of running groups that would pass their deadline if the step did not wait for them. Replacing
+        exactly these, too, makes the step possible. Empty where too few groups have finished.
+    """
+
+    batch: tuple[int, ...] = ()
+    binding: tuple[int, ...] = ()
+
+
+def select(bound: Bound, *, step: int, finished: Mapping[int, int], running: Mapping[int, int]) -> Selection:
+    """Chooses the batch that trains at version `step`, earliest deadline first.
+
+    Args:
+      bound: the staleness bound.
+      step: s, the version that trains.
+      finished: group id -> dispatch version of the finished groups.
+      running: group id -> dispatch version of the others.
+    """
+    size = bound.groups_per_step
+    if len(finished) < size:
+        return Selection()
+    by_deadline = sorted(finished, key=lambda group: (finished[group], group))
+    batch, later = by_deadline[:size], by_deadline[size:]
+    binding = _binding(bound, step, [finished[group] for group in later], running)
+    return Selection(binding=binding) if binding else Selection(batch=tuple(batch))
+
+
+def _binding(bound: Bound, step: int, later: Sequence[int], running: Mapping[int, int]) -> tuple[int, ...]:
+    """Running groups in excess of what the steps after `step` can still train in time, most urgent first."""
+    urgent = sorted(running, key=lambda group: (running[group], group))
+    versions = sorted({*later, *running.values()})
+    binding: list[int] = []
+    for version in versions:
+        room = bound.groups_per_step * (bound.deadline(version) - step)
+        due = [group for group in urgent if running[group] <= version and group not in binding]
+        excess = len(due) + sum(1 for other in later if other <= version) - room
+        binding.extend(due[: max(0, excess)])
+    return tuple(binding)

@@ -1,0 +1,24 @@
+"""Schedulers by the name that `config.coordinator.scheduler` gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from libra_jax import config as configuration
+from libra_jax import protocols
+from libra_jax.scheduling import least_loaded, round_robin
+
+SCHEDULERS: dict[str, Callable[[], protocols.Scheduler]] = {
+    "least_loaded": least_loaded.LeastLoaded,
+    "round_robin": round_robin.RoundRobin,
+}
+
+
+def create(name: str) -> protocols.Scheduler:
+    """A fresh scheduler.
+
+    Raises:
+      ConfigError: no scheduler has that name (the nearest is offered).
+    """
+    configuration.check_choice(name, tuple(SCHEDULERS), "coordinator.scheduler")
+    return SCHEDULERS[name]()

@@ -1,0 +1,240 @@
+"""Doubles for the coordinator's tests: a trainer that writes down what it trains on, tiny tasks, a token-wise text."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from libra_jax import config as configuration
+from libra_jax import protocols
+from libra_jax.cluster import inprocess
+from libra_jax.coordinator import run as run_module
+from libra_jax.scheduling import registry
+from libra_jax.telemetry import memory
+
+
+class TokenText:
+    """Token n is the text "n "; 2 stops."""
+
+    vocab_size = 100
+    stop_token_ids = (2,)
+    pad_token_id = 0
+
+    def encode(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return " ".join(map(str, token_ids))
+
+    def render(self, messages: Sequence[protocols.Message], *, first: bool, generation_prompt: bool) -> list[int]:
+        tokens = [1] if first else []
+        for message in messages:
+            tokens += self.encode(message.content)
+        return [*tokens, 1] if generation_prompt else tokens
+
+
+class Tasks:
+    """Task n shows the digits of n."""
+
+    def task(self, index: int) -> protocols.Task:
+        return protocols.Task(f"task-{index}", {"index": index})
+
+    def evaluation_task(self, index: int) -> protocols.Task:
+        return protocols.Task(f"held-out-{index}", {"index": index})
+
+    def demonstration(self, task: protocols.Task) -> Sequence[protocols.Message]:
+        return [protocols.Message("user", "5 6"), protocols.Message("assistant", "7 8")]
+
+
+class TwoTurns:
+    """A tool call, its return, an answer; the reward is 1 for an odd last token."""
+
+    def __init__(self, tool_seconds: float = 0.0) -> None:
+        self._seconds = tool_seconds
+        self._turns = 0
+
+    async def reset(self, task: protocols.Task) -> Sequence[protocols.Message]:
+        digits = " ".join(str(10 + int(digit)) for digit in str(task.payload["index"]))
+        return [protocols.Message("user", digits)]
+
+    async def step(self, output: str) -> protocols.StepResult:
+        self._turns += 1
+        if self._turns == 1:
+            await asyncio.sleep(self._seconds)
+            return protocols.StepResult(tool_return=protocols.ToolReturn("look", "success", "50 51"))
+        last = (output.split() or ["0"])[-1]
+        return protocols.StepResult(done=True, reward=float(int(last) % 2), metrics={"odd": float(int(last) % 2)})
+
+    async def close(self) -> None:
+        pass
+
+
+class RecordingTrainer:
+    """A trainer whose whole state is its version and the prompts and staleness it was given; saves them as JSON."""
+
+    def __init__(self, seconds: float, buckets: int, log: str) -> None:
+        self._seconds = seconds
+        self._buckets = buckets
+        self._log = log
+        self._saving: tuple[Path, str] | None = None
+        self.state: dict[str, Any] = {"version": 0, "prompts": [], "staleness": [], "warm": 0}
+        self.open_version: int | None = None
+        self.busy = False
+
+    async def start(self) -> protocols.TrainerInfo:
+        return protocols.TrainerInfo(0, 1, {"data": 1}, "cpu")
+
+    async def _one_call(self) -> None:
+        assert not self.busy, "the trainer takes one call at a time"
+        self.busy = True
+        await asyncio.sleep(self._seconds)
+        self.busy = False
+
+    async def warm_start_step(self, sequences: Sequence[protocols.Trajectory]) -> Mapping[str, float]:
+        await self._one_call()
+        self.state["warm"] += 1
+        return {"loss": 1.0}
+
+    async def train_step(self, batch: protocols.TrainBatch) -> Mapping[str, float]:
+        assert batch.policy_version == self.state["version"]
+        await self._one_call()
+        for group in batch.groups:
+            for trajectory in group.trajectories:
+                check_whole(trajectory)
+            self.state["prompts"].append(group.task.prompt_id)
+            self.state["staleness"].append(batch.policy_version - group.dispatch_version)
+        self.state["version"] += 1
+        return {"loss": 0.5}
+
+    async def open_weights(self, policy_version: int) -> int:
+        assert policy_version == self.state["version"]
+        assert self.open_version is None
+        self.open_version = policy_version
+        return self._buckets
+
+    async def stage_weights(self, policy_version: int, index: int) -> protocols.WeightBucket:
+        assert policy_version == self.open_version
+        return protocols.WeightBucket(policy_version, index, self._buckets, (), 0, {"kind": "none"})
+
+    async def close_weights(self, policy_version: int) -> None:
+        assert policy_version == self.open_version
+        self.open_version = None
+
+    async def save(self, path: str) -> None:
+        self._saving = Path(path), json.dumps(self.state)
+
+    def wait_saved(self) -> None:
+        assert self._saving is not None
+        path, text = self._saving
+        path.mkdir(parents=True)
+        (path / "state.json").write_text(text)
+
+    def restore(self, path: str) -> int:
+        self.state = json.loads((Path(path) / "state.json").read_text())
+        return self.state["version"]
+
+    def export(self, path: str) -> None:
+        Path(path).mkdir(parents=True)
+
+    def shutdown(self) -> None:
+        if self._log:
+            partial = f"{self._log}.partial"
+            Path(partial).write_text(json.dumps(self.state))
+            os.replace(partial, self._log)
+
+
+def check_whole(trajectory: protocols.Trajectory) -> None:
+    """A trajectory fit to train on: scored, its per-token lists aligned, every turn's tokens accounted for."""
+    assert trajectory.reward is not None
+    lists = (trajectory.sources, trajectory.loss_mask, trajectory.log_probs, trajectory.policy_versions)
+    assert {len(values) for values in lists} == {len(trajectory.token_ids)}
+    assert sum(turn.generated_tokens for turn in trajectory.turns) == trajectory.generated_tokens
+    sampled = [
+        version for version, model in zip(trajectory.policy_versions, trajectory.loss_mask, strict=True) if model
+    ]
+    assert min(sampled) >= 0
+
+
+def make_trainer(seconds: float = 0.0, buckets: int = 3, log: str = "") -> RecordingTrainer:
+    return RecordingTrainer(seconds, buckets, log)
+
+
+def make_config(**changes: Any) -> configuration.RunConfig:
+    """A tiny run; nested groups are given as dicts."""
+    values: dict[str, Any] = {
+        "steps": 4,
+        "rollout": {"engine": "fake", "slots": 4, "max_context": 256, "max_tokens": 32, "stream_interval": 4},
+        "coordinator": {"groups_per_step": 3, "group_size": 2},
+        "checkpoint": {"every": 0},
+        "deadlines": {"shutdown": 5.0},
+    }
+    for name, change in changes.items():
+        values[name] = {**values.get(name, {}), **change} if isinstance(change, dict) else change
+    return configuration.parse(configuration.RunConfig, values)
+
+
+def engine_specs(config: configuration.RunConfig, count: int = 2, **arguments: Any) -> list[protocols.ActorSpec]:
+    rollout = {"slots": config.rollout.slots, "max_context": 256, "stream_interval": config.rollout.stream_interval}
+    return [
+        protocols.ActorSpec(
+            f"engine-{index}",
+            "libra_jax.rollout.fake_engine:create",
+            {
+                "name": f"engine-{index}",
+                "model_config": {},
+                "rollout": rollout,
+                "tensor_parallel": 1,
+                "seed": index,
+                **arguments,
+            },
+        )
+        for index in range(count)
+    ]
+
+
+class Bench:
+    """A coordinator on doubles, and what it left behind."""
+
+    def __init__(
+        self,
+        config: configuration.RunConfig,
+        workdir: Path,
+        *,
+        make_environment: Callable[[], protocols.Environment] = TwoTurns,
+        specs: Sequence[protocols.ActorSpec] | None = None,
+        trainer: Mapping[str, Any] | None = None,
+        recorder: protocols.Recorder | None = None,
+        **further: Any,
+    ) -> None:
+        self.workdir = workdir
+        self.recorder = recorder or memory.MemoryRecorder()
+        log = workdir / "trainer.json"
+        tasks = Tasks()
+        self.coordinator = run_module.Coordinator(
+            config,
+            cluster=inprocess.InProcessCluster(shutdown_seconds=5.0),
+            trainer_spec=protocols.ActorSpec(
+                "trainer", "coordinator_doubles:make_trainer", {"log": str(log), **(trainer or {})}
+            ),
+            engine_specs=engine_specs(config) if specs is None else specs,
+            tasks=tasks,
+            make_environment=make_environment,
+            demonstrator=tasks,
+            tokenizer=TokenText(),
+            scheduler=registry.create(config.coordinator.scheduler),
+            recorder=self.recorder,
+            workdir=workdir,
+            **further,
+        )
+
+    def run(self) -> run_module.RunSummary:
+        return asyncio.run(self.coordinator.run())
+
+    @property
+    def trained(self) -> dict[str, Any]:
+        """The trainer's state at its end."""
+        return json.loads((self.workdir / "trainer.json").read_text())
