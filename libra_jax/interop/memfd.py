@@ -48,6 +48,14 @@ def available_bytes() -> int:
     return machine if limit is None else min(machine, limit)
 
 
+def too_little(purpose: str, nbytes: int, free: int) -> SharedMemoryError:
+    """The error for memory that is not there, with the numbers."""
+    return SharedMemoryError(
+        f"{purpose} needs {_mib(nbytes)} of shared memory but only {_mib(free)} of memory is available: free memory on "
+        "this host, raise the container's limit, or publish in a smaller config.rollout.dtype"
+    )
+
+
 class Owner:
     """Memory that this process writes and that others may map. Not thread-safe.
 
@@ -64,10 +72,7 @@ class Owner:
     def __init__(self, nbytes: int, purpose: str) -> None:
         free = available_bytes()
         if nbytes > free:
-            raise SharedMemoryError(
-                f"{purpose} needs {_mib(nbytes)} of shared memory but only {_mib(free)} of memory is available: "
-                "lower rollout.bucket_mib, use a smaller model, or free memory on this host"
-            )
+            raise too_little(purpose, nbytes, free)
         self.nbytes = nbytes
         self._fd = os.memfd_create("libra-jax", os.MFD_CLOEXEC)
         try:
@@ -79,7 +84,7 @@ class Owner:
                 raise
             raise SharedMemoryError(
                 f"{purpose} needs {_mib(nbytes)} of shared memory, which the kernel refused ({error.strerror}; "
-                f"{_mib(free)} was available): lower rollout.bucket_mib or raise this process's memory limits"
+                f"{_mib(free)} was available): raise this process's or its container's memory limits"
             ) from None
         self._inode = os.fstat(self._fd).st_ino
 

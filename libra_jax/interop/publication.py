@@ -1,0 +1,213 @@
+"""Publication of weights: a snapshot of the trainer's parameters, in the wire dtype, as buckets that engines read.
+
+The snapshot is the content of the shared memory itself: opening one is a single copy from the trainer's arrays, cast
+on the way, to memory that the engines have mapped. The live parameters are not referenced afterwards, so that the next
+training step may donate them while engines still read. The memory is reused from version to version, which spares both
+sides the page faults that would cost more than the copy.
+
+Tensors travel under their Hugging Face names, layer by layer. `lm_head.weight` is always among them: engines get an
+untied model, because vLLM's reload on CPU leaves a tied output projection stale.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import torch
+
+from libra_jax import protocols
+from libra_jax.interop import dlpack, memfd
+from libra_jax.models import config as models_config
+from libra_jax.models import hf_names
+
+ALIGNMENT = 64
+"""Bytes to which each tensor's place in a bucket is aligned (a cache line)."""
+
+
+def published_entries(config: models_config.TransformerConfig) -> tuple[hf_names.HfEntry, ...]:
+    """The checkpoint's tensors, with an explicit output projection where the embeddings are tied."""
+    entries = hf_names.weight_map(config)
+    if not config.tie_word_embeddings:
+        return entries
+    table = next(entry for entry in entries if entry.hf_name == "model.embed_tokens.weight")
+    return (*entries, hf_names.HfEntry("lm_head.weight", table.path, table.layer, table.shape))
+
+
+class Publisher:
+    """Publishes one snapshot at a time. Not thread-safe: every call comes from the thread that owns the parameters.
+
+    Args:
+      model_config: the model's shape.
+      dtype: wire dtype: float32, bfloat16 or float16; what the engine computes in.
+      bucket_bytes: most bytes of a bucket; a single larger tensor gets a bucket of its own size.
+      transport: "memfd".
+      checksum: digest each bucket, so that the engine can tell damage.
+    """
+
+    def __init__(
+        self,
+        model_config: models_config.TransformerConfig,
+        dtype: str,
+        bucket_bytes: int,
+        transport: str,
+        checksum: bool,
+    ) -> None:
+        if transport != "memfd":
+            raise protocols.ConfigError(f"config.rollout.transport: {transport!r} does not travel through host memory")
+        self._dtype = getattr(torch, dtype)
+        self._checksum = checksum
+        self._sources = published_entries(model_config)
+        self._buckets = _pack(self._sources, dtype, self._dtype.itemsize, bucket_bytes)
+        self._memory: list[memfd.Owner] = []
+        self._version: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a publication moves."""
+        return sum(_size(entries) for entries in self._buckets)
+
+    def open(self, version: int, params: Mapping[str, Any]) -> int:
+        """Takes a snapshot of `params`; they may be donated as soon as this returns. Replaces one that is open.
+
+        Args:
+          version: the policy version that the parameters are.
+          params: nested dict of arrays, addressed as by `hf_names.weight_map`; sharded in any way or not.
+
+        Returns:
+          The number of buckets.
+
+        Raises:
+          SharedMemoryError: there is too little memory.
+          LibraError: a parameter is missing, of another shape, or donated already.
+        """
+        self._version = None
+        leaves = {source.path: _leaf(params, source) for source in self._sources}
+        self._allocate()
+        with _one_thread():
+            self._copy(leaves)
+        self._version = version
+        return len(self._buckets)
+
+    def stage(self, version: int, index: int) -> protocols.WeightBucket:
+        """Where one bucket of the open snapshot is. It stays readable until the next snapshot is opened."""
+        if version != self._version or not 0 <= index < len(self._buckets):
+            raise protocols.LibraError(
+                f"bucket {index} of version {version} cannot be staged: version {self._version} is open, with "
+                f"{len(self._buckets)} buckets"
+            )
+        owner, entries = self._memory[index], self._buckets[index]
+        nbytes = _size(entries)
+        return protocols.WeightBucket(
+            policy_version=version,
+            index=index,
+            count=len(self._buckets),
+            entries=entries,
+            nbytes=nbytes,
+            transport=owner.address,
+            checksum=digest(memoryview(owner.buffer)[:nbytes]) if self._checksum else None,
+        )
+
+    def close(self, version: int) -> None:
+        """Ends the snapshot; its memory stays for the next one."""
+        if version == self._version:
+            self._version = None
+
+    def shutdown(self) -> None:
+        """Gives the shared memory back. Idempotent."""
+        self._version = None
+        for owner in self._memory:
+            owner.close()
+        self._memory.clear()
+
+    def _allocate(self) -> None:
+        if self._memory:
+            return
+        purpose = f"the published copy of the weights ({self.nbytes / 2**20:.1f} MiB in all)"
+        free = memfd.available_bytes()
+        if self.nbytes > free:
+            raise memfd.too_little(purpose, self.nbytes, free)
+        try:
+            for entries in self._buckets:
+                self._memory.append(memfd.Owner(_size(entries), purpose))
+        except memfd.SharedMemoryError:
+            self.shutdown()
+            raise
+
+    def _copy(self, leaves: Mapping[tuple[str, ...], jax.Array]) -> None:
+        """Copies leaf by leaf, so that no more than one leaf is ever held for torch."""
+        targets: dict[tuple[str, ...], list[tuple[int | None, torch.Tensor]]] = {path: [] for path in leaves}
+        placed = (
+            (owner, entry) for owner, entries in zip(self._memory, self._buckets, strict=True) for entry in entries
+        )
+        for source, (owner, entry) in zip(self._sources, placed, strict=True):
+            flat = torch.frombuffer(owner.buffer, dtype=self._dtype, count=math.prod(entry.shape), offset=entry.offset)
+            targets[source.path].append((source.layer, flat.view(entry.shape)))
+        for path, leaf in leaves.items():
+            for piece in dlpack.pieces(leaf):
+                for layer, target in targets[path]:
+                    _place(piece, layer, target)
+
+
+def _place(piece: dlpack.Piece, layer: int | None, target: torch.Tensor) -> None:
+    """Copies what a device's part of a leaf holds of one tensor (all of it, or one layer) to its place."""
+    start, tensor = piece.start, piece.tensor
+    if layer is not None:
+        if not start[0] <= layer < start[0] + tensor.shape[0]:
+            return
+        start, tensor = start[1:], tensor[layer - start[0]]
+    for axis, (first, size) in enumerate(zip(start, tensor.shape, strict=True)):
+        target = target.narrow(axis, first, size)
+    target.copy_(tensor)
+
+
+def _leaf(params: Mapping[str, Any], source: hf_names.HfEntry) -> jax.Array:
+    leaf: Any = params
+    for key in source.path:
+        leaf = leaf.get(key) if isinstance(leaf, Mapping) else None
+    shape = None if leaf is None else tuple(leaf.shape if source.layer is None else leaf.shape[1:])
+    if shape != source.shape:
+        raise protocols.LibraError(
+            f"{source.hf_name} cannot be published: parameter {'/'.join(source.path)} has shape {shape}, not "
+            f"{source.shape}"
+        )
+    return leaf
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """One core copies as fast as memory takes it; more would wait for each other at the end of every small tensor."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def digest(data: memoryview) -> str:
+    """BLAKE2b of a bucket's bytes, 128 bits, in hex."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _size(entries: Sequence[protocols.WeightEntry]) -> int:
+    return entries[-1].offset + entries[-1].nbytes
+
+
+def _pack(
+    sources: Sequence[hf_names.HfEntry], dtype: str, itemsize: int, bucket_bytes: int
+) -> tuple[tuple[protocols.WeightEntry, ...], ...]:
+    """Lays the tensors out in buckets, in order."""
+    buckets: list[list[protocols.WeightEntry]] = [[]]
+    for source in sources:
+        nbytes = itemsize * math.prod(source.shape)
+        offset = -(-_size(buckets[-1]) // ALIGNMENT) * ALIGNMENT if buckets[-1] else 0
+        if offset and offset + nbytes > bucket_bytes:
+            buckets.append([])
+            offset = 0
+        buckets[-1].append(protocols.WeightEntry(source.hf_name, dtype, source.shape, offset, nbytes))
+    return tuple(map(tuple, buckets))

@@ -1,0 +1,140 @@
+"""Weights through shared memory into vLLM: the worker's side, loaded inside each of the engine's worker processes.
+
+Written against vLLM 0.32 (vllm/distributed/weight_transfer/base.py). Weights arrive in checkpoint format, so that a
+layer is reloaded as a whole: on CPU its kernels have repacked what they loaded first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer import base
+from vllm.model_executor.model_loader import reload
+
+from libra_jax.interop import memfd
+
+
+@dataclass
+class MemfdInitInfo(base.WeightTransferInitInfo):
+    """Nothing to agree on: each bucket says where its bytes are."""
+
+
+@dataclass
+class MemfdUpdateInfo(base.WeightTransferUpdateInfo):
+    """A `protocols.WeightBucket` as plain values; entries are (name, dtype, shape, offset, nbytes)."""
+
+    policy_version: int
+    index: int
+    count: int
+    entries: list[tuple[str, str, list[int], int, int]]
+    nbytes: int
+    transport: dict[str, Any]
+    checksum: str | None = None
+
+
+class MemfdWeightTransferEngine(base.WeightTransferEngine[MemfdInitInfo, MemfdUpdateInfo]):
+    """Loads buckets of a published snapshot into this worker's shard of the model."""
+
+    init_info_cls = MemfdInitInfo
+    update_info_cls = MemfdUpdateInfo
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._mappings: dict[tuple[int, int, int], mmap.mmap] = {}
+        self._received: set[int] = set()
+        self._count = 0
+        self._loaded: set[str] = set()
+
+    def init_transfer_engine(self, init_info: MemfdInitInfo) -> None:
+        """Nothing to open before the first bucket says where it is."""
+
+    def start_weight_update(self) -> None:
+        """Readies every layer to be loaded afresh."""
+        self._received, self._count, self._loaded = set(), 0, set()
+        # Names as the engine's own load reports them, taken while the layers still hold their tensors.
+        self._expected = {name for name, _ in self.model.named_parameters()}
+        reload.initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Loads one bucket. Overrides the base, which synchronises an accelerator that a CPU does not have."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: MemfdUpdateInfo) -> None:
+        """Loads one bucket's tensors.
+
+        Raises:
+          SharedMemoryError: the trainer's memory cannot be reached.
+          ValueError: the bytes differ from the checksum, or a tensor does not belong to the model or fit it.
+        """
+        memory = self._memory(update_info.transport)
+        if update_info.checksum is not None:
+            _verify(memory, update_info)
+        # A layer that is not complete yet keeps views of its tensors, at the latest until the update finishes; the
+        # trainer keeps every bucket of the snapshot in place for as long.
+        self._load(_tensors(memory, update_info), update_info.index)
+        self._received.add(update_info.index)
+        self._count = update_info.count
+
+    def _memory(self, address: Mapping[str, Any]) -> mmap.mmap:
+        key = (address["pid"], address["fd"], address["inode"])
+        if key not in self._mappings:
+            self._mappings[key] = memfd.open_peer(address)
+        return self._mappings[key]
+
+    def _load(self, tensors: Iterator[tuple[str, torch.Tensor]], index: int) -> None:
+        last: list[tuple[str, torch.Tensor]] = []
+
+        def watched() -> Iterator[tuple[str, torch.Tensor]]:
+            for item in tensors:
+                last[:] = [item]
+                yield item
+
+        try:
+            self._loaded |= self.model.load_weights(watched())
+        except (ValueError, KeyError, AssertionError, RuntimeError, AttributeError) as error:
+            name, tensor = last[0] if last else ("(none)", torch.empty(0))
+            raise ValueError(
+                f"weight {name} of shape {tuple(tensor.shape)} in bucket {index} does not fit the engine's model "
+                f"({type(error).__name__}: {error})"
+            ) from error
+
+    def finish_weight_update(self) -> None:
+        """Goes over to the new weights.
+
+        Raises:
+          ValueError: a bucket or a parameter of the model did not come.
+        """
+        reload.finalize_layerwise_reload(self.model, self.model_config)
+        if len(self._received) != self._count or self._count == 0:
+            raise ValueError(f"{len(self._received)} of {self._count} weight buckets came before the update finished")
+        if missing := sorted(self._expected - self._loaded):
+            raise ValueError(f"the published weights lack {', '.join(missing[:3])} ({len(missing)} parameters in all)")
+
+    def shutdown(self) -> None:
+        """Lets go of the trainer's memory."""
+        self._mappings.clear()
+
+
+def _verify(memory: mmap.mmap, bucket: MemfdUpdateInfo) -> None:
+    digest = hashlib.blake2b(memoryview(memory)[: bucket.nbytes], digest_size=16).hexdigest()
+    if digest != bucket.checksum:
+        raise ValueError(
+            f"bucket {bucket.index} of version {bucket.policy_version} arrived damaged: checksum {digest} instead of "
+            f"{bucket.checksum}"
+        )
+
+
+def _tensors(memory: mmap.mmap, bucket: MemfdUpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, dtype, shape, offset, nbytes in bucket.entries:
+        kind = getattr(torch, dtype)
+        with warnings.catch_warnings():
+            # The mapping is read-only on purpose; nothing here writes to it.
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            flat = torch.frombuffer(memory, dtype=kind, count=nbytes // kind.itemsize, offset=offset)
+        yield name, flat.view(shape)

@@ -1,0 +1,62 @@
+"""What vLLM runs in every process that it starts, through the entry point group `vllm.general_plugins`.
+
+It makes the memfd weight transfer known to vLLM, and, where our environment variables ask for it, ties the process's
+life to its parent's and sends its output to a file. Nothing imported from here reaches JAX.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+
+PARENT_DEATH_VARIABLE = "LIBRA_JAX_PARENT_DEATH_SIGNAL"
+"""Set to 1, processes that vLLM starts are killed by the kernel when the one that started them dies."""
+
+LOG_VARIABLE = "LIBRA_JAX_ENGINE_LOG"
+"""A file that takes what vLLM's processes write to stdout and stderr."""
+
+TRANSPORT = "libra_jax_memfd"
+"""vLLM's name for our weight transfer."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def register() -> None:
+    """Called by vLLM, in the front end too, where it only registers. Safe to call again."""
+    # Named, not imported: vLLM loads the class when a worker first needs it.
+    from vllm.distributed.weight_transfer import factory
+
+    if TRANSPORT not in factory.WeightTransferEngineFactory._registry:
+        factory.WeightTransferEngineFactory.register_engine(
+            TRANSPORT, "libra_jax.rollout.vllm_memfd", "MemfdWeightTransferEngine"
+        )
+    if multiprocessing.parent_process() is None:
+        return
+    if log := os.environ.get(LOG_VARIABLE):
+        _redirect_output(log)
+    if os.environ.get(PARENT_DEATH_VARIABLE) == "1":
+        die_with_parent()
+
+
+def die_with_parent() -> None:
+    """Asks the kernel for SIGKILL when the parent dies, killed with -9 or not.
+
+    The kernel watches the parent's *thread* that started this process: it must live as long as the process.
+    """
+    parent = multiprocessing.parent_process()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if parent is not None and os.getppid() != parent.pid:
+        # The parent died before the request was in place.
+        os._exit(1)
+
+
+def _redirect_output(path: str) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
