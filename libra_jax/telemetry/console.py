@@ -45,11 +45,6 @@ def sparkline(values: list[float]) -> str:
     return "".join(SPARKS[round((v - low) * scale)] if abs(v) < float("inf") else "?" for v in values)
 
 
-def first_of(scalars: Mapping[str, float], *names: str) -> float | None:
-    """The value of the first name that is there."""
-    return next((scalars[name] for name in names if name in scalars), None)
-
-
 class Pace:
     """How far a run is and how long it still takes, from the times at which its steps ended.
 
@@ -82,9 +77,9 @@ def step_line(step: int, pace: Pace, scalars: Mapping[str, float]) -> str:
     """The one line that stands for a step in plain output."""
     width = len(str(pace.steps))
     parts = [f"step {step:>{width}}/{pace.steps}"]
-    if (reward := first_of(scalars, "reward/mean")) is not None:
+    if (reward := scalars.get("reward/mean")) is not None:
         parts.append(f"reward {reward:.3f}")
-    if (evaluation := evaluation_score(scalars)) is not None:
+    if (evaluation := scalars.get("evaluation/accuracy")) is not None:
         parts.append(f"held-out {evaluation:.3f}")
     if (rate := scalars.get("tokens_per_second")) is not None:
         parts.append(f"{rate:,.0f} tokens/s")
@@ -104,14 +99,6 @@ def step_line(step: int, pace: Pace, scalars: Mapping[str, float]) -> str:
     if pace.remaining_seconds and pace.done < pace.steps:
         parts.append(f"{seconds_text(pace.remaining_seconds)} left")
     return "  ".join(parts)
-
-
-def evaluation_score(scalars: Mapping[str, float]) -> float | None:
-    """The held-out score among a step's numbers, or None."""
-    named = first_of(scalars, "evaluation/reward/mean", "evaluation/reward", "evaluation/mean", "evaluation/accuracy")
-    if named is not None:
-        return named
-    return next((value for name, value in scalars.items() if name.startswith("evaluation/reward")), None)
 
 
 class PlainConsole:

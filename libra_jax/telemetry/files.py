@@ -84,6 +84,9 @@ class RecordFile:
         self._pending_bytes = 0
 
     def _append(self, data: bytes) -> None:
+        if self._descriptor is not None and self._replaced(self._descriptor):
+            os.close(self._descriptor)
+            self._descriptor = None
         if self._descriptor is None:
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
             self._end = os.fstat(self._descriptor).st_size
@@ -96,6 +99,13 @@ class RecordFile:
                 os.ftruncate(self._descriptor, self._end)
             raise
         self._end += written
+
+    def _replaced(self, descriptor: int) -> bool:
+        """Whether another file stands at the path now: a resumed run cuts its records back by renaming over them."""
+        try:
+            return os.stat(self.path).st_ino != os.fstat(descriptor).st_ino
+        except FileNotFoundError:
+            return True
 
     def close(self) -> None:
         """Flushes and closes. Idempotent."""

@@ -65,9 +65,8 @@ class LiveConsole:
         self._scalars = dict(scalars)
         if "reward/mean" in scalars:
             self._rewards.append(scalars["reward/mean"])
-        score = console.evaluation_score(scalars)
-        if score is not None:
-            self._evaluation = (step, score)
+        if "evaluation/accuracy" in scalars:
+            self._evaluation = (step, scalars["evaluation/accuracy"])
 
     def status(self, worker: str, text: str) -> None:
         self._workers[worker] = (text, self._clock())

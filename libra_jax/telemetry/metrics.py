@@ -71,11 +71,6 @@ def read(path: Path) -> dict[int, dict[str, float]]:
     return dict(sorted(steps.items()))
 
 
-def last_step(path: Path) -> int | None:
-    """The largest step in `metrics.jsonl`, or None where it holds none."""
-    return max((r["step"] for r in files.whole_json_lines(path) if isinstance(r.get("step"), int)), default=None)
-
-
 class MetricsFile:
     """Writes `metrics.jsonl`."""
 
@@ -119,11 +114,10 @@ class TensorBoardSink:
 
     Args:
       workdir: the run's folder; events go to its `tensorboard` folder, one file a session.
-      purge_step: first step of this session: TensorBoard forgets what earlier sessions wrote at it or later.
       warn: receives the warning of a disk that is full.
     """
 
-    def __init__(self, workdir: Path, purge_step: int, warn: files.Warn) -> None:
+    def __init__(self, workdir: Path, warn: files.Warn) -> None:
         self._events, self._records = _import_tensorboardx()
         folder = workdir / TENSORBOARD_FOLDER
         try:
@@ -136,9 +130,7 @@ class TensorBoardSink:
         number = max(earlier, default=-1) + 1
         self._file = files.RecordFile(folder / f"events.out.tfevents.{number:010d}.libra", warn)
         self._write(self._events.Event(wall_time=time.time(), file_version="brain.Event:2"))
-        if number:
-            start = self._events.SessionLog(status=self._events.SessionLog.START)
-            self._write(self._events.Event(wall_time=time.time(), step=purge_step, session_log=start))
+        self._purge = number > 0
 
     def _write(self, event: Any) -> None:
         data = event.SerializeToString()
@@ -147,7 +139,11 @@ class TensorBoardSink:
         self._file.write(length + struct.pack("<I", checksum(length)) + data + struct.pack("<I", checksum(data)))
 
     def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Appends one step's event."""
+        """Appends one step's event. What earlier sessions wrote at this session's first step or later is void."""
+        if self._purge:
+            self._purge = False
+            start = self._events.SessionLog(status=self._events.SessionLog.START)
+            self._write(self._events.Event(wall_time=time.time(), step=step, session_log=start))
         event = self._events.Event(wall_time=time.time(), step=step)
         for name, value in scalars.items():
             event.summary.value.add(tag=name, simple_value=value)

@@ -143,7 +143,7 @@ class RunRecorder:
 
 
 def create(config: config_lib.RunConfig, workdir: Path, clock: Callable[[], float]) -> RunRecorder:
-    """Makes the recorder of a run or of its resumption (call `resume.cut_back` first).
+    """Makes the recorder of a run or of its resumption (which calls `resume.cut_back` before it records a step).
 
     Args:
       config: the run's config; `telemetry` says which sinks.
@@ -160,8 +160,7 @@ def create(config: config_lib.RunConfig, workdir: Path, clock: Callable[[], floa
     warn = _Warnings()
     sinks: list[MetricsSink] = [metrics.MetricsFile(workdir, warn)]
     if config.telemetry.tensorboard:
-        last = metrics.last_step(workdir / metrics.METRICS_FILE)
-        sinks.append(metrics.TensorBoardSink(workdir, 0 if last is None else last + 1, warn))
+        sinks.append(metrics.TensorBoardSink(workdir, warn))
     if config.telemetry.wandb_project:
         sinks.append(metrics.WandbSink(config, workdir, warn))
     trace_file = trace.TraceFile(workdir, warn)

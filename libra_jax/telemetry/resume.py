@@ -12,13 +12,13 @@ PARTIAL_SUFFIX = ".partial"
 
 
 def cut_back(workdir: Path, step: int) -> None:
-    """Cuts `metrics.jsonl` and `trace.jsonl` back to a checkpoint; call it before the resumed run's `recorder.create`.
+    """Cuts `metrics.jsonl` and `trace.jsonl` back to a checkpoint, before the resumed run records its first step.
 
     Kept are records whose `step` is at most `step`, in the numbering of `Recorder.metrics` (-1 keeps none). A record
     of `trace.jsonl` without a step goes with what was written before it, and a line torn by a kill goes. Each file is
     written anew beside the old one and renamed over it, so a kill in here loses nothing, and cutting twice changes
-    nothing. TensorBoard needs no cutting: the next session tells it which steps are void. The timeline is kept: it
-    shows what the machines did, redone work included.
+    nothing. TensorBoard needs no cutting: the session's first step voids what it holds from there on. The timeline is
+    kept: it shows what the machines did, redone work included.
 
     Args:
       workdir: the run's folder; missing files are no error.

@@ -23,12 +23,12 @@ from libra_jax.telemetry import files, trace
 
 TIMELINE_FILE = "timeline.json"
 
-_ROW_ORDER = ("train", "weight", "sync", "", "tool", "eval", "checkpoint")
+_ROW_ORDER = ("train", "weight", "sync", "", "tool", "coordinator", "eval", "checkpoint")
 """Prefixes of track names in the order of their rows; engines, with names of their own, take the empty one's place."""
 
 
 def row_order(track: str) -> int:
-    """Where a track's row stands: trainer, weight updates, engines, tools, evaluation, checkpoints."""
+    """Where a track's row stands: trainer, weight updates, engines, tools, coordinator (evaluation, checkpoints)."""
     for index, prefix in enumerate(_ROW_ORDER):
         if prefix and track.lower().startswith(prefix):
             return index

@@ -1,0 +1,23 @@
+"""Writes report.html from the files of a run, an interrupted one's too.
+
+python launch/report.py --workdir=runs/quickstart-0123abcd
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import cli
+from absl import flags
+
+from libra_jax.telemetry import report
+
+_WORKDIR = flags.DEFINE_string("workdir", None, "The run's folder.", required=True)
+
+
+def main() -> None:
+    print(report.write_report(Path(_WORKDIR.value)))
+
+
+if __name__ == "__main__":
+    cli.run(main)

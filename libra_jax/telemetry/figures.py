@@ -1,0 +1,296 @@
+"""The report's pictures: matplotlib figures as inline SVG whose colours and font come from the page's style sheet.
+
+A figure is drawn in stand-in colours; `svg` puts CSS variables in their place, so that one picture suits a light and a
+dark page. matplotlib is imported where a figure is made: only a run's end needs it.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from libra_jax.telemetry import timeline
+
+INK, MUTED, GRID, SURFACE = "#010101", "#020202", "#030303", "#040404"
+BLUE, GREEN, ORANGE, PURPLE, TEAL = "#050505", "#060606", "#070707", "#080808", "#090909"
+VARIABLES = {
+    INK: "ink",
+    MUTED: "muted",
+    GRID: "grid",
+    SURFACE: "surface",
+    BLUE: "blue",
+    GREEN: "green",
+    ORANGE: "orange",
+    PURPLE: "purple",
+    TEAL: "teal",
+}
+
+MOST_POINTS = 400
+"""Points a drawn curve has at most; longer ones are averaged down."""
+
+PART_COLOURS = {"rollout": BLUE, "training": GREEN, "weight update": ORANGE, "checkpoint": PURPLE, "other": MUTED}
+"""Parts of a step's time, in the order in which they are stacked."""
+
+Curve = Mapping[int, float]
+"""Value by step."""
+
+_STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "libra-jax",
+    "font.size": 9.5,
+    "text.color": INK,
+    "axes.edgecolor": GRID,
+    "axes.labelcolor": MUTED,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "legend.frameon": False,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "savefig.facecolor": "none",
+}
+
+
+def moving_mean(curve: Curve, width: int = 5) -> dict[int, float]:
+    """Mean of each value and the up to `width` - 1 before it."""
+    steps = list(curve)
+    means = {}
+    for index, step in enumerate(steps):
+        window = [curve[earlier] for earlier in steps[max(0, index - width + 1) : index + 1]]
+        means[step] = sum(window) / len(window)
+    return means
+
+
+def thinned(curve: Curve) -> tuple[list[float], list[float]]:
+    """Steps and values, averaged over equal runs of steps down to at most `MOST_POINTS`."""
+    steps, values = list(curve), list(curve.values())
+    size = -(-len(steps) // MOST_POINTS)
+    runs = [slice(begin, begin + size) for begin in range(0, len(steps), size or 1)]
+    mean = [(sum(steps[r]) / len(steps[r]), sum(values[r]) / len(values[r])) for r in runs]
+    return [step for step, _ in mean], [value for _, value in mean]
+
+
+def _axes(width: float, height: float) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def _styled(draw: Any) -> str:
+    """Runs a drawing function under the report's style and returns its figure as SVG."""
+    import matplotlib
+
+    with matplotlib.rc_context(_STYLE):
+        return svg(draw())
+
+
+def svg(figure: Any) -> str:
+    """The figure as an `<svg>` element for a page: CSS variables for colours, the page's font, no foreign links."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    for colour, name in VARIABLES.items():
+        text = text.replace(colour, f"var(--{name})")
+    text = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font: \1px var(--font)", text)
+    used = set(re.findall(r"[\"(]#([\w-]+)", text))
+    text = re.sub(r' id="([\w-]+)"', lambda match: match.group(0) if match.group(1) in used else "", text)
+    text = re.sub(r"<g>\s*</g>\s*", "", text)
+    return re.sub(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" role="img">', text, count=1)
+
+
+def _step_axis(axes: Any) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_xlabel("training step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, steps=[1, 2, 5, 10]))
+    axes.margins(x=0.01)
+
+
+def reward(rewards: Curve, evaluations: Curve) -> str:
+    """Training reward, its mean over five steps, and the held-out score where it was measured."""
+
+    def draw() -> Any:
+        figure, axes = _axes(10, 3.6)
+        if rewards:
+            axes.plot(*thinned(rewards), color=BLUE, alpha=0.3, linewidth=1.2, label="reward of the step")
+            axes.plot(*thinned(moving_mean(rewards)), color=BLUE, linewidth=2.4, label="mean of 5 steps")
+        if evaluations:
+            marker = {"marker": "D", "markersize": 6, "markeredgecolor": SURFACE, "markeredgewidth": 1.2}
+            line = {"color": ORANGE, "linewidth": 1.2, "linestyle": (0, (4, 3)), "label": "held-out tasks"}
+            axes.plot(list(evaluations), list(evaluations.values()), **line, **marker)
+        values = [*rewards.values(), *evaluations.values()]
+        if min(values) >= 0 and max(values) <= 1:
+            axes.set_ylim(0, 1.03)
+        _step_axis(axes)
+        axes.legend(loc="lower right", ncols=3)
+        return figure
+
+    return _styled(draw)
+
+
+def curve(values: Curve, *, colour: str = BLUE, log: bool = False, zero: bool = True, stairs: bool = False) -> str:
+    """One number over the steps."""
+
+    def draw() -> Any:
+        figure, axes = _axes(5, 2.6)
+        style = {"drawstyle": "steps-mid"} if stairs else {}
+        axes.plot(*thinned(values), color=colour, linewidth=1.8, **style)
+        if log and min(values.values()) > 0:
+            axes.set_yscale("log")
+        elif zero:
+            axes.set_ylim(bottom=min(0.0, *values.values()), top=max(values.values()) * 1.08 or 1.0)
+        if stairs:
+            from matplotlib.ticker import MaxNLocator
+
+            axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        elif not log:
+            axes.yaxis.set_major_formatter(_thousands)
+        _step_axis(axes)
+        return figure
+
+    return _styled(draw)
+
+
+def _thousands(value: float, _: Any) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:g}"
+
+
+def step_times(parts: Mapping[str, Curve]) -> str:
+    """Seconds of each part of a step, stacked; `parts` are named in `PART_COLOURS` and share their steps."""
+
+    def draw() -> Any:
+        figure, axes = _axes(5, 2.6)
+        columns = [thinned(part) for part in parts.values()]
+        colours = [PART_COLOURS[name] for name in parts]
+        axes.stackplot(
+            columns[0][0], *(values for _, values in columns), labels=list(parts), colors=colours, alpha=0.85, lw=0
+        )
+        axes.set_ylabel("seconds")
+        axes.set_ylim(bottom=0, top=axes.get_ylim()[1] * 1.15)
+        _step_axis(axes)
+        axes.legend(loc="upper right", ncols=len(columns), handlelength=1, columnspacing=1)
+        return figure
+
+    return _styled(draw)
+
+
+def lengths(generated_tokens: Sequence[int]) -> str:
+    """Histogram of generated tokens a trajectory, with a logarithmic axis where the tail is long."""
+    import numpy
+
+    values = numpy.maximum(1, numpy.asarray(generated_tokens))
+    long_tail = values.max() > 20 * numpy.median(values)
+
+    def draw() -> Any:
+        figure, axes = _axes(5, 2.6)
+        low, high = values.min(), values.max()
+        if long_tail:
+            bins = numpy.geomspace(low, high + 1, 31)
+            axes.set_xscale("log")
+        else:
+            width = max(1, -(-int(high - low + 1) // 30))
+            bins = numpy.arange(low, high + width + 1, width)
+        axes.hist(values, bins=bins, color=PURPLE, alpha=0.85)
+        places = {name: numpy.percentile(values, part) for name, part in (("median", 50), ("P90", 90))}
+        for place in places.values():
+            axes.axvline(place, color=INK, linewidth=1, linestyle=(0, (2, 2)))
+        text = "\n".join(f"{name} {place:,.0f}" for name, place in {**places, "longest": high}.items())
+        axes.text(0.98, 0.95, text, transform=axes.transAxes, ha="right", va="top", linespacing=1.5)
+        axes.set_xlabel("generated tokens")
+        axes.set_ylabel("trajectories")
+        axes.xaxis.set_major_formatter(_thousands)
+        return figure
+
+    return _styled(draw)
+
+
+_KINDS = (
+    ("weight update", ORANGE, ("sync", "weight", "publish", "pause")),
+    ("evaluation", TEAL, ("eval",)),
+    ("checkpoint", MUTED, ("checkpoint", "save")),
+    ("training", GREEN, ("train", "warm", "grad", "step")),
+    ("generating", BLUE, ("generate", "decode", "prefill")),
+)
+
+
+def kind(span: timeline.Span) -> tuple[str, str]:
+    """What a span is, in a word and a colour: by its name, else by its track."""
+    if span.track.startswith("tool"):
+        return "tool call", PURPLE
+    for text in (span.name.lower(), span.track.lower()):
+        for name, colour, prefixes in _KINDS:
+            if text.startswith(prefixes):
+                return name, colour
+    return "other", MUTED
+
+
+def busy_share(spans: Sequence[timeline.Span], start: float, end: float) -> float:
+    """Part of [start, end] in which at least one span is open."""
+    covered, reached = 0.0, start
+    for span in sorted(spans, key=lambda span: span.start):
+        covered += max(0.0, min(span.end, end) - max(span.start, reached))
+        reached = max(reached, min(span.end, end))
+    return covered / (end - start)
+
+
+def lanes(spans: Sequence[timeline.Span], start: float, end: float) -> str:
+    """Every span between `start` and `end` seconds, one band a track and one line a lane."""
+    tracks: dict[str, list[timeline.Span]] = {}
+    for span in spans:
+        tracks.setdefault(span.track, []).append(span)
+    order = sorted(tracks, key=lambda track: (timeline.row_order(track), track))
+
+    def draw() -> Any:
+        heights = [min(3.2, 0.8 + 0.08 * len({span.lane for span in tracks[track]})) for track in order]
+        figure, axes = _axes(10, 0.8 + 0.36 * sum(heights))
+        boxes: dict[tuple[str, str], list[tuple[float, float, float, float]]] = {}
+        top = 0.0
+        for track, height in zip(order, heights, strict=True):
+            places = {lane: index for index, lane in enumerate(sorted({span.lane for span in tracks[track]}))}
+            thick = (height - 0.3) / len(places)
+            for span in tracks[track]:
+                low = top + 0.15 + places[span.lane] * thick
+                box = (max(span.start, start) - start, low, min(span.end, end) - start, low + thick * 0.86)
+                boxes.setdefault(kind(span), []).append(box)
+            axes.axhline(top, color=GRID, linewidth=0.8)
+            share = busy_share(tracks[track], start, end)
+            label = f"{track}  {share:.0%} busy"
+            axes.text(-0.008, top + height / 2, label, transform=axes.get_yaxis_transform(), ha="right", va="center")
+            top += height
+        for (name, colour), rectangles in boxes.items():
+            axes.add_patch(_boxes(rectangles, colour, name))
+        axes.set(xlim=(0, end - start), ylim=(top, 0), yticks=[], xlabel="seconds")
+        axes.grid(False)
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(boxes), handlelength=1, columnspacing=1.4)
+        return figure
+
+    return _styled(draw)
+
+
+def _boxes(rectangles: Sequence[tuple[float, float, float, float]], colour: str, name: str) -> Any:
+    """All rectangles (left, low, right, high) of a colour as one path, which is far smaller than one element each."""
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path
+
+    corners = [
+        corner
+        for left, low, right, high in rectangles
+        for corner in ((left, low), (right, low), (right, high), (left, high), (left, low))
+    ]
+    codes = [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY] * len(rectangles)
+    return PathPatch(Path(corners, codes), facecolor=colour, edgecolor="none", alpha=0.9, label=name)

@@ -1,0 +1,252 @@
+"""`report.html`: a run in one self-contained page, from the files that it left in its workdir."""
+
+from __future__ import annotations
+
+import html
+import itertools
+import json
+import math
+import os
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from libra_jax.protocols import DataError
+from libra_jax.telemetry import console, figures, files, metrics, page, timeline, trace
+
+REPORT_FILE = "report.html"
+CONFIG_FILE = "config.json"
+
+PICTURED_STEPS = 3
+"""Training steps that the timeline picture shows."""
+
+PICTURED_SPANS = 4000
+"""Spans in the timeline picture at most; the earliest go first."""
+
+KEPT_SPANS = 20_000
+"""Spans at the timeline's end that are held in memory."""
+
+REPLACED = "groups/replaced_"
+"""What the name of a metric starts with that counts a step's replaced groups of one reason."""
+
+PARTS_NOTE = "Rollout is the time that training waited for it; generation that overlaps training costs no step time."
+
+REASONS = {
+    "environment": "the environment kept crashing",
+    "zero_variance": "all rewards of the group were equal",
+    "stale": "the group would have passed the staleness bound",
+}
+
+
+@dataclass
+class Run:
+    """What a workdir holds.
+
+    Attributes:
+      steps: numbers of each step, ascending.
+      spans: the last of the timeline.
+      seconds: end of the timeline, in seconds of running time.
+      lengths: generated tokens of each trajectory.
+      tool_calls: outcomes of the trajectories' tool calls and how often each came.
+      config: the resolved config, empty where there is none.
+    """
+
+    steps: dict[int, dict[str, float]]
+    spans: list[timeline.Span]
+    seconds: float
+    lengths: list[int]
+    tool_calls: dict[str, int]
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def curve(self, name: str) -> dict[int, float]:
+        """Finite values by step, of the steps that have the number."""
+        return {step: s[name] for step, s in self.steps.items() if name in s and math.isfinite(s[name])}
+
+
+def load(workdir: Path) -> Run:
+    """Reads a workdir, an interrupted run's too.
+
+    Raises:
+      DataError: nothing has been recorded in it.
+    """
+    spans: deque[timeline.Span] = deque(maxlen=KEPT_SPANS)
+    seconds = 0.0
+    for span in timeline.read(workdir / timeline.TIMELINE_FILE):
+        spans.append(span)
+        seconds = max(seconds, span.end)
+    lengths: list[int] = []
+    calls: dict[str, int] = {}
+    for record in files.whole_json_lines(workdir / trace.TRACE_FILE):
+        turns = [turn for turn in record.get("turns") or [] if isinstance(turn, dict)]
+        lengths.append(sum(turn.get("generated_tokens") or 0 for turn in turns))
+        for status in (turn.get("status") for turn in turns):
+            if status:
+                calls[status] = calls.get(status, 0) + 1
+    steps = metrics.read(workdir / metrics.METRICS_FILE)
+    if not (steps or spans or lengths):
+        raise DataError(
+            f"{workdir}: no run has recorded anything here (no {metrics.METRICS_FILE}, {timeline.TIMELINE_FILE} or "
+            f"{trace.TRACE_FILE} with content); give the --workdir of a run"
+        )
+    try:
+        config = json.loads((workdir / CONFIG_FILE).read_text())
+    except (OSError, ValueError):
+        config = {}
+    return Run(steps, list(spans), seconds, lengths, calls, config if isinstance(config, dict) else {})
+
+
+def write_report(workdir: Path) -> Path:
+    """Writes `report.html` from the files of the workdir.
+
+    Returns:
+      The report's path.
+
+    Raises:
+      DataError: nothing has been recorded there, or the report cannot be written.
+    """
+    run = load(workdir)
+    name = str(run.config.get("name") or workdir.resolve().name)
+    text = page.render(f"{name} · Libra-JAX", name, sentences(run), sections(run))
+    path = workdir / REPORT_FILE
+    partial = path.with_name(REPORT_FILE + ".partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise DataError(f"{path}: the report cannot be written ({error.strerror or error})") from error
+    return path
+
+
+def _ends(curve: Mapping[int, float]) -> tuple[float, float]:
+    """Mean of the first and of the last five values."""
+    values = list(curve.values())
+    first, last = values[:5], values[-5:]
+    return sum(first) / len(first), sum(last) / len(last)
+
+
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def _went(name: str, first: float, last: float) -> str:
+    verb = "stayed at" if abs(last - first) < 0.005 else "rose from" if last > first else "fell from"
+    return f"{name} {verb} {first:.2f}" + ("" if verb == "stayed at" else f" to <b>{last:.2f}</b>")
+
+
+def sentences(run: Run) -> list[str]:
+    """The headline numbers, one HTML sentence each."""
+    out = []
+    planned = run.config.get("steps")
+    done = max(run.steps, default=0)
+    if run.steps:
+        of = f" of {planned}" if isinstance(planned, int) and planned > done else ""
+        time = f" in {console.seconds_text(run.seconds)}" if run.seconds else ""
+        out.append(f"The run trained <b>{done}{of} steps</b>{time}.")
+    if rewards := run.curve("reward/mean"):
+        out.append(_went("The training reward", *_ends(rewards)) + " (means of five steps).")
+    if len(scores := list(run.curve("evaluation/accuracy").values())) > 1:
+        out.append(_went("The score on held-out tasks", scores[0], scores[-1]) + ".")
+    if run.lengths:
+        calls = sum(run.tool_calls.values())
+        called = (
+            f", with {calls:,} tool calls ({run.tool_calls.get('success', 0) / calls:.0%} successful)" if calls else ""
+        )
+        out.append(f"It generated <b>{sum(run.lengths):,} tokens</b> in {len(run.lengths):,} trajectories{called}.")
+    if rates := run.curve("tokens_per_second"):
+        out.append(f"The median step generated <b>{_median(list(rates.values())):,.0f} tokens a second</b>.")
+    if ages := run.curve("staleness/max"):
+        age = max(ages.values())
+        out.append(f"No group was older than {age:.0f} version{'' if age == 1 else 's'} when it was trained on.")
+    if skipped := sum(run.curve("skipped").values()):
+        out.append(f"{skipped:.0f} steps were skipped because a number was not finite.")
+    return out
+
+
+def sections(run: Run) -> list[page.Section]:
+    """The page's pictures and tables, those that there is data for."""
+    out: list[page.Section] = []
+    rewards, evaluations = run.curve("reward/mean"), run.curve("evaluation/accuracy")
+    if rewards or evaluations:
+        out.append(page.Section("Reward", figures.reward(rewards, evaluations), wide=True))
+    if rates := run.curve("tokens_per_second"):
+        out.append(page.Section("Generated tokens a second", figures.curve(rates)))
+    if parts := step_parts(run):
+        out.append(page.Section("Where a step's time goes", figures.step_times(parts), PARTS_NOTE))
+    if ages := run.curve("staleness/max"):
+        note = "Versions between a group's first dispatch and the step that trains on it; the oldest group of a step."
+        out.append(page.Section("Staleness", figures.curve(ages, colour=figures.TEAL, stairs=True), note))
+    if mismatch := run.curve("mismatch/kl"):
+        note = "KL between what the engines and the trainer say of the same tokens under the same weights."
+        out.append(page.Section("Mismatch", figures.curve(mismatch, colour=figures.ORANGE, log=True), note))
+    if run.lengths:
+        out.append(page.Section("Trajectory lengths", figures.lengths(run.lengths)))
+    if loss := run.curve("loss"):
+        out.append(page.Section("Loss", figures.curve(loss, colour=figures.GREEN, zero=False)))
+    if picture := timeline_section(run.spans):
+        out.append(picture)
+    out.append(page.Section("Replaced groups", replaced_table(run), wide=True))
+    if run.steps:
+        out.append(page.Section("All numbers", numbers_table(run), wide=True, folded=True))
+    if run.config:
+        text = html.escape(json.dumps(run.config, indent=2))
+        out.append(page.Section("Config", f"<pre>{text}</pre>", wide=True, folded=True))
+    return out
+
+
+def step_parts(run: Run) -> dict[str, dict[int, float]]:
+    """Seconds of each part of a step, by step; "rollout" is the time that training waited for it, where known."""
+    waited = "rollout/wait_seconds" if run.curve("rollout/wait_seconds") else "rollout/seconds"
+    named = {
+        "rollout": waited,
+        "training": "train/seconds",
+        "weight update": "sync/seconds",
+        "checkpoint": "checkpoint/seconds",
+    }
+    curves = {part: curve for part, name in named.items() if any((curve := run.curve(name)).values())}
+    steps = sorted(set().union(*curves.values())) if curves else []
+    parts = {part: {step: curve.get(step, 0.0) for step in steps} for part, curve in curves.items()}
+    if curves and (whole := run.curve("step/seconds")):
+        known = {step: sum(part[step] for part in parts.values()) for step in steps}
+        parts["other"] = {step: max(0.0, whole.get(step, 0.0) - known[step]) for step in steps}
+    return parts
+
+
+def timeline_section(spans: Sequence[timeline.Span]) -> page.Section | None:
+    """The timeline's last few steps."""
+    if not spans:
+        return None
+    trained = sorted(span.end for span in spans if figures.kind(span)[0] == "training")[-PICTURED_STEPS - 1 :]
+    end = trained[-1] if len(trained) > 1 else max(span.end for span in spans)
+    start = trained[0] if len(trained) > 1 else max(end - 30.0, min(span.start for span in spans))
+    shown = [span for span in spans if span.end > start and span.start < end]
+    if len(shown) > PICTURED_SPANS:
+        shown = sorted(shown, key=lambda span: span.end)[-PICTURED_SPANS:]
+        start = max(start, min(span.end for span in shown))
+    if not shown or end <= start:
+        return None
+    note = f"The whole run is in {timeline.TIMELINE_FILE}: open it at ui.perfetto.dev."
+    return page.Section("The last steps, by worker", figures.lanes(shown, start, end), note, wide=True)
+
+
+def replaced_table(run: Run) -> str:
+    """Groups that were replaced instead of trained, by reason."""
+    names = sorted({name for scalars in run.steps.values() for name in scalars if name.startswith(REPLACED)})
+    counts = {name.removeprefix(REPLACED): sum(run.curve(name).values()) for name in names}
+    if not any(counts.values()):
+        return "<p>None: every prompt that was admitted was trained on.</p>"
+    rows = [(reason, REASONS.get(reason, ""), f"{count:,.0f}") for reason, count in counts.items() if count]
+    return page.table(("reason", "meaning", "groups"), rows)
+
+
+def numbers_table(run: Run) -> str:
+    """First, last, least and greatest value of everything that was measured."""
+    names = sorted(set(itertools.chain.from_iterable(run.steps.values())))
+    rows = []
+    for name in names:
+        values = list(run.curve(name).values())
+        if values:
+            rows.append((name, *(f"{value:,.4g}" for value in (values[0], values[-1], min(values), max(values)))))
+    return page.table(("name", "first", "last", "least", "greatest"), rows)
