@@ -1,7 +1,10 @@
-"""Causal attention within segments.
+"""Causal attention within segments: one dense block for short rows, an online softmax over blocks for long ones.
 
-Letters: B rows, T queries, S keys, H query heads, N key and value heads, G = H / N query heads a key head, K head
-width.
+Where a mesh is current, each device attends over its own rows and heads (`shard_map`), because no attention needs
+another device's. Platform kernels are in `kernels.py`.
+
+Letters: B rows, T queries, S keys, C chunk, H query heads, N key and value heads, G = H / N query heads a key head,
+K head width.
 """
 
 from __future__ import annotations
@@ -11,38 +14,234 @@ from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from libra_jax.models import axes, kernels
+from libra_jax.protocols import ConfigError
 
 SAVED_NAMES = ("attention_output", "attention_normalizer")
-"""`checkpoint_name`s of what the backward pass needs from a forward pass of attention."""
+"""`checkpoint_name`s of what the chunked backward pass needs from its forward pass."""
 
 _MASKED = -1e30
-_FLOOR = -1e20  # a row without a key has maximum _FLOOR, so that all its weights underflow to exactly 0
+_FLOOR = -1e20  # a query without a key has maximum _FLOOR, so that all its weights underflow to exactly 0
 
 
 class Attend(Protocol):
-    """Attention over one set of segments."""
+    """Attention over one set of segments: [B, T, H, K] from queries, keys and values."""
 
     def __call__(self, q_BxTxHxK: jax.Array, k_BxTxNxK: jax.Array, v_BxTxNxK: jax.Array) -> jax.Array: ...
 
 
 def prepare(kernel: str, chunk: int, segments_BxT: jax.Array) -> Attend:
-    """Attention over these segments with the named kernel."""
-    return functools.partial(dense, segments_BxT=segments_BxT)
+    """Attention over these segments.
+
+    Args:
+      kernel: "chunked"; "splash" (TPU); "cudnn" (GPU, bfloat16); "auto" takes the platform's kernel where it can
+        compute this case, and "chunked" elsewhere.
+      chunk: queries and keys a block of "chunked"; rows up to this long are one dense block.
+      segments_BxT: int; 0 is padding.
+
+    Raises:
+      ConfigError: the kernel cannot run here or cannot compute this case.
+    """
+
+    def attend(q_BxTxHxK: jax.Array, k_BxTxNxK: jax.Array, v_BxTxNxK: jax.Array) -> jax.Array:
+        blocks = functools.partial(chunked, chunk=chunk)
+        chosen = kernels.choose(kernel, q_BxTxHxK.shape, q_BxTxHxK.dtype)
+        if chosen == "splash":
+            local = kernels.splash
+        elif chosen == "cudnn":
+            local = functools.partial(kernels.cudnn, otherwise=blocks)
+        else:
+            local = blocks
+        return _on_each_device(local)(q_BxTxHxK, k_BxTxNxK, v_BxTxNxK, segments_BxT)
+
+    return attend
+
+
+def chunked(
+    q_BxTxHxK: jax.Array, k_BxTxNxK: jax.Array, v_BxTxNxK: jax.Array, segments_BxT: jax.Array, chunk: int
+) -> jax.Array:
+    """Attention that holds no [T, T] array, forward or backward, where T exceeds the chunk.
+
+    Online softmax over key blocks (arXiv 2205.14135, algorithm 1; its backward recomputes the weights from the saved
+    normalizers). Blocks after the diagonal are skipped, and those before any segment of the query block begins.
+
+    Returns:
+      [B, T, H, K]; 0 at padding.
+    """
+    rows, tokens, heads, head_dim = q_BxTxHxK.shape
+    if tokens <= chunk:
+        return dense(q_BxTxHxK, k_BxTxNxK, v_BxTxNxK, segments_BxT)
+    kv_heads = k_BxTxNxK.shape[2]
+
+    def pad(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, ((0, 0), (0, -tokens % chunk), *(((0, 0),) * (x.ndim - 2))))
+
+    q_BxNxGxTxK = pad(q_BxTxHxK).reshape(rows, -1, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
+    k_BxNxTxK, v_BxNxTxK = (pad(x).transpose(0, 2, 1, 3) for x in (k_BxTxNxK, v_BxTxNxK))
+    out_BxNxGxTxK = _flash(chunk, q_BxNxGxTxK, k_BxNxTxK, v_BxNxTxK, pad(segments_BxT))
+    return out_BxNxGxTxK.transpose(0, 3, 1, 2, 4).reshape(rows, -1, heads, head_dim)[:, :tokens]
 
 
 def dense(q_BxTxHxK: jax.Array, k_BxTxNxK: jax.Array, v_BxTxNxK: jax.Array, segments_BxT: jax.Array) -> jax.Array:
-    """Attention with the whole [T, T] matrix at once; softmax in float32, padding queries give 0."""
+    """Attention with the whole [T, T] matrix at once; softmax in float32.
+
+    Returns:
+      [B, T, H, K]; 0 at padding.
+    """
     rows, tokens, _, head_dim = q_BxTxHxK.shape
-    q_BxTxNxGxK = q_BxTxHxK.reshape(rows, tokens, k_BxTxNxK.shape[2], -1, head_dim) * head_dim**-0.5
+    q_BxTxNxGxK = q_BxTxHxK.reshape(rows, tokens, k_BxTxNxK.shape[2], -1, head_dim)
     scores = jnp.einsum("btngk,bsnk->bngts", q_BxTxNxGxK, k_BxTxNxK, preferred_element_type=jnp.float32)
-    same = (segments_BxT[:, :, None] == segments_BxT[:, None, :]) & (segments_BxT[:, :, None] != 0)
-    mask_BxTxS = same & jnp.tril(jnp.ones((tokens, tokens), bool))
-    scores = jnp.where(mask_BxTxS[:, None, None], scores, _MASKED)
+    scores = jnp.where(_mask(segments_BxT, segments_BxT, 0), scores * head_dim**-0.5, _MASKED)
     top = jax.lax.stop_gradient(jnp.maximum(scores.max(-1, keepdims=True), _FLOOR))
     weights = jnp.exp(scores - top)
     total = weights.sum(-1)
-    out = jnp.einsum(
-        "bngts,bsnk->btngk", weights.astype(v_BxTxNxK.dtype), v_BxTxNxK, preferred_element_type=jnp.float32
-    )
+    weights = weights.astype(v_BxTxNxK.dtype)
+    out = jnp.einsum("bngts,bsnk->btngk", weights, v_BxTxNxK, preferred_element_type=jnp.float32)
     total_BxTxNxG = jnp.where(total == 0, 1.0, total).transpose(0, 3, 1, 2)
     return (out / total_BxTxNxG[..., None]).astype(q_BxTxHxK.dtype).reshape(q_BxTxHxK.shape)
+
+
+def _on_each_device(local: kernels.LocalAttention) -> kernels.LocalAttention:
+    """Runs `local` on each device's rows and heads of the current mesh; without one, returns it as it is."""
+    mesh = axes.current_mesh()
+    if mesh is None:
+        return local
+    heads, segments = axes.spec(("batch", None, "heads", None)), axes.spec(("batch", None))
+
+    def everywhere(
+        q_BxTxHxK: jax.Array, k_BxTxNxK: jax.Array, v_BxTxNxK: jax.Array, segments_BxT: jax.Array
+    ) -> jax.Array:
+        for name, size, axis in (
+            ("rows", q_BxTxHxK.shape[0], "batch"),
+            ("query heads", q_BxTxHxK.shape[2], "heads"),
+            ("key and value heads", k_BxTxNxK.shape[2], "heads"),
+        ):
+            if size % axes.shards(mesh, axis):
+                raise ConfigError(f"{size} {name} do not divide over the mesh's {axes.shards(mesh, axis)} shards.")
+        call = jax.shard_map(
+            local, mesh=mesh, in_specs=(heads, heads, heads, segments), out_specs=heads, check_vma=False
+        )
+        return call(q_BxTxHxK, k_BxTxNxK, v_BxTxNxK, segments_BxT)
+
+    return everywhere
+
+
+def _mask(queries_BxT: jax.Array, keys_BxS: jax.Array, ahead: jax.Array | int) -> jax.Array:
+    """[B, 1, 1, T, S]: the key's segment is the query's, and it is not later; queries start `ahead` of the keys."""
+    same = (queries_BxT[:, :, None] == keys_BxS[:, None, :]) & (queries_BxT[:, :, None] != 0)
+    query_T, key_S = jnp.arange(queries_BxT.shape[1]) + ahead, jnp.arange(keys_BxS.shape[1])
+    return (same & (query_T[:, None] >= key_S[None, :]))[:, None, None]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The chunked kernel. Shapes: q, out [B, N, G, T, K]; k, v [B, N, T, K]; normalizer [B, N, G, T] (log of the sum of
+# exponentiated scores); T is a multiple of the chunk.
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _flash(chunk: int, q: jax.Array, k: jax.Array, v: jax.Array, segments_BxT: jax.Array) -> jax.Array:
+    return _flash_forward(chunk, q, k, v, segments_BxT)[0]
+
+
+def _flash_forward(
+    chunk: int, q: jax.Array, k: jax.Array, v: jax.Array, segments_BxT: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    needed = _needed_blocks(segments_BxT, chunk)
+    first = jnp.argmax(needed, axis=1)
+    stop = jnp.where(needed.any(axis=1), jnp.arange(len(needed)) + 1, first)
+
+    def query_block(i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        q_i = _block(q, i, chunk)
+
+        def key_block(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            out, top, total = carry
+            scores = _scores(q_i, _block(k, j, chunk), segments_BxT, i, j, chunk)
+            new_top = jnp.maximum(top, scores.max(-1))
+            weights, shrink = jnp.exp(scores - new_top[..., None]), jnp.exp(top - new_top)
+            value = jnp.einsum(
+                "bngts,bnsk->bngtk", weights.astype(v.dtype), _block(v, j, chunk), preferred_element_type=jnp.float32
+            )
+            return out * shrink[..., None] + value, new_top, total * shrink + weights.sum(-1)
+
+        shape = q_i.shape[:-1]
+        start = (jnp.zeros(q_i.shape, jnp.float32), jnp.full(shape, _FLOOR), jnp.zeros(shape))
+        out, top, total = jax.lax.fori_loop(first[i], stop[i], key_block, start)
+        normalizer = jnp.where(total == 0, -_MASKED, top + jnp.log(jnp.where(total == 0, 1.0, total)))
+        return (out / jnp.where(total == 0, 1.0, total)[..., None]).astype(q.dtype), normalizer
+
+    out, normalizer = jax.lax.map(query_block, jnp.arange(len(needed)))
+    out = checkpoint_name(_unblock(out, -2), SAVED_NAMES[0])
+    normalizer = checkpoint_name(_unblock(normalizer, -1), SAVED_NAMES[1])
+    return out, (q, k, v, segments_BxT, out, normalizer)
+
+
+def _flash_backward(
+    chunk: int, saved: tuple[jax.Array, ...], grad: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+    q, k, v, segments_BxT, out, normalizer = saved
+    needed = _needed_blocks(segments_BxT, chunk)
+    count = len(needed)
+    stop = jnp.where(needed.any(axis=0), count - jnp.argmax(needed[::-1], axis=0), 0)
+    dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    # Sum over keys of weight * d(weight): the term that the softmax subtracts (arXiv 2205.14135, appendix B.2).
+    shared = (grad.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
+
+    def key_block(dq: jax.Array, j: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        k_j, v_j = _block(k, j, chunk), _block(v, j, chunk)
+
+        def query_block(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            dq, dk_j, dv_j = carry
+            q_i, grad_i = _block(q, i, chunk), _block(grad, i, chunk)
+            weights = jnp.exp(
+                _scores(q_i, k_j, segments_BxT, i, j, chunk) - _block(normalizer, i, chunk, -1)[..., None]
+            )
+            dv_j += dot("bngts,bngtk->bnsk", weights.astype(grad.dtype), grad_i)
+            dweights = dot("bngtk,bnsk->bngts", grad_i, v_j) - _block(shared, i, chunk, -1)[..., None]
+            dscores = (weights * dweights * q.shape[-1] ** -0.5).astype(q.dtype)
+            dk_j += dot("bngts,bngtk->bnsk", dscores, q_i)
+            dq_i = _block(dq, i, chunk) + dot("bngts,bnsk->bngtk", dscores, k_j)
+            return jax.lax.dynamic_update_slice_in_dim(dq, dq_i, i * chunk, axis=3), dk_j, dv_j
+
+        zero = jnp.zeros(k_j.shape, jnp.float32)
+        dq, dk_j, dv_j = jax.lax.fori_loop(j, stop[j], query_block, (dq, zero, zero))
+        return dq, (dk_j.astype(k.dtype), dv_j.astype(v.dtype))
+
+    dq, blocks = jax.lax.scan(key_block, jnp.zeros(q.shape, jnp.float32), jnp.arange(count))
+    dk, dv = (_unblock(block, -2) for block in blocks)
+    return dq.astype(q.dtype), dk, dv, None
+
+
+_flash.defvjp(_flash_forward, _flash_backward)
+
+
+def _needed_blocks(segments_BxT: jax.Array, chunk: int) -> jax.Array:
+    """[T / C, T / C] bool: whether any row's query block may attend to the key block, judged by the range of their
+    segment ids (padding aside) and by order."""
+    blocks = segments_BxT.reshape(segments_BxT.shape[0], -1, chunk)
+    lowest = jnp.where(blocks == 0, jnp.iinfo(blocks.dtype).max, blocks).min(-1)
+    highest = blocks.max(-1)
+    meet = (lowest[:, :, None] <= highest[:, None, :]) & (lowest[:, None, :] <= highest[:, :, None])
+    return jnp.tril(meet.any(axis=0))
+
+
+def _scores(
+    q_i: jax.Array, k_j: jax.Array, segments_BxT: jax.Array, i: jax.Array, j: jax.Array, chunk: int
+) -> jax.Array:
+    """[B, N, G, C, C] masked scores of one block in float32."""
+    scores = jnp.einsum("bngtk,bnsk->bngts", q_i, k_j, preferred_element_type=jnp.float32) * q_i.shape[-1] ** -0.5
+    mask = _mask(_block(segments_BxT, i, chunk, -1), _block(segments_BxT, j, chunk, -1), (i - j) * chunk)
+    return jnp.where(mask, scores, _MASKED)
+
+
+def _block(x: jax.Array, index: jax.Array, chunk: int, axis: int = -2) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(x, index * chunk, chunk, axis)
+
+
+def _unblock(x: jax.Array, axis: int) -> jax.Array:
+    """Blocks stacked on axis 0 become one token axis, at `axis` (negative)."""
+    x = jnp.moveaxis(x, 0, axis - 1)
+    end = x.ndim + axis
+    return x.reshape(*x.shape[: end - 1], -1, *x.shape[end + 1 :])

@@ -176,9 +176,7 @@ def to_hf(config: TransformerConfig, dtype: str = "float32") -> dict[str, Any]:
         "rms_norm_eps": config.rms_norm_eps,
         "tie_word_embeddings": config.tie_word_embeddings,
         "bos_token_id": config.bos_token_id,
-        "eos_token_id": config.eos_token_ids[0]
-        if len(config.eos_token_ids) == 1
-        else list(config.eos_token_ids) or None,
+        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
         "pad_token_id": config.pad_token_id,
         "attention_dropout": 0.0,
         "initializer_range": 0.02,

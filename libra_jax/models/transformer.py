@@ -163,7 +163,9 @@ class Transformer(nnx.Module):
         def layer(x_BxTxD: jax.Array, state: nnx.State) -> tuple[jax.Array, None]:
             return nnx.merge(graph, state)(x_BxTxD, cos, sin, attend), None
 
-        x_BxTxD = self.embed_tokens.weight[...].astype(options.compute_dtype)[tokens_BxT]
+        # Gathered over fsdp first: a lookup in a table split along D would leave the partitioner to replicate the rows.
+        table_VxD = axes.constrain(self.embed_tokens.weight[...].astype(options.compute_dtype), ("vocab", None))
+        x_BxTxD = table_VxD[axes.constrain(tokens_BxT, ("batch", "tokens"))]
         x_BxTxD = axes.constrain(x_BxTxD, ("batch", "tokens", None))
         x_BxTxD, _ = jax.lax.scan(_rematerialized(layer, options.remat), x_BxTxD, stacked)
         return self.norm(x_BxTxD)
