@@ -271,24 +271,23 @@ class ActorHost:
         finally:
             self._work.discard(work)
 
-    async def batches(
-        self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> AsyncGenerator[list[Any], None]:
-        """The items of a stream method, as many at a time as have come in; closing it closes the actor's generator."""
+    def open(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Pump:
+        """Begins a stream method; the pump is read with `take` and has to be closed."""
         self._check_alive()
         pump = Pump(getattr(self._actor, method)(*args, **kwargs))
         self._work.add(pump.task)
+        pump.task.add_done_callback(self._work.discard)
+        return pump
+
+    async def take(self, pump: Pump, method: str) -> list[Any]:
+        """The next items of a stream, as many as have come in; empty at its end. Raises as `call` does."""
         try:
-            while items := await pump.take():
-                yield items
+            return await pump.take()
         except asyncio.CancelledError:
             self._check_caller_cancelled()
             raise
         except Exception as error:
             raise translate(error, self.spec.name, method) from _origin(error)
-        finally:
-            await pump.close()
-            self._work.discard(pump.task)
 
     def _check_alive(self) -> None:
         if self._stopped:

@@ -98,7 +98,10 @@ async def _call_in_environment(host: actors.ActorHost, method: str, /, *args: An
 
 
 async def _stream(host: actors.ActorHost, method: str, /, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-    async with contextlib.aclosing(host.batches(method, args, kwargs)) as batches:
-        async for items in batches:
+    pump = host.open(method, args, kwargs)
+    try:
+        while items := await host.take(pump, method):
             for item in items:
                 yield item
+    finally:
+        await pump.close()

@@ -107,7 +107,11 @@ class Streamer:
 
     async def shutdown(self) -> None:
         if self.log:
-            pathlib.Path(self.log).write_text("shutdown")
+            record(self.log)
+
+
+def record(path: str) -> None:
+    pathlib.Path(path).write_text("shutdown")
 
 
 class Stubborn:

@@ -1,0 +1,229 @@
+"""The Ray backend: every actor in a process of its own, on this host or on any node of a cluster.
+
+Ray places the actor, detects its death and kills it; restarts are the coordinator's decision (`spawn` again).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import os
+import pathlib
+import sys
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+import ray
+import ray.exceptions
+
+from libra_jax.cluster import actors, ray_host, ray_runtime
+from libra_jax.protocols import ActorSpec, DeadlineMissed, WorkerLost
+
+_CONCURRENT_CALLS = 10_000  # of one actor; each open stream is one, and the verbs must never queue behind them
+_BACKPRESSURE = 16  # batches of a stream that may wait for their reader
+
+_Host = ray.remote(ray_host.RayHost)
+
+
+class _Actor:
+    """The driver's end of one actor process."""
+
+    def __init__(self, spec: ActorSpec) -> None:
+        self.spec = spec
+        options: dict[str, Any] = {
+            "num_cpus": spec.cpus,
+            "num_gpus": spec.gpus,
+            "max_concurrency": _CONCURRENT_CALLS,
+            "max_restarts": 0,
+            "max_task_retries": 0,
+        }
+        if spec.environment:
+            options["runtime_env"] = {"env_vars": dict(spec.environment)}
+        self.handle: Any = _Host.options(**options).remote(spec, [os.path.abspath(path) for path in sys.path])
+        self.death: asyncio.Future[Any] = asyncio.ensure_future(_await(self.handle.until_death.remote()))
+        self.death.add_done_callback(_seen)
+        self.birth = ray_host.Birth(0, 0)
+        self.stopping = False
+        self._stream_ids = itertools.count()
+
+    def lost(self, error: BaseException | None = None) -> WorkerLost:
+        """The error of every call once the process is gone."""
+        if self.stopping:
+            return actors.lost(self.spec.name, "has been stopped")
+        why = "cannot be reached" if isinstance(error, ray.exceptions.ActorUnavailableError) else "died"
+        return actors.lost(self.spec.name, f"is lost: its process {self.birth.pid} {why}")
+
+    def check(self) -> None:
+        if self.stopping or self.death.done():
+            raise self.lost()
+
+    async def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        self.check()
+        return await self.remote(self.handle.call, method, args, kwargs)
+
+    async def remote(self, host_method: Any, *args: Any) -> Any:
+        """Calls a method of the host; gives the call up there if it is given up here."""
+        reference = host_method.remote(*args)
+        try:
+            outcome = await reference
+        except asyncio.CancelledError:
+            ray.cancel(reference)
+            raise
+        except ray.exceptions.RayError as error:
+            raise self.lost(error) from error
+        return outcome.unwrap() if isinstance(outcome, ray_host.Outcome) else outcome
+
+    async def stream(self, method: str, /, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        self.check()
+        stream_id = next(self._stream_ids)
+        options = {"num_returns": "streaming", "_generator_backpressure_num_objects": _BACKPRESSURE}
+        references = self.handle.stream.options(**options).remote(stream_id, method, args, kwargs)
+        ended = False
+        try:
+            async for reference in references:
+                outcome = await reference
+                for item in outcome.unwrap():
+                    yield item
+            ended = True
+        except ray.exceptions.RayError as error:
+            raise self.lost(error) from error
+        finally:
+            if not ended and not self.death.done():
+                await self._close_stream(stream_id)
+
+    async def _close_stream(self, stream_id: int) -> None:
+        try:
+            await self.handle.close_stream.remote(stream_id)
+        except ray.exceptions.RayError:
+            return  # the process is gone, and its streams with it
+
+    async def kill(self, seconds: float) -> bool:
+        """Ends the process and what it left behind; False if it is still there after `seconds`."""
+        self.stopping = True
+        ray.kill(self.handle, no_restart=True)
+        await asyncio.wait({self.death}, timeout=seconds)
+        deadline = asyncio.get_running_loop().time() + seconds
+        while any(map(_runs, (self.birth.pid, self.birth.guard_pid))):
+            if asyncio.get_running_loop().time() > deadline:
+                return False
+            await asyncio.sleep(0.02)
+        return self.death.done()
+
+
+class RayCluster:
+    """`protocols.Cluster` on Ray. Ray is started or joined by the first `spawn`."""
+
+    def __init__(
+        self,
+        address: str = "",
+        *,
+        start_seconds: float = 60.0,
+        shutdown_seconds: float = 60.0,
+        object_store_mib: int = 256,
+    ) -> None:
+        """Args:
+        address: `host:port` of a Ray head, from a node of its cluster; empty starts Ray on this machine.
+        start_seconds: deadline for Ray to come up, and for it to place an actor.
+        shutdown_seconds: deadline for an actor to stop.
+        object_store_mib: shared memory of an embedded Ray; what does not fit spills to disk.
+        """
+        self._start_seconds = start_seconds
+        self._shutdown_seconds = shutdown_seconds
+        self._runtime = ray_runtime.RayRuntime(address, object_store_mib=object_store_mib, start_seconds=start_seconds)
+        self._actors: dict[str, _Actor] = {}
+
+    async def spawn(self, spec: ActorSpec) -> actors.Proxy:
+        """Makes the actor and returns its proxy.
+
+        Raises:
+          ConfigError: the factory cannot be found where the actor runs; no cluster at the address.
+          DeadlineMissed: Ray did not place the actor in time: its resources are not there.
+          LibraError: the factory failed, or the name is taken.
+          WorkerLost: the process died while it made the actor.
+        """
+        if spec.name in self._actors and self._actors[spec.name].death.done():
+            del self._actors[spec.name]
+        actors.check_name_free(spec.name, self._actors)
+        await self._runtime.ensure()
+        actor = self._actors[spec.name] = _Actor(spec)
+        try:
+            actor.birth = await self._born(actor)
+            methods = await actor.remote(actor.handle.make)
+        except BaseException:
+            del self._actors[spec.name]
+            await actor.kill(self._shutdown_seconds)
+            raise
+        return actors.Proxy(spec.name, {name: _bind(actor, name, kind) for name, kind in methods.items()})
+
+    async def _born(self, actor: _Actor) -> ray_host.Birth:
+        try:
+            return await asyncio.wait_for(actor.remote(actor.handle.born), self._start_seconds)
+        except TimeoutError:
+            spec, left = actor.spec, ray_runtime.resources()
+            raise DeadlineMissed(
+                f"actor {spec.name!r} was not placed within {self._start_seconds:g} s: it asks for {spec.cpus:g} CPUs "
+                f"and {spec.gpus:g} GPUs, and {left.get('CPU', 0):g} and {left.get('GPU', 0):g} are free in all"
+            ) from None
+
+    async def stop(self, name: str) -> None:
+        """Ends the actor and reaps its process and what that made; nothing happens if it has been stopped before.
+
+        Raises:
+          DeadlineMissed: it did not stop in time and was killed; the message names what it was doing.
+          LibraError: its `shutdown` failed.
+        """
+        actor = self._actors.pop(name, None)
+        if actor is None:
+            return
+        try:
+            if not actor.death.done():
+                await self._ask_to_stop(actor)
+        finally:
+            dead = await actor.kill(self._shutdown_seconds)
+        if not dead:
+            raise DeadlineMissed(
+                f"actor {name!r}: process {actor.birth.pid} still ran {self._shutdown_seconds:g} s after it was killed"
+            )
+
+    async def _ask_to_stop(self, actor: _Actor) -> None:
+        stopping = actor.remote(actor.handle.stop, self._shutdown_seconds)
+        actor.stopping = True
+        try:
+            await asyncio.wait_for(stopping, self._shutdown_seconds + 10.0)
+        except TimeoutError:
+            raise DeadlineMissed(
+                f"actor {actor.spec.name!r} did not answer {self._shutdown_seconds:g} s after it was asked to stop, "
+                "and was killed"
+            ) from None
+        except WorkerLost:
+            return  # it died first
+
+    async def shutdown(self) -> None:
+        """Stops every actor, last made first, and Ray if this started it; raises one LibraError for all that failed."""
+        try:
+            await actors.stop_all(self.stop, self._actors)
+        finally:
+            await self._runtime.end(self._shutdown_seconds)
+
+
+def _bind(actor: _Actor, method: str, kind: actors.MethodKind) -> Callable[..., Any]:
+    return functools.partial(actor.stream if kind == "stream" else actor.call, method)
+
+
+async def _await(reference: Any) -> Any:
+    return await reference
+
+
+def _seen(future: asyncio.Future[Any]) -> None:
+    if not future.cancelled():
+        future.exception()  # looked at, so that asyncio does not report it
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process of this host runs; a zombie does not."""
+    try:
+        stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"

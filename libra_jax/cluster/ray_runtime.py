@@ -1,0 +1,182 @@
+"""Ray itself: started for this process or joined by address, and ended without leaving anything behind.
+
+When the process that started Ray is killed with -9, Ray 2.60 ends its own processes by parent-death signal at once and
+its workers about two seconds later, but its two agents live on for a minute. A guard kills those and removes Ray's
+directory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import pathlib
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import ray
+
+from libra_jax.cluster import actors, guard
+from libra_jax.protocols import ConfigError, DeadlineMissed, LibraError
+
+_log = logging.getLogger(__name__)
+
+_DIRECTORY_PREFIX = "libra-ray-"
+_LONGEST_DIRECTORY = 40  # Ray's socket paths add about 65 characters, and the kernel takes 107
+_PLENTY_OF_CPUS = 1024.0  # embedded, CPU reservations order nothing: two cores must be able to hold every actor
+_SYSTEM = {
+    "process_group_cleanup_enabled": True,  # a worker's children die with it
+    "enable_worker_prestart": False,
+    "prestart_worker_first_driver": False,
+}
+
+
+class RayRuntime:
+    """Ray as this process uses it. Everything that may block runs on one thread.
+
+    That thread lives as long as the runtime, because the parent-death signal of what Ray starts is bound to the
+    thread, not to the process.
+    """
+
+    def __init__(self, address: str, *, object_store_mib: int, start_seconds: float) -> None:
+        self._address = address
+        self._object_store_bytes = object_store_mib << 20
+        self._start_seconds = start_seconds
+        self._thread: actors.ActorThread | None = None
+        self._guard: guard.Guard | None = None
+        self._directory = ""
+        self._lock = asyncio.Lock()
+        self._joined = False
+
+    async def ensure(self) -> None:
+        """Starts or joins Ray unless that has happened; a Ray that this process already has is used, and left alone.
+
+        Raises:
+          ConfigError: no cluster answers at the address.
+          LibraError: Ray does not start.
+          DeadlineMissed: neither happened in time.
+        """
+        async with self._lock:
+            if ray.is_initialized():
+                return
+            self._thread = actors.ActorThread("ray")
+            start = self._thread.submit("start", self._join if self._address else self._start)
+            try:
+                await asyncio.wait_for(start, self._start_seconds)
+            except TimeoutError:
+                where = f"the cluster at {self._address!r}" if self._address else "an embedded cluster"
+                raise DeadlineMissed(
+                    f"Ray did not come up with {where} within {self._start_seconds:g} s; see whether it is overloaded"
+                ) from None
+
+    def _start(self) -> None:
+        _remove_abandoned_directories()
+        self._directory = tempfile.mkdtemp(
+            prefix=f"{_DIRECTORY_PREFIX}{os.getpid()}-", dir=_short_temporary_directory()
+        )
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        before = _ray_children()
+        try:
+            with _quiet():
+                ray.init(
+                    address="local",
+                    num_cpus=int(_PLENTY_OF_CPUS),
+                    object_store_memory=self._object_store_bytes,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    _temp_dir=self._directory,
+                    _system_config=_SYSTEM,
+                )
+        except Exception as error:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            raise LibraError(f"Ray did not start on this machine: {actors.summary(error)}") from error
+        self._guard = guard.Guard(sorted(_ray_children() - before), self._directory)
+
+    def _join(self) -> None:
+        address = self._address
+        if "://" in address:
+            raise ConfigError(
+                f'config.cluster.address: {address!r} is for Ray\'s client; give the head as "host:port", '
+                "and run on a node of the cluster"
+            )
+        try:
+            if address != "auto":
+                host, _, port = address.rpartition(":")
+                socket.create_connection((host, int(port)), timeout=min(5.0, self._start_seconds)).close()
+            with _quiet():
+                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except (ValueError, OSError, RuntimeError) as error:
+            raise ConfigError(
+                f"config.cluster.address: no Ray cluster answers at {address!r} ({actors.summary(error)}); "
+                "start one with `ray start --head`, or leave it empty to start one embedded"
+            ) from error
+        self._joined = True
+
+    async def end(self, seconds: float) -> None:
+        """Leaves the cluster, or ends it if this started it. Idempotent.
+
+        Raises:
+          DeadlineMissed: it did not end in time.
+        """
+        if self._thread is None:
+            return
+        thread, self._thread = self._thread, None
+        try:
+            await asyncio.wait_for(thread.submit("shutdown", self._end), seconds)
+        except TimeoutError:
+            raise DeadlineMissed(f"Ray was still shutting down after {seconds:g} s; its processes are killed") from None
+        finally:
+            thread.close()
+            if self._guard is not None:
+                self._guard.fire(seconds)
+                self._guard = None
+
+    def _end(self) -> None:
+        with _quiet():
+            ray.shutdown()
+
+
+def _ray_children() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def _log_remark(data: dict[str, Any], ignore_prefix: bool = False) -> None:
+    """Takes Ray's remarks on dead workers off the console: our own error names the worker in one sentence."""
+    _log.debug("ray: %s", " ".join(data.get("lines", ())))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps Ray's remarks on its own start out of the console."""
+    logger = logging.getLogger("ray")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    ray._private.worker.print_to_stdstream = _log_remark
+    try:
+        yield
+    finally:
+        logger.setLevel(max(level, logging.ERROR))
+
+
+def _short_temporary_directory() -> str:
+    directory = tempfile.gettempdir()
+    return directory if len(directory) <= _LONGEST_DIRECTORY - len(_DIRECTORY_PREFIX) else "/tmp"
+
+
+def _remove_abandoned_directories() -> None:
+    """Removes what a process left whose guard was killed as well."""
+    for directory in pathlib.Path(_short_temporary_directory()).glob(f"{_DIRECTORY_PREFIX}*-*"):
+        owner = directory.name.removeprefix(_DIRECTORY_PREFIX).split("-")[0]
+        if owner.isdigit() and not psutil.pid_exists(int(owner)):
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def resources() -> dict[str, Any]:
+    """What the cluster has left, for an error's sentence."""
+    return dict(ray.available_resources())
