@@ -289,8 +289,6 @@ class Coordinator:
     async def _train_one_step(self) -> None:
         times, waiting_since = reports.StepTimes(), self._loop.time()
         batch = await self._ending.race(self._next_batch())
-        self._next_step = self._step + 1
-        self._admit()
         times.wait = self._loop.time() - waiting_since
         begin = self._loop.time()
         metrics = await self._ending.race(self._train(batch), through_stop=True)
@@ -335,7 +333,10 @@ class Coordinator:
                 running={key: group.dispatch_version for key, group in self._groups.running.items()},
             )
             if selection.batch:
-                return self._groups.take(selection.batch)
+                # In one go: a group that settled between the two would be admitted at the wrong age.
+                batch, self._next_step = self._groups.take(selection.batch), self._step + 1
+                self._admit()
+                return batch
             if selection.binding and self._config.coordinator.stale == "replace":
                 for group_id in selection.binding:
                     self._groups.replace(group_id, groups.STALE, "it would have passed the staleness bound")

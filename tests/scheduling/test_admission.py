@@ -1,0 +1,140 @@
+"""The staleness bound, over random orders of finishing: kept, without deadlock, each group leaving exactly once."""
+
+from __future__ import annotations
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from libra_jax.scheduling import admission
+
+
+class Model:
+    """A run reduced to counts: groups finish in a random order, and the trainer may be busy while they do."""
+
+    def __init__(self, bound: admission.Bound, stale: str, data: st.DataObject) -> None:
+        self.bound, self.stale, self.data = bound, stale, data
+        self.version = self.next_step = self.admitted = 0
+        self.running: dict[int, int] = {}
+        self.finished: dict[int, int] = {}
+        self.trained: list[tuple[int, int]] = []
+        self.replaced: list[int] = []
+
+    def admit(self) -> None:
+        outstanding = len(self.running) + len(self.finished)
+        count = admission.admissible(
+            self.bound, version=self.version, next_step=self.next_step, outstanding=outstanding
+        )
+        for _ in range(count):
+            self.running[self.admitted] = self.version
+            self.admitted += 1
+        assert len(self.running) + len(self.finished) <= (self.bound.staleness + 1) * self.bound.groups_per_step
+
+    def finish_some(self, least: int) -> None:
+        most = len(self.running)
+        for _ in range(self.data.draw(st.integers(min(least, most), most), label="finishing")):
+            group = self.data.draw(st.sampled_from(sorted(self.running)), label="finishes")
+            version = self.running.pop(group)
+            if self.data.draw(st.integers(0, 9), label="fate") == 0 and len(self.replaced) < 20:
+                self.replaced.append(group)
+                self.admit()
+            else:
+                self.finished[group] = version
+
+    def select(self) -> admission.Selection:
+        return admission.select(self.bound, step=self.version, finished=self.finished, running=self.running)
+
+    def step(self) -> None:
+        self.admit()
+        while not (selection := self.select()).batch:
+            assert self.running, "deadlock: nothing runs and no batch can be trained"
+            if selection.binding and self.stale == "replace":
+                for group in selection.binding:
+                    del self.running[group]
+                    self.replaced.append(group)
+                self.admit()
+                assert self.select().batch or not self.select().binding
+            else:
+                self.finish_some(least=1)
+        self.next_step = self.version + 1
+        for group in selection.batch:
+            self.trained.append((group, self.version - self.finished.pop(group)))
+        self.admit()
+        self.finish_some(least=0)
+        self.version += 1
+
+
+@hypothesis.settings(deadline=None, max_examples=150)
+@hypothesis.given(
+    size=st.integers(1, 4),
+    staleness=st.integers(0, 3),
+    steps=st.integers(1, 6),
+    stale=st.sampled_from(["wait", "replace"]),
+    data=st.data(),
+)
+def test_staleness_is_bounded_and_every_group_leaves_once(size, staleness, steps, stale, data):
+    model = Model(admission.Bound(size, staleness, steps), stale, data)
+    for _ in range(steps):
+        model.step()
+    groups = [group for group, _ in model.trained]
+    assert all(0 <= age <= staleness for _, age in model.trained)
+    assert len(groups) == size * steps
+    assert sorted(groups + model.replaced) == list(range(model.admitted))
+    assert not model.running
+    assert not model.finished
+
+
+def feasible(size: int, staleness: int, step: int, versions: list[int]) -> bool:
+    """Whether groups dispatched at these versions can all be trained in time by the steps from `step` on."""
+    return all(
+        sum(version + staleness <= deadline for version in versions) <= size * max(0, deadline - step + 1)
+        for deadline in range(step + staleness + 5)
+    )
+
+
+@hypothesis.given(
+    size=st.integers(1, 5),
+    staleness=st.integers(0, 3),
+    finished=st.dictionaries(st.integers(0, 40), st.integers(0, 3), max_size=12),
+    running=st.dictionaries(st.integers(41, 80), st.integers(0, 3), max_size=12),
+)
+def test_a_batch_is_refused_exactly_when_it_would_make_a_later_step_late(size, staleness, finished, running):
+    step = 3
+    finished = {group: version for group, version in finished.items() if version + staleness >= step}
+    for group in sorted(running, reverse=True):  # only states that the bound allows can come about
+        if not feasible(size, staleness, step, [*finished.values(), *running.values()]):
+            del running[group]
+    hypothesis.assume(feasible(size, staleness, step, [*finished.values(), *running.values()]))
+    selection = admission.select(admission.Bound(size, staleness, 100), step=step, finished=finished, running=running)
+    if len(finished) < size:
+        assert selection == admission.Selection()
+        return
+    batch = sorted(finished, key=lambda group: (finished[group], group))[:size]
+    rest = [version for group, version in {**finished, **running}.items() if group not in batch]
+    if feasible(size, staleness, step + 1, rest):
+        assert selection == admission.Selection(batch=tuple(batch))
+        return
+    assert selection.batch == ()
+    assert set(selection.binding) <= set(running)
+    kept = [version for group, version in {**finished, **running}.items() if group not in (*batch, *selection.binding)]
+    assert feasible(size, staleness, step + 1, kept)
+
+
+def test_synchronous_training_admits_nothing_while_a_step_runs():
+    bound = admission.Bound(groups_per_step=4, staleness=0, steps=10)
+    assert admission.admissible(bound, version=0, next_step=0, outstanding=0) == 4
+    assert admission.admissible(bound, version=0, next_step=1, outstanding=0) == 0
+
+
+@pytest.mark.parametrize(("next_step", "expected"), [(8, 8), (9, 4), (10, 0)])
+def test_admission_stops_where_the_run_ends(next_step, expected):
+    bound = admission.Bound(groups_per_step=4, staleness=2, steps=10)
+    assert admission.admissible(bound, version=next_step, next_step=next_step, outstanding=0) == expected
+
+
+def test_a_running_group_at_its_deadline_holds_the_step_back():
+    bound = admission.Bound(groups_per_step=2, staleness=1, steps=10)
+    selection = admission.select(bound, step=1, finished={5: 1, 6: 1}, running={4: 0})
+    assert selection.batch == ()
+    assert selection.binding == (4,)
+    assert admission.select(bound, step=1, finished={5: 1, 6: 1}, running={}).batch == (5, 6)
