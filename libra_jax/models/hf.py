@@ -1,0 +1,259 @@
+"""Hugging Face model directories: config.json, and weights in one or several safetensors files.
+
+Reading streams: each device's piece of a parameter is read from the files, converted and placed, one parameter at a
+time, so the host never holds the model beside the devices. Writing goes to a directory of its own, renamed into place
+when it is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from libra_jax.models import config as model_config
+from libra_jax.models import hf_names, transformer
+from libra_jax.protocols import DataError
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+def load(
+    directory: str | pathlib.Path,
+    config: model_config.TransformerConfig,
+    dtype: str = "float32",
+    shardings: Any = None,
+) -> transformer.Params:
+    """Reads the weights of a Hugging Face directory.
+
+    Args:
+      directory: holds `model.safetensors`, or the shards that `model.safetensors.index.json` lists.
+      config: the model's shape (`config.read_directory`).
+      dtype: of every leaf; the files may hold another.
+      shardings: a Sharding for each leaf, in the parameters' nesting; None places all on the default device.
+
+    Raises:
+      DataError: a file is missing or truncated, or a tensor is missing, has another shape, or has no place in the
+        model. Rotary frequencies, and the output projection of a tied model, are ignored.
+    """
+    with contextlib.ExitStack() as stack:
+        tensors = _open_tensors(pathlib.Path(directory), stack)
+        for entry in hf_names.weight_map(config):
+            _check_tensor(entry, tensors, directory)
+        _refuse_strangers(config, tensors)
+        params: dict[str, Any] = {}
+        for path, entries in _by_leaf(config).items():
+            place = jax.sharding.SingleDeviceSharding(jax.devices()[0]) if shardings is None else _get(shardings, path)
+            _set(params, path, _read_leaf(entries, tensors, dtype, place))
+    return params
+
+
+def save(
+    params: transformer.Params,
+    config: model_config.TransformerConfig,
+    directory: str | pathlib.Path,
+    max_shard_bytes: int = 4 << 30,
+) -> None:
+    """Writes config.json, the weights and, where they need several files, their index.
+
+    Args:
+      params: the parameters; every leaf of one dtype, and addressable from this process.
+      config: the model's shape.
+      directory: made, with its parents, or replaced where it holds a model already.
+      max_shard_bytes: a file is closed before it would exceed this (a single larger tensor has a file of its own).
+
+    Raises:
+      DataError: `directory` holds something that is not a model, or the disk refuses.
+    """
+    target = pathlib.Path(directory).absolute()
+    if target.exists() and not (target / "config.json").is_file() and any(target.iterdir()):
+        raise DataError(f"{target}: exists and holds no model, so it is not replaced; choose another directory.")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        try:
+            partial.chmod(0o755)
+            _write(params, config, partial, max_shard_bytes)
+            _replace(target, partial)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise DataError(f"{target}: the model could not be written ({error}).") from error
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Reading.
+# --------------------------------------------------------------------------------------------------------------------
+
+_Tensors = Mapping[str, tuple[pathlib.Path, Any]]
+"""Hugging Face name -> its file, and a handle whose `get_slice(name)` reads pieces."""
+
+
+def _open_tensors(directory: pathlib.Path, stack: contextlib.ExitStack) -> _Tensors:
+    tensors: dict[str, tuple[pathlib.Path, Any]] = {}
+    for file in _weight_files(directory):
+        if not file.is_file():
+            raise DataError(f"{file}: missing; download the model again.")
+        try:
+            handle = stack.enter_context(safetensors.safe_open(str(file), framework="numpy"))
+        except (safetensors.SafetensorError, OSError) as error:
+            raise DataError(f"{file}: is not a whole safetensors file ({error}); download it again.") from None
+        tensors |= dict.fromkeys(handle.keys(), (file, handle))
+    return tensors
+
+
+def _weight_files(directory: pathlib.Path) -> Sequence[pathlib.Path]:
+    if not directory.is_dir():
+        raise DataError(f"{directory}: no such model directory; give the path of a downloaded Hugging Face model.")
+    index = directory / _INDEX
+    if not index.is_file():
+        if (directory / _SINGLE).is_file():
+            return [directory / _SINGLE]
+        raise DataError(f"{directory}: holds neither {_SINGLE} nor {_INDEX}; download the model's safetensors release.")
+    try:
+        names = json.loads(index.read_text())["weight_map"].values()
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{index}: is not a whole index ({error!r}); download it again.") from None
+    return [directory / name for name in sorted(set(names))]
+
+
+def _check_tensor(entry: hf_names.HfEntry, tensors: _Tensors, directory: str | pathlib.Path) -> None:
+    if entry.hf_name not in tensors:
+        raise DataError(f"{directory}: no file holds the tensor {entry.hf_name}, which config.json implies.")
+    file, handle = tensors[entry.hf_name]
+    shape = tuple(handle.get_slice(entry.hf_name).get_shape())
+    if shape != entry.shape:
+        raise DataError(f"{file}: tensor {entry.hf_name} has shape {shape}, but config.json implies {entry.shape}.")
+
+
+def _refuse_strangers(config: model_config.TransformerConfig, tensors: _Tensors) -> None:
+    known = {entry.hf_name for entry in hf_names.weight_map(model_config.untied(config))}
+    for name, (file, _) in tensors.items():
+        if name not in known and not name.endswith("rotary_emb.inv_freq"):
+            raise DataError(f"{file}: tensor {name} has no place in the model that config.json describes.")
+
+
+def _read_leaf(
+    entries: Sequence[hf_names.HfEntry], tensors: _Tensors, dtype: str, sharding: jax.sharding.Sharding
+) -> jax.Array:
+    """One parameter on its devices, each piece read when its device asks for it (replicas share one reading)."""
+    stacked = entries[0].layer is not None
+    shape = (len(entries), *entries[0].shape) if stacked else entries[0].shape
+    pieces: dict[tuple[tuple[int, int, int], ...], np.ndarray] = {}
+
+    def read(entry: hf_names.HfEntry, index: tuple[slice, ...]) -> np.ndarray:
+        file, handle = tensors[entry.hf_name]
+        try:
+            return np.asarray(handle.get_slice(entry.hf_name)[index]).astype(dtype)
+        except (safetensors.SafetensorError, OSError) as error:
+            raise DataError(f"{file}: tensor {entry.hf_name} cannot be read ({error}).") from None
+
+    def piece(index: tuple[slice, ...]) -> np.ndarray:
+        key = tuple(part.indices(size) for part, size in zip(index, shape, strict=True))
+        if key not in pieces:
+            first, *rest = (slice(start, stop) for start, stop, _ in key)
+            if stacked:
+                pieces[key] = np.stack([read(entry, tuple(rest)) for entry in entries[first]])
+            else:
+                pieces[key] = read(entries[0], (first, *rest))
+        return pieces[key]
+
+    return jax.make_array_from_callback(shape, sharding, piece)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Writing.
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _write(
+    params: transformer.Params, config: model_config.TransformerConfig, directory: pathlib.Path, max_shard_bytes: int
+) -> None:
+    dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(params)}
+    if len(dtypes) != 1:
+        raise ValueError(f"parameters of one dtype expected, not {sorted(dtypes)}")
+    values = model_config.to_hf(config, dtypes.pop())
+    (directory / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+    files: list[list[str]] = []
+    total = 0
+    for number, shard in enumerate(_in_shards(params, config, max_shard_bytes), start=1):
+        # Hugging Face's readers refuse files that do not say which framework laid out the tensors.
+        safetensors.numpy.save_file(shard, directory / f"{number}.safetensors", metadata={"format": "pt"})
+        _flush(directory / f"{number}.safetensors")
+        files.append(list(shard))
+        total += sum(array.nbytes for array in shard.values())
+    if len(files) == 1:
+        (directory / "1.safetensors").rename(directory / _SINGLE)
+        return
+    places: dict[str, str] = {}
+    for number, names in enumerate(files, start=1):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        (directory / f"{number}.safetensors").rename(directory / name)
+        places |= dict.fromkeys(names, name)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _in_shards(
+    params: transformer.Params, config: model_config.TransformerConfig, max_shard_bytes: int
+) -> Iterator[dict[str, np.ndarray]]:
+    """Groups of tensors of at most `max_shard_bytes`, parameter by parameter, so that each leaf is fetched once."""
+    shard: dict[str, np.ndarray] = {}
+    size = 0
+    for path, entries in _by_leaf(config).items():
+        leaf = np.asarray(_get(params, path))
+        for entry in entries:
+            nbytes = math.prod(entry.shape) * leaf.itemsize
+            if shard and size + nbytes > max_shard_bytes:
+                yield shard
+                shard, size = {}, 0
+            shard[entry.hf_name] = np.ascontiguousarray(leaf if entry.layer is None else leaf[entry.layer])
+            size += nbytes
+    yield shard
+
+
+def _replace(target: pathlib.Path, partial: pathlib.Path) -> None:
+    if target.exists():
+        old = pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
+        target.rename(old)  # an empty directory may be renamed onto
+        partial.rename(target)
+        shutil.rmtree(old)
+    else:
+        partial.rename(target)
+
+
+def _flush(file: pathlib.Path) -> None:
+    with file.open("rb") as handle:
+        os.fsync(handle.fileno())
+
+
+def _by_leaf(config: model_config.TransformerConfig) -> Mapping[tuple[str, ...], Sequence[hf_names.HfEntry]]:
+    leaves: dict[tuple[str, ...], list[hf_names.HfEntry]] = {}
+    for entry in hf_names.weight_map(config):
+        leaves.setdefault(entry.path, []).append(entry)
+    return leaves
+
+
+def _get(tree: Any, path: tuple[str, ...]) -> Any:
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+def _set(tree: dict[str, Any], path: tuple[str, ...], leaf: Any) -> None:
+    *parents, name = path
+    for key in parents:
+        tree = tree.setdefault(key, {})
+    tree[name] = leaf
