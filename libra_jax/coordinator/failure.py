@@ -11,6 +11,16 @@ from libra_jax.coordinator import deadlines
 T = TypeVar("T")
 
 
+async def together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
+    """Awaits all; the first error is raised at once, and the others are cancelled."""
+    tasks = [asyncio.ensure_future(item) for item in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            deadlines.abandon(task)
+
+
 class Stopped(Exception):
     """The person running it asked the run to stop; not an error."""
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.coordinator import attempts, failure
+from libra_jax.coordinator import attempts, checkpoints, failure
 
 ENVIRONMENT, ZERO_VARIANCE, STALE = "environment", "zero_variance", "stale"
 """Why a group is replaced."""
@@ -77,6 +78,28 @@ class Groups:
         self._tasks[group_id].cancel()
         self._leave(group)
         self._count(group, reason, why)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: groups that wait, groups in flight with their tokens so far, and the counts."""
+        return {
+            "trained": self.trained,
+            "replaced": dict(self.replaced),
+            "replaced_tokens": self.replaced_tokens,
+            "first_replacement": self._first_replacement,
+            "finished": [checkpoints.encode_group(group) for group in self.finished.values()],
+            "running": [checkpoints.encode_group(group) for group in self.running.values()],
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Takes up what `state` returned; groups that were in flight go on from their tokens."""
+        self.trained = state["trained"]
+        self.replaced.update(state["replaced"])
+        self.replaced_tokens = state["replaced_tokens"]
+        self._first_replacement = state["first_replacement"]
+        finished = map(checkpoints.decode_group, state["finished"])
+        self.finished.update((group.group_id, group) for group in finished)
+        for record in state["running"]:
+            self.resume(checkpoints.decode_group(record))
 
     def busy_seconds(self) -> float:
         """Seconds in which any group ran, since the last call."""

@@ -76,7 +76,7 @@ class Instances:
 
     async def start(self) -> None:
         """Starts every engine concurrently; one that dies while starting is restarted in the background."""
-        await asyncio.gather(*(self._start(engine) for engine in self.engines.values()))
+        await failure.together(*(self._start(engine) for engine in self.engines.values()))
         self._ending.start(self._watch(), "engine health")
 
     def serving(self) -> list[protocols.Instance]:
@@ -158,7 +158,7 @@ class Instances:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(HEALTH_SECONDS)
-            await asyncio.gather(*(self._check(engine) for engine in self.loadable()))
+            await failure.together(*(self._check(engine) for engine in self.loadable()))
 
     async def _check(self, engine: Engine) -> None:
         life = engine.life
@@ -166,5 +166,5 @@ class Instances:
             await deadlines.within(
                 self._config.deadlines.first_token, engine.proxy.health(), f"Engine {engine.name}'s health check"
             )
-        except (protocols.WorkerLost, protocols.DeadlineMissed) as error:
+        except protocols.LibraError as error:
             self.lost(engine, life, error)

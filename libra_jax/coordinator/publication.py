@@ -12,7 +12,7 @@ from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.coordinator import deadlines, instances
+from libra_jax.coordinator import deadlines, failure, instances
 
 
 class Publisher:
@@ -95,7 +95,7 @@ class Publisher:
             except Exception as error:  # whatever went wrong, its weights cannot be trusted any more
                 self._engines.lost(update.engine, update.life, error)
 
-        await asyncio.gather(*(guarded(update) for update in updates if update.going))
+        await failure.together(*(guarded(update) for update in updates if update.going))
 
 
 def _loader(bucket: protocols.WeightBucket) -> Callable[[_Update], Coroutine[Any, Any, None]]:

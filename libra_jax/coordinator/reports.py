@@ -64,10 +64,10 @@ class StepReport:
         generated = [trajectory.generated_tokens for trajectory in trajectories]
         counts, times = self.counts, self.times
         return {
+            **self.trainer,
             "policy_version": self.version + 1,
             "reward/mean": statistics.fmean(rewards),
             "reward/std": statistics.pstdev(rewards),
-            **self.trainer,
             "tokens_per_second": counts.tokens / times.step if times.step > 0 else 0.0,
             "tokens/generated": counts.tokens,
             "tokens/trained": sum(generated),

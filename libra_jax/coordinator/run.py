@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
-import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.agents import demonstrations
 from libra_jax.agents import loop as agent_loop
 from libra_jax.coordinator import (
     attempts,
@@ -29,11 +26,11 @@ from libra_jax.coordinator import (
     instances,
     publication,
     reports,
+    saving,
+    signals,
+    warm_start,
 )
 from libra_jax.scheduling import admission
-
-WARM_START_TASKS = 1_000_000_000
-"""Position of the first warm-start task: training tasks from far beyond what a run trains on, none of them held out."""
 
 
 @dataclass
@@ -97,33 +94,27 @@ class Coordinator:
         reward: agent_loop.RewardFunction | None = None,
         export: Path | None = None,
     ) -> None:
-        configuration.check(
-            demonstrator is not None or config.warm_start.steps == 0,
-            "warm_start.steps",
-            f"must be 0, because the environment {config.task.environment} offers no demonstrations",
-        )
         self._config = config
         self._cluster = cluster
         self._trainer_spec = trainer_spec
         self._engine_specs = engine_specs
         self._tasks = tasks
         self._make_environment = make_environment
-        self._demonstrator = demonstrator
         self._tokenizer = tokenizer
         self._scheduler = scheduler
         self._recorder = recorder
+        self._workdir = workdir
         self._reward = reward
         self._export = export
-        self._checkpoints = checkpoints.Checkpoints(workdir, config.checkpoint.keep)
+        self._warm_start = warm_start.WarmStart(config, tasks=tasks, demonstrator=demonstrator, tokenizer=tokenizer)
         limits = config.coordinator
         self._bound = admission.Bound(limits.groups_per_step, limits.staleness, config.steps)
         self._summary = RunSummary()
+        self._ready = False  # workers are up, and a checkpoint has been restored if there was one
+        self._opened = False  # the policy that training begins with has been reported
         self._step = 0  # training steps taken, which is also the trainer's version
         self._next_step = 0  # the version at which the next batch to be selected will train
         self._data_position = 0
-        self._warm_steps = 0
-        self._pending_checkpoint: int | None = None
-        self._checkpoint_seconds = 0.0
         self._reported: collections.Counter[str] = collections.Counter()
         self._reported_tokens = 0
 
@@ -139,9 +130,14 @@ class Coordinator:
         """
         self._loop = asyncio.get_running_loop()
         self._ending = failure.Ending()
+        newest = checkpoints.newest_step(self._workdir)
+        if newest >= self._config.steps and self._export is None:
+            self._step = newest
+            self._summarise(f"This run has taken its {newest} steps already: nothing is left to do.")
+            return self._summary
         try:
-            with self._signals():
-                await self._run()
+            with signals.caught(self.request_stop):
+                await self._run(newest)
         finally:
             await self._close()
         return self._summary
@@ -151,36 +147,18 @@ class Coordinator:
         self._recorder.note("Stopping after the training step under way; a second signal ends at once.")
         self._ending.call(failure.Stopped())
 
-    async def _run(self) -> None:
+    async def _run(self, newest: int) -> None:
         try:
             self._build(await self._ending.race(self._start_workers()))
+            if newest >= 0:
+                await self._restore(newest)
+            self._ready = True
             await self._open()
             while self._step < self._config.steps:
                 await self._train_one_step()
             await self._finish()
         except failure.Stopped:
             await self._stop()
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Catches the first signal of each kind; the second has its usual effect."""
-        caught: list[signal.Signals] = []
-
-        def stop(number: signal.Signals) -> None:
-            self._loop.remove_signal_handler(number)
-            caught.remove(number)
-            self.request_stop()
-
-        for number in (signal.SIGINT, signal.SIGTERM):
-            # Not on a thread other than the main one, nor on the simulator's event loop.
-            with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
-                self._loop.add_signal_handler(number, stop, number)
-                caught.append(number)
-        try:
-            yield
-        finally:
-            for number in caught:
-                self._loop.remove_signal_handler(number)
 
     async def _start_workers(self) -> Any:
         self._engines = instances.Instances(
@@ -190,7 +168,7 @@ class Coordinator:
             recorder=self._recorder,
             ending=self._ending,
         )
-        trainer, _ = await asyncio.gather(self._start_trainer(), self._engines.start())
+        trainer, _ = await failure.together(self._start_trainer(), self._engines.start())
         return trainer
 
     async def _start_trainer(self) -> Any:
@@ -198,99 +176,94 @@ class Coordinator:
         self._recorder.status(name, "starting")
         trainer = await deadlines.within(seconds, self._cluster.spawn(self._trainer_spec), f"The making of {name}")
         info = await deadlines.within(seconds, trainer.start(), f"The start of {name}")
-        self._recorder.note(f"The trainer holds {info.parameters:,} parameters on {info.platform}, mesh {info.mesh}.")
+        mesh = ", ".join(f"{axis} {size}" for axis, size in info.mesh.items())
+        self._recorder.note(f"The trainer holds {info.parameters:,} parameters on {info.platform} ({mesh}).")
         self._recorder.status(name, "idle")
         return trainer
 
     def _build(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._trainer_lock = asyncio.Lock()
-        common: dict[str, Any] = {"recorder": self._recorder}
+        config, recorder, ending = self._config, self._recorder, self._ending
+        self._trainer, self._trainer_lock = trainer, asyncio.Lock()
+        self._settled = asyncio.Event()
+        self._saver = saving.Saver(
+            config,
+            trainer=trainer,
+            trainer_lock=self._trainer_lock,
+            workdir=self._workdir,
+            recorder=recorder,
+            state=self._state,
+        )
         self._publisher = publication.Publisher(
-            self._config, trainer=trainer, trainer_lock=self._trainer_lock, engines=self._engines, **common
+            config, trainer=trainer, trainer_lock=self._trainer_lock, engines=self._engines, recorder=recorder
         )
         self._dispatcher = dispatch.Dispatcher(
-            self._config, scheduler=self._scheduler, engines=self._engines, ending=self._ending, **common
+            config, scheduler=self._scheduler, engines=self._engines, recorder=recorder, ending=ending
         )
         self._runner = attempts.Attempts(
-            self._config,
+            config,
             dispatcher=self._dispatcher,
             make_environment=self._make_environment,
             tokenizer=self._tokenizer,
             reward=self._reward,
         )
-        self._settled = asyncio.Event()
         self._groups = groups.Groups(
-            self._config, runner=self._runner, ending=self._ending, settled=self._on_settled, **common
+            config, runner=self._runner, recorder=recorder, ending=ending, settled=self._on_settled
         )
-
-    async def _open(self) -> None:
-        """Restores or warm-starts, publishes what that gives, and evaluates it at version 0."""
-        newest = self._checkpoints.newest()
-        if newest >= 0:
-            await self._restore(newest)
-        warm_start = await self._warm_start()
-        self._step_began = self._loop.time()
-        await self._ending.race(self._publish())
-        if newest < 0:
-            report = {**warm_start, **await self._evaluate_if_due()}
-            if report:
-                self._recorder.metrics(0, {"policy_version": 0, **report})
-            if warm_start:
-                await self._checkpoint_if(True)
-        self._step_began = self._loop.time()
 
     async def _restore(self, step: int) -> None:
         """Takes up a checkpoint. Groups that were in flight go on; they get tokens once weights are published."""
-        state = self._checkpoints.load(step)
+        state = await self._saver.restore(step)
         self._recorder.note(f"Going on from the checkpoint at step {step}.")
-        path = str(self._checkpoints.trainer_path(step))
-        version = await self._ask_trainer(self._config.deadlines.checkpoint, self._trainer.restore(path), "restore")
-        if version != step:
-            raise protocols.DataError(f"The trainer's part of the checkpoint, {path}, holds version {version}.")
         self._step = self._next_step = step
+        self._opened = state["opened"]
         self._data_position = state["data_position"]
-        self._warm_steps = state["warm_steps"]
-        self._groups.trained = state["trained"]
-        self._groups.replaced.update(state["replaced"])
-        self._groups.replaced_tokens = state["replaced_tokens"]
-        self._reported, self._reported_tokens = self._groups.replaced.copy(), self._groups.replaced_tokens
+        self._warm_start.taken = state["warm_start_steps"]
         self._scheduler.restore(state["scheduler"])
-        finished = [checkpoints.decode_group(record) for record in state["finished"]]
-        self._groups.finished.update((group.group_id, group) for group in finished)
-        for record in state["running"]:
-            self._groups.resume(checkpoints.decode_group(record))
+        self._groups.restore(state["groups"])
+        self._reported, self._reported_tokens = self._groups.replaced.copy(), self._groups.replaced_tokens
 
-    async def _warm_start(self) -> dict[str, float]:
-        """Supervised steps on demonstrations; returns the last step's metrics."""
-        limits, metrics = self._config.warm_start, {}
-        begin = self._loop.time()
-        while self._step == 0 and self._warm_steps < limits.steps:
-            assert self._demonstrator is not None
-            first = WARM_START_TASKS + self._warm_steps * limits.batch_size
-            batch = [
-                demonstrations.demonstration_trajectory(self._tasks.task(index), self._demonstrator, self._tokenizer)
-                for index in range(first, first + limits.batch_size)
-            ]
-            work = self._ask_trainer(
-                self._config.deadlines.train_step, self._trainer.warm_start_step(batch), "take a warm-start step"
-            )
-            metrics = await self._ending.race(work, through_stop=True)
-            self._warm_steps += 1
-            loss = f", loss {metrics['loss']:.4f}" if "loss" in metrics else ""
-            self._recorder.status(self._trainer_spec.name, f"warm start {self._warm_steps}/{limits.steps}{loss}")
-            self._ending.check()
-        if metrics:
-            self._recorder.span(self._trainer_spec.name, "warm start", begin, self._loop.time())
-        return {f"warm_start/{name}": value for name, value in metrics.items()}
+    def _state(self) -> dict[str, Any]:
+        """The coordinator's part of a checkpoint."""
+        return {
+            "step": self._step,
+            "opened": self._opened,
+            "data_position": self._data_position,
+            "warm_start_steps": self._warm_start.taken,
+            "scheduler": dict(self._scheduler.snapshot()),
+            "allocation": [{"name": item.name, "slots": item.slots} for item in self._engines.serving()],
+            "groups": self._groups.state(),
+        }
+
+    async def _open(self) -> None:
+        """Warm-starts what has not been, publishes the policy, and reports the one that training begins with."""
+        name, begin = self._trainer_spec.name, self._loop.time()
+        report = await self._warm_start.run(
+            self._take_warm_start_step, self._ending, lambda text: self._recorder.status(name, text)
+        )
+        if report:
+            self._recorder.span(name, "warm start", begin, self._loop.time())
+        await self._ending.race(self._publish())
+        if not self._opened:
+            report |= await self._evaluate_if_due()
+            if report:
+                self._recorder.metrics(0, {"policy_version": 0, **report})
+            self._opened = True
+            if self._warm_start.taken:
+                await self._saver.at_step(0)
+        self._step_began = self._loop.time()
+
+    async def _take_warm_start_step(self, batch: list[protocols.Trajectory]) -> Mapping[str, float]:
+        async with self._trainer_lock:
+            work = self._trainer.warm_start_step(batch)
+            return await self._ask_trainer(self._config.deadlines.train_step, work, "take a warm-start step")
 
     # One step ---------------------------------------------------------------------------------------------------
 
     async def _train_one_step(self) -> None:
         times, waiting_since = reports.StepTimes(), self._loop.time()
         batch = await self._ending.race(self._next_batch())
-        times.wait = self._loop.time() - waiting_since
         begin = self._loop.time()
+        times.wait = begin - waiting_since
         metrics = await self._ending.race(self._train(batch), through_stop=True)
         times.train = self._loop.time() - begin
         report = reports.StepReport(self._step - 1, batch, metrics, times)
@@ -300,7 +273,7 @@ class Coordinator:
             report.evaluation = await self._evaluate_if_due()
         finally:
             self._record(report)
-        await self._checkpoint_if(self._step % max(1, self._config.checkpoint.every) == 0)
+        await self._saver.at_step(self._step)
         self._ending.check()
 
     def _admit(self) -> None:
@@ -381,7 +354,7 @@ class Coordinator:
         self._reported, self._reported_tokens = self._groups.replaced.copy(), self._groups.replaced_tokens
         report.counts = self._dispatcher.take_counts()
         report.times.rollout = self._groups.busy_seconds()
-        report.times.checkpoint, self._checkpoint_seconds = self._checkpoint_seconds, 0.0
+        report.times.checkpoint = self._saver.take_seconds()
         metrics = report.metrics()
         for record in report.trace():
             self._recorder.trajectory(record)
@@ -389,67 +362,30 @@ class Coordinator:
         self._summary.rewards[self._step] = metrics["reward/mean"]
         self._step_began = self._loop.time()
 
-    # Checkpoints and the end ------------------------------------------------------------------------------------
-
-    async def _checkpoint_if(self, due: bool) -> None:
-        """Begins a checkpoint if one is due; the one before has been made to count by then."""
-        begin = self._loop.time()
-        await self._commit_checkpoint()
-        if due and self._config.checkpoint.every and self._checkpoints.newest() < self._step:
-            path = self._checkpoints.begin(self._step, self._state())
-            async with self._trainer_lock:
-                await self._ask_trainer(self._config.deadlines.checkpoint, self._trainer.save(str(path)), "save")
-            self._pending_checkpoint = self._step
-        self._checkpoint_seconds += self._loop.time() - begin
-
-    async def _commit_checkpoint(self) -> None:
-        """Waits for the save that a step has had time to overlap with, and names it in a manifest."""
-        if self._pending_checkpoint is not None:
-            step, self._pending_checkpoint = self._pending_checkpoint, None
-            begin = self._loop.time()
-            async with self._trainer_lock:
-                seconds = self._config.deadlines.checkpoint
-                await self._ask_trainer(seconds, self._trainer.wait_saved(), "finish its save")
-            self._checkpoints.commit(step)
-            self._recorder.span("coordinator", "checkpoint", begin, self._loop.time(), {"step": step})
-
-    def _state(self) -> dict[str, Any]:
-        return {
-            "step": self._step,
-            "data_position": self._data_position,
-            "warm_steps": self._warm_steps,
-            "trained": self._groups.trained,
-            "replaced": dict(self._groups.replaced),
-            "replaced_tokens": self._groups.replaced_tokens,
-            "finished": [checkpoints.encode_group(group) for group in self._groups.finished.values()],
-            "running": [checkpoints.encode_group(group) for group in self._groups.running.values()],
-            "scheduler": dict(self._scheduler.snapshot()),
-            "allocation": [{"name": item.name, "slots": item.slots} for item in self._engines.serving()],
-        }
+    # The end ----------------------------------------------------------------------------------------------------
 
     async def _finish(self) -> None:
-        await self._checkpoint_if(True)
-        await self._commit_checkpoint()
+        await self._saver.now(self._step)
         if self._export is not None:
-            seconds = self._config.deadlines.checkpoint
-            await self._ask_trainer(seconds, self._trainer.export(str(self._export)), "export its parameters")
+            async with self._trainer_lock:
+                work = self._trainer.export(str(self._export))
+                await self._ask_trainer(self._config.deadlines.checkpoint, work, "export its parameters")
         self._summarise(f"Trained {self._step} steps on {self._groups.trained} groups.")
 
     async def _stop(self) -> None:
         self._summary.stopped = True
-        ready = hasattr(self, "_groups")
-        if ready and self._config.checkpoint.every:
-            await self._checkpoint_if(True)
-            await self._commit_checkpoint()
+        if not self._ready:
+            self._summarise("Stopped before training began; nothing is lost.")
+        elif await self._saver.now(self._step):
             self._summarise(f"Stopped at step {self._step}; the same command goes on from the checkpoint there.")
         else:
-            self._summarise(f"Stopped at step {self._step} without a checkpoint (config.checkpoint.every is 0).")
+            self._summarise(f"Stopped at step {self._step} without a checkpoint: config.checkpoint.every is 0.")
 
     def _summarise(self, sentence: str) -> None:
         summary = self._summary
         summary.steps = summary.policy_version = self._step
         summary.sentence = sentence
-        if hasattr(self, "_groups"):
+        if self._ready:
             summary.trained, summary.replaced = self._groups.trained, dict(self._groups.replaced)
         self._recorder.note(sentence)
 

@@ -1,0 +1,33 @@
+"""SIGINT and SIGTERM as a request to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
+
+
+@contextlib.contextmanager
+def caught(stop: Callable[[], None]) -> Iterator[None]:
+    """Calls `stop` at the first signal of each kind; a second one has its usual effect.
+
+    Catches nothing on a thread other than the main one, nor on an event loop that cannot (the simulator's).
+    """
+    loop = asyncio.get_running_loop()
+    numbers: list[signal.Signals] = []
+
+    def once(number: signal.Signals) -> None:
+        loop.remove_signal_handler(number)
+        numbers.remove(number)
+        stop()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+            loop.add_signal_handler(number, once, number)
+            numbers.append(number)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)

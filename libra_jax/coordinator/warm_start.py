@@ -1,0 +1,77 @@
+"""The warm start: supervised steps on demonstrations, before reinforcement learning begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+from libra_jax import config as configuration
+from libra_jax import protocols
+from libra_jax.agents import demonstrations
+from libra_jax.coordinator import failure
+
+FIRST_TASK = 1_000_000_000
+"""Position of the first task demonstrated: from far beyond what a run trains on, and never held out."""
+
+
+class WarmStart:
+    """Supervised steps, and how many have been taken.
+
+    Args:
+      config: the run's configuration (`warm_start`).
+      tasks: where tasks to demonstrate come from.
+      demonstrator: solves them; None only where no steps are asked for.
+      tokenizer: the policy's.
+    """
+
+    def __init__(
+        self,
+        config: configuration.RunConfig,
+        *,
+        tasks: protocols.TaskSource,
+        demonstrator: protocols.Demonstrator | None,
+        tokenizer: protocols.Tokenizer,
+    ) -> None:
+        configuration.check(
+            demonstrator is not None or config.warm_start.steps == 0,
+            "warm_start.steps",
+            f"must be 0, because the environment {config.task.environment} offers no demonstrations",
+        )
+        self._limits = config.warm_start
+        self._tasks = tasks
+        self._demonstrator = demonstrator
+        self._tokenizer = tokenizer
+        self.taken = 0
+
+    async def run(
+        self,
+        step: Callable[[list[protocols.Trajectory]], Coroutine[Any, Any, Mapping[str, float]]],
+        ending: failure.Ending,
+        status: Callable[[str], None],
+    ) -> dict[str, float]:
+        """Takes the steps that are left; stops between two of them when the run is to end.
+
+        Args:
+          step: has the trainer take one.
+          ending: the run's end.
+          status: told what is going on.
+
+        Returns:
+          The last step's metrics under `warm_start/`; empty where none was left.
+        """
+        metrics: Mapping[str, float] = {}
+        while self.taken < self._limits.steps:
+            metrics = await ending.race(step(self._batch()), through_stop=True)
+            self.taken += 1
+            loss = f", loss {metrics['loss']:.4f}" if "loss" in metrics else ""
+            status(f"warm start {self.taken}/{self._limits.steps}{loss}")
+            ending.check()
+        return {f"warm_start/{name}": value for name, value in metrics.items()}
+
+    def _batch(self) -> list[protocols.Trajectory]:
+        assert self._demonstrator is not None
+        first = FIRST_TASK + self.taken * self._limits.batch_size
+        return [
+            demonstrations.demonstration_trajectory(self._tasks.task(index), self._demonstrator, self._tokenizer)
+            for index in range(first, first + self._limits.batch_size)
+        ]
