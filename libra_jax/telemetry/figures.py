@@ -55,6 +55,7 @@ _STYLE = {
     "ytick.color": MUTED,
     "xtick.major.size": 0,
     "ytick.major.size": 0,
+    "ytick.minor.size": 0,
     "legend.frameon": False,
     "figure.facecolor": "none",
     "axes.facecolor": "none",
@@ -219,8 +220,10 @@ def lengths(generated_tokens: Sequence[int]) -> str:
     return _styled(draw)
 
 
+UPDATE = ("weight update", ORANGE)
+
 _KINDS = (
-    ("weight update", ORANGE, ("sync", "weight", "publish", "pause")),
+    (*UPDATE, ("sync", "weight", "publish", "pause")),
     ("evaluation", TEAL, ("eval",)),
     ("checkpoint", MUTED, ("checkpoint", "save")),
     ("training", GREEN, ("train", "warm", "grad", "step")),
@@ -256,20 +259,23 @@ def lanes(spans: Sequence[timeline.Span], start: float, end: float) -> str:
     order = sorted(tracks, key=lambda track: (timeline.row_order(track), track))
 
     def draw() -> Any:
-        heights = [min(3.2, 0.8 + 0.08 * len({span.lane for span in tracks[track]})) for track in order]
+        # A weight update holds up its whole engine, so it is drawn over the band's height rather than on a lane.
+        used = {track: sorted({s.lane for s in tracks[track] if kind(s) != UPDATE} or {0}) for track in order}
+        heights = [min(3.2, 0.8 + 0.08 * len(used[track])) for track in order]
         figure, axes = _axes(10, 0.8 + 0.36 * sum(heights))
         boxes: dict[tuple[str, str], list[tuple[float, float, float, float]]] = {}
         top = 0.0
         for track, height in zip(order, heights, strict=True):
-            places = {lane: index for index, lane in enumerate(sorted({span.lane for span in tracks[track]}))}
-            thick = (height - 0.3) / len(places)
+            thick = (height - 0.3) / len(used[track])
             for span in tracks[track]:
-                low = top + 0.15 + places[span.lane] * thick
-                box = (max(span.start, start) - start, low, min(span.end, end) - start, low + thick * 0.86)
+                low, high = top + 0.15, top + height - 0.15
+                if kind(span) != UPDATE:
+                    low += used[track].index(span.lane) * thick
+                    high = low + thick * 0.86
+                box = (max(span.start, start) - start, low, min(span.end, end) - start, high)
                 boxes.setdefault(kind(span), []).append(box)
             axes.axhline(top, color=GRID, linewidth=0.8)
-            share = busy_share(tracks[track], start, end)
-            label = f"{track}  {share:.0%} busy"
+            label = f"{track}  {busy_share(tracks[track], start, end):.0%} busy"
             axes.text(-0.008, top + height / 2, label, transform=axes.get_yaxis_transform(), ha="right", va="center")
             top += height
         for (name, colour), rectangles in boxes.items():

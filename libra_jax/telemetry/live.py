@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import errno
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -21,6 +24,14 @@ from libra_jax.telemetry import console, files
 REFRESH_SECONDS = 0.5
 SPARK_STEPS = 40
 NOTES = 5
+
+
+class _Terminal(Console):
+    """A rich console that leaves a broken pipe to its caller; rich itself would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 class LiveConsole:
@@ -49,14 +60,19 @@ class LiveConsole:
         self._evaluation: tuple[int, float] | None = None
         self._workers: dict[str, tuple[str, float]] = {}
         self._notes: deque[str] = deque(maxlen=NOTES)
-        self._console = Console(file=stream)
+        self._console = _Terminal(file=stream)
         self._live = Live(
             get_renderable=self._picture, console=self._console, auto_refresh=False, vertical_overflow="crop"
         )
         self._ended = threading.Event()
-        self._live.start()
-        self._console.show_cursor(True)
         self._thread = threading.Thread(target=self._redraw, name="libra-console", daemon=True)
+        self._drawing = False
+        try:
+            self._live.start()
+            self._drawing = True
+            self._console.show_cursor(True)
+        except (OSError, ValueError) as error:
+            self._lost(error)
         self._thread.start()
         atexit.register(self.close)
 
@@ -80,14 +96,17 @@ class LiveConsole:
     def close(self) -> None:
         """Draws the picture a last time and leaves it on the terminal. Idempotent."""
         atexit.unregister(self.close)
-        if self._ended.is_set():
-            return
         self._ended.set()
         self._thread.join()
         try:
-            self._live.stop()
+            self._stop()
         except (OSError, ValueError) as error:
             self._lost(error)
+
+    def _stop(self) -> None:
+        if self._drawing:
+            self._drawing = False
+            self._live.stop()
 
     def _redraw(self) -> None:
         while not self._ended.wait(REFRESH_SECONDS):
@@ -95,10 +114,12 @@ class LiveConsole:
                 self._live.refresh()
             except (OSError, ValueError) as error:
                 self._lost(error)
-                return
 
     def _lost(self, error: Exception) -> None:
+        self._ended.set()
         console.quiet(self._stream)
+        with contextlib.suppress(OSError, ValueError):
+            self._stop()  # gives sys.stdout and sys.stderr back
         self._warn(console.LOST, f"Nobody reads the console any more ({error}); the run goes on.")
 
     def _picture(self) -> RenderableType:

@@ -88,7 +88,7 @@ def test_objects_of_one_step_are_merged_when_read(tmp_path):
     step=st.integers(-1, 10),
     torn=st.integers(0, 40),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_cut_back_keeps_what_the_checkpoint_saw_and_is_idempotent(folder, steps, step, torn):
     steps = sorted((s for s in steps if s is not None), key=int) if None not in steps else steps
     for name in ("metrics.jsonl", "trace.jsonl"):

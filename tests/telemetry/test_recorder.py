@@ -1,0 +1,338 @@
+"""The recorder as a run uses it: every sink at once, in a pipe, on a terminal, on a full disk, closed twice."""
+
+import errno
+import json
+import logging
+import os
+import pty
+import subprocess
+import sys
+import types
+from dataclasses import replace
+
+import pytest
+
+from libra_jax import config as config_lib
+from libra_jax.protocols import ConfigError
+from libra_jax.telemetry import console, files, live, memory, metrics, recorder, resume, timeline, trace
+
+STEP = {
+    "reward/mean": 0.625,
+    "tokens_per_second": 11812.0,
+    "staleness/max": 1.0,
+    "loss": 0.0123,
+    "mismatch/kl": 1e-5,
+    "rollout/seconds": 3.1,
+    "train/seconds": 1.8,
+    "sync/seconds": 0.2,
+}
+
+
+class Clock:
+    """Seconds set by hand."""
+
+    now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def run_config(**telemetry) -> config_lib.RunConfig:
+    return config_lib.RunConfig(name="demo", steps=12, telemetry=config_lib.TelemetryConfig(**telemetry))
+
+
+def record_run(one, clock, steps=range(1, 4)) -> None:
+    for step in steps:
+        one.span("engine-0", "generate", clock.now, clock.now + 2, {"tokens": 7})
+        one.trajectory({"trajectory_id": f"p/{step}", "prompt_id": "p", "prompt_tokens": 1, "turns": [], "step": step})
+        clock.now += 5
+        one.metrics(step, STEP)
+
+
+def test_every_file_is_written_and_a_second_close_does_nothing(tmp_path):
+    clock = Clock()
+    one = recorder.create(run_config(console=False), tmp_path / "new" / "run", clock)
+    record_run(one, clock)
+    one.close("Done.")
+    workdir = tmp_path / "new" / "run"
+    before = {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()}
+    one.close("Done.")
+    record_run(one, clock)
+    one.flush()
+    assert {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()} == before
+    assert metrics.read(workdir / "metrics.jsonl") == dict.fromkeys((1, 2, 3), STEP)
+    assert [line["step"] for line in trace.read(workdir / "trace.jsonl")] == [1, 2, 3]
+    assert [span.end - span.start for span in timeline.read(workdir / "timeline.json")] == [2.0, 2.0, 2.0]
+
+
+def test_each_step_is_in_the_files_before_the_next_begins(tmp_path):
+    clock = Clock()
+    one = recorder.create(run_config(console=False), tmp_path, clock)
+    record_run(one, clock, range(1, 3))
+    assert list(metrics.read(tmp_path / "metrics.jsonl")) == [1, 2]
+    assert len(trace.read(tmp_path / "trace.jsonl")) == 2
+    assert len(list(timeline.read(tmp_path / "timeline.json"))) == 2
+    one.close()
+
+
+def test_records_cut_back_under_an_open_recorder_are_written_once(tmp_path):
+    clock = Clock()
+    one = recorder.create(run_config(console=False), tmp_path, clock)
+    record_run(one, clock, range(1, 6))
+    resume.cut_back(tmp_path, 2)
+    record_run(one, clock, range(3, 5))
+    one.close()
+    assert list(metrics.read(tmp_path / "metrics.jsonl")) == [1, 2, 3, 4]
+    assert [line["step"] for line in trace.read(tmp_path / "trace.jsonl")] == [1, 2, 3, 4]
+
+
+def test_a_pipe_gets_one_plain_line_a_step_and_a_status_now_and_then(tmp_path, capsys):
+    clock = Clock()
+    one = recorder.create(run_config(tensorboard=False), tmp_path, clock)
+    for warm in range(100):
+        clock.now += 0.1
+        one.status("trainer", f"warm start {warm}/100")
+    one.note("The run begins.")
+    record_run(one, clock)
+    one.close("It is done.")
+    lines = capsys.readouterr().out.splitlines()
+    statuses = [line for line in lines if line.startswith("trainer: warm start")]
+    assert 2 <= len(statuses) <= 3
+    steps = [line for line in lines if line.startswith("step")]
+    assert steps[0] == (
+        "step  1/12  reward 0.625  11,812 tokens/s  staleness 1  loss 0.0123  mismatch 1.0e-05"
+        "  rollout 3.1 s, train 1.8 s, sync 0.2 s"
+    )
+    assert steps[2].startswith("step  3/12")
+    assert steps[2].endswith("45 s left")
+    assert "The run begins." in lines
+    assert lines[-1] == "It is done."
+    assert not any("\x1b" in line for line in lines)
+
+
+def test_a_console_can_be_left_out(tmp_path, capsys):
+    clock = Clock()
+    one = recorder.create(run_config(console=False), tmp_path, clock)
+    one.note("unseen")
+    record_run(one, clock)
+    one.close("unseen")
+    assert capsys.readouterr().out == ""
+
+
+def test_a_full_disk_is_warned_about_once_a_file_and_the_run_goes_on(tmp_path, monkeypatch, capsys):
+    def full(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    clock = Clock()
+    one = recorder.create(run_config(), tmp_path, clock)
+    monkeypatch.setattr(files.os, "write", full)
+    record_run(one, clock, range(1, 8))
+    monkeypatch.undo()
+    record_run(one, clock, range(8, 10))
+    one.close()
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning:")]
+    assert len(warnings) == len(set(warnings)) == 4  # metrics, trace, timeline, TensorBoard
+    assert all("No space left on device" in line for line in warnings)
+    assert list(metrics.read(tmp_path / "metrics.jsonl")) == list(range(1, 10))
+    json.loads((tmp_path / "timeline.json").read_text())
+
+
+@pytest.mark.parametrize("make", [console.PlainConsole, live.LiveConsole])
+def test_a_lost_viewer_is_warned_about_once_and_leaves_the_standard_streams_alone(make):
+    class Gone:
+        """A terminal that hung up."""
+
+        encoding = "utf-8"
+
+        def write(self, text: str) -> int:
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+        def flush(self) -> None:
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+        def isatty(self) -> bool:
+            return True
+
+        def fileno(self) -> int:
+            raise OSError("no descriptor")
+
+    streams = sys.stdout, sys.stderr
+    warnings: list[str] = []
+    watched = make("demo", 12, Gone(), Clock(), lambda key, sentence: warnings.append(key))
+    for step in range(1, 4):
+        watched.metrics(step, STEP)
+        watched.note("a note")
+    watched.close()
+    watched.close()
+    assert warnings == [console.LOST]
+    assert (sys.stdout, sys.stderr) == streams
+
+
+LIVE_RUN = """
+import sys
+from pathlib import Path
+from libra_jax import config
+from libra_jax.telemetry import recorder
+now = [0.0]
+one = recorder.create(config.RunConfig(name="[demo]", steps=4), Path(sys.argv[1]), lambda: now[0])
+for step in range(1, 4):
+    now[0] += 3.0
+    one.status("engine-0", f"serving version {step}")
+    one.metrics(step, {"reward/mean": step / 4, "tokens_per_second": 1234.5, "staleness/max": 0.0})
+one.note("A note to read.")
+print("printed by somebody else")
+if sys.argv[2] == "raise":
+    raise RuntimeError("the run broke")
+one.close("The run is done.")
+"""
+
+
+def on_a_terminal(arguments: list[str]) -> tuple[int, str]:
+    """Runs Python on a pseudo-terminal of 100 x 30 and returns its exit status and what it showed."""
+    controller, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        env={**os.environ, "COLUMNS": "100", "LINES": "30", "TERM": "xterm"},
+    )
+    os.close(terminal)
+    shown = b""
+    while True:
+        try:
+            data = os.read(controller, 65536)
+        except OSError:  # Linux says EIO once the terminal's other end is closed
+            break
+        if not data:
+            break
+        shown += data
+    os.close(controller)
+    return process.wait(), shown.decode(errors="replace")
+
+
+@pytest.mark.parametrize("ending", ["close", "raise"])
+@pytest.mark.multiprocess
+def test_a_terminal_shows_the_picture_and_stays_usable_when_the_run_ends_or_breaks(tmp_path, ending):
+    status, shown = on_a_terminal(["-c", LIVE_RUN, str(tmp_path), ending])
+    for text in ("libra-jax · [demo]", "step 3/4", "0.750", "1,23", "serving version 3", "A note to read.", "▁"):
+        assert text in shown
+    assert "printed by somebody else" in shown
+    assert shown.rfind("\x1b[?25h") > shown.rfind("\x1b[?25l")  # the cursor is shown
+    assert status == (1 if ending == "raise" else 0)
+    assert ("RuntimeError: the run broke" in shown) == (ending == "raise")
+    assert ("The run is done." in shown) == (ending == "close")
+
+
+def test_missing_wandb_ends_in_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"telemetry\.wandb_project: .*pip install wandb"):
+        recorder.create(run_config(console=False, wandb_project="mine"), tmp_path, Clock())
+
+
+def test_wandb_gets_the_scalars_goes_on_with_its_run_and_may_fail(tmp_path, monkeypatch, caplog):
+    logged: list[tuple[dict, int]] = []
+    asked: list[dict] = []
+
+    def log(scalars, step):
+        if step == 3:
+            raise ConnectionError("the network is gone")
+        logged.append((scalars, step))
+
+    def init(**arguments):
+        asked.append(arguments)
+        return types.SimpleNamespace(id="abc", log=log, finish=lambda: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    for _ in range(2):
+        clock = Clock()
+        one = recorder.create(run_config(console=False, wandb_project="mine"), tmp_path, clock)
+        with caplog.at_level(logging.WARNING):
+            record_run(one, clock, range(1, 5))
+        one.close()
+    assert [step for _, step in logged] == [1, 2, 4, 1, 2, 4]
+    assert logged[0][0] == STEP
+    assert [arguments["id"] for arguments in asked] == [None, "abc"]
+    assert [record.message for record in caplog.records].count(caplog.records[0].message) == 2  # once a session
+    assert asked[0]["config"]["steps"] == 12
+
+
+def tensorboard_events(folder):
+    """The events of a TensorBoard folder, file by file, their checksums verified with tensorboardX's own functions."""
+    events_lib, records = metrics._import_tensorboardx()
+    for path in sorted(folder.iterdir()):
+        data, at = path.read_bytes(), 0
+        while at < len(data):
+            length = int.from_bytes(data[at : at + 8], "little")
+            assert int.from_bytes(data[at + 8 : at + 12], "little") == records.masked_crc32c(data[at : at + 8])
+            body = data[at + 12 : at + 12 + length]
+            assert int.from_bytes(data[at + 12 + length : at + 16 + length], "little") == records.masked_crc32c(body)
+            yield events_lib.Event.FromString(body)
+            at += 16 + length
+
+
+def test_tensorboard_gets_the_same_scalars_and_forgets_redone_steps(tmp_path):
+    clock = Clock()
+    for steps in (range(1, 6), range(3, 5)):
+        one = recorder.create(run_config(console=False), tmp_path, clock)
+        resume.cut_back(tmp_path, steps.start - 1)
+        record_run(one, clock, steps)
+        one.close()
+    events = list(tensorboard_events(tmp_path / "tensorboard"))
+    assert [event.file_version for event in events if event.file_version] == ["brain.Event:2"] * 2
+    scalars: dict[int, dict[str, float]] = {}
+    for event in events:
+        if event.HasField("session_log"):  # what TensorBoard does with a session's start
+            scalars = {step: values for step, values in scalars.items() if step < event.step}
+        if event.HasField("summary"):
+            assert event.step not in scalars
+            scalars[event.step] = {value.tag: value.simple_value for value in event.summary.value}
+    assert list(scalars) == [1, 2, 3, 4]
+    assert scalars[4] == pytest.approx(STEP)
+
+
+def test_a_workdir_that_cannot_be_made_ends_in_a_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be made"):
+        recorder.create(run_config(), tmp_path / "file" / "run", Clock())
+
+
+@pytest.mark.multiprocess
+def test_telemetry_loads_no_accelerator_library(tmp_path):
+    script = (
+        "import sys, time\nfrom pathlib import Path\nfrom libra_jax import config\n"
+        "from libra_jax.telemetry import recorder, report\n"
+        "one = recorder.create(config.RunConfig(), Path(sys.argv[1]), time.monotonic)\n"
+        "one.metrics(1, {'reward/mean': 0.5})\none.close()\nreport.write_report(Path(sys.argv[1]))\n"
+        "print(sorted({'jax', 'torch', 'vllm', 'ray', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_recorder_in_memory_keeps_what_it_is_told():
+    one = memory.MemoryRecorder()
+    record_run(one, Clock(), range(1, 3))
+    one.status("engine-0", "idle")
+    one.note("A note.")
+    assert [step for step, _ in one.steps] == [1, 2]
+    assert one.spans[0] == ("engine-0", "generate", 50.0, 52.0, {"tokens": 7})
+    assert len(one.trajectories) == 2
+    assert one.statuses == [("engine-0", "idle")]
+    assert one.notes == ["A note."]
+
+
+def test_the_remaining_time_follows_the_recent_pace():
+    pace = console.Pace(100, 0.0)
+    assert pace.remaining_seconds is None
+    for step in range(1, 31):
+        pace.step_ended(step, step * (10.0 if step < 20 else 2.0))
+    assert pace.remaining_seconds == pytest.approx(140.0)
+
+
+def test_config_defaults_write_tensorboard_and_no_wandb(tmp_path):
+    one = recorder.create(replace(run_config(), telemetry=config_lib.TelemetryConfig(console=False)), tmp_path, Clock())
+    one.metrics(1, {"loss": 1.0})
+    one.close()
+    assert list((tmp_path / "tensorboard").iterdir())
+    assert not (tmp_path / "wandb_run_id").exists()
