@@ -1,0 +1,129 @@
+"""From trajectories to what the packer and the advantage estimators take, with every number checked on the way.
+
+Letters: N trajectories, T tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from libra_jax import config as config_lib
+from libra_jax import protocols
+from libra_jax.algorithms import advantages, kl
+from libra_jax.training import packing
+
+
+def examples(
+    trajectories: Sequence[protocols.Trajectory], policy_version: int, vocab_size: int
+) -> list[packing.Example]:
+    """Per-token arrays of each trajectory.
+
+    Args:
+      trajectories: to train on.
+      policy_version: the version that trains; its own tokens are `on_version`.
+      vocab_size: of the model.
+
+    Raises:
+      DataError: a trajectory's lists differ in length, a token is outside the vocabulary, or a log-probability is not a
+        number; the message names the trajectory.
+    """
+    return [_example(trajectory, policy_version, vocab_size) for trajectory in trajectories]
+
+
+def _example(trajectory: protocols.Trajectory, policy_version: int, vocab_size: int) -> packing.Example:
+    name = trajectory.trajectory_id
+    example = packing.Example(
+        sequence_id=name,
+        tokens_N=np.array(trajectory.token_ids, np.int32),
+        mask_N=np.array(trajectory.loss_mask, bool),
+        behaviour_N=np.array(trajectory.log_probs, np.float32),
+        on_version_N=np.array(trajectory.policy_versions, np.int64) == policy_version,
+    )
+    lengths = {len(example.tokens_N), len(example.mask_N), len(example.behaviour_N), len(example.on_version_N)}
+    if len(lengths) > 1:
+        raise protocols.DataError(f"trajectory {name}: its per-token lists have different lengths {sorted(lengths)}.")
+    if len(example.tokens_N) and not 0 <= example.tokens_N.min() <= example.tokens_N.max() < vocab_size:
+        raise protocols.DataError(
+            f"trajectory {name}: holds a token id outside the model's vocabulary of {vocab_size}; tokenizer and model "
+            "do not belong together."
+        )
+    if not np.isfinite(example.behaviour_N).all():
+        raise protocols.DataError(f"trajectory {name}: the engine returned a log-probability that is not a number.")
+    return example
+
+
+def rewards(groups: Sequence[protocols.Group]) -> tuple[np.ndarray, np.ndarray]:
+    """Reward and group number of each trajectory, groups in order; float32 [N] and int32 [N].
+
+    Raises:
+      DataError: a reward is missing or not finite; the message names the trajectory.
+    """
+    values: list[float] = []
+    numbers: list[int] = []
+    for number, group in enumerate(groups):
+        for trajectory in group.trajectories:
+            reward = trajectory.reward
+            if reward is None or not math.isfinite(reward):
+                raise protocols.DataError(
+                    f"trajectory {trajectory.trajectory_id}: its reward is {reward}; the environment or reward "
+                    "function must return a finite number."
+                )
+            values.append(reward)
+            numbers.append(number)
+    return np.array(values, np.float32), np.array(numbers, np.int32)
+
+
+def token_advantages(
+    config: config_lib.AlgorithmConfig,
+    groups: Sequence[protocols.Group],
+    members: Sequence[packing.Example],
+    references: Sequence[np.ndarray] | None,
+) -> list[np.ndarray]:
+    """Advantage of each token, one array a trajectory.
+
+    Args:
+      config: names the estimator.
+      groups: the batch.
+      members: `examples` of its trajectories, in the same order.
+      references: reference log-probability of each token, an array a trajectory; for the KL penalty in the reward.
+
+    Raises:
+      DataError: a reward or an advantage is not finite; the message names the trajectory.
+    """
+    rewards_N, groups_N = rewards(groups)
+    mask_NxT = _stack([example.mask_N for example in members])
+    mask_NxT[:, 0] = False  # a first token has no prediction
+    kl_NxT = None
+    if references is not None:
+        behaviour_NxT = _stack([example.behaviour_N for example in members])
+        estimates = kl.estimate(behaviour_NxT, _stack(references), config.kl_estimator)
+        kl_NxT = np.asarray(estimates) * mask_NxT
+    advantages_NxT = advantages.compute(
+        config, rewards_N=rewards_N, groups_N=groups_N, mask_NxT=mask_NxT, kl_NxT=kl_NxT
+    )
+    for example, row_T in zip(members, advantages_NxT, strict=True):
+        if not np.isfinite(row_T).all():
+            raise protocols.DataError(f"trajectory {example.sequence_id}: its advantage is not a finite number.")
+    return [row_T[: len(example.tokens_N)] for example, row_T in zip(members, advantages_NxT, strict=True)]
+
+
+def statistics(values: Sequence[np.ndarray], members: Sequence[packing.Example]) -> dict[str, float]:
+    """`advantage/mean`, `/std`, `/min` and `/max` over trained tokens."""
+    trained = np.concatenate([value[1:][example.mask_N[1:]] for value, example in zip(values, members, strict=True)])
+    return {
+        "advantage/mean": float(trained.mean()),
+        "advantage/std": float(trained.std()),
+        "advantage/min": float(trained.min()),
+        "advantage/max": float(trained.max()),
+    }
+
+
+def _stack(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """[N, T] with zeros behind each row's end."""
+    stacked_NxT = np.zeros((len(rows), max(len(row) for row in rows)), rows[0].dtype)
+    for index, row in enumerate(rows):
+        stacked_NxT[index, : len(row)] = row
+    return stacked_NxT

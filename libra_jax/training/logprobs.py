@@ -1,0 +1,80 @@
+"""Log-probabilities and entropies of tokens without the [tokens, vocabulary] matrix of logits.
+
+The hidden states are projected onto the vocabulary a chunk of tokens at a time, and each chunk is projected again in
+the backward pass, so at most `chunk` tokens' logits exist at once in either direction. The idea is that of Liger
+Kernel's fused linear cross entropy (arXiv 2410.10989, section 3.2); here it is a scan that XLA partitions, so the
+vocabulary may be sharded over the mesh.
+
+Letters: B rows, T tokens of a row, C tokens of a row in one chunk, N chunks, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+
+def token_log_probs(
+    hidden_BxTxD: jax.Array,
+    head_DxV: jax.Array,
+    targets_BxT: jax.Array,
+    *,
+    temperature: float,
+    chunk: int,
+    entropy_gradient: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """log p(target) and the entropy of p = softmax(hidden @ head / temperature), both float32 [B, T].
+
+    Args:
+      hidden_BxTxD: final hidden states.
+      head_DxV: output projection.
+      targets_BxT: int32, the token that each hidden state predicts.
+      temperature: sampling temperature, above 0 (the log-prob contract: scored as sampled).
+      chunk: tokens, over all rows, whose logits may exist at once; at least one a row.
+      entropy_gradient: let gradients flow through the entropy; costs time, so only where the loss holds it.
+    """
+    rows, columns = targets_BxT.shape
+    width = min(columns, max(1, chunk // rows))
+    score = functools.partial(_chunk_log_probs, temperature=temperature, entropy_gradient=entropy_gradient)
+    if width == columns:
+        return score(hidden_BxTxD, head_DxV, targets_BxT)
+    count = -(-columns // width)
+    padding = count * width - columns
+    hidden_NxBxCxD = _split(jnp.pad(hidden_BxTxD, ((0, 0), (0, padding), (0, 0))), count)
+    targets_NxBxC = _split(jnp.pad(targets_BxT, ((0, 0), (0, padding))), count)
+    checkpointed = jax.checkpoint(score)
+
+    def body(_: None, inputs: tuple[jax.Array, jax.Array]) -> tuple[None, tuple[jax.Array, jax.Array]]:
+        hidden_BxCxD, targets_BxC = inputs
+        return None, checkpointed(hidden_BxCxD, head_DxV, targets_BxC)
+
+    _, (log_probs_NxBxC, entropy_NxBxC) = jax.lax.scan(body, None, (hidden_NxBxCxD, targets_NxBxC))
+    return _join(log_probs_NxBxC, columns), _join(entropy_NxBxC, columns)
+
+
+def _chunk_log_probs(
+    hidden_BxCxD: jax.Array, head_DxV: jax.Array, targets_BxC: jax.Array, *, temperature: float, entropy_gradient: bool
+) -> tuple[jax.Array, jax.Array]:
+    logits_BxCxV = jnp.einsum("bcd,dv->bcv", hidden_BxCxD, head_DxV, preferred_element_type=jnp.float32) / temperature
+    normaliser_BxC = jax.nn.logsumexp(logits_BxCxV, axis=-1)
+    # Compare and sum, not gather: each device of a sharded vocabulary then looks only at its own part.
+    vocabulary_V = jax.lax.broadcasted_iota(targets_BxC.dtype, (1, 1, logits_BxCxV.shape[-1]), 2)
+    chosen_BxC = jnp.sum(jnp.where(vocabulary_V == targets_BxC[..., None], logits_BxCxV, 0.0), axis=-1)
+    held = (logits_BxCxV, normaliser_BxC)
+    z_BxCxV, lse_BxC = held if entropy_gradient else jax.lax.stop_gradient(held)
+    entropy_BxC = lse_BxC - jnp.sum(jnp.exp(z_BxCxV - lse_BxC[..., None]) * z_BxCxV, axis=-1)
+    return chosen_BxC - normaliser_BxC, entropy_BxC
+
+
+def _split(x_BxTx: jax.Array, count: int) -> jax.Array:
+    """[B, N * C, ...] -> [N, B, C, ...]."""
+    rows, columns = x_BxTx.shape[:2]
+    return jnp.moveaxis(x_BxTx.reshape(rows, count, columns // count, *x_BxTx.shape[2:]), 1, 0)
+
+
+def _join(x_NxBxC: jax.Array, columns: int) -> jax.Array:
+    """[N, B, C] -> [B, T], padding dropped."""
+    count, rows, width = x_NxBxC.shape
+    return jnp.moveaxis(x_NxBxC, 0, 1).reshape(rows, count * width)[:, :columns]

@@ -1,0 +1,128 @@
+"""What a micro-batch's loss is: the policy objective, and the supervised one of the warm start.
+
+Both are sums over the micro-batch, with metrics as (sum, count) pairs and maxima, so any split of a batch adds up.
+
+Letters: B rows, T tokens, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from libra_jax import config as config_lib
+from libra_jax.algorithms import kl, objective
+from libra_jax.models import config as model_config
+from libra_jax.models import transformer
+from libra_jax.training import logprobs, packing
+
+Batch = Mapping[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """How tokens are scored.
+
+    Attributes:
+      model: the model's shape.
+      options: how the forward pass computes.
+      logits_chunk: tokens whose vocabulary logits exist at once.
+    """
+
+    model: model_config.TransformerConfig
+    options: transformer.ComputeOptions
+    logits_chunk: int
+
+    def __call__(
+        self, params: Any, batch: Batch, *, temperature: float, entropy_gradient: bool = False
+    ) -> tuple[jax.Array, jax.Array]:
+        """log p(target) and entropy, float32 [B, T], of a micro-batch's targets."""
+        hidden_BxTxD = transformer.forward(
+            params, self.model, self.options, batch["tokens"], batch["positions"], batch["segments"]
+        )
+        head_DxV = transformer.unembedding(params, self.model).astype(hidden_BxTxD.dtype)
+        return logprobs.token_log_probs(
+            hidden_BxTxD,
+            head_DxV,
+            batch["targets"],
+            temperature=temperature,
+            chunk=self.logits_chunk,
+            entropy_gradient=entropy_gradient,
+        )
+
+
+def policy(
+    params: Any,
+    batch: Batch,
+    *,
+    scorer: Scorer,
+    algorithm: config_lib.AlgorithmConfig,
+    temperature: float,
+    packed: bool,
+) -> objective.ObjectiveSums:
+    """The configured policy objective, with `mismatch/*` and `offpolicy/kl` among its metrics.
+
+    A batch takes one update, so the proximal policy of the decoupled objective (AReaL, arXiv 2505.24298 section 5.2:
+    the policy just before the update) is the one being differentiated: its log-probabilities are these, held constant,
+    and need no forward pass of their own.
+
+    Args:
+      params: the policy's parameters.
+      batch: arrays [B, T] of `packing.MicroBatch`, `advantages`, and `reference` where there is a reference model.
+      scorer: how tokens are scored.
+      algorithm: the objective.
+      temperature: at which the tokens were sampled.
+      packed: several sequences may share a row.
+    """
+    log_probs_BxT, entropy_BxT = scorer(
+        params, batch, temperature=temperature, entropy_gradient=algorithm.entropy_coefficient != 0
+    )
+    sums = objective.policy_objective(
+        algorithm,
+        log_probs_BxT=log_probs_BxT,
+        behaviour_log_probs_BxT=batch["behaviour"],
+        advantages_BxT=batch["advantages"],
+        mask_BxT=batch["mask"],
+        segments_BxT=batch["segments"],
+        max_segments=packing.max_segments(batch["tokens"].shape[1], packed),
+        entropy_BxT=entropy_BxT,
+        proximal_log_probs_BxT=log_probs_BxT if algorithm.objective == "decoupled" else None,
+        reference_log_probs_BxT=batch.get("reference"),
+        same_version_BxT=batch["on_version"],
+    )
+    # Off-policyness: the tokens that older versions sampled, apart from the engine's mismatch (design rule 5).
+    older_BxT = batch["mask"] & ~batch["on_version"]
+    distance_BxT = kl.k3(batch["behaviour"], jax.lax.stop_gradient(log_probs_BxT))
+    offpolicy = jnp.sum(jnp.where(older_BxT, distance_BxT, 0.0)), jnp.sum(older_BxT, dtype=jnp.float32)
+    return sums._replace(metrics={**sums.metrics, "offpolicy/kl": offpolicy})
+
+
+def score(params: Any, batch: Batch, *, scorer: Scorer, temperature: float) -> jax.Array:
+    """log p(target), float32 [B, T], without a gradient."""
+    return scorer(params, batch, temperature=temperature)[0]
+
+
+def supervised(params: Any, batch: Batch, *, scorer: Scorer) -> objective.ObjectiveSums:
+    """Cross entropy of the trained tokens at temperature 1, a mean over tokens.
+
+    Args:
+      params: the policy's parameters.
+      batch: arrays [B, T] of `packing.MicroBatch`.
+      scorer: how tokens are scored.
+    """
+    log_probs_BxT, entropy_BxT = scorer(params, batch, temperature=1.0)
+    mask_BxT = batch["mask"]
+    count = jnp.sum(mask_BxT, dtype=jnp.float32)
+
+    def total(values_BxT: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(mask_BxT, values_BxT, 0.0))
+
+    metrics = {
+        "entropy": (total(entropy_BxT), count),
+        "target_probability": (total(jnp.exp(jax.lax.stop_gradient(log_probs_BxT))), count),
+    }
+    return objective.ObjectiveSums(loss_sum=-total(log_probs_BxT), count=count, metrics=metrics, maxima={})

@@ -1,0 +1,186 @@
+"""The two programs of a training step, compiled ahead of time, one a shape.
+
+A step is a host loop over one fixed `grad_step` (adds the sums of a micro-batch's loss and gradients to an
+accumulator), then one `apply_step` (divides by the global count, clips, updates). Sums of any split of the batch add up
+to the same step, so a share of the batch may be computed anywhere. Both programs consume what they replace: the
+accumulator lives in place, and `apply_step` gives it back zeroed.
+
+Thread-safety: none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from libra_jax.algorithms import objective
+from libra_jax.training import mesh as mesh_lib
+from libra_jax.training import state as state_lib
+
+Batch = Mapping[str, jax.Array]
+Loss = Callable[[Any, Batch], objective.ObjectiveSums]
+Report = dict[str, Any]
+
+
+def grad_step(
+    loss: Loss, params: Any, accumulator: state_lib.Accumulator, batch: Batch
+) -> tuple[state_lib.Accumulator, Report]:
+    """Adds one micro-batch. Returns the accumulator and the micro-batch's own metric sums and maxima."""
+
+    def total(params: Any) -> tuple[jax.Array, objective.ObjectiveSums]:
+        sums = loss(params, batch)
+        return sums.loss_sum, sums
+
+    gradients, sums = jax.grad(total, has_aux=True)(params)
+    added = state_lib.Accumulator(
+        gradients=jax.tree.map(lambda a, g: a + g.astype(a.dtype), accumulator.gradients, gradients),
+        loss=accumulator.loss + sums.loss_sum,
+        count=accumulator.count + sums.count,
+    )
+    return added, {"metrics": sums.metrics, "maxima": sums.maxima}
+
+
+def apply_step(
+    transform: optax.GradientTransformation,
+    state: state_lib.TrainState,
+    accumulator: state_lib.Accumulator,
+    learning_rate: jax.Array,
+) -> tuple[state_lib.TrainState, state_lib.Accumulator, Report]:
+    """One update from the accumulated sums. Returns the new state, the accumulator zeroed, and what happened.
+
+    Where the loss or a gradient is not finite, the parameters and the optimizer stay as they were and `skipped` is 1;
+    the step number advances all the same.
+    """
+    count = jnp.where(accumulator.count > 0, accumulator.count, 1.0)
+    gradients = jax.tree.map(lambda g: g / count, accumulator.gradients)
+    norm = optax.tree_utils.tree_norm(gradients)
+    finite = jnp.isfinite(accumulator.loss) & jnp.isfinite(norm)
+    updates, opt_state = transform.update(gradients, state.opt_state, state.params)
+    params = jax.tree.map(lambda p, u: p - learning_rate * u, state.params, updates)
+
+    def keep_if_skipped(new: jax.Array, old: jax.Array) -> jax.Array:
+        return jnp.where(finite, new.astype(old.dtype), old)
+
+    advanced = state_lib.TrainState(
+        step=state.step + 1,
+        params=jax.tree.map(keep_if_skipped, params, state.params),
+        opt_state=jax.tree.map(keep_if_skipped, opt_state, state.opt_state),
+        rng=state.rng,
+        reference=state.reference,
+    )
+    report = {"loss": accumulator.loss / count, "grad_norm": norm, "skipped": 1.0 - finite.astype(jnp.float32)}
+    return advanced, jax.tree.map(jnp.zeros_like, accumulator), report
+
+
+class Programs:
+    """The compiled programs of one mesh: one `grad_step` a loss and micro-batch shape, one `apply_step`.
+
+    Attributes:
+      compiled_shapes: micro-batch programs compiled so far.
+    """
+
+    def __init__(
+        self,
+        where: state_lib.Layout,
+        transform: optax.GradientTransformation,
+        losses: Mapping[str, Loss],
+        score: Callable[[Any, Batch], jax.Array],
+    ) -> None:
+        self._where = where
+        self._transform = transform
+        self._losses = dict(losses)
+        self._score = score
+        self._scores: dict[tuple[Any, ...], jax.stages.Compiled] = {}
+        self._grad_steps: dict[tuple[Any, ...], jax.stages.Compiled] = {}
+        self._apply_step: jax.stages.Compiled | None = None
+
+    @property
+    def compiled_shapes(self) -> int:
+        return len(self._grad_steps) + len(self._scores)
+
+    def put(self, arrays: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """Begins the transfer of a micro-batch's host arrays [B, T] onto the mesh."""
+        return jax.device_put(dict(arrays), mesh_lib.batch_sharding(self._where.mesh))
+
+    def compile(self, loss: str, batch: Mapping[str, Any]) -> None:
+        """Compiles both steps for micro-batches like `batch` (host or device arrays) if they are not yet."""
+        key = (loss, _shape_key(batch))
+        if key not in self._grad_steps:
+            self._grad_steps[key] = self._compile_grad_step(loss, batch)
+        if self._apply_step is None:
+            self._apply_step = self._compile_apply_step()
+
+    def grad_step(
+        self, loss: str, params: Any, accumulator: state_lib.Accumulator, batch: Batch
+    ) -> tuple[state_lib.Accumulator, Report]:
+        """`grad_step` of the named loss; the accumulator given is consumed."""
+        self.compile(loss, batch)
+        return self._grad_steps[loss, _shape_key(batch)](params, accumulator, batch)
+
+    def apply_step(
+        self, state: state_lib.TrainState, accumulator: state_lib.Accumulator, learning_rate: float
+    ) -> tuple[state_lib.TrainState, state_lib.Accumulator, Report]:
+        """`apply_step`; the state and the accumulator given are consumed."""
+        if self._apply_step is None:
+            self._apply_step = self._compile_apply_step()
+        return self._apply_step(state, accumulator, np.float32(learning_rate))
+
+    def score(self, params: Any, batch: Batch) -> jax.Array:
+        """Log-probability of each target, float32 [B, T]."""
+        key = _shape_key(batch)
+        if key not in self._scores:
+            where = self._where
+            batch_sharding = mesh_lib.batch_sharding(where.mesh)
+            program = jax.jit(
+                self._score,
+                in_shardings=(state_lib.shardings_of(where.state.params), dict.fromkeys(batch, batch_sharding)),
+                out_shardings=batch_sharding,
+            )
+            with jax.set_mesh(where.mesh):
+                self._scores[key] = program.lower(where.state.params, _shapes(batch)).compile()
+        return self._scores[key](params, batch)
+
+    def _compile_grad_step(self, loss: str, batch: Mapping[str, Any]) -> jax.stages.Compiled:
+        where = self._where
+        accumulator = state_lib.shardings_of(where.accumulator)
+        function = self._losses[loss]
+        program = jax.jit(
+            lambda params, sums, arrays: grad_step(function, params, sums, arrays),
+            in_shardings=(
+                state_lib.shardings_of(where.state.params),
+                accumulator,
+                dict.fromkeys(batch, mesh_lib.batch_sharding(where.mesh)),
+            ),
+            out_shardings=(accumulator, mesh_lib.replicated(where.mesh)),
+            donate_argnums=1,
+        )
+        with jax.set_mesh(where.mesh):
+            return program.lower(where.state.params, where.accumulator, _shapes(batch)).compile()
+
+    def _compile_apply_step(self) -> jax.stages.Compiled:
+        where = self._where
+        everywhere = mesh_lib.replicated(where.mesh)
+        state = state_lib.shardings_of(where.state)
+        accumulator = state_lib.shardings_of(where.accumulator)
+        program = jax.jit(
+            lambda state, sums, rate: apply_step(self._transform, state, sums, rate),
+            in_shardings=(state, accumulator, everywhere),
+            out_shardings=(state, accumulator, everywhere),
+            donate_argnums=(0, 1),
+        )
+        rate = jax.ShapeDtypeStruct((), jnp.float32)
+        with jax.set_mesh(where.mesh):
+            return program.lower(where.state, where.accumulator, rate).compile()
+
+
+def _shape_key(batch: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(sorted((name, array.shape) for name, array in batch.items()))
+
+
+def _shapes(batch: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+    return {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in batch.items()}

@@ -1,0 +1,244 @@
+"""The trainer as an actor: the methods of `protocols.Trainer` around a learner.
+
+`create` is what a cluster spawns. The methods are synchronous, because an actor's sync methods all run on one thread of
+its own, as JAX's thread-local mesh contexts require.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from libra_jax import config as config_lib
+from libra_jax import protocols
+from libra_jax.interop import publication
+from libra_jax.models import config as model_config
+from libra_jax.models import hf
+from libra_jax.training import batch as batch_lib
+from libra_jax.training import checkpoints, optimizer, packing
+from libra_jax.training import learner as learner_lib
+from libra_jax.training import mesh as mesh_lib
+from libra_jax.training import state as state_lib
+
+MIB = 2**20
+
+
+def create(config: Mapping[str, Any], workdir: str) -> TrainerActor:
+    """The trainer of a run; devices are first touched by its `start`.
+
+    Args:
+      config: a `RunConfig` as plain dicts (`config.to_dict`).
+      workdir: the run's directory. The trainer writes only to paths that its methods are given.
+
+    Raises:
+      ConfigError: a field cannot be used.
+      DataError: the model directory cannot be read.
+    """
+    return TrainerActor(config_lib.parse(config_lib.RunConfig, config))
+
+
+def model_shape(config: config_lib.ModelConfig) -> model_config.TransformerConfig:
+    """The model's shape: that of the directory if there is one, else the preset's."""
+    return model_config.read_directory(config.path) if config.path else model_config.load_preset(config.preset)
+
+
+class TrainerActor:
+    """Implements `protocols.Trainer`, synchronously. Every method raises LibraError with one sentence."""
+
+    def __init__(self, config: config_lib.RunConfig) -> None:
+        self._config = config
+        self._model = model_shape(config.model)
+        self._schedule = optimizer.schedule(config.optimizer, config.steps)
+        self._learner: learner_lib.Learner | None = None
+        self._publisher: publication.Publisher | None = None
+        self._checkpointer: checkpoints.Checkpointer | None = None
+        self._version = 0
+        self._warm = False  # the optimizer's moments are the warm start's
+        self._skipped_in_a_row = 0
+
+    def start(self) -> protocols.TrainerInfo:
+        """Builds mesh and train state and compiles the steps over the shortest rows.
+
+        Raises:
+          ConfigError: too few devices, or the model does not divide over the mesh.
+          DataError: the model directory cannot be used.
+        """
+        config = self._config
+        learner = learner_lib.Learner(config, self._model, jax.devices())
+        where = learner.layout
+        if config.model.path:
+            shardings = state_lib.shardings_of(where.state.params)
+            params = hf.load(config.model.path, self._model, config.model.param_dtype, shardings)
+        else:
+            params = state_lib.random_params(self._model, where, config.seed)
+        learner.begin(params)
+        learner.compile(learner_lib.POLICY)
+        if config.warm_start.steps:
+            learner.compile(learner_lib.SUPERVISED)
+        rollout = config.rollout
+        self._publisher = publication.Publisher(
+            self._model, rollout.dtype, rollout.bucket_mib * MIB, rollout.transport, rollout.checksum
+        )
+        self._checkpointer = checkpoints.Checkpointer()
+        self._learner = learner
+        return protocols.TrainerInfo(
+            policy_version=self._version,
+            parameters=model_config.parameter_count(self._model),
+            mesh=mesh_lib.sizes(where.mesh),
+            platform=where.mesh.devices.flat[0].platform,
+        )
+
+    def warm_start_step(self, sequences: Sequence[protocols.Trajectory]) -> dict[str, float]:
+        """One supervised step (mean cross entropy of the tokens under the loss mask) at the warm start's own rate.
+
+        Raises:
+          LibraError: training has begun, or nothing in `sequences` is under the loss mask.
+        """
+        learner = self._started()
+        if self._version:
+            raise protocols.LibraError(f"a warm start comes before training, and this is version {self._version}.")
+        examples = batch_lib.examples(sequences, self._version, self._model.vocab_size)
+        packed = self._pack(examples)
+        self._warm = True
+        rate = self._config.warm_start.learning_rate
+        metrics = learner.update(learner_lib.SUPERVISED, packed, rate)
+        return self._finish(metrics, packed, examples, rate)
+
+    def train_step(self, batch: protocols.TrainBatch) -> dict[str, float]:
+        """One policy update, version v -> v + 1, a skipped (non-finite) one included. Returns the step's metrics.
+
+        Raises:
+          DataError: a trajectory holds a number that cannot be trained on; the message names it.
+          LibraError: the batch is another version's, or `trainer.max_skipped_steps` steps in a row were not finite.
+        """
+        learner = self._started()
+        if batch.policy_version != self._version:
+            raise protocols.LibraError(
+                f"the batch is for policy version {batch.policy_version} and the trainer holds {self._version}."
+            )
+        self._end_warm_start()
+        trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
+        examples = batch_lib.examples(trajectories, self._version, self._model.vocab_size)
+        packed = self._pack(examples)
+        extras: list[dict[str, Any]] = [{} for _ in packed.micro_batches]
+        references = self._references(packed, examples, extras)
+        advantages = batch_lib.token_advantages(self._config.algorithm, batch.groups, examples, references)
+        for extra, array in zip(extras, packed.scatter(advantages), strict=True):
+            extra["advantages"] = array
+        rate = float(self._schedule(self._version))
+        metrics = learner.update(learner_lib.POLICY, packed, rate, extras)
+        self._version += 1
+        metrics |= batch_lib.statistics(advantages, examples)
+        return self._finish(metrics, packed, examples, rate)
+
+    def open_weights(self, policy_version: int) -> int:
+        """Takes a snapshot of the parameters in the wire dtype; returns its number of buckets."""
+        learner, publisher = self._started(), self._publisher
+        assert publisher is not None
+        if policy_version != self._version:
+            raise protocols.LibraError(
+                f"version {policy_version} cannot be published: the trainer holds {self._version}."
+            )
+        return publisher.open(policy_version, learner.params)
+
+    def stage_weights(self, policy_version: int, index: int) -> protocols.WeightBucket:
+        """Fills one bucket of the open snapshot; it stays readable until the next but one is staged."""
+        self._started()
+        assert self._publisher is not None
+        return self._publisher.stage(policy_version, index)
+
+    def close_weights(self, policy_version: int) -> None:
+        """Frees the snapshot."""
+        self._started()
+        assert self._publisher is not None
+        self._publisher.close(policy_version)
+
+    def save(self, path: str) -> None:
+        """Begins an asynchronous save of the train state to a new directory; ends the warm start."""
+        learner = self._started()
+        self._end_warm_start()
+        assert self._checkpointer is not None
+        assert learner.state is not None
+        self._checkpointer.save(path, learner.state)
+
+    def wait_saved(self) -> None:
+        """Returns when the last `save` is durable."""
+        self._started()
+        assert self._checkpointer is not None
+        self._checkpointer.wait()
+
+    def restore(self, path: str) -> int:
+        """Restores the train state, saved on any mesh, into this mesh's shardings; returns its policy version."""
+        learner = self._started()
+        assert self._checkpointer is not None
+        learner.state = self._checkpointer.restore(path, learner.layout.state)
+        self._version = int(learner.state.step)
+        self._warm, self._skipped_in_a_row = False, 0
+        return self._version
+
+    def export(self, path: str) -> None:
+        """Writes the parameters as a Hugging Face directory."""
+        hf.save(self._started().params, self._model, path)
+
+    def shutdown(self) -> None:
+        """Finishes the last save, gives shared memory back and drops the state. Idempotent."""
+        if self._publisher is not None:
+            self._publisher.shutdown()
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+        self._learner = self._publisher = self._checkpointer = None
+
+    def _started(self) -> learner_lib.Learner:
+        if self._learner is None:
+            raise protocols.LibraError("the trainer is not running: call start first.")
+        return self._learner
+
+    def _end_warm_start(self) -> None:
+        """Training begins with an optimizer of its own, and with the warmed policy as its reference."""
+        if self._warm:
+            self._started().restart()
+            self._warm = False
+
+    def _pack(self, examples: Sequence[packing.Example]) -> packing.Packed:
+        packed = packing.pack(examples, self._config.trainer)
+        if not packed.micro_batches:
+            raise protocols.LibraError(f"no token of the batch's {len(examples)} sequences is under the loss mask.")
+        return packed
+
+    def _references(
+        self, packed: packing.Packed, examples: Sequence[packing.Example], extras: Sequence[dict[str, Any]]
+    ) -> list[np.ndarray] | None:
+        """Adds the reference model's scores to `extras`, if there is one; returns them for a penalty in the reward."""
+        algorithm = self._config.algorithm
+        if algorithm.kl_coefficient == 0:
+            return None
+        arrays = self._started().reference_log_probs(packed)
+        for extra, array in zip(extras, arrays, strict=True):
+            extra["reference"] = array
+        if not algorithm.kl_in_reward:
+            return None
+        return packed.gather(jax.device_get(arrays), [len(example.tokens_N) for example in examples])
+
+    def _finish(
+        self, metrics: dict[str, float], packed: packing.Packed, examples: Sequence[packing.Example], rate: float
+    ) -> dict[str, float]:
+        """Adds what the host knows of the step, and stops a run whose steps are not finite."""
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if metrics["skipped"] else 0
+        limit = self._config.trainer.max_skipped_steps
+        if self._skipped_in_a_row > limit:
+            raise protocols.LibraError(
+                f"trainer.max_skipped_steps: {self._skipped_in_a_row} steps in a row had a loss or gradient that was "
+                f"not finite (last: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}); lower "
+                "optimizer.learning_rate or look at the rewards."
+            )
+        return metrics | {
+            "learning_rate": rate,
+            "tokens/trained": float(sum(int(example.mask_N[1:].sum()) for example in examples)),
+            "tokens/processed": float(sum(place.columns for place in packed.places if place is not None)),
+            "padding_fraction": packed.padding_fraction,
+            "micro_batches": float(len(packed.micro_batches)),
+            "compiled_shapes": float(self._started().programs.compiled_shapes),
+        }
