@@ -55,6 +55,7 @@ _STYLE = {
     "ytick.color": MUTED,
     "xtick.major.size": 0,
     "ytick.major.size": 0,
+    "xtick.minor.size": 0,
     "ytick.minor.size": 0,
     "legend.frameon": False,
     "figure.facecolor": "none",

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -131,13 +132,26 @@ def open_lines(path: Path, warn: Warn) -> RecordFile:
     return RecordFile(path, warn)
 
 
-def json_line(record: Any) -> bytes:
-    """One line of strict JSON. Values JSON does not know are written as their `str`.
+def finite(value: Any) -> Any:
+    """The value as strict JSON takes it: numbers that are not finite are None, scalars of array libraries are plain."""
+    if getattr(value, "ndim", None) == 0:
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
 
-    Raises:
-      ValueError: a number is not finite, or the record contains itself.
-    """
-    return json.dumps(record, allow_nan=False, default=str, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+
+def json_line(record: Mapping[str, Any]) -> bytes:
+    """One line of strict JSON. What JSON does not know is made `finite`, and else written as its `str`."""
+    try:
+        text = json.dumps(record, allow_nan=False, ensure_ascii=False)
+    except (TypeError, ValueError):
+        text = json.dumps(finite(record), allow_nan=False, ensure_ascii=False, default=str)
+    return text.encode("utf-8", "replace") + b"\n"
 
 
 def whole_json_lines(path: Path) -> Iterator[dict[str, Any]]:

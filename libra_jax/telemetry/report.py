@@ -120,13 +120,6 @@ def write_report(workdir: Path) -> Path:
     return path
 
 
-def _ends(curve: Mapping[int, float]) -> tuple[float, float]:
-    """Mean of the first and of the last five values."""
-    values = list(curve.values())
-    first, last = values[:5], values[-5:]
-    return sum(first) / len(first), sum(last) / len(last)
-
-
 def _median(values: Sequence[float]) -> float:
     return sorted(values)[len(values) // 2]
 
@@ -145,15 +138,20 @@ def sentences(run: Run) -> list[str]:
         of = f" of {planned}" if isinstance(planned, int) and planned > done else ""
         time = f" in {console.seconds_text(run.seconds)}" if run.seconds else ""
         out.append(f"The run trained <b>{done}{of} steps</b>{time}.")
-    if rewards := run.curve("reward/mean"):
-        out.append(_went("The training reward", *_ends(rewards)) + " (means of five steps).")
-    if len(scores := list(run.curve("evaluation/accuracy").values())) > 1:
-        out.append(_went("The score on held-out tasks", scores[0], scores[-1]) + ".")
+    if rewards := list(run.curve("reward/mean").values()):
+        size = min(5, -(-len(rewards) // 2))
+        ends = sum(rewards[:size]) / size, sum(rewards[-size:]) / size
+        out.append(_went("The training reward", *ends) + (f" (means of {size} steps)." if size > 1 else "."))
+    if scores := list(run.curve("evaluation/accuracy").items()):
+        (first, before), (last, after) = scores[0], scores[-1]
+        if last > first:
+            out.append(_went("The score on held-out tasks", before, after) + ".")
+        else:
+            out.append(f"The score on held-out tasks was <b>{after:.2f}</b> at step {last}.")
     if run.lengths:
         calls = sum(run.tool_calls.values())
-        called = (
-            f", with {calls:,} tool calls ({run.tool_calls.get('success', 0) / calls:.0%} successful)" if calls else ""
-        )
+        good = run.tool_calls.get("success", 0) / max(1, calls)
+        called = f", with {calls:,} tool calls ({good:.0%} successful)" if calls else ""
         out.append(f"It generated <b>{sum(run.lengths):,} tokens</b> in {len(run.lengths):,} trajectories{called}.")
     if rates := run.curve("tokens_per_second"):
         out.append(f"The median step generated <b>{_median(list(rates.values())):,.0f} tokens a second</b>.")

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from libra_jax.telemetry import files, trace
+from libra_jax.telemetry import files
 
 TIMELINE_FILE = "timeline.json"
 
@@ -135,7 +135,7 @@ class TimelineFile:
         event = {"name": name, "ph": "X", "ts": begin, "dur": finish - begin}
         event.update(pid=row.pid, tid=lane)
         if arguments:
-            event["args"] = trace.finite(arguments)
+            event["args"] = arguments
         self._event(event)
         self._end = max(self._end, finish)
 

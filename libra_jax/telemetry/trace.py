@@ -20,19 +20,6 @@ TRACE_FILE = "trace.jsonl"
 STATUSES = ("success", "failure", "timeout")
 
 
-def finite(value: Any) -> Any:
-    """The value as strict JSON takes it: numbers that are not finite are None, scalars of array libraries are plain."""
-    if getattr(value, "ndim", None) == 0:
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {str(key): finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return value
-
-
 class TraceFile:
     """Writes `trace.jsonl`."""
 
@@ -42,7 +29,7 @@ class TraceFile:
 
     def trajectory(self, record: Mapping[str, Any]) -> None:
         """Appends one trajectory."""
-        self._file.write(files.json_line(finite(record)))
+        self._file.write(files.json_line(record))
 
     def flush(self) -> None:
         self._file.flush()

@@ -98,7 +98,7 @@ def test_a_report_tells_the_run_and_needs_nothing_else(workdir):
     for sentence in (
         "a <b> run",
         "The run trained 12 of 20 steps in 30 s.",
-        "The training reward rose from 0.57 to 0.75 (means of five steps).",
+        "The training reward rose from 0.57 to 0.75 (means of 5 steps).",
         "The score on held-out tasks rose from 0.40 to 0.80 .",
         "It generated 2,520 tokens in 72 trajectories , with 72 tool calls (100% successful).",
         "The median step generated 9,007 tokens a second .",

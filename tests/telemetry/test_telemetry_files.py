@@ -4,6 +4,7 @@ import json
 import math
 from pathlib import Path
 
+import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -142,6 +143,17 @@ def test_a_trace_round_trips_with_its_unknown_keys(tmp_path):
     first, second = trace.read(tmp_path / "trace.jsonl")
     assert first == record(colour="blue", reward=None, step=4)
     assert second["turns"] == []
+
+
+def test_values_of_array_libraries_and_odd_ones_are_written_as_plain_json():
+    record = {"count": numpy.int64(3), "mean": numpy.float32(0.5), "bad": numpy.float64("inf"), "list": (1, {2: None})}
+    assert strict(files.json_line(record | {"path": Path("a/b")}).decode()) == {
+        "count": 3,
+        "mean": 0.5,
+        "bad": None,
+        "list": [1, {"2": None}],
+        "path": "a/b",
+    }
 
 
 @pytest.mark.parametrize(
