@@ -1,0 +1,313 @@
+"""A rollout instance on vLLM (V1, `AsyncLLM`): `protocols.RolloutEngine` over vLLM's own processes.
+
+Written against vLLM 0.32. The engine never sees the trainer's files: it starts from a config.json with dummy weights,
+tokens go in and tokens come out, and every weight reaches it through the four weight verbs. What was run: CPU, with the
+memfd transport, tensor parallel 1 and 2. The ipc and nccl transports go through vLLM's own CUDA engines
+(`vllm_publish`) and have not been run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import vllm
+from vllm.distributed.weight_transfer import base as weight_transfer
+from vllm.inputs import engine as engine_inputs
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import async_llm, exceptions
+
+from libra_jax import config, protocols
+from libra_jax.rollout import vllm_launch
+
+T = TypeVar("T")
+
+UNTRAINED = "default"
+"""vLLM's name for the version of weights that nobody sent."""
+
+
+def create(
+    name: str,
+    model_config: Mapping[str, Any],
+    rollout: Mapping[str, Any],
+    tensor_parallel: int,
+    seed: int,
+    cpu_cores: str = "auto",
+    log_path: str = "",
+) -> VllmEngine:
+    """Makes an instance; its processes begin with `start`.
+
+    Args:
+      name: the instance's name, as errors and the timeline show it.
+      model_config: content of the model's Hugging Face config.json.
+      rollout: fields of `config.RolloutConfig`.
+      tensor_parallel: devices (on CPU: worker processes) that share the weights.
+      seed: of the engine's sampler.
+      cpu_cores: on CPU, vLLM's VLLM_CPU_OMP_THREADS_BIND, or "auto" (`vllm_launch.core_binding`).
+      log_path: file for what vLLM logs; empty keeps it until shutdown only.
+
+    Raises:
+      ConfigError: a rollout field cannot be used, or fewer cores than workers.
+    """
+    settings = config.parse(config.RolloutConfig, rollout, "rollout.")
+    launch = vllm_launch.Launch(name, model_config, settings, tensor_parallel, seed, cpu_cores, log_path)
+    return VllmEngine(name, settings, tensor_parallel, launch)
+
+
+class VllmEngine:
+    """See the module docstring; made by `create`. Lives on one event loop; not thread-safe."""
+
+    def __init__(
+        self, name: str, rollout: config.RolloutConfig, tensor_parallel: int, launch: vllm_launch.Launch
+    ) -> None:
+        self.name = name
+        self._rollout = rollout
+        self._tensor_parallel = tensor_parallel
+        self._launch = launch
+        self._starting: asyncio.Future[async_llm.AsyncLLM] | None = None
+        self._engine: async_llm.AsyncLLM | None = None
+        self._watches: list[int] = []
+        self._running = 0
+
+    async def start(self) -> protocols.EngineInfo:
+        """Starts vLLM's processes (about 20 s) off the event loop.
+
+        Raises:
+          WorkerLost: vLLM did not start; the message has its reason.
+        """
+        loop = asyncio.get_running_loop()
+        self._death: asyncio.Future[str] = loop.create_future()
+        self._starting = loop.run_in_executor(vllm_launch.STARTER, self._launch.start)
+        # Cancelled by a deadline, the start goes on in its thread; shutdown ends what it makes.
+        self._engine = await asyncio.shield(self._starting)
+        for process in self._launch.processes:
+            self._watch(process.pid)
+        return protocols.EngineInfo(
+            name=self.name,
+            tensor_parallel=self._tensor_parallel,
+            slots=self._rollout.slots,
+            max_context=self._rollout.max_context,
+            process_ids=tuple(process.pid for process in self._launch.processes),
+        )
+
+    def _watch(self, pid: int) -> None:
+        """Learns of a process's end at once; vLLM's own notice takes a second, and leaves some waits unanswered."""
+        try:
+            watch = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._die(f"its process {pid} ended while it started")
+            return
+        self._watches.append(watch)
+        asyncio.get_running_loop().add_reader(watch, self._die, f"its process {pid} ended")
+
+    def _unwatch(self) -> None:
+        for watch in self._watches:
+            asyncio.get_running_loop().remove_reader(watch)
+            os.close(watch)
+        self._watches.clear()
+
+    def _die(self, reason: str) -> None:
+        """Fails every running and later call."""
+        if not self._death.done():
+            self._death.set_result(reason)
+            if self._engine is not None:
+                self._engine.output_processor.propagate_error(exceptions.EngineDeadError())
+        self._unwatch()
+
+    def _lost(self) -> protocols.WorkerLost:
+        reason = self._death.result() if self._engine is not None and self._death.done() else "it is not running"
+        return protocols.WorkerLost(f"engine {self.name} is gone ({reason}); its requests may resume on another")
+
+    def _serving(self) -> async_llm.AsyncLLM:
+        if self._engine is None or self._death.done():
+            raise self._lost()
+        return self._engine
+
+    async def _call(self, what: str, work: Awaitable[T]) -> T:
+        """Awaits a call into the engine's processes, which is never answered if they die meanwhile.
+
+        Raises:
+          WorkerLost: the engine died.
+          LibraError: the engine refused.
+        """
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait((task, self._death), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not task.done():
+                task.cancel()
+        if self._death.done():
+            raise self._lost()
+        error = task.exception()
+        if error is None:
+            return task.result()
+        if isinstance(error, exceptions.EngineDeadError):
+            raise self._lost()
+        raise protocols.LibraError(f"engine {self.name} could not {what}: {_sentence(error)}") from None
+
+    async def generate(self, request: protocols.GenerationRequest) -> AsyncIterator[protocols.TokenDelta]:
+        """Streams the continuation; the last delta has a finish reason. Closing the iterator aborts the request.
+
+        Raises:
+          WorkerLost: the engine died, now or before.
+          LibraError: the context has no room for a token.
+        """
+        engine = self._serving()
+        room = self._rollout.max_context - len(request.token_ids)
+        if room <= 0:
+            raise protocols.LibraError(
+                f"request {request.request_id} has {len(request.token_ids)} tokens, which leaves no room in engine "
+                f"{self.name}'s context of {self._rollout.max_context}: raise config.rollout.max_context"
+            )
+        prompt = engine_inputs.tokens_input(list(request.token_ids))
+        params = _sampling(request.sampling, room)
+        queue, finished = None, False
+        self._running += 1
+        try:
+            queue = await engine.add_request(request.request_id, prompt, params, priority=request.priority)
+            # Kept, because vLLM forgets it when the request ends, perhaps before its last output is read here.
+            state = engine.output_processor.request_states.get(queue.request_id)
+            sent = 0
+            while not finished:
+                output = queue.get_nowait() or await queue.get()
+                finished = output.finished
+                completion = output.outputs[0]
+                starts = _version_starts(completion, state)
+                yield _delta(completion, starts, sent)
+                sent += len(completion.token_ids)
+        except exceptions.EngineDeadError:
+            finished = True
+            if not self._death.done():
+                self._die("it stopped answering")
+            raise self._lost() from None
+        finally:
+            self._running -= 1
+            if queue is not None:
+                queue.close()
+                if not finished and not self._death.done():
+                    await engine.abort(queue.request_id, internal=True)
+
+    async def pause(self) -> None:
+        """Freezes decoding with requests kept, and drops all KV: it is recomputed after `resume`."""
+        # Not `AsyncLLM.pause_generation`, which sleeps 20 ms so that outputs are read first: each output carries the
+        # version that sampled it, so that reading it late stamps it no differently.
+        await self._call("pause", self._serving().engine_core.pause_scheduler_async(mode="keep", clear_cache=True))
+
+    async def resume(self) -> None:
+        """Goes on decoding."""
+        await self._call("resume", self._serving().resume_generation())
+
+    async def init_weight_transfer(self, transport: Mapping[str, Any]) -> None:
+        """First weight verb: opens the transport named by `transport["kind"]`; further entries are vLLM's init info."""
+        kind = transport.get("kind")
+        if kind != self._rollout.transport:
+            raise protocols.ConfigError(
+                f"config.rollout.transport: engine {self.name} was started for {self._rollout.transport!r}, "
+                f"not {kind!r}"
+            )
+        init_info = {name: value for name, value in transport.items() if name != "kind"}
+        request = weight_transfer.WeightTransferInitRequest(init_info=init_info)
+        await self._call("open the weight transport", self._serving().init_weight_transfer_engine(request))
+
+    async def start_weight_update(self, policy_version: int) -> None:
+        """Second weight verb: readies every layer to be loaded afresh."""
+        del policy_version  # The engine takes on the version when the update finishes.
+        await self._call("prepare for new weights", self._serving().start_weight_update())
+
+    async def update_weights(self, bucket: protocols.WeightBucket) -> None:
+        """Third weight verb: loads one bucket."""
+        request = weight_transfer.WeightTransferUpdateRequest(update_info=_update_info(bucket))
+        await self._call(f"load weight bucket {bucket.index}", self._serving().update_weights(request))
+
+    async def finish_weight_update(self, policy_version: int) -> None:
+        """Fourth weight verb: tokens sampled from now on are stamped with `policy_version`."""
+        await self._call(
+            "finish its weight update", self._serving().finish_weight_update(weight_version=str(policy_version))
+        )
+
+    async def health(self) -> Mapping[str, float]:
+        """Asks the engine's core process; raises `WorkerLost` if it is gone. `running` counts requests here."""
+        paused = await self._call("answer", self._serving().is_paused())
+        return {"running": float(self._running), "paused": float(paused)}
+
+    async def shutdown(self) -> None:
+        """Ends and reaps every process of the engine, killing what does not end in time. Idempotent."""
+        loop = asyncio.get_running_loop()
+        if self._starting is not None:
+            while not self._starting.done():
+                self._launch.cancel()
+                await asyncio.wait((self._starting,), timeout=0.5)
+            self._die("it was shut down")
+        await loop.run_in_executor(None, self._launch.stop)
+        self._engine = None
+
+
+def _sampling(sampling: protocols.SamplingParams, room: int) -> vllm.SamplingParams:
+    """vLLM's parameters under the log-prob contract.
+
+    Never a per-request seed: on CPU the engine crashes when a seeded sample is discarded (vLLM 0.32).
+    """
+    return vllm.SamplingParams(
+        temperature=sampling.temperature,
+        max_tokens=min(sampling.max_tokens, room),
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=True,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        skip_clone=True,
+    )
+
+
+def _version_starts(completion: Any, state: Any) -> Sequence[tuple[str, int]]:
+    """(version, index of its first token) spans of a request's output so far.
+
+    vLLM labels each step's tokens with the version that sampled them, in the engine's core process, and reports the
+    spans with the last output; until then they are in the request's own state.
+    """
+    if completion.weight_versions is not None:
+        return [(span[0], span[1]) for span in completion.weight_versions]
+    return [] if state is None else state.weight_version_starts
+
+
+def _delta(completion: Any, starts: Sequence[tuple[str, int]], sent: int) -> protocols.TokenDelta:
+    tokens = tuple(completion.token_ids)
+    versions: list[int] = []
+    for version, first in starts:
+        number = protocols.NO_VERSION if version == UNTRAINED else int(version)
+        # Each span rules from its first token on; a later span overwrites the rest.
+        del versions[max(0, first - sent) :]
+        versions.extend([number] * (len(tokens) - len(versions)))
+    reason = completion.finish_reason
+    if reason is not None and reason not in ("stop", "length"):
+        reason = "abort"
+    log_probs = tuple(completion.logprobs.logprobs) if tokens else ()
+    return protocols.TokenDelta(tokens, log_probs, tuple(versions), reason)
+
+
+def _update_info(bucket: protocols.WeightBucket) -> dict[str, Any]:
+    """What the worker's weight-transfer engine of the bucket's transport reads, as plain values."""
+    if bucket.transport["kind"] != "memfd":
+        return dict(bucket.transport["update_info"])
+    return {
+        "policy_version": bucket.policy_version,
+        "index": bucket.index,
+        "count": bucket.count,
+        "entries": [
+            (entry.name, entry.dtype, list(entry.shape), entry.offset, entry.nbytes) for entry in bucket.entries
+        ],
+        "nbytes": bucket.nbytes,
+        "transport": dict(bucket.transport),
+        "checksum": bucket.checksum,
+    }
+
+
+def _sentence(error: BaseException) -> str:
+    """The cause inside vLLM's wrapping of an error in a worker."""
+    text = " ".join(str(error).split())
+    wrapped = re.search(r"Worker failed with error '(.*)', please check", text)
+    return (wrapped.group(1) if wrapped else text).rstrip(".")
