@@ -105,7 +105,7 @@ class PlainConsole:
     """One line a step, notes as they come, and a status line now and then while no step ends.
 
     Args:
-      name: the run's name (unused here: a log file has it in its name or its first note).
+      name: the run's name.
       steps: training steps of the whole run.
       stream: where the lines go.
       clock: seconds now, on the clock of the event loop.
@@ -113,13 +113,13 @@ class PlainConsole:
     """
 
     def __init__(self, name: str, steps: int, stream: TextIO, clock: Callable[[], float], warn: files.Warn) -> None:
-        self._name = name
         self._stream = stream
         self._clock = clock
         self._warn = warn
         self._pace = Pace(steps, clock())
         self._last_line = float("-inf")
         self._lost = False
+        self._line(f"libra-jax · {name} · {steps} training steps")
 
     def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
         self._pace.step_ended(step, self._clock())

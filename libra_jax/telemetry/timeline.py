@@ -118,7 +118,7 @@ class TimelineFile:
             if event.get("name") == "process_name":
                 self._rows[event["args"]["name"]] = _Row(event["pid"])
             return
-        end = round(event.get("ts", 0) + event.get("dur", 0))
+        end = event["ts"] + event.get("dur", 0)
         self._end = max(self._end, end)
 
     def span(self, track: str, name: str, start: float, end: float, arguments: Mapping[str, Any] | None = None) -> None:
@@ -183,15 +183,27 @@ def _whole_events(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         offset = 0
         for line in file:
             text = line.rstrip(b"\n,")
+            if offset == 0 and text != b"[":
+                return
             if text not in (b"[", b"]", b""):
                 try:
                     event = json.loads(text)
                 except ValueError:
                     return
-                if not isinstance(event, dict):
+                if not _is_event(event):
                     return
                 yield offset + len(text), event
             offset += len(line)
+
+
+def _is_event(event: Any) -> bool:
+    """Whether this is an event as `TimelineFile` writes them."""
+    arguments = event.get("args", {}) if isinstance(event, dict) else None
+    if not isinstance(arguments, dict):
+        return False
+    if event.get("ph") == "M":
+        return isinstance(arguments.get("name", arguments.get("sort_index")), str | int) and "pid" in event
+    return all(isinstance(event.get(name, 0), int) for name in ("ts", "dur")) and {"ts", "pid", "tid"} <= event.keys()
 
 
 def read(path: Path) -> Iterator[Span]:

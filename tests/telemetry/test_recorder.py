@@ -105,6 +105,7 @@ def test_a_pipe_gets_one_plain_line_a_step_and_a_status_now_and_then(tmp_path, c
     )
     assert steps[2].startswith("step  3/12")
     assert steps[2].endswith("45 s left")
+    assert lines[0] == "libra-jax · demo · 12 training steps"
     assert "The run begins." in lines
     assert lines[-1] == "It is done."
     assert not any("\x1b" in line for line in lines)

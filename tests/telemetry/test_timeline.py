@@ -113,3 +113,21 @@ def test_times_that_are_no_numbers_are_dropped_and_backward_ones_have_no_length(
     sink.close()
     (span,) = timeline.read(tmp_path / "timeline.json")
     assert (span.start, span.end) == (2.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[",
+        "{}\n",
+        "[\n{}\n",
+        '[\n{"ph": "M", "args": 3},\n',
+        '{"ph": "i", "ts": 1, "pid": 1, "tid": 0}\n',
+        "\x00\x01 no timeline",
+    ],
+)
+def test_a_file_that_is_no_timeline_is_started_anew(tmp_path, content):
+    (tmp_path / "timeline.json").write_text(content)
+    write(tmp_path, [("trainer", 0.0, 1.0)], Clock())
+    assert len(json.loads((tmp_path / "timeline.json").read_text())) == 5
