@@ -314,6 +314,9 @@ class Coordinator:
                 for group_id in selection.binding:
                     self._groups.replace(group_id, groups.STALE, "it would have passed the staleness bound")
                 continue
+            await self._saver.commit()  # the trainer has nothing to do anyway
+            if self._settled.is_set():
+                continue
             ready, size = len(self._groups.finished), self._bound.groups_per_step
             self._recorder.status("rollout", f"{ready} groups ready of {size}, {len(self._groups.running)} running")
             await self._settled.wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import zlib
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -67,14 +68,14 @@ class DirectCluster:
 
 
 class TokenText:
-    """Token n is the text "n "; 2 stops."""
+    """Token n is the text "n", 99 any other word; 2 stops."""
 
     vocab_size = 100
     stop_token_ids = (2,)
     pad_token_id = 0
 
     def encode(self, text: str) -> list[int]:
-        return [int(word) for word in text.split()]
+        return [int(word) if word.isdigit() else 99 for word in text.split()]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return " ".join(map(str, token_ids))
@@ -218,11 +219,17 @@ def make_trainer(seconds: float = 0.05, buckets: int = 3, log: str = "") -> Reco
     return RecordingTrainer(seconds, buckets, log)
 
 
+def chatter(token_ids: Sequence[int], sampling: protocols.SamplingParams) -> int:
+    """The fake engine's script: noise of tokens 3..99 that stops after four tokens on average."""
+    digest = zlib.crc32(repr(tuple(token_ids)).encode())
+    return sampling.stop_token_ids[0] if digest % 4 == 0 else 3 + digest // 4 % 97
+
+
 def make_config(**changes: Any) -> configuration.RunConfig:
     """A tiny run; nested groups are given as dicts."""
     values: dict[str, Any] = {
         "steps": 4,
-        "rollout": {"engine": "fake", "slots": 4, "max_context": 256, "max_tokens": 32, "stream_interval": 4},
+        "rollout": {"engine": "fake", "slots": 4, "max_context": 256, "max_tokens": 32, "stream_interval": 2},
         "coordinator": {"groups_per_step": 3, "group_size": 2},
         "checkpoint": {"every": 0},
         "deadlines": {"shutdown": 5.0},
@@ -244,6 +251,7 @@ def engine_specs(config: configuration.RunConfig, count: int = 2, **arguments: A
                 "rollout": rollout,
                 "tensor_parallel": 1,
                 "seed": index,
+                "script": "coordinator_doubles:chatter",
                 **arguments,
             },
         )
@@ -279,12 +287,11 @@ class Bench:
             engine_specs=engine_specs(config) if specs is None else specs,
             tasks=tasks,
             make_environment=make_environment,
-            demonstrator=tasks,
             tokenizer=TokenText(),
             scheduler=registry.create(config.coordinator.scheduler),
             recorder=self.recorder,
             workdir=workdir,
-            **further,
+            **{"demonstrator": tasks, **further},
         )
 
     def run(self) -> run_module.RunSummary:

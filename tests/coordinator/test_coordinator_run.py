@@ -1,16 +1,216 @@
-"""Whole runs on doubles: synchronous and asynchronous, warm start, evaluation, metrics and trace."""
+"""Whole runs on doubles and a virtual clock: staleness, metrics, trace, warm start, evaluation, stopping."""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+import os
+import signal
+import statistics
+import tempfile
+from pathlib import Path
+
 import coordinator_doubles as doubles
+import hypothesis
 import pytest
+from hypothesis import strategies as st
+
+from libra_jax import protocols
+from libra_jax.telemetry import trace
+
+
+def prompts(count: int) -> list[str]:
+    return sorted(f"task-{index}" for index in range(count))
+
+
+def long_tailed(index: int) -> float:
+    return 5.0 if index % 7 == 3 else 0.01
+
+
+class LongTailed(doubles.TwoTurns):
+    tool_seconds = staticmethod(long_tailed)
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 def test_every_prompt_is_trained_once_within_the_staleness_bound(tmp_path, staleness):
-    bench = doubles.Bench(doubles.make_config(coordinator={"staleness": staleness}), tmp_path)
+    config = doubles.make_config(steps=6, coordinator={"staleness": staleness})
+    bench = doubles.Bench(config, tmp_path, make_environment=LongTailed)
     summary = bench.run()
-    assert summary.steps == 4
-    assert summary.trained == 12
-    assert sorted(bench.trained["prompts"]) == sorted(f"task-{index}" for index in range(12))
-    assert max(bench.trained["staleness"]) <= staleness
+    assert (summary.steps, summary.policy_version, summary.trained) == (6, 6, 18)
+    assert sorted(bench.trained["prompts"]) == prompts(18)
+    assert max(bench.trained["staleness"]) == staleness
+
+
+def test_asynchronous_training_overlaps_rollout_with_training(tmp_path):
+    seconds = {}
+    for staleness in (0, 1):
+        config = doubles.make_config(steps=6, coordinator={"staleness": staleness})
+        bench = doubles.Bench(config, tmp_path / str(staleness), trainer={"seconds": 4.0}, make_environment=LongTailed)
+        bench.run()
+        seconds[staleness] = sum(scalars["step/seconds"] for _, scalars in bench.recorder.steps)
+    assert seconds[1] < 0.8 * seconds[0]
+
+
+@hypothesis.settings(deadline=None, max_examples=25)
+@hypothesis.given(
+    staleness=st.integers(0, 3),
+    stale=st.sampled_from(["wait", "replace"]),
+    train_seconds=st.floats(0.0, 2.0),
+    tool_seconds=st.lists(st.floats(0.0, 4.0), min_size=5, max_size=20),
+)
+def test_any_timing_keeps_the_bound_and_loses_nothing(staleness, stale, train_seconds, tool_seconds):
+    class Varied(doubles.TwoTurns):
+        @staticmethod
+        def tool_seconds(index: int) -> float:
+            return tool_seconds[index % len(tool_seconds)]
+
+    config = doubles.make_config(
+        steps=5, coordinator={"staleness": staleness, "stale": stale, "max_replacements": 50.0}
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        bench = doubles.Bench(config, Path(folder), make_environment=Varied, trainer={"seconds": train_seconds})
+        summary = bench.run()
+        trained, ages = bench.trained["prompts"], bench.trained["staleness"]
+    replaced = sum(summary.replaced.values())
+    assert max(ages) <= staleness
+    assert len(set(trained)) == len(trained) == 15
+    assert set(trained) <= set(prompts(15 + replaced))
+    assert replaced == 0 or stale == "replace"
+
+
+def test_a_group_that_would_become_stale_is_replaced_and_counted_where_the_config_says_so(tmp_path):
+    class OneStraggler(doubles.TwoTurns):
+        tool_seconds = staticmethod(lambda index: 1000.0 if index == 2 else 0.01)
+
+    config = doubles.make_config(
+        coordinator={"staleness": 1, "stale": "replace", "max_replacements": 1.0}, task={"tool_seconds": 2000.0}
+    )
+    bench = doubles.Bench(config, tmp_path, make_environment=OneStraggler)
+    summary = bench.run()
+    assert summary.replaced == {"stale": 1}
+    assert "task-2" not in bench.trained["prompts"]
+    assert (
+        sum(
+            scalars["groups/replaced_stale"]
+            for _, scalars in bench.recorder.steps
+            if "groups/replaced_stale" in scalars
+        )
+        == 1
+    )
+    assert sum(scalars["tokens/replaced"] for _, scalars in bench.recorder.steps) > 0
+
+
+def test_metrics_and_trace_say_what_happened(tmp_path):
+    bench = doubles.Bench(doubles.make_config(coordinator={"staleness": 1}), tmp_path)
+    summary = bench.run()
+    assert [step for step, _ in bench.recorder.steps] == [1, 2, 3, 4]
+    for step, scalars in bench.recorder.steps:
+        rewards = [record["reward"] for record in bench.recorder.trajectories if record["step"] == step]
+        assert scalars["policy_version"] == step
+        assert scalars["reward/mean"] == pytest.approx(statistics.fmean(rewards))
+        assert scalars["agent/odd"] == scalars["reward/mean"]
+        assert scalars["loss"] == 0.5
+        assert scalars["turns/mean"] == 2
+        assert scalars["train/seconds"] == pytest.approx(0.05)
+        assert scalars["staleness/max"] <= 1
+        assert scalars["tokens_per_second"] == pytest.approx(scalars["tokens/generated"] / scalars["step/seconds"])
+        assert summary.rewards[step] == scalars["reward/mean"]
+    assert sum(scalars["tokens/generated"] for _, scalars in bench.recorder.steps) == sum(
+        turn["generated_tokens"] for record in bench.recorder.trajectories for turn in record["turns"]
+    )
+    assert {name for track, name, *_ in bench.recorder.spans if track == "engine-0"} == {"generate", "sync"}
+    assert {name for track, name, *_ in bench.recorder.spans if track == "trainer"} == {"train step"}
+
+
+def test_the_trace_is_one_that_the_simulator_reads(tmp_path):
+    bench = doubles.Bench(doubles.make_config(), tmp_path)
+    bench.run()
+    writer = trace.TraceFile(tmp_path, lambda key, sentence: pytest.fail(sentence))
+    for record in bench.recorder.trajectories:
+        writer.trajectory(record)
+    writer.close()
+    records = trace.read(tmp_path / trace.TRACE_FILE)
+    assert len(records) == 4 * 3 * 2
+    assert len({record["trajectory_id"] for record in records}) == len(records)
+    assert {record["turns"][0]["tool"] for record in records} == {"look"}
+
+
+def test_tokens_carry_the_version_that_sampled_them_and_never_one_before_their_dispatch(tmp_path):
+    seen = []
+
+    class Watching(doubles.RecordingTrainer):
+        async def train_step(self, batch):
+            seen.append(batch)
+            return await super().train_step(batch)
+
+    bench = doubles.Bench(
+        doubles.make_config(steps=6, coordinator={"staleness": 2}), tmp_path, make_environment=LongTailed
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(doubles, "make_trainer", lambda log: Watching(0.05, 3, log))
+        bench.run()
+    versions = set()
+    for batch, group in [(step, group) for step in seen for group in step.groups]:
+        for trajectory in group.trajectories:
+            sampled = [version for version in trajectory.policy_versions if version != protocols.NO_VERSION]
+            assert sampled == sorted(sampled)
+            assert group.dispatch_version <= sampled[0]
+            assert sampled[-1] <= batch.policy_version
+            versions.update(itertools.pairwise(sampled))
+    assert any(before != after for before, after in versions), "no trajectory spans a weight update"
+
+
+def test_warm_start_and_evaluations_come_where_the_config_says(tmp_path):
+    config = doubles.make_config(warm_start={"steps": 3, "batch_size": 2}, evaluation={"every": 2, "tasks": 5}, steps=5)
+    bench = doubles.Bench(config, tmp_path)
+    summary = bench.run()
+    assert bench.trained["warm"] == 3
+    assert sorted(summary.accuracies) == [0, 2, 4, 5]
+    assert [step for step, _ in bench.recorder.steps] == [0, 1, 2, 3, 4, 5]
+    assert bench.recorder.steps[0][1]["warm_start/loss"] == 1.0
+    evaluated = {step: "evaluation/accuracy" in scalars for step, scalars in bench.recorder.steps}
+    assert evaluated == {0: True, 1: False, 2: True, 3: False, 4: True, 5: True}
+    assert len(set(summary.accuracies.values())) == 1, "the double's answers do not depend on its weights"
+
+
+def test_a_warm_start_without_demonstrations_is_refused():
+    config = doubles.make_config(warm_start={"steps": 3})
+    with pytest.raises(protocols.ConfigError, match=r"warm_start\.steps.*calculator:environment offers no demonstr"):
+        doubles.Bench(config, Path("unused"), demonstrator=None)
+
+
+def test_the_trained_parameters_are_exported(tmp_path):
+    doubles.Bench(doubles.make_config(), tmp_path, export=tmp_path / "model").run()
+    assert (tmp_path / "model" / "config.json").exists()
+
+
+def test_a_signal_stops_the_run_with_a_checkpoint_and_the_same_command_goes_on(tmp_path):
+    config = doubles.make_config(steps=6, checkpoint={"every": 100}, coordinator={"staleness": 1})
+
+    class Signalled(doubles.RecordingTrainer):
+        async def train_step(self, batch):
+            if self.state["version"] == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+                await asyncio.sleep(0.1)
+            return await super().train_step(batch)
+
+    bench = doubles.Bench(config, tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(doubles, "make_trainer", lambda log: Signalled(0.05, 3, log))
+        summary = bench.run()
+    assert summary.stopped
+    assert summary.steps == 3, "the step under way is taken to its end"
+    assert summary.sentence == "Stopped at step 3; the same command goes on from the checkpoint there."
+    assert [step for step, _ in bench.recorder.steps] == [1, 2, 3]
+    resumed = doubles.Bench(config, tmp_path)
+    assert not resumed.run().stopped
+    assert [step for step, _ in resumed.recorder.steps] == [4, 5, 6]
+    assert sorted(resumed.trained["prompts"]) == prompts(18)
+
+
+def test_a_finished_run_says_so_and_starts_nothing(tmp_path):
+    config = doubles.make_config(checkpoint={"every": 2})
+    doubles.Bench(config, tmp_path).run()
+    again = doubles.Bench(config, tmp_path)
+    assert again.run().sentence == "This run has taken its 4 steps already: nothing is left to do."
+    assert again.cluster.spawned == []

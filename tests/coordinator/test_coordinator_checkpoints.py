@@ -1,0 +1,197 @@
+"""Composite checkpoints: killed at any write, what is left is the old newest checkpoint or the new one."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import coordinator_doubles as doubles
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from libra_jax import protocols
+from libra_jax.coordinator import checkpoints
+
+TOKENS = st.integers(0, 2**31)
+PROBABILITIES = st.floats(allow_nan=False, width=64)
+
+
+@st.composite
+def trajectories(draw) -> protocols.Trajectory:
+    trajectory = protocols.Trajectory("task-1/0", "task-1", start_seconds=draw(st.floats(0, 1e6)))
+    trajectory.append_text(draw(st.lists(TOKENS, max_size=5)), protocols.TokenSource.PROMPT)
+    for tokens in draw(st.lists(st.lists(st.tuples(TOKENS, PROBABILITIES, st.integers(0, 9)), max_size=5), max_size=3)):
+        columns = tuple(zip(*tokens, strict=True)) or ((), (), ())
+        trajectory.append_sampled(protocols.TokenDelta(*columns))
+        trajectory.turns.append(protocols.Turn(len(tokens), "calculator", "failure", 3, 0.25, 1.5))
+        trajectory.append_text(draw(st.lists(TOKENS, max_size=3)), protocols.TokenSource.TOOL)
+    trajectory.reward = draw(st.none() | st.floats(-1, 1))
+    trajectory.metrics = draw(st.dictionaries(st.sampled_from(["odd", "turns"]), st.floats(0, 1)))
+    return trajectory
+
+
+@hypothesis.settings(max_examples=30)
+@hypothesis.given(st.lists(trajectories(), max_size=2))
+def test_groups_survive_the_round_trip_bit_for_bit(members):
+    group = protocols.Group(7, protocols.Task("task-1", {"question": "1 + 1", "n": [1, 2]}), 3, members)
+    assert checkpoints.decode_group(json.loads(json.dumps(checkpoints.encode_group(group)))) == group
+
+
+class Killed(BaseException):
+    """Stands for kill -9: nothing after it runs, save for what Python cannot help."""
+
+
+def kill_at(monkeypatch: pytest.MonkeyPatch, operation: int) -> list[str]:
+    """Every file operation of the module counts; the chosen one and all after it do not happen."""
+    calls: list[str] = []
+
+    def guarded(name: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            if len(calls) > operation:
+                raise Killed
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ("replace", "fsync"):
+        monkeypatch.setattr(checkpoints.os, name, guarded(name, getattr(os, name)))
+    monkeypatch.setattr(checkpoints.shutil, "rmtree", guarded("rmtree", checkpoints.shutil.rmtree))
+    monkeypatch.setattr(checkpoints.Path, "unlink", guarded("unlink", checkpoints.Path.unlink))
+    monkeypatch.setattr(checkpoints.Path, "mkdir", guarded("mkdir", checkpoints.Path.mkdir))
+    return calls
+
+
+def save(files: checkpoints.Checkpoints, step: int) -> None:
+    path = files.begin(step, {"step": step})
+    path.mkdir()
+    (path / "state.json").write_text(str(step))
+    files.commit(step)
+
+
+def is_whole(files: checkpoints.Checkpoints, step: int) -> bool:
+    return files.load(step) == {"step": step} and (files.trainer_path(step) / "state.json").read_text() == str(step)
+
+
+def test_killed_at_any_write_the_newest_checkpoint_is_whole(tmp_path):
+    outcomes = set()
+    for operation in range(100):
+        workdir = tmp_path / str(operation)
+        files = checkpoints.Checkpoints(workdir, keep=1)
+        save(files, 1)
+        with pytest.MonkeyPatch.context() as patch:
+            calls = kill_at(patch, operation)
+            try:
+                save(files, 2)
+            except Killed:
+                outcomes.add(checkpoints.newest_step(workdir))
+        assert checkpoints.newest_step(workdir) in (1, 2)
+        assert is_whole(files, files.newest())
+        save(files, 3)
+        assert is_whole(files, 3)
+        assert [directory.name for directory in (workdir / "checkpoints").iterdir()] == ["step-00000003"]
+        if len(calls) < operation:
+            break
+    else:
+        pytest.fail("the save never ran to its end")
+    assert outcomes == {1, 2}
+
+
+def test_the_newest_checkpoints_are_kept(tmp_path):
+    files = checkpoints.Checkpoints(tmp_path, keep=2)
+    for step in (5, 10, 15, 20):
+        save(files, step)
+    assert sorted(directory.name for directory in (tmp_path / "checkpoints").iterdir()) == [
+        "step-00000015",
+        "step-00000020",
+    ]
+    assert checkpoints.newest_step(tmp_path) == 20
+    assert checkpoints.newest_step(tmp_path / "elsewhere") == -1
+
+
+def test_a_damaged_checkpoint_is_named_with_the_way_out(tmp_path):
+    files = checkpoints.Checkpoints(tmp_path, keep=2)
+    save(files, 5)
+    path = tmp_path / "checkpoints" / "step-00000005" / "coordinator.json"
+    path.write_text(path.read_text()[:3])
+    with pytest.raises(protocols.DataError, match=r"step-00000005 cannot be read.*remove that directory"):
+        files.load(5)
+
+
+class DiesInStep(doubles.RecordingTrainer):
+    """Ends the run, as a kill would, in the training step after `last`."""
+
+    last = 0
+
+    async def train_step(self, batch: protocols.TrainBatch):
+        if self.state["version"] == self.last:
+            raise protocols.WorkerLost("killed")
+        return await super().train_step(batch)
+
+
+@hypothesis.settings(deadline=None, max_examples=6)
+@hypothesis.given(
+    staleness=st.integers(0, 2),
+    every=st.integers(1, 3),
+    dies_at=st.lists(st.integers(1, 7), max_size=4).map(sorted),
+    tool_seconds=st.lists(st.floats(0.0, 2.0), min_size=3, max_size=9),
+)
+def test_wherever_it_dies_it_trains_the_same_set_of_prompts(tmp_path_factory, staleness, every, dies_at, tool_seconds):
+    class Varied(doubles.TwoTurns):
+        @staticmethod
+        def tool_seconds(index: int) -> float:
+            return tool_seconds[index % len(tool_seconds)]
+
+    workdir = tmp_path_factory.mktemp("run")
+    config = doubles.make_config(
+        steps=8,
+        coordinator={"staleness": staleness},
+        checkpoint={"every": every, "keep": 1},
+        warm_start={"steps": 1, "batch_size": 1},
+    )
+    for last in [*dies_at, 1000]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DiesInStep, "last", last)
+            patch.setattr(doubles, "make_trainer", lambda log: DiesInStep(0.3, 3, log))
+            bench = doubles.Bench(config, workdir, make_environment=Varied)
+            if last < 8:
+                with pytest.raises(protocols.WorkerLost, match="killed"):
+                    bench.run()
+            else:
+                bench.run()
+    assert sorted(bench.trained["prompts"]) == sorted(f"task-{index}" for index in range(24))
+    assert max(bench.trained["staleness"]) <= staleness
+    assert bench.trained["warm"] == 1
+
+
+def test_groups_in_flight_go_on_from_their_tokens(tmp_path):
+    """A long tool call is under way when the run ends; what was generated before it is not generated again."""
+    config = doubles.make_config(
+        steps=3, coordinator={"staleness": 2}, checkpoint={"every": 1}, task={"tool_seconds": 500.0}
+    )
+
+    class Slow(doubles.TwoTurns):
+        tool_seconds = staticmethod(lambda index: 100.0 if index == 8 else 0.01)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DiesInStep, "last", 2)
+        patch.setattr(doubles, "make_trainer", lambda log: DiesInStep(0.3, 3, log))
+        with pytest.raises(protocols.WorkerLost):
+            doubles.Bench(config, tmp_path, make_environment=Slow).run()
+    resumed = doubles.Bench(config, tmp_path, make_environment=Slow)
+    before = checkpoints.Checkpoints(tmp_path, 2).load(checkpoints.newest_step(tmp_path))["groups"]
+    resumed.run()
+    held = [checkpoints.decode_group(record) for record in before["running"]]
+    assert [group.task.prompt_id for group in held] == ["task-8"]
+    kept = sum(trajectory.generated_tokens for group in held for trajectory in group.trajectories)
+    kept += sum(
+        trajectory.generated_tokens
+        for record in before["finished"]
+        for trajectory in checkpoints.decode_group(record).trajectories
+    )
+    trained = sum(scalars["tokens/trained"] for _, scalars in resumed.recorder.steps)
+    generated = sum(scalars["tokens/generated"] for _, scalars in resumed.recorder.steps)
+    assert kept > 0
+    assert generated == trained - kept
