@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import cli
 from absl import flags
 
+import cli
 from libra_jax.telemetry import report
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run's folder.", required=True)

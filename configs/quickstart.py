@@ -1,0 +1,47 @@
+"""A 0.45 M-parameter character model learns to use a calculator, on two CPU cores.
+
+The policy reads an arithmetic expression, calls the calculator with it, reads what it returns and answers with it. A
+short supervised warm start leaves it right about half of the time; reinforcement learning does the rest.
+
+  bash launch/quickstart.sh
+"""
+
+import ml_collections
+
+from libra_jax import config as libra_config
+
+
+def get_config() -> ml_collections.ConfigDict:
+    config = ml_collections.ConfigDict(libra_config.to_dict(libra_config.RunConfig()))
+    config.name = "quickstart"
+    config.steps = 40
+
+    config.model.preset = "libra-tiny"
+
+    config.task.source = "libra_jax.agents.calculator:task_source"
+    config.task.environment = "libra_jax.agents.calculator:environment"
+    config.task.max_turns = 3
+
+    config.rollout.slots = 128
+    config.rollout.max_context = 256
+    config.rollout.max_tokens = 64
+    config.rollout.temperature = 1.0
+
+    config.algorithm.advantage = "grpo"
+    config.algorithm.loss = "clipped"
+
+    config.optimizer.learning_rate = 1e-3
+
+    config.trainer.row_tokens = 256
+    config.trainer.rows_per_micro_batch = 16
+
+    config.warm_start.steps = 150
+    config.warm_start.batch_size = 64
+
+    config.coordinator.groups_per_step = 64
+    config.coordinator.group_size = 8
+    config.coordinator.staleness = 1
+
+    config.evaluation.every = 20
+    config.evaluation.tasks = 256
+    return config

@@ -1,0 +1,56 @@
+"""Ratios measured in one run: rollout through the coordinator, weight bridge, train step, the coordinator's cost.
+
+  python launch/benchmark.py [--peer_python=PATH] [--only=rollout,bridge,train,coordinator] [--output=benchmark.json]
+
+Each ratio's two sides alternate in the same process, or in two processes that run in turn, so that a machine whose
+speed drifts slows both; medians are compared. `--peer_python` is an interpreter with google-tunix, in an environment
+of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+from absl import flags
+from rich import console, table
+
+import cli
+from benchmarks import bridge, coordinator, rollout, train
+from libra_jax import protocols
+
+_ONLY = flags.DEFINE_list("only", ["rollout", "bridge", "train", "coordinator"], "Which parts to measure.")
+_ROUNDS = flags.DEFINE_integer("rounds", 5, "Alternations of the two sides.", lower_bound=1)
+_PEER = flags.DEFINE_string("peer_python", None, "Interpreter with google-tunix; without it that ratio is left out.")
+_OUTPUT = flags.DEFINE_string("output", None, "File for the JSON, beside standard output.")
+
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "rollout": lambda: asyncio.run(rollout.measure(_ROUNDS.value)),
+    "bridge": lambda: bridge.measure(_ROUNDS.value),
+    "train": lambda: train.measure(_ROUNDS.value, _PEER.value),
+    "coordinator": lambda: asyncio.run(coordinator.measure()),
+}
+
+
+def main() -> None:
+    results: dict[str, Any] = {}
+    for name in _ONLY.value:
+        if name not in PARTS:
+            raise protocols.ConfigError(f"--only: {name!r} is not one of {', '.join(PARTS)}")
+        results[name] = PARTS[name]()
+    text = json.dumps(results, indent=2)
+    print(text)
+    rows = table.Table("part", "figure", "value")
+    for part, figures in results.items():
+        for figure, value in figures.items():
+            rows.add_row(part, figure, f"{value:,.3f}" if isinstance(value, float) else str(value))
+    console.Console().print(rows)
+    if _OUTPUT.value:
+        with open(_OUTPUT.value, "w") as file:
+            file.write(text)
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,89 @@
+"""Bytes a second of the weight bridge over memcpy: ready JAX arrays to tensors readable in another process."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import statistics
+from multiprocessing import connection
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks import timing
+from libra_jax import protocols
+from libra_jax.interop import memfd, publication
+from libra_jax.models import config as models_config
+from libra_jax.models import transformer
+
+SHAPE = dataclasses.replace(
+    models_config.load_preset("libra-tiny"),
+    vocab_size=8192,
+    hidden_size=1024,
+    intermediate_size=2816,
+    num_layers=4,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=64,
+    tie_word_embeddings=False,
+)
+"""About 256 MB of float32 parameters."""
+
+DEADLINE_SECONDS = 60.0
+
+
+def measure(rounds: int) -> dict[str, Any]:
+    """The engine's process maps each bucket and sums every tensor's first and last element, as proof of reading."""
+    params = jax.block_until_ready(transformer.init_params(SHAPE, jax.random.key(0), "float32"))
+    publisher = publication.Publisher(SHAPE, "float32", 256 * 2**20, "memfd", checksum=False)
+    source = np.ones(publisher.nbytes // 4, np.float32)
+    target = np.empty_like(source)
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    reader = context.Process(target=_read, args=(theirs,), daemon=True)
+    reader.start()
+    version = 0
+
+    def bridge() -> None:
+        nonlocal version
+        version += 1
+        for index in range(publisher.open(version, params)):
+            ours.send(publisher.stage(version, index))
+            if not ours.poll(DEADLINE_SECONDS):
+                raise protocols.DeadlineMissed(f"the reading process {reader.pid} did not answer")
+            ours.recv()
+        publisher.close(version)
+
+    try:
+        bridge_seconds, copy_seconds = timing.alternate(rounds, bridge, lambda: np.copyto(target, source))
+    finally:
+        ours.send(None)
+        reader.join(DEADLINE_SECONDS)
+        if reader.is_alive():
+            reader.kill()
+        publisher.shutdown()
+    return {
+        "megabytes": publisher.nbytes / 1e6,
+        "bridge_gigabytes_per_second": publisher.nbytes / 1e9 / statistics.median(bridge_seconds),
+        "memcpy_gigabytes_per_second": publisher.nbytes / 1e9 / statistics.median(copy_seconds),
+        "ratio_over_memcpy": timing.median_ratio(copy_seconds, bridge_seconds),
+        "rounds": rounds,
+    }
+
+
+def _read(pipe: connection.Connection) -> None:
+    import torch
+
+    mappings: dict[tuple[int, int, int], Any] = {}
+    while (bucket := pipe.recv()) is not None:
+        address = bucket.transport
+        key = (address["pid"], address["fd"], address["inode"])
+        if key not in mappings:
+            mappings[key] = memfd.open_peer(address)
+        total = 0.0
+        for entry in bucket.entries:
+            kind = getattr(torch, entry.dtype)
+            flat = torch.frombuffer(mappings[key], dtype=kind, count=entry.nbytes // kind.itemsize, offset=entry.offset)
+            total += float(flat[0]) + float(flat[-1])
+        pipe.send(total)

@@ -1,0 +1,144 @@
+"""Tokens a second through the coordinator (admission to trajectory) over bare `AsyncLLM.generate`."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import uuid
+from typing import Any
+
+import vllm
+from vllm import sampling_params
+from vllm.inputs import engine as engine_inputs
+from vllm.v1.engine import async_llm
+
+from benchmarks import timing, workload
+from libra_jax import config as configuration
+from libra_jax import protocols
+from libra_jax.agents import loop as agent_loop
+from libra_jax.agents import tokenizers
+from libra_jax.cluster import create as cluster_create
+from libra_jax.coordinator import dispatch, failure, instances
+from libra_jax.models import config as models_config
+from libra_jax.rollout import vllm_launch
+from libra_jax.scheduling import registry
+from libra_jax.telemetry import memory
+
+REQUESTS = 64
+TOKENS = 128
+NAME = "rollout-0"
+
+
+async def measure(rounds: int) -> dict[str, Any]:
+    """64 concurrent requests, one turn of 128 tokens, the same prompts and engine arguments on both sides.
+
+    The bare side is an engine of its own, started with the same arguments; the two never decode at the same time.
+    """
+    config = configuration.RunConfig(
+        rollout=configuration.RolloutConfig(slots=REQUESTS, max_context=256, max_tokens=TOKENS)
+    )
+    model = models_config.to_hf(models_config.load_preset("libra-tiny"))
+    arguments = {
+        "name": NAME,
+        "model_config": model,
+        "rollout": configuration.to_dict(config.rollout),
+        "tensor_parallel": 1,
+        "seed": 0,
+    }
+    spec = protocols.ActorSpec(NAME, "libra_jax.rollout.vllm_engine:create", arguments)
+    launch = vllm_launch.Launch("bare", model, config.rollout, 1, seed=0, cpu_cores="auto", log_path="")
+    loop = asyncio.get_running_loop()
+    cluster = cluster_create.create(config.cluster)
+    recorder = memory.MemoryRecorder()
+    ending = failure.Ending()
+    engines = instances.Instances(config, cluster=cluster, specs=[spec], recorder=recorder, ending=ending)
+    try:
+        await engines.start()
+        bare_engine = await loop.run_in_executor(vllm_launch.STARTER, launch.start)
+        engines.engines[NAME].state = "serving"  # random weights will do here: nothing is published
+        dispatcher = dispatch.Dispatcher(
+            config,
+            scheduler=registry.create("least_loaded"),
+            engines=engines,
+            recorder=recorder,
+            ending=ending,
+        )
+        engines.changed()
+
+        async def ours() -> None:
+            await ending.race(_through_coordinator(dispatcher, config))
+
+        async def bare() -> None:
+            await _bare(bare_engine, config)
+
+        ours_seconds, bare_seconds = await timing.alternate_async(rounds, ours, bare)
+    finally:
+        await ending.cancel_background(config.deadlines.shutdown)
+        await cluster.shutdown()
+        await loop.run_in_executor(None, launch.stop)
+    tokens = REQUESTS * TOKENS
+    return {
+        "coordinator_tokens_per_second": tokens / statistics.median(ours_seconds),
+        "bare_tokens_per_second": tokens / statistics.median(bare_seconds),
+        "ratio_over_bare": timing.median_ratio(bare_seconds, ours_seconds),
+        "rounds": rounds,
+    }
+
+
+def _prompt(index: int) -> str:
+    return f"{index:03d}*({index}+7)"
+
+
+async def _through_coordinator(dispatcher: dispatch.Dispatcher, config: configuration.RunConfig) -> None:
+    tokenizer = _NeverStops()
+    limits = agent_loop.Limits(
+        max_turns=1, max_tokens=TOKENS, max_context=256, tool_seconds=10.0, temperature=config.rollout.temperature
+    )
+
+    async def attempt(index: int) -> None:
+        name = uuid.uuid4().hex
+        trajectory = protocols.Trajectory(trajectory_id=name, prompt_id=name)
+        dispatcher.open(name, group_id=index)
+        try:
+            await agent_loop.run_attempt(
+                trajectory=trajectory,
+                task=protocols.Task(name, {"prompt": _prompt(index)}),
+                environment=workload.single_turn(),
+                tokenizer=tokenizer,
+                sampler=dispatcher,
+                limits=limits,
+            )
+        finally:
+            dispatcher.finish(name)
+        if trajectory.generated_tokens != TOKENS:
+            raise protocols.LibraError(f"{trajectory.generated_tokens} tokens came instead of {TOKENS}")
+
+    await asyncio.gather(*(attempt(index) for index in range(REQUESTS)))
+
+
+async def _bare(engine: async_llm.AsyncLLM, config: configuration.RunConfig) -> None:
+    tokenizer = tokenizers.CharacterTokenizer()
+    params = vllm.SamplingParams(
+        temperature=config.rollout.temperature,
+        max_tokens=TOKENS,
+        logprobs=0,
+        detokenize=False,
+        ignore_eos=True,
+        output_kind=sampling_params.RequestOutputKind.DELTA,
+    )
+
+    async def one(index: int) -> None:
+        tokens = tokenizer.render([protocols.Message("user", _prompt(index))], first=True, generation_prompt=True)
+        count = 0
+        async for output in engine.generate(engine_inputs.tokens_input(tokens), params, request_id=uuid.uuid4().hex):
+            count += len(output.outputs[0].token_ids)
+        if count != TOKENS:
+            raise protocols.LibraError(f"{count} tokens came instead of {TOKENS}")
+
+    await asyncio.gather(*(one(index) for index in range(REQUESTS)))
+
+
+class _NeverStops(tokenizers.CharacterTokenizer):
+    """The character tokenizer without a stop token, so that every turn has all its tokens."""
+
+    stop_token_ids: tuple[int, ...] = ()

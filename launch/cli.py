@@ -1,0 +1,80 @@
+"""What every script here shares: flags, a config file, and errors that are one sentence instead of a traceback."""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from absl import app, flags
+
+from libra_jax import config as libra_config
+from libra_jax import protocols
+
+
+def run(main: Callable[[], int | None]) -> None:
+    """Runs `main` under absl. A LibraError becomes `error: <sentence>` and exit status 1, a bad flag status 2.
+
+    LIBRA_JAX_TRACEBACK=1 in the environment shows tracebacks as well.
+    """
+    app.run(lambda _: sys.exit(_guarded(main)), flags_parser=_parse_flags)
+
+
+def _guarded(main: Callable[[], int | None]) -> int:
+    try:
+        return main() or 0
+    except protocols.LibraError as error:
+        if os.environ.get("LIBRA_JAX_TRACEBACK"):
+            traceback.print_exc()
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("error: interrupted; the same command goes on from the last checkpoint.", file=sys.stderr)
+        return 130
+
+
+def _parse_flags(argv: Sequence[str]) -> Any:
+    try:
+        remaining = flags.FLAGS(list(argv))
+        if len(remaining) > 1:
+            raise flags.Error(f"unexpected argument {remaining[1]!r}; settings look like --config.steps=10")
+        if "config" in flags.FLAGS:
+            flags.FLAGS.config  # noqa: B018  (a config file that cannot be read raises here, not in main)
+        return remaining
+    except (AttributeError, KeyError, FileNotFoundError, ImportError, SyntaxError, ValueError, flags.Error) as error:
+        print(f"error: {_flag_sentence(argv, error)}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _flag_sentence(argv: Sequence[str], error: Exception) -> str:
+    """A sentence for a flag that cannot be parsed; for a mistyped config field, with the nearest field's full name."""
+    if isinstance(error, AttributeError | KeyError):
+        for argument in argv[1:]:
+            name, separator, text = argument.removeprefix("--").partition("=")
+            if not name.startswith("config."):
+                continue
+            path = name.removeprefix("config.").split(".")
+            try:
+                value = ast.literal_eval(text) if separator else True
+            except (SyntaxError, ValueError):
+                value = text
+            sentence = _unknown_field(path, value)
+            if sentence:
+                return sentence
+    if isinstance(error, FileNotFoundError):
+        return f"--config: there is no file {error.filename!r}"
+    return str(error).splitlines()[0]
+
+
+def _unknown_field(path: list[str], value: Any) -> str | None:
+    nested: Any = value
+    for part in reversed(path):
+        nested = {part: nested}
+    try:
+        libra_config.parse(libra_config.RunConfig, nested)
+    except protocols.ConfigError as error:
+        return str(error) if "no such field" in str(error) else None
+    return None

@@ -1,0 +1,231 @@
+"""Where the rooms meet: checks a config, places it on devices, and builds the run from it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from libra_jax import config as libra_config
+from libra_jax import protocols
+from libra_jax.agents import factories, tokenizers
+from libra_jax.cluster import create as cluster
+from libra_jax.coordinator import run as coordinator
+from libra_jax.models import config as model_config
+from libra_jax.rollout import logprob_contract
+from libra_jax.scheduling import registry as schedulers
+from libra_jax.telemetry import recorder as telemetry
+from libra_jax.telemetry import report
+
+ENGINES = {"vllm": "libra_jax.rollout.vllm_engine:create", "fake": "libra_jax.rollout.fake_engine:create"}
+TRAINER = "libra_jax.training.trainer:create"
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Which accelerators train and which roll out. On CPU every worker shares the machine's cores.
+
+    Attributes:
+      trainer: device ordinals of the trainer's mesh.
+      instances: device ordinals of each rollout instance, in the order of `rollout.tensor_parallel`.
+    """
+
+    trainer: tuple[int, ...]
+    instances: tuple[tuple[int, ...], ...]
+
+    @property
+    def total(self) -> int:
+        return len(self.trainer) + sum(len(devices) for devices in self.instances)
+
+
+def partition(config: libra_config.RunConfig) -> Partition:
+    """Trainer devices first, then the instances in order."""
+    edge = config.trainer.devices
+    instances = []
+    for degree in config.rollout.tensor_parallel:
+        instances.append(tuple(range(edge, edge + degree)))
+        edge += degree
+    return Partition(tuple(range(config.trainer.devices)), tuple(instances))
+
+
+def policy_shape(config: libra_config.RunConfig, *, need_weights: bool) -> model_config.TransformerConfig:
+    """The policy's shape: from `model.path` where it is set and there, else from `model.preset`."""
+    path = config.model.path
+    if path and (need_weights or Path(path).exists()):
+        return model_config.read_directory(path)
+    return model_config.load_preset(config.model.preset)
+
+
+def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
+    """Checks what can be checked before any worker starts.
+
+    Raises:
+      LibraError: with one sentence naming the field or file.
+    """
+    shape = policy_shape(config, need_weights=need_weights)
+    logprob_contract.check(config.rollout, config.algorithm)
+    for degree in config.rollout.tensor_parallel:
+        model_config.check_tensor_parallel(shape, degree)
+    if config.rollout.max_context > shape.max_position_embeddings:
+        raise protocols.ConfigError(
+            f"config.rollout.max_context: {config.rollout.max_context} exceeds the model's "
+            f"{shape.max_position_embeddings} positions; lower it or use another model"
+        )
+    if need_weights or not config.task.path or Path(config.task.path).exists():
+        factories.task_source(config.task, config.seed).task(0)
+    factories.environment_factory(config.task)
+    factories.reward(config.task)
+    if need_weights:
+        tokenizer = tokenizers.create(config.task, config.model.path)
+        if tokenizer.vocab_size > shape.vocab_size:
+            raise protocols.ConfigError(
+                f"config.task.tokenizer: its {tokenizer.vocab_size} tokens do not fit the model's vocabulary "
+                f"of {shape.vocab_size}; choose the tokenizer the model was made with"
+            )
+
+
+def describe(config: libra_config.RunConfig) -> str:
+    """The resolved config, the device mesh and the partition, for `--dry_run`."""
+    shape = policy_shape(config, need_weights=False)
+    parts = partition(config)
+    parameters = model_config.parameter_count(shape)
+    trainer = config.trainer
+    state_bytes = {"float32": 4, "bfloat16": 2}[config.model.param_dtype] * parameters * 3  # parameters and two moments
+    per_device = state_bytes / (trainer.fsdp * trainer.tensor) / 2**30
+    wire = {"float32": 4, "bfloat16": 2, "float16": 2}[config.rollout.dtype]
+    lines = [
+        yaml.safe_dump(json.loads(json.dumps(libra_config.to_dict(config), default=list)), sort_keys=False),
+        f"policy      {shape.architecture}, {parameters / 1e6:,.1f} M parameters"
+        + (
+            ""
+            if not config.model.path or Path(config.model.path).exists()
+            else f" (weights not at {config.model.path})"
+        ),
+        f"mesh        data={trainer.data} fsdp={trainer.fsdp} tensor={trainer.tensor} context={trainer.context}",
+        f"partition   {parts.total} devices",
+        f"  trainer   {_ordinals(parts.trainer)}: {per_device:.2f} GiB of parameters and optimizer a device",
+    ]
+    lines += [
+        f"  rollout-{index} {_ordinals(devices)}: tensor parallel {len(devices)}, {config.rollout.slots} slots, "
+        f"{parameters * wire / len(devices) / 2**30:.2f} GiB of weights a device"
+        for index, devices in enumerate(parts.instances)
+    ]
+    batch = config.coordinator.groups_per_step * config.coordinator.group_size
+    lines.append(
+        f"step        {config.coordinator.groups_per_step} prompts x {config.coordinator.group_size} attempts = "
+        f"{batch} trajectories, staleness at most {config.coordinator.staleness}"
+    )
+    return "\n".join(lines)
+
+
+def _ordinals(devices: tuple[int, ...]) -> str:
+    return f"device {devices[0]}" if len(devices) == 1 else f"devices {devices[0]}-{devices[-1]}"
+
+
+def open_workdir(config: libra_config.RunConfig, workdir: str | None) -> Path:
+    """Makes the workdir and writes `config.json`; refuses one that belongs to another config.
+
+    Raises:
+      ConfigError: the workdir's config differs; the fields are named.
+    """
+    path = Path(workdir or f"runs/{config.name}-{libra_config.digest(config)}")
+    resolved = json.loads(json.dumps(libra_config.to_dict(config), default=list))
+    stored_file = path / "config.json"
+    if stored_file.exists():
+        differing = _differences(json.loads(stored_file.read_text()), resolved)
+        if differing:
+            raise protocols.ConfigError(
+                f"--workdir={path} belongs to another config: {'; '.join(differing)}. "
+                "Use another workdir, or the old settings"
+            )
+        return path
+    path.mkdir(parents=True, exist_ok=True)
+    partial = stored_file.with_suffix(".partial")
+    partial.write_text(json.dumps(resolved, indent=2))
+    partial.rename(stored_file)
+    return path
+
+
+def _differences(stored: Any, resolved: Any, name: str = "config") -> list[str]:
+    if not (isinstance(stored, dict) and isinstance(resolved, dict)):
+        return [] if stored == resolved else [f"{name} is {stored!r} there and {resolved!r} here"]
+    keys = dict.fromkeys([*stored, *resolved])
+    return [sentence for key in keys for sentence in _differences(stored.get(key), resolved.get(key), f"{name}.{key}")]
+
+
+def trainer_spec(config: libra_config.RunConfig, workdir: Path) -> protocols.ActorSpec:
+    """The trainer actor: on its own accelerators, or on as many virtual CPU devices as its mesh has."""
+    devices = partition(config).trainer
+    on_gpu = config.rollout.transport != "memfd"
+    environment = (
+        {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
+        if on_gpu
+        else {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(len(devices))}
+    )
+    return protocols.ActorSpec(
+        name="trainer",
+        factory=TRAINER,
+        arguments={"config": libra_config.to_dict(config), "workdir": str(workdir.resolve())},
+        gpus=len(devices) if on_gpu else 0,
+        environment=environment,
+    )
+
+
+def engine_specs(
+    config: libra_config.RunConfig, shape: model_config.TransformerConfig, workdir: Path
+) -> list[protocols.ActorSpec]:
+    """One actor a rollout instance."""
+    on_gpu = config.rollout.transport != "memfd"
+    return [
+        protocols.ActorSpec(
+            name=f"rollout-{index}",
+            factory=ENGINES[config.rollout.engine],
+            arguments={
+                "name": f"rollout-{index}",
+                "model_config": model_config.to_hf(shape),
+                "rollout": libra_config.to_dict(config.rollout),
+                "tensor_parallel": len(devices),
+                "seed": config.seed + index,
+                "log_path": str(workdir.resolve() / f"rollout-{index}.log"),
+            },
+            gpus=len(devices) if on_gpu else 0,
+            environment={"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if on_gpu else {},
+        )
+        for index, devices in enumerate(partition(config).instances)
+    ]
+
+
+async def train(config: libra_config.RunConfig, workdir: Path) -> None:
+    """Builds the run on the running event loop, carries it to its end, and writes the report."""
+    os.environ["LIBRA_JAX_PARENT_DEATH_SIGNAL"] = "1"  # engines die with this process, however it ends
+    shape = policy_shape(config, need_weights=True)
+    loop = asyncio.get_running_loop()
+    recorder = telemetry.create(config, workdir, loop.time)
+    actors = cluster.create(config.cluster)
+    try:
+        run = coordinator.Coordinator(
+            config,
+            cluster=actors,
+            trainer_spec=trainer_spec(config, workdir),
+            engine_specs=engine_specs(config, shape, workdir),
+            tasks=factories.task_source(config.task, config.seed),
+            make_environment=factories.environment_factory(config.task),
+            demonstrator=factories.demonstrator(config.task),
+            tokenizer=tokenizers.create(config.task, config.model.path),
+            scheduler=schedulers.create(config.coordinator.scheduler),
+            recorder=recorder,
+            workdir=workdir,
+            reward=factories.reward(config.task),
+        )
+        summary = await run.run()
+    finally:
+        await actors.shutdown()
+        recorder.close()
+    if config.telemetry.report:
+        path = report.write_report(workdir)
+        print(f"{summary.sentence} Report: {path}")

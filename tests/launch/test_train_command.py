@@ -1,0 +1,144 @@
+"""`launch/train.py` as a user meets it: dry runs, and one sentence for each kind of bad input."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+QUICKSTART = "--config=configs/quickstart.py"
+REAL_SIZE = "--config=configs/qwen3_1p7b_8gpu.py"
+
+
+def train(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "launch/train.py", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def assert_one_sentence(result: subprocess.CompletedProcess[str], *fragments: str) -> None:
+    assert result.returncode != 0
+    assert "Traceback" not in result.stderr, result.stderr
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, result.stderr
+    for fragment in fragments:
+        assert fragment in errors[0], errors[0]
+
+
+@pytest.fixture(scope="module")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    directory = tmp_path_factory.mktemp("model")
+    preset = json.loads((ROOT / "libra_jax/models/presets/libra-tiny.json").read_text())
+    (directory / "config.json").write_text(json.dumps(preset))
+    return directory
+
+
+def test_dry_run_prints_the_config_the_mesh_and_the_partition():
+    result = train(QUICKSTART, "--dry_run", "--config.rollout.tensor_parallel=(1,2)", "--config.trainer.fsdp=2")
+    assert result.returncode == 0, result.stderr
+    assert "learning_rate: " in result.stdout
+    assert "mesh        data=1 fsdp=2 tensor=1 context=1" in result.stdout
+    assert "trainer   devices 0-1" in result.stdout
+    assert "rollout-0 device 2: tensor parallel 1" in result.stdout
+    assert "rollout-1 devices 3-4: tensor parallel 2" in result.stdout
+
+
+def test_dry_run_validates_the_real_size_config_without_its_weights():
+    result = train(REAL_SIZE, "--dry_run")
+    assert result.returncode == 0, result.stderr
+    assert "qwen3, 1,720.6 M parameters (weights not at models/Qwen3-1.7B)" in result.stdout
+    assert "mesh        data=1 fsdp=4 tensor=1 context=1" in result.stdout
+    assert "partition   8 devices" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("flag", "fragments"),
+    [
+        ("--config.rollout.slotz=3", ("config.rollout.slotz", "did you mean rollout.slots")),
+        ("--config.roolout.slots=3", ("config.roolout", "did you mean rollout")),
+        ("--config.rollout.slots=many", ("--config.rollout.slots", "many")),
+        ("--config.rollout.slots=0", ("config.rollout.slots", "must be positive")),
+        ("--config.algorithm.advantage=gppo", ("config.algorithm.advantage", "did you mean 'grpo'")),
+        ("--config.rollout.tensor_parallel=(3,)", ("config.rollout.tensor_parallel", "1, 2, 4, 8")),
+        ("--config.rollout.tensor_parallel=(8,)", ("tensor", "8")),
+        ("--config.trainer.fsdp=3", ("config.trainer.rows_per_micro_batch", "does not divide", "3 shards")),
+        ("--config.model.preset=Qwen3-1.8B", ("Qwen3-1.8B", "Qwen3-1.7B")),
+        ("--config.model.path=/nowhere/model", ("/nowhere/model",)),
+        ("--config.task.environment=libra_jax.agents.calculator:enviroment", ("task.environment", "environment")),
+        ("--config.task.source=no_such_package.tasks:source", ("task.source", "no_such_package")),
+        ("--config.rollout.max_context=100000", ("max_context",)),
+        ("--steps=3", ("steps",)),
+    ],
+)
+def test_a_bad_setting_is_refused_with_one_sentence_that_names_it(flag: str, fragments: tuple[str, ...], tmp_path):
+    assert_one_sentence(train(QUICKSTART, flag, f"--workdir={tmp_path / 'run'}"), *fragments)
+    assert not (tmp_path / "run").exists(), "a refused config must leave no workdir behind"
+
+
+def test_a_missing_config_file_is_named(tmp_path):
+    assert_one_sentence(train(f"--config={tmp_path / 'absent.py'}"), "absent.py")
+
+
+def test_top_p_with_a_ratio_is_refused_by_the_log_prob_contract():
+    assert_one_sentence(train(QUICKSTART, "--config.rollout.top_p=0.9", "--dry_run"), "rollout.top_p")
+
+
+@pytest.mark.parametrize(
+    ("content", "fragments"),
+    [
+        ("", ("tasks.jsonl",)),
+        ('{"prompt": "1+1", "answer": "2"}\n{"prompt": ', ("tasks.jsonl", "line 2")),
+        ('{"promt": "1+1", "answer": "2"}\n', ("prompt", "promt")),
+    ],
+    ids=["empty", "malformed", "misnamed_column"],
+)
+def test_a_bad_task_file_is_refused_naming_file_and_line(content: str, fragments: tuple[str, ...], tmp_path):
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text(content)
+    result = train(
+        QUICKSTART,
+        "--config.task.source=libra_jax.agents.datasets:task_source",
+        "--config.task.environment=libra_jax.agents.datasets:environment",
+        f"--config.task.path={tasks}",
+        "--config.warm_start.steps=0",
+        f"--workdir={tmp_path / 'run'}",
+    )
+    assert_one_sentence(result, *fragments)
+
+
+def test_a_model_of_an_unknown_architecture_is_refused(model_directory, tmp_path):
+    config = json.loads((model_directory / "config.json").read_text())
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(
+        json.dumps({**config, "architectures": ["MambaForCausalLM"], "model_type": "mamba"})
+    )
+    assert_one_sentence(train(QUICKSTART, f"--config.model.path={other}", "--dry_run"), "amba", "Qwen3")
+
+
+def test_a_truncated_model_directory_is_refused(model_directory, tmp_path):
+    truncated = tmp_path / "truncated"
+    truncated.mkdir()
+    text = (model_directory / "config.json").read_text()
+    (truncated / "config.json").write_text(text[: len(text) // 2])
+    assert_one_sentence(train(QUICKSTART, f"--config.model.path={truncated}", "--dry_run"), "config.json")
+
+
+def test_a_workdir_of_another_config_is_refused_with_the_fields_that_differ(tmp_path):
+    from libra_jax import config
+
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    stored = json.loads(json.dumps(config.to_dict(config.RunConfig()), default=list))
+    (workdir / "config.json").write_text(json.dumps(stored))
+    result = train(QUICKSTART, f"--workdir={workdir}")
+    assert_one_sentence(result, str(workdir), "config.name is 'run' there and 'quickstart' here")
