@@ -1,0 +1,271 @@
+"""Tasks from files and from reasoning-gym, the question environment, and factories named in config."""
+
+import asyncio
+import json
+import pathlib
+import sys
+
+import pytest
+
+from libra_jax import config, protocols
+from libra_jax.agents import datasets, factories, question
+from libra_jax.agents import reasoning_gym as gym
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def hundred(tmp_path):
+    return write(tmp_path / "sums.jsonl", [{"prompt": f"{n}+{n}?", "answer": 2 * n, "kind": "sum"} for n in range(100)])
+
+
+def prompts(source, count, start=0):
+    return [source.task(index).payload["prompt"] for index in range(start, start + count)]
+
+
+def test_each_epoch_holds_every_training_task_once_in_an_order_of_its_own(hundred):
+    source = datasets.task_source(hundred, seed=1, holdout=0.1)
+    first, second = prompts(source, 90), prompts(source, 90, 90)
+    assert len(set(first)) == 90
+    assert sorted(first) == sorted(second)
+    assert first != second
+    assert prompts(datasets.task_source(hundred, seed=1, holdout=0.1), 180) == first + second
+    assert prompts(datasets.task_source(hundred, seed=2, holdout=0.1), 90) != first
+    ids = [source.task(index).prompt_id for index in range(180)]
+    ids += [source.evaluation_task(index).prompt_id for index in range(20)]
+    assert len(set(ids)) == 200
+
+
+def test_held_out_tasks_never_train_even_where_rows_repeat(tmp_path):
+    path = write(tmp_path / "twice.jsonl", [{"prompt": f"q{n % 40}", "answer": n} for n in range(80)])
+    held_out = set()
+    for seed in range(3):
+        source = datasets.task_source(path, seed=seed, holdout=0.2)
+        held_out |= {source.evaluation_task(index).payload["prompt"] for index in range(50)}
+        assert not held_out & set(prompts(source, 300))
+    assert len(held_out) == 8
+
+
+def test_without_a_holdout_all_rows_train_and_evaluation_is_refused(hundred):
+    source = datasets.task_source(hundred, holdout=0)
+    assert len(set(prompts(source, 100))) == 100
+    with pytest.raises(protocols.DataError, match=r"no task is held out .*holdout above 0"):
+        source.evaluation_task(0)
+
+
+def test_the_payload_holds_prompt_answer_and_the_columns_asked_for(hundred):
+    payload = datasets.task_source(hundred, columns=("kind",)).task(0).payload
+    assert set(payload) == {"prompt", "answer", "kind"}
+    assert isinstance(payload["answer"], str)
+
+
+def test_parquet_rows_are_read_like_lines(tmp_path, hundred):
+    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    rows = [json.loads(line) for line in pathlib.Path(hundred).read_text().splitlines()]
+    path = tmp_path / "sums.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    ours, theirs = datasets.task_source(str(path), seed=4), datasets.task_source(hundred, seed=4)
+    assert [ours.task(index) for index in range(150)] == [theirs.task(index) for index in range(150)]
+    with pytest.raises(protocols.DataError, match=r"sums\.parquet, row 1: no column 'promt'; did you mean 'prompt'"):
+        datasets.task_source(str(path), prompt_column="promt")
+    path.write_bytes(b"PAR1 but no more")
+    with pytest.raises(protocols.DataError, match=r"sums\.parquet: not a readable Parquet file") as caught:
+        datasets.task_source(str(path))
+    assert "\n" not in str(caught.value)
+
+
+GOOD = '{"prompt": "q", "answer": 1}\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "holds no tasks"),
+        ("\n\n", "holds no tasks"),
+        (GOOD + '{"prompt": "q", "answ', "line 2: not a JSON object"),
+        (GOOD + "\n[1, 2]\n", "line 3: a JSON object is expected, not list"),
+        (GOOD + '{"promt": "q", "answer": 1}', "line 2: no column 'prompt'; did you mean 'promt'"),
+        ('{"text": "q", "solution": 1}', "line 1: no column 'prompt'; it has 'text', 'solution'"),
+        ('{"prompt": "q"}', "line 1: no column 'answer'"),
+        ('{"prompt": "  ", "answer": 1}', "line 1: column 'prompt' must be a text that is not empty"),
+        ('{"prompt": [{"role": "user"}], "answer": 1}', "line 1: column 'prompt' must be"),
+        ('{"prompt": "q", "answer": null}', "line 1: column 'answer' must be a text or a number, not None"),
+        (GOOD, "only one prompt"),
+    ],
+)
+def test_a_bad_file_is_named_with_its_line(tmp_path, text, problem):
+    path = tmp_path / "tasks.jsonl"
+    path.write_text(text)
+    with pytest.raises(protocols.DataError) as caught:
+        datasets.task_source(str(path))
+    assert str(path) in str(caught.value)
+    assert problem in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_bytes_that_are_no_text_are_named_with_their_line(tmp_path):
+    path = tmp_path / "tasks.jsonl"
+    path.write_bytes(GOOD.encode() + b'{"prompt": "\xff\xfe"}\n')
+    with pytest.raises(protocols.DataError, match=r"tasks\.jsonl, line 2: not UTF-8"):
+        datasets.task_source(str(path))
+
+
+def test_a_missing_file_is_offered_its_neighbour(hundred):
+    with pytest.raises(protocols.DataError, match=r"no such file of tasks; did you mean .*sums\.jsonl"):
+        datasets.task_source(hundred.replace("sums", "sum"))
+    with pytest.raises(protocols.ConfigError, match=r"config\.task\.path: is empty"):
+        datasets.task_source()
+    with pytest.raises(protocols.ConfigError, match=r"config\.task\.arguments\.holdout: must lie in \[0, 1\), not 1"):
+        datasets.task_source(hundred, holdout=1)
+
+
+# The question environment ---------------------------------------------------------------------------------------------
+
+
+def ask(answer, outputs, prompt="q", **arguments):
+    async def main():
+        environment = question.environment(**arguments)
+        opening = await environment.reset(protocols.Task("t", {"prompt": prompt, "answer": answer}))
+        return opening, [await environment.step(output) for output in outputs]
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("match", "expected", "given", "reward"),
+    [
+        ("exact", "Paris", " Paris\n", 1.0),
+        ("exact", "Paris", "paris", 0.0),
+        ("exact", "Paris", "<think>Rome?</think>\nParis", 1.0),
+        ("exact", "Paris", "It is <answer>Paris</answer>, I think.", 1.0),
+        ("numeric", "48/2 = 24, so #### 1,024", "The total is $1024.00.", 1.0),
+        ("numeric", "72", "\\boxed{72} apples, not 9", 1.0),
+        ("numeric", "0.5", "1/2", 1.0),
+        ("numeric", "-3", "5-3", 0.0),
+        ("numeric", "72", "seventy-two", 0.0),
+        ("numeric", "72", "1/0", 0.0),
+    ],
+)
+def test_answers_are_compared_as_asked(match, expected, given, reward):
+    _, (result,) = ask(expected, [given], match=match)
+    assert result.done
+    assert result.reward == reward
+
+
+def test_a_question_may_be_answered_after_using_the_calculator():
+    opening, (first, second) = ask("408", ["<tool_call>12*34</tool_call>", "408"], calculator=True)
+    assert [message.role for message in opening] == ["system", "user"]
+    assert (first.tool_return.tool, first.tool_return.content, first.done) == ("calculator", "408", False)
+    assert second.reward == 1.0
+
+
+def test_a_prompt_may_be_a_list_of_messages():
+    opening, _ = ask("a", [], prompt=[{"role": "system", "content": "s"}, {"role": "user", "content": "q"}])
+    assert opening == [protocols.Message("system", "s"), protocols.Message("user", "q")]
+
+
+def test_an_unknown_way_to_match_is_offered_its_nearest():
+    with pytest.raises(protocols.ConfigError, match="did you mean 'numeric'"):
+        question.environment(match="numerical")
+
+
+# reasoning-gym --------------------------------------------------------------------------------------------------------
+
+
+def test_reasoning_gym_poses_scores_and_holds_out():
+    pytest.importorskip("reasoning_gym")
+    source = gym.task_source(seed=3, name="chain_sum", max_terms=3)
+    trained = [source.task(index) for index in range(60)]
+    held_out = [source.evaluation_task(index) for index in range(60)]
+    asked = [{task.payload["question"] for task in tasks} for tasks in (trained, held_out)]
+    assert not asked[0] & asked[1]
+    assert trained == [gym.task_source(seed=3, name="chain_sum", max_terms=3).task(index) for index in range(60)]
+    json.dumps([dict(task.payload) for task in trained])
+
+    async def attempt(task, output):
+        environment = gym.environment()
+        (opening,) = await environment.reset(task)
+        return opening.content, (await environment.step(output)).reward
+
+    for task in trained[:5]:
+        sums = task.payload["question"].rpartition(":")[2].strip(" =")
+        assert asyncio.run(attempt(task, f"<think>1</think>{eval(sums)}")) == (task.payload["question"], 1.0)
+        assert asyncio.run(attempt(task, "no idea"))[1] < 1.0
+
+
+def test_reasoning_gym_names_and_arguments_are_checked():
+    pytest.importorskip("reasoning_gym")
+    with pytest.raises(protocols.ConfigError, match="no task 'chain_sums'; did you mean 'chain_sum'"):
+        gym.task_source(name="chain_sums")
+    with pytest.raises(protocols.ConfigError, match=r"refuses these for 'chain_sum' .*max_term"):
+        gym.task_source(name="chain_sum", max_term=3)
+
+
+# Factories ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_default_config_resolves_to_the_calculator():
+    task = config.TaskConfig()
+    source = factories.task_source(task, seed=1)
+    make = factories.environment_factory(task)
+    assert make() is not make()
+    assert factories.reward(task) is None
+    assert factories.demonstrator(task).demonstration(source.task(0))[-1].role == "assistant"
+    assert factories.limits(config.RunConfig(), temperature=0.0).temperature == 0.0
+    assert factories.limits(config.RunConfig()).temperature == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("libra_jax.agents.calculater:task_source", "no module .*; did you mean 'libra_jax.agents.calculator'"),
+        ("libra_jax.agent.calculator:task_source", "no module 'libra_jax.agent.calculator'"),
+        ("libra_jax.agents.calculator:tasks_source", "has no 'tasks_source'; did you mean 'task_source'"),
+        ("libra_jax.agents.arithmetic:FAILED", "is not callable"),
+    ],
+)
+def test_a_factory_that_cannot_be_found_is_named_with_its_field(name, problem):
+    with pytest.raises(protocols.ConfigError, match=rf"config\.task\.source: .*{problem}"):
+        factories.task_source(config.TaskConfig(source=name), seed=0)
+
+
+def test_an_argument_that_a_factory_does_not_take_is_offered_the_nearest():
+    with pytest.raises(protocols.ConfigError, match=r"task\.arguments: .*'level'.*; did you mean 'levels'"):
+        factories.task_source(config.TaskConfig(arguments={"level": ("plain",)}), seed=0)
+    with pytest.raises(protocols.ConfigError, match=r"task\.arguments: must not hold 'seed'"):
+        factories.task_source(config.TaskConfig(arguments={"seed": 3}), seed=0)
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """A module of the user's, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "my_agent_parts.py").write_text(
+        "def reward():\n    return lambda task, text: 0.5\n"
+        "def nothing():\n    return None\n"
+        "def breaks():\n    raise RuntimeError('no license')\n"
+    )
+    (tmp_path / "my_broken_parts.py").write_text("import absent_dependency\n")
+    yield
+    for name in ("my_agent_parts", "my_broken_parts"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.usefixtures("module")
+def test_the_users_own_modules_are_found_in_the_working_directory():
+    function = factories.reward(config.TaskConfig(reward="my_agent_parts:reward"))
+    assert function(None, "") == 0.5
+    with pytest.raises(protocols.ConfigError, match="must return a function"):
+        factories.reward(config.TaskConfig(reward="my_agent_parts:nothing"))
+    with pytest.raises(protocols.ConfigError, match="my_agent_parts:breaks raised RuntimeError: no license"):
+        factories.environment_factory(config.TaskConfig(environment="my_agent_parts:breaks"))
+    with pytest.raises(protocols.ConfigError, match="which has no method reset"):
+        factories.environment_factory(config.TaskConfig(environment="my_agent_parts:nothing"))
+    with pytest.raises(protocols.ConfigError, match="my_broken_parts needs the module absent_dependency"):
+        factories.environment_factory(config.TaskConfig(environment="my_broken_parts:make"))
