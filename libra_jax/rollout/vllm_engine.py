@@ -14,6 +14,9 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from libra_jax.rollout import vllm_quiet  # noqa: F401
+
+# isort: split
 import vllm
 from vllm.distributed.weight_transfer import base as weight_transfer
 from vllm.inputs import engine as engine_inputs
@@ -270,7 +273,7 @@ def _version_starts(completion: Any, state: Any) -> Sequence[tuple[str, int]]:
     spans with the last output; until then they are in the request's own state.
     """
     if completion.weight_versions is not None:
-        return [(span[0], span[1]) for span in completion.weight_versions]
+        return [(span.version, span.start) for span in completion.weight_versions]
     return [] if state is None else state.weight_version_starts
 
 

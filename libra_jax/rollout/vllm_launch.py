@@ -22,7 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from libra_jax.rollout import vllm_quiet  # noqa: F401
+
+# isort: split
 from vllm import plugins
+from vllm.config import logging as vllm_logging
 from vllm.engine import arg_utils
 from vllm.platforms import current_platform
 from vllm.v1.engine import async_llm
@@ -130,7 +135,6 @@ class Launch:
         try:
             with _environment(self._variables()):
                 self._engine = async_llm.AsyncLLM.from_engine_args(self._arguments(), stat_loggers=None)
-            self._handler.install()
             self._record()
         except Exception as error:
             self.processes = self._made()
@@ -156,7 +160,7 @@ class Launch:
         return found
 
     def _variables(self) -> dict[str, str]:
-        return {
+        variables = {
             vllm_plugin.PARENT_DEATH_VARIABLE: "1",
             vllm_plugin.LOG_VARIABLE: str(self._log),
             "VLLM_CPU_OMP_THREADS_BIND": self._binding,
@@ -164,8 +168,13 @@ class Launch:
             "VLLM_LOGGING_LEVEL": "WARNING",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-            "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
+            "VLLM_CONFIGURE_LOGGING": "0",
         }
+        if self._binding == "nobind" and "OMP_NUM_THREADS" not in os.environ:
+            # A core is left to the core process and this one: threads that wait for a preempted one at every kernel's
+            # end are slower by far than one thread fewer.
+            variables["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) - 1))
+        return variables
 
     def _arguments(self) -> arg_utils.AsyncEngineArgs:
         rollout = self._rollout
@@ -187,6 +196,7 @@ class Launch:
             enforce_eager=rollout.enforce_eager,
             weight_transfer_config={"backend": TRANSPORTS[rollout.transport]},
             disable_log_stats=True,
+            logging_config=vllm_logging.LoggingConfig(configure_logging=False, log_level="WARNING"),
             **memory,
         )
 
@@ -255,7 +265,7 @@ class _LogFile(logging.FileHandler):
     """Takes what vLLM logs in this process, warnings and worse, off the terminal."""
 
     def install(self) -> None:
-        """Puts our handlers in the place of vLLM's, which its configuration may have set again."""
+        """Takes the place of handlers that are not ours."""
         logger = logging.getLogger("vllm")
         logger.handlers = [handler for handler in logger.handlers if isinstance(handler, _LogFile)]
         logger.addHandler(self)
