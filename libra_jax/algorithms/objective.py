@@ -15,10 +15,13 @@ Three policies may differ: *behaviour* π_b drew the tokens, *proximal* π_p is 
 - `objective="decoupled"`: the ratio is π/π_p, clipped around the proximal policy, and the correction weighs each token
   by π_p/π_b, truncated or masked (AReaL, arXiv 2505.24298, eq. 5). Exact weights are `correction="truncated"` with a
   cap beyond reach; `"none"` leaves the weight out.
+
+With `loss="gspo"` both ratios are length-normalised over the trajectory, so that its tokens share one weight.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -228,11 +231,13 @@ def _policy_loss(
     decoupled = config.objective == "decoupled"
     anchor_BxT = tokens.proximal if decoupled and tokens.proximal is not None else tokens.behaviour
     log_ratio_BxT = tokens.log_probs - anchor_BxT
+    importance_BxT = anchor_BxT - tokens.behaviour if decoupled else log_ratio_BxT
     if config.loss == "gspo":
-        log_ratio_BxT = losses.sequence_log_ratio(
-            log_ratio_BxT, tokens.trained, tokens.segments, max_segments=max_segments
+        normalise = functools.partial(
+            losses.sequence_log_ratio, mask_BxT=tokens.trained, segments_BxT=tokens.segments, max_segments=max_segments
         )
-    importance_BxT = jax.lax.stop_gradient(anchor_BxT - tokens.behaviour if decoupled else log_ratio_BxT)
+        log_ratio_BxT, importance_BxT = normalise(log_ratio_BxT), normalise(importance_BxT)
+    importance_BxT = jax.lax.stop_gradient(importance_BxT)
     weights_BxT = corrections.weights(importance_BxT, config.correction, cap=config.correction_cap)
     factor_BxT = weights_BxT
     if not decoupled:

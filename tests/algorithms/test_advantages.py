@@ -1,0 +1,249 @@
+"""Advantages against the published formulas, written out over trajectories in float64.
+
+Letters: N trajectories, T tokens.
+"""
+
+import math
+import statistics
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libra_jax import config as config_lib
+from libra_jax import protocols
+from libra_jax.algorithms import advantages
+
+SEEDS = st.integers(0, 10**6)
+GROUP_ESTIMATORS = {name: jax.jit(getattr(advantages, name)) for name in ("grpo", "dr_grpo", "rloo")}
+REINFORCE_PLUS_PLUS = jax.jit(advantages.reinforce_plus_plus)
+REINFORCE_PLUS_PLUS_BASELINE = jax.jit(advantages.reinforce_plus_plus_baseline)
+GAE = jax.jit(advantages.gae)
+
+
+def draw(seed):
+    """Rewards, group ids (unordered, any integers, singletons among them), mask, token values and token rewards."""
+    rng = np.random.default_rng(seed)
+    rewards = rng.normal(size=8)
+    groups = rng.choice([-3, 7, 100, 8, 2], size=8)
+    mask = (rng.random((8, 6)) < 0.7) * 1
+    mask[rng.integers(8)] = 0
+    mask[0, 2:4] = 1
+    return rewards, groups, mask, rng.normal(size=(8, 6)), rng.normal(size=(8, 6))
+
+
+def members(groups, index):
+    return [other for other in range(len(groups)) if groups[other] == groups[index]]
+
+
+def group_reference(name, rewards, groups):
+    result = []
+    for i, reward in enumerate(rewards):
+        own = [rewards[j] for j in members(groups, i)]
+        others = [rewards[j] for j in members(groups, i) if j != i]
+        if not others:
+            result.append(reward)
+        elif name == "grpo":
+            result.append((reward - statistics.fmean(own)) / (statistics.stdev(own) + 1e-6))
+        elif name == "dr_grpo":
+            result.append(reward - statistics.fmean(own))
+        else:
+            result.append(reward - statistics.fmean(others))
+    return result
+
+
+def trained(mask, i):
+    return [t for t in range(mask.shape[1]) if mask[i, t]]
+
+
+def whiten_reference(per_token):
+    """Whitens {(i, t): value} over all its entries."""
+    values = list(per_token.values())
+    mean, variance = statistics.fmean(values), statistics.variance(values)
+    return {key: (value - mean) / math.sqrt(variance + 1e-8) for key, value in per_token.items()}
+
+
+def dense(per_token, shape):
+    array = np.zeros(shape)
+    for key, value in per_token.items():
+        array[key] = value
+    return array
+
+
+def returns_reference(token_rewards, mask, discount):
+    """Discounted sums, written forwards: G at the k-th trained token is Σ_j discount^(j-k) r at the j-th."""
+    result = {}
+    for i in range(len(mask)):
+        steps = trained(mask, i)
+        for k, t in enumerate(steps):
+            result[i, t] = sum(discount ** (j - k) * token_rewards[i, u] for j, u in enumerate(steps) if j >= k)
+    return result
+
+
+def gae_reference(token_rewards, values, mask, discount, decay):
+    """Advantages as the sum over l of (discount decay)^l δ_{t+l}."""
+    result = {}
+    for i in range(len(mask)):
+        steps = trained(mask, i)
+        v = [values[i, t] for t in steps] + [0.0]
+        deltas = [token_rewards[i, t] + discount * v[k + 1] - v[k] for k, t in enumerate(steps)]
+        for k, t in enumerate(steps):
+            result[i, t] = sum((discount * decay) ** (j - k) * deltas[j] for j in range(k, len(steps)))
+    return result
+
+
+@settings(max_examples=20, deadline=None)
+@given(SEEDS)
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
+def test_group_advantages_equal_the_formula(name, seed):
+    rewards, groups, *_ = draw(seed)
+    with jax.enable_x64(True):
+        result = GROUP_ESTIMATORS[name](jnp.asarray(rewards), jnp.asarray(groups))
+    np.testing.assert_allclose(result, group_reference(name, rewards, groups), rtol=1e-10, atol=1e-12)
+
+
+@settings(max_examples=15, deadline=None)
+@given(SEEDS, st.sampled_from([1.0, 0.9]))
+def test_reinforce_plus_plus_equals_the_formula(seed, discount):
+    _, _, mask, _, token_rewards = draw(seed)
+    with jax.enable_x64(True):
+        result = REINFORCE_PLUS_PLUS(jnp.asarray(token_rewards), jnp.asarray(mask), discount=discount)
+    expected = whiten_reference(returns_reference(token_rewards, mask, discount))
+    np.testing.assert_allclose(result, dense(expected, mask.shape), rtol=1e-9, atol=1e-11)
+
+
+@settings(max_examples=15, deadline=None)
+@given(SEEDS)
+def test_reinforce_plus_plus_baseline_equals_the_formula(seed):
+    rewards, groups, mask, *_ = draw(seed)
+    with jax.enable_x64(True):
+        result = REINFORCE_PLUS_PLUS_BASELINE(jnp.asarray(rewards), jnp.asarray(groups), jnp.asarray(mask))
+    centred = group_reference("dr_grpo", rewards, groups)
+    expected = whiten_reference({(i, t): centred[i] for i in range(len(rewards)) for t in trained(mask, i)})
+    np.testing.assert_allclose(result, dense(expected, mask.shape), rtol=1e-9, atol=1e-11)
+
+
+@settings(max_examples=15, deadline=None)
+@given(SEEDS, st.sampled_from([(1.0, 1.0), (0.95, 0.9), (1.0, 0.0)]))
+def test_gae_equals_the_formula(seed, factors):
+    _, _, mask, values, token_rewards = draw(seed)
+    with jax.enable_x64(True):
+        result, returns = GAE(
+            *map(jnp.asarray, (token_rewards, values, mask)), discount=factors[0], trace_decay=factors[1]
+        )
+    expected = dense(gae_reference(token_rewards, values, mask, *factors), mask.shape)
+    np.testing.assert_allclose(result, expected, rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(returns, np.where(mask, expected + values, 0), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
+@pytest.mark.parametrize("reward", [0.1, 0.7, 1.0, 1e3, -3.3e5])
+def test_equal_rewards_of_a_group_teach_nothing_despite_rounding(name, reward):
+    for size in (2, 3, 7, 14):
+        rewards = jnp.asarray([reward] * size + [5.0, 6.0] * ((16 - size) // 2 + 1), jnp.float32)[:16]
+        groups = jnp.asarray([4] * size + [9] * (16 - size))
+        assert np.max(np.abs(GROUP_ESTIMATORS[name](rewards, groups)[:size])) < 1e-6
+
+
+def test_whitening_gives_mean_zero_and_variance_one_over_the_mask_only():
+    rng = np.random.default_rng(0)
+    values, mask = rng.normal(3.0, 2.0, (4, 9)).astype(np.float32), rng.random((4, 9)) < 0.5
+    values[~mask] = np.nan
+    result = np.asarray(advantages.whiten(jnp.asarray(values), jnp.asarray(mask)))
+    np.testing.assert_allclose(result[mask].mean(), 0, atol=1e-6)
+    np.testing.assert_allclose(result[mask].var(ddof=1), 1, rtol=1e-5)
+    assert np.all(result[~mask] == 0)
+
+
+@pytest.mark.parametrize("ones", [0, 1])
+def test_whitening_fewer_than_two_tokens_gives_zero(ones):
+    mask = np.zeros((2, 3))
+    mask[0, :ones] = 1
+    assert np.all(np.asarray(advantages.whiten(jnp.full((2, 3), 7.0), jnp.asarray(mask))) == 0)
+
+
+@settings(max_examples=20, deadline=None)
+@given(SEEDS, st.sampled_from(config_lib.ADVANTAGES), st.booleans())
+def test_compute_equals_the_formula_with_and_without_kl_in_the_reward(seed, name, kl_in_reward):
+    rewards, groups, mask, kl, _ = draw(seed)
+    config = config_lib.AlgorithmConfig(advantage=name, kl_coefficient=0.3, kl_in_reward=kl_in_reward)
+    kl = np.where(mask, kl, np.nan)  # what stands at untrained tokens must not matter
+    result = advantages.compute(
+        config, rewards_N=rewards, groups_N=groups, mask_NxT=mask, kl_NxT=kl if kl_in_reward else None
+    )
+    penalties = 0.3 * np.where(mask, kl, 0) * kl_in_reward
+    every = [(i, t) for i in range(len(rewards)) for t in trained(mask, i)]
+    if name == "reinforce_plus_plus":
+        token_rewards = -penalties
+        for i in range(len(rewards)):
+            if trained(mask, i):
+                token_rewards[i, trained(mask, i)[-1]] += rewards[i]
+        expected = whiten_reference(returns_reference(token_rewards, mask, 1.0))
+    else:
+        scores = rewards - penalties.sum(axis=1)
+        baseline = name == "reinforce_plus_plus_baseline"
+        per_trajectory = group_reference("dr_grpo" if baseline else name, scores, groups)
+        expected = {(i, t): per_trajectory[i] for i, t in every}
+        expected = whiten_reference(expected) if baseline else expected
+    assert result.dtype == np.float32
+    np.testing.assert_allclose(result, dense(expected, mask.shape), rtol=2e-3, atol=2e-4)
+
+
+def test_group_ids_beyond_32_bits_are_told_apart():
+    ids = np.array([2**40, 2**40, 2**40 + 2**32, 2**40 + 2**32])
+    result = advantages.compute(
+        config_lib.AlgorithmConfig(advantage="dr_grpo"),
+        rewards_N=np.array([1.0, 0.0, 10.0, 10.0]),
+        groups_N=ids,
+        mask_NxT=np.ones((4, 1)),
+    )
+    np.testing.assert_allclose(result[:, 0], [0.5, -0.5, 0, 0])
+
+
+@pytest.mark.parametrize("name", config_lib.ADVANTAGES)
+def test_trajectories_without_trained_tokens_have_no_advantage_and_break_nothing(name):
+    result = advantages.compute(
+        config_lib.AlgorithmConfig(advantage=name),
+        rewards_N=np.array([1.0, 0.0, 3.0]),
+        groups_N=np.array([0, 0, 1]),
+        mask_NxT=np.zeros((3, 5)),
+    )
+    assert result.shape == (3, 5)
+    assert np.all(result == 0)
+
+
+def test_a_reward_that_is_not_finite_is_refused_by_position():
+    with pytest.raises(protocols.LibraError, match=r"rewards_N\[1\] is nan"):
+        advantages.compute(
+            config_lib.AlgorithmConfig(),
+            rewards_N=np.array([0.0, np.nan]),
+            groups_N=np.array([0, 0]),
+            mask_NxT=np.ones((2, 1)),
+        )
+
+
+def test_kl_in_the_reward_without_estimates_is_refused_by_field():
+    with pytest.raises(protocols.ConfigError, match="kl_in_reward"):
+        advantages.compute(
+            config_lib.AlgorithmConfig(kl_in_reward=True, kl_coefficient=0.1),
+            rewards_N=np.zeros(1),
+            groups_N=np.zeros(1, int),
+            mask_NxT=np.ones((1, 1)),
+        )
+
+
+@pytest.mark.parametrize(
+    ("rewards", "groups", "words"),
+    [
+        (np.zeros(3), np.zeros(2, int), "groups_N has shape"),
+        (np.zeros(2), np.zeros(2), "groups_N must hold integers"),
+        (np.zeros(2, int), np.zeros(2, int), "rewards_N must hold floating-point"),
+        (np.zeros((2, 1)), np.zeros((2, 1), int), "rewards_N must have 1 dimensions"),
+    ],
+)
+def test_wrong_shapes_and_dtypes_are_refused_by_name(rewards, groups, words):
+    with pytest.raises(protocols.LibraError, match=words):
+        advantages.grpo(jnp.asarray(rewards), jnp.asarray(groups))
