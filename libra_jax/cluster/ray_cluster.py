@@ -43,7 +43,7 @@ class _Actor:
         self.handle: Any = _Host.options(**options).remote(spec, [os.path.abspath(path) for path in sys.path])
         self.death: asyncio.Future[Any] = asyncio.ensure_future(_await(self.handle.until_death.remote()))
         self.death.add_done_callback(_seen)
-        self.birth = ray_host.Birth(0, 0)
+        self.birth = ray_host.Birth("", 0, 0)
         self.stopping = False
         self._stream_ids = itertools.count()
 
@@ -51,6 +51,9 @@ class _Actor:
         """The error of every call once the process is gone."""
         if self.stopping:
             return actors.lost(self.spec.name, "has been stopped")
+        if not self.birth.pid:
+            why = actors.summary(error) if error else "Ray gives no reason"
+            return actors.lost(self.spec.name, f"is lost: its process did not start ({why})")
         why = "cannot be reached" if isinstance(error, ray.exceptions.ActorUnavailableError) else "died"
         return actors.lost(self.spec.name, f"is lost: its process {self.birth.pid} {why}")
 
@@ -101,10 +104,13 @@ class _Actor:
     async def kill(self, seconds: float) -> bool:
         """Ends the process and what it left behind; False if it is still there after `seconds`."""
         self.stopping = True
+        if not ray.is_initialized():
+            return True  # somebody shut Ray down, which ended its actors; asking Ray anything would start it again
         ray.kill(self.handle, no_restart=True)
         await asyncio.wait({self.death}, timeout=seconds)
         deadline = asyncio.get_running_loop().time() + seconds
-        while any(map(_runs, (self.birth.pid, self.birth.guard_pid))):
+        here = self.birth.node == ray.get_runtime_context().get_node_id()
+        while here and any(map(_runs, (self.birth.pid, self.birth.guard_pid))):
             if asyncio.get_running_loop().time() > deadline:
                 return False
             await asyncio.sleep(0.02)

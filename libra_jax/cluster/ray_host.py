@@ -15,6 +15,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import ray
+
 from libra_jax.cluster import actors, guard
 from libra_jax.protocols import ActorSpec, LibraError
 
@@ -51,6 +53,7 @@ def _failure(error: LibraError) -> Outcome:
 class Birth:
     """What the driver learns of a new actor process."""
 
+    node: str
     pid: int
     guard_pid: int
 
@@ -70,7 +73,7 @@ class RayHost:
 
     async def born(self) -> Birth:
         """Returns as soon as the process runs."""
-        return Birth(os.getpid(), self._guard.pid)
+        return Birth(ray.get_runtime_context().get_node_id(), os.getpid(), self._guard.pid)
 
     async def until_death(self) -> None:
         """Never returns: the caller learns of this process's end by the error that Ray puts in its place."""

@@ -27,7 +27,7 @@ from libra_jax.protocols import ConfigError, DeadlineMissed, LibraError
 _log = logging.getLogger(__name__)
 
 _DIRECTORY_PREFIX = "libra-ray-"
-_LONGEST_DIRECTORY = 40  # Ray's socket paths add about 65 characters, and the kernel takes 107
+_LONGEST_TEMPORARY = 16  # our directory and Ray's socket in it add 91 characters, and the kernel takes 107
 _PLENTY_OF_CPUS = 1024.0  # embedded, CPU reservations order nothing: two cores must be able to hold every actor
 _SYSTEM = {
     "process_group_cleanup_enabled": True,  # a worker's children die with it
@@ -51,7 +51,7 @@ class RayRuntime:
         self._guard: guard.Guard | None = None
         self._directory = ""
         self._lock = asyncio.Lock()
-        self._joined = False
+        self._started: asyncio.Future[None]
 
     async def ensure(self) -> None:
         """Starts or joins Ray unless that has happened; a Ray that this process already has is used, and left alone.
@@ -62,12 +62,13 @@ class RayRuntime:
           DeadlineMissed: neither happened in time.
         """
         async with self._lock:
-            if ray.is_initialized():
-                return
-            self._thread = actors.ActorThread("ray")
-            start = self._thread.submit("start", self._join if self._address else self._start)
+            if self._thread is None:
+                if ray.is_initialized():
+                    return
+                self._thread = actors.ActorThread("ray")
+                self._started = self._thread.submit("start", self._join if self._address else self._start)
             try:
-                await asyncio.wait_for(start, self._start_seconds)
+                await asyncio.wait_for(asyncio.shield(self._started), self._start_seconds)
             except TimeoutError:
                 where = f"the cluster at {self._address!r}" if self._address else "an embedded cluster"
                 raise DeadlineMissed(
@@ -116,7 +117,6 @@ class RayRuntime:
                 f"config.cluster.address: no Ray cluster answers at {address!r} ({actors.summary(error)}); "
                 "start one with `ray start --head`, or leave it empty to start one embedded"
             ) from error
-        self._joined = True
 
     async def end(self, seconds: float) -> None:
         """Leaves the cluster, or ends it if this started it. Idempotent.
@@ -166,7 +166,7 @@ def _quiet() -> Iterator[None]:
 
 def _short_temporary_directory() -> str:
     directory = tempfile.gettempdir()
-    return directory if len(directory) <= _LONGEST_DIRECTORY - len(_DIRECTORY_PREFIX) else "/tmp"
+    return directory if len(directory) <= _LONGEST_TEMPORARY else "/tmp"
 
 
 def _remove_abandoned_directories() -> None:

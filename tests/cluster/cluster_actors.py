@@ -56,11 +56,15 @@ class Streamer:
         self.loop = asyncio.get_running_loop()
         self.gate = asyncio.Event()
         self.closed = 0
+        self.yielded = 0
+        self.noting = asyncio.Event()
+        self.cancelled = asyncio.Event()
         self.log = log
         self.made_with = os.environ.get("LIBRA_TEST_VARIABLE")
         self.started_with: str | None = None
 
     async def start(self) -> None:
+        await asyncio.sleep(0.01)
         self.started_with = os.environ.get("LIBRA_TEST_VARIABLE")
 
     async def environment(self) -> tuple[str | None, str | None]:
@@ -95,6 +99,28 @@ class Streamer:
             await asyncio.Event().wait()
         finally:
             self.closed += 1
+
+    async def counted(self, count: int) -> AsyncIterator[bytes]:
+        for number in range(count):
+            self.yielded = number
+            yield bytes(1000)
+            await asyncio.sleep(0)
+
+    async def count_yielded(self) -> int:
+        return self.yielded
+
+    async def note_cancellation(self) -> None:
+        self.noting.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.cancelled.set()
+
+    async def until_noting(self) -> None:
+        await self.noting.wait()
+
+    async def until_cancelled(self) -> None:
+        await self.cancelled.wait()
 
     def wrapped(self, count: int) -> AsyncIterator[int]:
         return self.numbers(count)

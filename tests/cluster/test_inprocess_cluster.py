@@ -1,0 +1,63 @@
+"""The embedded backend's own rules."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import pytest
+
+from libra_jax.cluster import inprocess
+from libra_jax.protocols import ActorSpec, ConfigError, LibraError
+
+
+def spec(name: str, factory: str, environment: dict[str, str] | None = None) -> ActorSpec:
+    return ActorSpec(name, factory, {}, environment=environment or {})
+
+
+@pytest.mark.parametrize(
+    ("factory", "error", "sentence"),
+    [
+        ("no_such_package.module:thing", ConfigError, "module 'no_such_package.module' cannot be imported"),
+        ("cluster_actors:Absent", ConfigError, "module 'cluster_actors' has no 'Absent'"),
+        ("cluster_actors", ConfigError, 'must have the form "package.module:callable"'),
+        ("cluster_actors:not_callable", ConfigError, "is a int, not something that can be called"),
+        ("cluster_actors:failing", LibraError, "failed with RuntimeError: no accelerator found"),
+    ],
+)
+def test_an_unusable_factory_is_named_with_what_is_wrong(factory, error, sentence):
+    async def body():
+        cluster = inprocess.InProcessCluster()
+        with pytest.raises(error, match=rf"actor 'x'.*{sentence}"):
+            await cluster.spawn(ActorSpec("x", factory, {}))
+
+    asyncio.run(body())
+
+
+def test_a_sync_method_that_ends_in_time_is_waited_for_at_stop():
+    async def body():
+        cluster = inprocess.InProcessCluster()
+        counter = await cluster.spawn(spec("counter", "cluster_actors:Counter"))
+        sleeping = asyncio.ensure_future(counter.sleep(0.4))
+        await asyncio.sleep(0.2)
+        await cluster.stop("counter")
+        assert await sleeping == "slept"
+
+    asyncio.run(body())
+
+
+def test_environments_of_actors_made_at_once_are_kept_apart_and_restored(monkeypatch):
+    monkeypatch.setenv("LIBRA_TEST_VARIABLE", "before")
+
+    async def body():
+        cluster = inprocess.InProcessCluster()
+        names = [f"streamer-{index}" for index in range(4)]
+        made = await asyncio.gather(
+            *(cluster.spawn(spec(name, "cluster_actors:Streamer", {"LIBRA_TEST_VARIABLE": name})) for name in names)
+        )
+        await asyncio.gather(*(streamer.start() for streamer in made))
+        assert [await streamer.environment() for streamer in made] == [(name, name) for name in names]
+        await cluster.shutdown()
+
+    asyncio.run(body())
+    assert os.environ["LIBRA_TEST_VARIABLE"] == "before"

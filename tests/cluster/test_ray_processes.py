@@ -1,0 +1,155 @@
+"""What is left when actors, or the process that made them, end or are killed: nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from libra_jax.cluster import guard, ray_cluster
+from libra_jax.protocols import ActorSpec, DeadlineMissed, WorkerLost
+
+pytestmark = [pytest.mark.ray, pytest.mark.multiprocess]
+
+DRIVER = """
+import asyncio, os, sys
+sys.path.append(sys.argv[1])
+from libra_jax.cluster import ray_cluster
+from libra_jax.protocols import ActorSpec
+
+async def main():
+    cluster = ray_cluster.RayCluster(start_seconds=120, shutdown_seconds=20, object_store_mib=100)
+    counter = await cluster.spawn(ActorSpec("counter", "cluster_actors:Counter", {}))
+    streamer = await cluster.spawn(ActorSpec("streamer", "cluster_actors:Streamer", {}, environment={"LIBRA": "1"}))
+    sleeping = asyncio.ensure_future(counter.sleep(600))
+    print(await streamer.child(), flush=True)
+    await sleeping
+
+asyncio.run(main())
+"""
+
+
+def left(pids: set[int], seconds: float = 30.0) -> set[int]:
+    """Those of the processes that still run after at most `seconds`; zombies have ended."""
+    deadline = time.monotonic() + seconds
+    while (pids := {pid for pid in pids if runs(pid)}) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return pids
+
+
+def runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def ray_directories() -> set[pathlib.Path]:
+    return set(pathlib.Path("/tmp").glob("libra-ray-*"))
+
+
+@pytest.mark.slow
+def test_a_driver_that_is_killed_leaves_no_process_file_or_shared_memory():
+    directories, memory = ray_directories(), set(os.listdir("/dev/shm"))
+    command = [sys.executable, "-c", DRIVER, str(pathlib.Path(__file__).parent)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
+        child = int(driver.stdout.readline())
+        started = {process.pid for process in psutil.Process(driver.pid).children(recursive=True)}
+        assert child in started
+        assert len(started) >= 5
+        assert len(ray_directories() - directories) == 1
+        driver.kill()
+    remaining = left(started)
+    for pid in remaining:
+        os.kill(pid, signal.SIGKILL)
+    assert remaining == set()
+    deadline = time.monotonic() + 10
+    while ray_directories() - directories and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert ray_directories() - directories == set()
+    assert set(os.listdir("/dev/shm")) - memory == set()
+
+
+def test_an_actor_that_is_killed_is_lost_to_every_call_and_takes_its_children_along(ray_session):
+    async def body():
+        cluster = ray_cluster.RayCluster(start_seconds=120)
+        streamer = await cluster.spawn(ActorSpec("engine", "cluster_actors:Streamer", {}))
+        pid, child = await streamer.pid(), await streamer.child()
+        waiting = asyncio.ensure_future(streamer.wait())
+        stream = streamer.forever()
+        assert await anext(stream) == 1
+        reading = asyncio.ensure_future(anext(stream))
+        await streamer.count_closed()
+        os.kill(pid, signal.SIGKILL)
+        for call in (waiting, reading, streamer.pid(), anext(streamer.forever())):
+            with pytest.raises(WorkerLost, match=rf"^actor 'engine' is lost: its process {pid} died;"):
+                await asyncio.wait_for(call, 20)
+        assert left({pid, child}) == set()
+
+        again = await cluster.spawn(ActorSpec("engine", "cluster_actors:Streamer", {}))  # without a stop in between
+        replacement = await again.pid()
+        assert replacement != pid
+        child = await again.child()
+        await cluster.stop("engine")
+        assert not runs(replacement)
+        assert left({child}) == set()
+        await cluster.shutdown()
+
+    asyncio.run(body())
+
+
+def test_an_actor_that_cannot_be_placed_is_named_with_what_it_asks_for(ray_session):
+    async def body():
+        cluster = ray_cluster.RayCluster(start_seconds=1.0)
+        with pytest.raises(DeadlineMissed, match=r"actor 'greedy' was not placed within 1 s: it asks for 1e\+06 CPUs"):
+            await cluster.spawn(ActorSpec("greedy", "cluster_actors:Counter", {}, cpus=1e6))
+        await cluster.shutdown()
+
+    asyncio.run(body())
+
+
+def test_a_guard_ends_a_process_group_and_removes_a_directory(tmp_path):
+    directory = tmp_path / "directory"
+    directory.mkdir()
+    command = ["/bin/sh", "-c", "sleep 600 & echo $!; wait"]
+    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, text=True) as shell:
+        child = int(shell.stdout.readline())
+        watching = guard.Guard([2**22 + 1, -shell.pid], str(directory))  # the first does not exist
+        assert runs(child)
+        assert watching.fire(10)
+        assert shell.wait(10) == -signal.SIGKILL
+    assert left({child}) == set()
+    assert not directory.exists()
+
+
+@pytest.mark.parametrize(
+    ("address", "sentence"),
+    [
+        ("127.0.0.1:1", "no Ray cluster answers at '127.0.0.1:1'"),
+        ("nowhere", "no Ray cluster answers at 'nowhere'"),
+        ("ray://127.0.0.1:10001", 'give the head as "host:port"'),
+    ],
+)
+def test_an_address_without_a_cluster_is_refused_in_a_sentence(address, sentence):
+    script = f"""
+import asyncio
+from libra_jax.cluster import ray_cluster
+from libra_jax.protocols import ActorSpec, ConfigError
+cluster = ray_cluster.RayCluster({address!r}, start_seconds=20)
+async def main():
+    try:
+        await cluster.spawn(ActorSpec("x", "a:b", {{}}))
+    except ConfigError as error:
+        print(error)
+    await cluster.shutdown()
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert sentence in done.stdout
