@@ -236,7 +236,10 @@ class Environment(Protocol):
     """One attempt's world. Named in config as `"package.module:factory"`; the factory returns a fresh environment."""
 
     async def reset(self, task: Task) -> Sequence[Message]:
-        """Opens the attempt and returns the first messages shown to the policy."""
+        """Opens the attempt and returns the first messages shown to the policy.
+
+        Called again on the same object, it opens the attempt anew (a resumed attempt whose replay came out different).
+        """
         ...
 
     async def step(self, output: str) -> StepResult:

@@ -118,9 +118,9 @@ def read_call(output: str) -> str | None:
 
 
 def answer_call(output: str, max_characters: int) -> protocols.ToolReturn | None:
-    """Runs the calculator for a model output; None where the output calls no tool."""
+    """Runs the calculator for a model output, its thinking left aside; None where the output calls no tool."""
     try:
-        expression = read_call(output)
+        expression = read_call(output.rpartition("</think>")[2])
     except CalculationFailed as failure:
         return protocols.ToolReturn(TOOL, "failure", f"{FAILED}: {failure}")
     if expression is None:

@@ -13,7 +13,7 @@ import random
 from collections.abc import Sequence
 
 from libra_jax import protocols
-from libra_jax.agents import arithmetic, splits
+from libra_jax.agents import arithmetic, question, splits
 
 _CYCLE = 16
 # A: three digits, B: two digits, D: one digit above 1, E: a multiple of the B that follows it.
@@ -118,7 +118,7 @@ class CalculatorEnvironment:
         payload = self._task.payload
         tool_return = arithmetic.answer_call(output, payload["max_characters"])
         if tool_return is None:
-            return protocols.StepResult(done=True, reward=float(output.strip() == payload["answer"]))
+            return protocols.StepResult(done=True, reward=float(question.final_answer(output) == payload["answer"]))
         if self._delay > 0:
             await asyncio.sleep(self._delay)
         return protocols.StepResult(tool_return=tool_return)

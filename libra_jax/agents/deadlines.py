@@ -1,9 +1,10 @@
-"""Waits that end: a coroutine under a deadline, and a plain function that cannot block the event loop."""
+"""Waits that end: a coroutine under a deadline, and plain functions that cannot block the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -49,6 +50,14 @@ async def _reap(task: asyncio.Task[Any]) -> bool:
     if task.done() and not task.cancelled():
         task.exception()  # marks it as retrieved
     return task.done()
+
+
+async def call(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of the user's function: awaited if it is async, on a thread of its own if it is plain."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*arguments)
+    result = await off_loop(function, *arguments)
+    return await result if inspect.isawaitable(result) else result
 
 
 async def off_loop(function: Callable[..., T], *arguments: Any) -> T:

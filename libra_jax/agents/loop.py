@@ -8,7 +8,6 @@ attempt may be cut off at any token and goes on from there with a fresh environm
 from __future__ import annotations
 
 import asyncio
-import inspect
 import math
 import numbers
 from collections.abc import Awaitable, Callable, Sequence
@@ -69,8 +68,9 @@ async def run_attempt(
     Args:
       trajectory: empty for a new attempt; else what a killed one left, cut anywhere.
       task: what is attempted.
-      environment: fresh. Its `reset` is called a second time if a replay differed. An attribute `running_tool`, if it
-        has one, names the tool of a step that timed out.
+      environment: fresh. Its `reset` is called a second time if a replay differed. Methods that are plain functions run
+        on threads, so that the deadlines hold for them too. An attribute `running_tool`, if it has one, names the tool
+        of a step that timed out.
       tokenizer: its template is applied to increments only.
       sampler: where tokens come from. `tool_called` follows each output that was sampled here, and `tool_returned`
         the step after it unless that ended the attempt.
@@ -98,18 +98,10 @@ async def run_attempt(
 
 async def _close(environment: protocols.Environment, trajectory: protocols.Trajectory, limits: Limits) -> None:
     """A failed close cannot undo the attempt: it is counted, not raised."""
-
-    async def work() -> None:
-        await _as_coroutine(environment.close())
-
     try:
-        await deadlines.within(limits.reset_seconds, work())
+        await deadlines.within(limits.reset_seconds, deadlines.call(environment.close))
     except Exception:
         trajectory.metrics["close_failures"] = 1.0
-
-
-async def _as_coroutine(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value
 
 
 class _Attempt:
@@ -284,12 +276,8 @@ class _Attempt:
 
     async def _call(self, verb: str, seconds: float, *arguments: Any) -> Any:
         """Awaits the environment. An overdue step is the caller's matter; whatever else goes wrong is a crash."""
-
-        async def work() -> Any:
-            return await _as_coroutine(getattr(self.environment, verb)(*arguments))
-
         try:
-            return await deadlines.within(seconds, work())
+            return await deadlines.within(seconds, deadlines.call(getattr(self.environment, verb), *arguments))
         except deadlines.Overdue as overdue:
             if verb == "step" and overdue.reaped:
                 raise
@@ -332,14 +320,8 @@ class _Attempt:
         name = f"{getattr(function, '__module__', '?')}:{getattr(function, '__qualname__', type(function).__name__)}"
         text = self.tokenizer.decode(self.trajectory.token_ids)
         crash = f"reward {name}, task {self.task.prompt_id}: it"
-
-        async def verdict() -> Any:
-            if inspect.iscoroutinefunction(function):
-                return await function(self.task, text)
-            return await _as_coroutine(await deadlines.off_loop(function, self.task, text))
-
         try:
-            value = await deadlines.within(self.limits.reset_seconds, verdict())
+            value = await deadlines.within(self.limits.reset_seconds, deadlines.call(function, self.task, text))
         except deadlines.Overdue:
             raise protocols.EnvironmentCrashed(f"{crash} took more than {self.limits.reset_seconds:g} s") from None
         except Exception as error:

@@ -65,7 +65,7 @@ class QuestionEnvironment:
         if self._answer is None:
             raise RuntimeError("step before reset")
         if self._calculator:
-            tool_return = arithmetic.answer_call(output.rpartition("</think>")[2], MAX_CHARACTERS)
+            tool_return = arithmetic.answer_call(output, MAX_CHARACTERS)
             if tool_return is not None:
                 return protocols.StepResult(tool_return=tool_return)
         return protocols.StepResult(done=True, reward=self._score(final_answer(output), self._answer))

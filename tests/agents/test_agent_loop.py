@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import copy
 import math
+import threading
 
 import pytest
 from hypothesis import given, settings
@@ -284,6 +285,23 @@ def test_a_close_that_fails_is_counted_and_the_attempt_stands():
     assert trajectory.reward == 1.0
     assert trajectory.metrics["close_failures"] == 1.0
     assert trajectory.metrics["score"] == 3.0
+
+
+def test_a_plain_step_that_blocks_times_out_without_blocking_other_attempts():
+    blocked = threading.Event()
+
+    class Blocking(Probe):
+        def step(self, output):
+            if output == "slow":
+                blocked.wait()
+            return protocols.StepResult(done=True, reward=1.0)
+
+    try:
+        trajectory, _ = attempt(["slow", "x"], environment=Blocking(), limits=SHORT)
+    finally:
+        blocked.set()
+    assert [turn.status for turn in trajectory.turns] == ["timeout", None]
+    assert trajectory.reward == 1.0
 
 
 def test_an_environment_whose_methods_are_plain_functions_works():
