@@ -75,7 +75,7 @@ class Counts:
       tokens: sampled for training groups.
       requests: attempts that began to ask for tokens.
       resumed: streams that failed and went on.
-      seconds: spent on decisions and book-keeping, streams only.
+      seconds: spent on decisions and book-keeping.
     """
 
     tokens: int = 0
@@ -113,7 +113,7 @@ class Dispatcher:
         self._requests: dict[str, _Request] = {}
         self._groups: dict[str, int] = {}
         self._streams = 0
-        self._counts = Counts()
+        self.counts = Counts()
         engines.changed = self._instances_changed
         ending.start(self._watch(), "stream deadlines")
 
@@ -126,12 +126,13 @@ class Dispatcher:
         self._groups.pop(trajectory_id, None)
         request = self._requests.pop(trajectory_id, None)
         if request is not None:
+            now = self._loop.time()
             request.displace()
-            self._apply(self._scheduler.on_finish(trajectory_id, request.generated, self._loop.time()))
+            self._apply(self._scheduler.on_finish(trajectory_id, request.generated, now), now)
 
     def take_counts(self) -> Counts:
         """Counts since the last call."""
-        counts, self._counts = self._counts, Counts()
+        counts, self.counts = self.counts, Counts()
         return counts
 
     async def sample(
@@ -157,9 +158,9 @@ class Dispatcher:
         """See `protocols.Sampler.tool_called`."""
         request = self._requests.get(trajectory.trajectory_id)
         if request is not None:  # None: an attempt that replays its past after a restart has no request yet
+            now = request.away_since = self._loop.time()
             request.displace()
-            request.away_since = self._loop.time()
-            self._apply(self._scheduler.on_tool_call(request.name, request.generated, self._loop.time()))
+            self._apply(self._scheduler.on_tool_call(request.name, request.generated, now), now)
 
     async def tool_returned(self, trajectory: protocols.Trajectory, causal_state: protocols.CausalState) -> None:
         """See `protocols.Sampler.tool_returned`."""
@@ -168,13 +169,14 @@ class Dispatcher:
             now = self._loop.time()
             self._recorder.span("tools", causal_state.tool, request.away_since, now, {"request": request.name})
             context = len(trajectory.token_ids)
-            self._apply(self._scheduler.on_tool_return(request.name, causal_state, context, now))
+            self._apply(self._scheduler.on_tool_return(request.name, causal_state, context, now), now)
 
     def _arrive(self, trajectory: protocols.Trajectory) -> _Request:
+        now = self._loop.time()
         group_id = self._groups.get(trajectory.trajectory_id, EVALUATION_GROUP)
         request = _Request(trajectory, group_id, trajectory.generated_tokens)
         self._requests[request.name] = request
-        self._counts.requests += 1
+        self.counts.requests += 1
         info = protocols.RequestInfo(
             request_id=request.name,
             prompt_id=trajectory.prompt_id,
@@ -182,16 +184,18 @@ class Dispatcher:
             context_tokens=len(trajectory.token_ids),
             generated_tokens=request.generated,
         )
-        self._apply(self._scheduler.on_arrival(info, self._loop.time()))
+        self._apply(self._scheduler.on_arrival(info, now), now)
         return request
 
-    def _apply(self, placements: Sequence[protocols.Placement]) -> None:
+    def _apply(self, placements: Sequence[protocols.Placement], since: float) -> None:
+        """Carries decisions out; the coordinator has been at work on them `since` then."""
         for placement in placements:
             request = self._requests[placement.request_id]
             if request.stream is not None and request.stream.engine.name != placement.instance:
                 request.stream.end()
             request.instance = placement.instance
             request.placed.set()
+        self.counts.seconds += self._loop.time() - since
 
     def _instances_changed(self) -> None:
         serving = self._engines.serving()
@@ -199,7 +203,8 @@ class Dispatcher:
         for request in self._requests.values():
             if request.instance and request.instance not in names:
                 request.displace()
-        self._apply(self._scheduler.on_instance_change(serving, self._loop.time()))
+        now = self._loop.time()
+        self._apply(self._scheduler.on_instance_change(serving, now), now)
 
     async def _stream(self, request: _Request, sampling: protocols.SamplingParams) -> protocols.FinishReason | None:
         """Takes tokens from the request's instance until it finishes, or until it has to go on elsewhere (None)."""
@@ -244,14 +249,13 @@ class Dispatcher:
         request.trajectory.append_sampled(delta)
         request.generated += len(delta.token_ids)
         if request.group_id != EVALUATION_GROUP:
-            self._counts.tokens += len(delta.token_ids)
+            self.counts.tokens += len(delta.token_ids)
         if delta.finish_reason == "abort":
             raise protocols.LibraError(f"engine {stream.engine.name} aborted {request.name}")
         if delta.finish_reason is not None:
             stream.finish = delta.finish_reason
         else:
-            self._apply(self._scheduler.on_progress(request.name, request.generated, now))
-        self._counts.seconds += self._loop.time() - now
+            self._apply(self._scheduler.on_progress(request.name, request.generated, now), now)
 
     def _failed(self, request: _Request, stream: _Stream, error: BaseException) -> None:
         if isinstance(error, protocols.WorkerLost):
@@ -259,7 +263,7 @@ class Dispatcher:
         elif isinstance(error, protocols.ConfigError):  # the same everywhere, so trying again says nothing new
             raise error
         request.failures += 1
-        self._counts.resumed += 1
+        self.counts.resumed += 1
         if request.failures > self._retries:
             raise protocols.WorkerLost(
                 f"Request {request.name} failed {request.failures} times, which is more than "

@@ -141,7 +141,8 @@ class Groups:
     def _count(self, group: protocols.Group, reason: str, why: str) -> None:
         self.replaced[reason] += 1
         self.replaced_tokens += sum(trajectory.generated_tokens for trajectory in group.trajectories)
-        self._recorder.note(f"Prompt {group.task.prompt_id} was replaced ({reason}): {why}")
+        if reason == ENVIRONMENT:  # the other reasons are the config's wish and may come by the thousand
+            self._recorder.note(f"Prompt {group.task.prompt_id} was replaced ({reason}): {why}")
         self._first_replacement = self._first_replacement or why
         limits = self._config.coordinator
         if self.replaced.total() > limits.max_replacements * (self.trained + limits.groups_per_step):

@@ -95,7 +95,6 @@ class Instances:
         """The engine holds current weights: requests may go there from now on."""
         if engine.state == "loaded":
             engine.state = "serving"
-            self._recorder.status(engine.name, f"serving version {engine.policy_version}")
             self.changed()
 
     def lost(self, engine: Engine, life: int, error: BaseException) -> None:
@@ -163,8 +162,12 @@ class Instances:
     async def _check(self, engine: Engine) -> None:
         life = engine.life
         try:
-            await deadlines.within(
+            health = await deadlines.within(
                 self._config.deadlines.first_token, engine.proxy.health(), f"Engine {engine.name}'s health check"
             )
         except protocols.LibraError as error:
             self.lost(engine, life, error)
+            return
+        if engine.life == life and "running" in health:
+            running = f"{health['running']:.0f} requests running"
+            self._recorder.status(engine.name, f"serving version {engine.policy_version}, {running}")

@@ -137,4 +137,5 @@ class _Update:
             return
         self.engine.policy_version, self.engine.paused = self._version, False
         end = asyncio.get_running_loop().time()
+        self._recorder.status(self.engine.name, f"serving version {self._version}")
         self._recorder.span(self.engine.name, "sync", self._start, end, {"policy_version": self._version})

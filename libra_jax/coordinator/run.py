@@ -270,6 +270,7 @@ class Coordinator:
         try:
             times.sync = await self._ending.race(self._publish())
             times.step = self._loop.time() - self._step_began
+            report.paced_tokens = self._dispatcher.counts.tokens
             report.evaluation = await self._evaluate_if_due()
         finally:
             self._record(report)

@@ -222,7 +222,8 @@ def make_trainer(seconds: float = 0.05, buckets: int = 3, log: str = "") -> Reco
 def chatter(token_ids: Sequence[int], sampling: protocols.SamplingParams) -> int:
     """The fake engine's script: noise of tokens 3..99 that stops after four tokens on average."""
     digest = zlib.crc32(repr(tuple(token_ids)).encode())
-    return sampling.stop_token_ids[0] if digest % 4 == 0 else 3 + digest // 4 % 97
+    stops = digest % 4 == 0 and sampling.stop_token_ids
+    return sampling.stop_token_ids[0] if stops else 3 + digest // 4 % 97
 
 
 def make_config(**changes: Any) -> configuration.RunConfig:
