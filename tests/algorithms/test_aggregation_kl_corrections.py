@@ -62,9 +62,11 @@ def test_aggregation_of_packed_rows_equals_the_formula_over_trajectories(batch_o
 
 
 def test_tokens_outside_any_segment_are_not_trained_whatever_the_mask_says():
-    values, segments = jnp.ones((1, 4)), jnp.array([[1, 1, 0, 0]])
+    segments = np.array([[1, 1, 0, 0]])
     for mode in config_lib.AGGREGATIONS:
-        total, count = aggregation.aggregate(values, jnp.ones((1, 4)), segments, mode, max_segments=1)
+        total, count = jax.jit(
+            lambda values, segments, mode=mode: aggregation.aggregate(values, values, segments, mode, max_segments=1)
+        )(np.ones((1, 4), np.float32), segments)
         assert (float(total), float(count)) == ((2, 2) if mode == "token_mean" else (2 if "sum" in mode else 1, 1))
 
 
@@ -105,13 +107,18 @@ def test_estimators_have_the_expectation_and_gradient_they_claim():
         def backward_kl(x):
             return jnp.sum(jnp.exp(reference) * (reference - jax.nn.log_softmax(x)))
 
-        x = jnp.asarray(logits)
-        for name in ("k1", "k3", "k1+", "k3+"):
-            np.testing.assert_allclose(expected_estimate(x, name), forward_kl(x), rtol=1e-10)
-        for name in ("k2", "k1+", "k3+"):
-            np.testing.assert_allclose(jax.grad(expected_estimate)(x, name), jax.grad(forward_kl)(x), atol=1e-10)
-        np.testing.assert_allclose(jax.grad(expected_estimate)(x, "k3"), jax.grad(backward_kl)(x), atol=1e-10)
-        np.testing.assert_allclose(jax.grad(expected_estimate)(x, "k1"), 0, atol=1e-10)
+        @jax.jit
+        def values_and_gradients(x):
+            estimates = {name: jax.value_and_grad(expected_estimate)(x, name) for name in config_lib.KL_ESTIMATORS}
+            return estimates, jax.value_and_grad(forward_kl)(x), jax.grad(backward_kl)(x)
+
+        estimates, (forward, forward_gradient), backward_gradient = values_and_gradients(jnp.asarray(logits))
+    for name in ("k1", "k3", "k1+", "k3+"):
+        np.testing.assert_allclose(estimates[name][0], forward, rtol=1e-10)
+    for name in ("k2", "k1+", "k3+"):
+        np.testing.assert_allclose(estimates[name][1], forward_gradient, atol=1e-10)
+    np.testing.assert_allclose(estimates["k3"][1], backward_gradient, atol=1e-10)
+    np.testing.assert_allclose(estimates["k1"][1], 0, atol=1e-10)
 
 
 @pytest.mark.parametrize("distance", [1e-4, -1e-4, 3e-3, -3e-3, 0.1])
