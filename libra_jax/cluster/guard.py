@@ -11,10 +11,20 @@ import os
 import subprocess
 from collections.abc import Sequence
 
-# Removing is tried again: a process that is still dying may write one more file.
+# Python's resource trackers ignore the first signal: they end by themselves once nobody uses them, and unlink the
+# shared memory that the others left. Removing is tried again: a dying process may write one more file.
 _SCRIPT = """
 read -r _
 directory=$1; shift
+for process in "$@"; do kill -TERM "$process" 2>/dev/null; done
+tenths=0
+while [ $tenths -lt 30 ]; do
+  running=
+  for process in "$@"; do kill -0 "$process" 2>/dev/null && running=1; done
+  [ -n "$running" ] || break
+  sleep 0.1
+  tenths=$((tenths + 1))
+done
 for process in "$@"; do kill -KILL "$process" 2>/dev/null; done
 [ -z "$directory" ] && exit
 for attempt in 1 2 3 4 5; do rm -rf -- "$directory" 2>/dev/null && exit; sleep 1; done

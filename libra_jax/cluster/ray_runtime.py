@@ -30,7 +30,7 @@ _DIRECTORY_PREFIX = "libra-ray-"
 _LONGEST_TEMPORARY = 16  # our directory and Ray's socket in it add 91 characters, and the kernel takes 107
 _PLENTY_OF_CPUS = 1024.0  # embedded, CPU reservations order nothing: two cores must be able to hold every actor
 _SYSTEM = {
-    "process_group_cleanup_enabled": True,  # a worker's children die with it
+    "kill_child_processes_on_worker_exit": False,  # the actor's guard does, and spares the resource tracker
     "enable_worker_prestart": False,
     "prestart_worker_first_driver": False,
 }

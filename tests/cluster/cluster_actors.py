@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator
+from multiprocessing import shared_memory
 from typing import Any
 
 from libra_jax.protocols import DataError
@@ -125,11 +126,12 @@ class Streamer:
     def wrapped(self, count: int) -> AsyncIterator[int]:
         return self.numbers(count)
 
-    async def child(self) -> int:
-        """Makes a process that outlives its parent unless somebody sees to it."""
+    async def child(self) -> tuple[int, str]:
+        """Makes a process, and shared memory with it, that outlive their parent unless somebody sees to it."""
+        self.memory = shared_memory.SharedMemory(create=True, size=4096)
         process = await asyncio.create_subprocess_exec(sys.executable, "-S", "-c", "import time; time.sleep(600)")
         self.process: Any = process
-        return process.pid
+        return process.pid, self.memory.name
 
     async def shutdown(self) -> None:
         if self.log:

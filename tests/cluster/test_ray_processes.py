@@ -18,6 +18,8 @@ from libra_jax.protocols import ActorSpec, DeadlineMissed, WorkerLost
 
 pytestmark = [pytest.mark.ray, pytest.mark.multiprocess]
 
+SHARED_MEMORY = pathlib.Path("/dev/shm")
+
 DRIVER = """
 import asyncio, os, sys
 sys.path.append(sys.argv[1])
@@ -29,7 +31,7 @@ async def main():
     counter = await cluster.spawn(ActorSpec("counter", "cluster_actors:Counter", {}))
     streamer = await cluster.spawn(ActorSpec("streamer", "cluster_actors:Streamer", {}, environment={"LIBRA": "1"}))
     sleeping = asyncio.ensure_future(counter.sleep(600))
-    print(await streamer.child(), flush=True)
+    print(*await streamer.child(), flush=True)
     await sleeping
 
 asyncio.run(main())
@@ -51,18 +53,27 @@ def runs(pid: int) -> bool:
         return False
 
 
+def gone(path: pathlib.Path, seconds: float = 10.0) -> None:
+    """Asserts that the path goes within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while path.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not path.exists()
+
+
 def ray_directories() -> set[pathlib.Path]:
     return set(pathlib.Path("/tmp").glob("libra-ray-*"))
 
 
 @pytest.mark.slow
 def test_a_driver_that_is_killed_leaves_no_process_file_or_shared_memory():
-    directories, memory = ray_directories(), set(os.listdir("/dev/shm"))
+    directories = ray_directories()
     command = [sys.executable, "-c", DRIVER, str(pathlib.Path(__file__).parent)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
-        child = int(driver.stdout.readline())
+        child, memory = driver.stdout.readline().split()
+        assert (SHARED_MEMORY / memory).exists()
         started = {process.pid for process in psutil.Process(driver.pid).children(recursive=True)}
-        assert child in started
+        assert int(child) in started
         assert len(started) >= 5
         assert len(ray_directories() - directories) == 1
         driver.kill()
@@ -70,18 +81,17 @@ def test_a_driver_that_is_killed_leaves_no_process_file_or_shared_memory():
     for pid in remaining:
         os.kill(pid, signal.SIGKILL)
     assert remaining == set()
-    deadline = time.monotonic() + 10
-    while ray_directories() - directories and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert ray_directories() - directories == set()
-    assert set(os.listdir("/dev/shm")) - memory == set()
+    gone(SHARED_MEMORY / memory)
+    for directory in ray_directories() - directories:
+        gone(directory)
+    assert not set(SHARED_MEMORY.glob("plasma*"))
 
 
 def test_an_actor_that_is_killed_is_lost_to_every_call_and_takes_its_children_along(ray_session):
     async def body():
         cluster = ray_cluster.RayCluster(start_seconds=120)
         streamer = await cluster.spawn(ActorSpec("engine", "cluster_actors:Streamer", {}))
-        pid, child = await streamer.pid(), await streamer.child()
+        pid, (child, memory) = await streamer.pid(), await streamer.child()
         waiting = asyncio.ensure_future(streamer.wait())
         stream = streamer.forever()
         assert await anext(stream) == 1
@@ -92,14 +102,16 @@ def test_an_actor_that_is_killed_is_lost_to_every_call_and_takes_its_children_al
             with pytest.raises(WorkerLost, match=rf"^actor 'engine' is lost: its process {pid} died;"):
                 await asyncio.wait_for(call, 20)
         assert left({pid, child}) == set()
+        gone(SHARED_MEMORY / memory)
 
         again = await cluster.spawn(ActorSpec("engine", "cluster_actors:Streamer", {}))  # without a stop in between
         replacement = await again.pid()
         assert replacement != pid
-        child = await again.child()
+        child, memory = await again.child()
         await cluster.stop("engine")
         assert not runs(replacement)
         assert left({child}) == set()
+        gone(SHARED_MEMORY / memory)
         await cluster.shutdown()
 
     asyncio.run(body())
@@ -115,10 +127,10 @@ def test_an_actor_that_cannot_be_placed_is_named_with_what_it_asks_for(ray_sessi
     asyncio.run(body())
 
 
-def test_a_guard_ends_a_process_group_and_removes_a_directory(tmp_path):
+def test_a_guard_ends_a_process_group_that_ignores_signals_and_removes_a_directory(tmp_path):
     directory = tmp_path / "directory"
     directory.mkdir()
-    command = ["/bin/sh", "-c", "sleep 600 & echo $!; wait"]
+    command = ["/bin/sh", "-c", "trap '' TERM; sleep 600 & echo $!; wait"]
     with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, text=True) as shell:
         child = int(shell.stdout.readline())
         watching = guard.Guard([2**22 + 1, -shell.pid], str(directory))  # the first does not exist
