@@ -24,7 +24,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import async_llm, exceptions
 
 from libra_jax import config, protocols
-from libra_jax.rollout import vllm_launch
+from libra_jax.rollout import vllm_launch, vllm_update
 
 T = TypeVar("T")
 
@@ -57,19 +57,26 @@ def create(
     """
     settings = config.parse(config.RolloutConfig, rollout, "rollout.")
     launch = vllm_launch.Launch(name, model_config, settings, tensor_parallel, seed, cpu_cores, log_path)
-    return VllmEngine(name, settings, tensor_parallel, launch)
+    return VllmEngine(name, settings, tensor_parallel, launch, vllm_update.Checker(name, model_config))
 
 
 class VllmEngine:
     """See the module docstring; made by `create`. Lives on one event loop; not thread-safe."""
 
     def __init__(
-        self, name: str, rollout: config.RolloutConfig, tensor_parallel: int, launch: vllm_launch.Launch
+        self,
+        name: str,
+        rollout: config.RolloutConfig,
+        tensor_parallel: int,
+        launch: vllm_launch.Launch,
+        update: vllm_update.Checker,
     ) -> None:
         self.name = name
         self._rollout = rollout
         self._tensor_parallel = tensor_parallel
         self._launch = launch
+        self._update = update
+        self._loading = False
         self._starting: asyncio.Future[async_llm.AsyncLLM] | None = None
         self._engine: async_llm.AsyncLLM | None = None
         self._watches: list[int] = []
@@ -217,19 +224,39 @@ class VllmEngine:
 
     async def start_weight_update(self, policy_version: int) -> None:
         """Second weight verb: readies every layer to be loaded afresh."""
-        del policy_version  # The engine takes on the version when the update finishes.
-        await self._call("prepare for new weights", self._serving().start_weight_update())
+        engine = self._serving()
+        if self._loading:
+            # An update that was refused half-way has left vLLM's session open.
+            await self._call("give up a weight update", engine.finish_weight_update())
+        self._update.start(policy_version)
+        await self._call("prepare for new weights", engine.start_weight_update())
+        self._loading = True
 
     async def update_weights(self, bucket: protocols.WeightBucket) -> None:
-        """Third weight verb: loads one bucket."""
-        request = weight_transfer.WeightTransferUpdateRequest(update_info=_update_info(bucket))
-        await self._call(f"load weight bucket {bucket.index}", self._serving().update_weights(request))
+        """Third weight verb: loads one bucket.
+
+        Raises:
+          WorkerLost: the engine died.
+          LibraError: a tensor is not the model's by name or shape, or the bytes arrived damaged.
+        """
+        engine = self._serving()
+        self._update.add(bucket)
+        request = weight_transfer.WeightTransferUpdateRequest(update_info=vllm_update.payload(bucket))
+        self._loading = False  # An error in a worker closes vLLM's session.
+        await self._call(f"load weight bucket {bucket.index}", engine.update_weights(request))
+        self._loading = True
 
     async def finish_weight_update(self, policy_version: int) -> None:
-        """Fourth weight verb: tokens sampled from now on are stamped with `policy_version`."""
-        await self._call(
-            "finish its weight update", self._serving().finish_weight_update(weight_version=str(policy_version))
-        )
+        """Fourth weight verb: tokens sampled from now on are stamped with `policy_version`.
+
+        Raises:
+          WorkerLost: the engine died.
+          LibraError: a bucket or a tensor did not come.
+        """
+        engine = self._serving()
+        self._update.finish(policy_version)
+        await self._call("finish its weight update", engine.finish_weight_update(weight_version=str(policy_version)))
+        self._loading = False
 
     async def health(self) -> Mapping[str, float]:
         """Asks the engine's core process; raises `WorkerLost` if it is gone. `running` counts requests here."""
@@ -290,23 +317,6 @@ def _delta(completion: Any, starts: Sequence[tuple[str, int]], sent: int) -> pro
         reason = "abort"
     log_probs = tuple(completion.logprobs.logprobs) if tokens else ()
     return protocols.TokenDelta(tokens, log_probs, tuple(versions), reason)
-
-
-def _update_info(bucket: protocols.WeightBucket) -> dict[str, Any]:
-    """What the worker's weight-transfer engine of the bucket's transport reads, as plain values."""
-    if bucket.transport["kind"] != "memfd":
-        return dict(bucket.transport["update_info"])
-    return {
-        "policy_version": bucket.policy_version,
-        "index": bucket.index,
-        "count": bucket.count,
-        "entries": [
-            (entry.name, entry.dtype, list(entry.shape), entry.offset, entry.nbytes) for entry in bucket.entries
-        ],
-        "nbytes": bucket.nbytes,
-        "transport": dict(bucket.transport),
-        "checksum": bucket.checksum,
-    }
 
 
 def _sentence(error: BaseException) -> str:

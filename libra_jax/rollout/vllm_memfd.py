@@ -47,18 +47,12 @@ class MemfdWeightTransferEngine(base.WeightTransferEngine[MemfdInitInfo, MemfdUp
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._mappings: dict[tuple[int, int, int], mmap.mmap] = {}
-        self._received: set[int] = set()
-        self._count = 0
-        self._loaded: set[str] = set()
 
     def init_transfer_engine(self, init_info: MemfdInitInfo) -> None:
         """Nothing to open before the first bucket says where it is."""
 
     def start_weight_update(self) -> None:
         """Readies every layer to be loaded afresh."""
-        self._received, self._count, self._loaded = set(), 0, set()
-        # Names as the engine's own load reports them, taken while the layers still hold their tensors.
-        self._expected = {name for name, _ in self.model.named_parameters()}
         reload.initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -70,16 +64,14 @@ class MemfdWeightTransferEngine(base.WeightTransferEngine[MemfdInitInfo, MemfdUp
 
         Raises:
           SharedMemoryError: the trainer's memory cannot be reached.
-          ValueError: the bytes differ from the checksum, or a tensor does not belong to the model or fit it.
+          ValueError: the bytes differ from the checksum.
         """
         memory = self._memory(update_info.transport)
         if update_info.checksum is not None:
             _verify(memory, update_info)
         # A layer that is not complete yet keeps views of its tensors, at the latest until the update finishes; the
         # trainer keeps every bucket of the snapshot in place for as long.
-        self._load(_tensors(memory, update_info), update_info.index)
-        self._received.add(update_info.index)
-        self._count = update_info.count
+        self.model.load_weights(_tensors(memory, update_info))
 
     def _memory(self, address: Mapping[str, Any]) -> mmap.mmap:
         key = (address["pid"], address["fd"], address["inode"])
@@ -87,34 +79,9 @@ class MemfdWeightTransferEngine(base.WeightTransferEngine[MemfdInitInfo, MemfdUp
             self._mappings[key] = memfd.open_peer(address)
         return self._mappings[key]
 
-    def _load(self, tensors: Iterator[tuple[str, torch.Tensor]], index: int) -> None:
-        last: list[tuple[str, torch.Tensor]] = []
-
-        def watched() -> Iterator[tuple[str, torch.Tensor]]:
-            for item in tensors:
-                last[:] = [item]
-                yield item
-
-        try:
-            self._loaded |= self.model.load_weights(watched())
-        except (ValueError, KeyError, AssertionError, RuntimeError, AttributeError) as error:
-            name, tensor = last[0] if last else ("(none)", torch.empty(0))
-            raise ValueError(
-                f"weight {name} of shape {tuple(tensor.shape)} in bucket {index} does not fit the engine's model "
-                f"({type(error).__name__}: {error})"
-            ) from error
-
     def finish_weight_update(self) -> None:
-        """Goes over to the new weights.
-
-        Raises:
-          ValueError: a bucket or a parameter of the model did not come.
-        """
+        """Goes over to the new weights. That they are all there has been checked before (`vllm_update`)."""
         reload.finalize_layerwise_reload(self.model, self.model_config)
-        if len(self._received) != self._count or self._count == 0:
-            raise ValueError(f"{len(self._received)} of {self._count} weight buckets came before the update finished")
-        if missing := sorted(self._expected - self._loaded):
-            raise ValueError(f"the published weights lack {', '.join(missing[:3])} ({len(missing)} parameters in all)")
 
     def shutdown(self) -> None:
         """Lets go of the trainer's memory."""

@@ -132,7 +132,7 @@ def test_an_engine_told_to_die_loses_its_requests_and_answers_no_more():
         engine._script = lambda token_ids, sampling: 9
         await engine.start()
         seen = []
-        with pytest.raises(protocols.WorkerLost, match="engine rollout-0 is gone"):
+        with pytest.raises(protocols.WorkerLost, match="engine rollout-0 is gone"):  # noqa: PT012
             async for delta in engine.generate(request(5)):
                 seen.extend(delta.token_ids)
         assert len(seen) == 8
