@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -36,6 +37,38 @@ def published_entries(config: models_config.TransformerConfig) -> tuple[hf_names
         return entries
     table = next(entry for entry in entries if entry.hf_name == "model.embed_tokens.weight")
     return (*entries, hf_names.HfEntry("lm_head.weight", table.path, table.layer, table.shape))
+
+
+def create(
+    model_config: models_config.TransformerConfig,
+    dtype: str,
+    bucket_bytes: int,
+    transport: str,
+    checksum: bool,
+    tensor_parallel: Sequence[int] = (1,),
+) -> Any:
+    """The publisher of a transport: memfd through host memory (`Publisher`), ipc and nccl from device to device.
+
+    Args:
+      model_config: the model's shape.
+      dtype: wire dtype.
+      bucket_bytes: most bytes of a bucket (memfd).
+      transport: "memfd", "ipc" or "nccl".
+      checksum: digest each bucket (memfd).
+      tensor_parallel: degrees of the rollout instances that receive.
+
+    Raises:
+      ConfigError: the transport needs CUDA, or serves fewer instances than there are.
+    """
+    if transport == "memfd":
+        return Publisher(model_config, dtype, bucket_bytes, transport, checksum)
+    if len(tensor_parallel) != 1:
+        raise protocols.ConfigError(
+            f"config.rollout.transport: {transport!r} serves one rollout instance, not {len(tensor_parallel)} "
+            "(config.rollout.tensor_parallel); use 'memfd'"
+        )
+    module = importlib.import_module("libra_jax.interop.device_publication")
+    return module.DevicePublisher(model_config, dtype, transport, tensor_parallel[0])
 
 
 class Publisher:
@@ -86,7 +119,7 @@ class Publisher:
           LibraError: a parameter is missing, of another shape, or donated already.
         """
         self._version = None
-        leaves = {source.path: _leaf(params, source) for source in self._sources}
+        leaves = {source.path: leaf(params, source) for source in self._sources}
         self._allocate()
         with _one_thread():
             self._copy(leaves)
@@ -147,8 +180,8 @@ class Publisher:
         for source, (owner, entry) in zip(self._sources, placed, strict=True):
             flat = torch.frombuffer(owner.buffer, dtype=self._dtype, count=math.prod(entry.shape), offset=entry.offset)
             targets[source.path].append((source.layer, flat.view(entry.shape)))
-        for path, leaf in leaves.items():
-            for piece in dlpack.pieces(leaf):
+        for path, array in leaves.items():
+            for piece in dlpack.pieces(array):
                 for layer, target in targets[path]:
                     _place(piece, layer, target)
 
@@ -165,17 +198,22 @@ def _place(piece: dlpack.Piece, layer: int | None, target: torch.Tensor) -> None
     target.copy_(tensor)
 
 
-def _leaf(params: Mapping[str, Any], source: hf_names.HfEntry) -> jax.Array:
-    leaf: Any = params
+def leaf(params: Mapping[str, Any], source: hf_names.HfEntry) -> jax.Array:
+    """The parameter that a checkpoint's tensor is, or is a layer of.
+
+    Raises:
+      LibraError: it is missing or of another shape.
+    """
+    found: Any = params
     for key in source.path:
-        leaf = leaf.get(key) if isinstance(leaf, Mapping) else None
-    shape = None if leaf is None else tuple(leaf.shape if source.layer is None else leaf.shape[1:])
+        found = found.get(key) if isinstance(found, Mapping) else None
+    shape = None if found is None else tuple(found.shape if source.layer is None else found.shape[1:])
     if shape != source.shape:
         raise protocols.LibraError(
             f"{source.hf_name} cannot be published: parameter {'/'.join(source.path)} has shape {shape}, not "
             f"{source.shape}"
         )
-    return leaf
+    return found
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from libra_jax.rollout import vllm_quiet  # noqa: F401
 
 # isort: split
+import torch
 import vllm
 from vllm.distributed.weight_transfer import base as weight_transfer
 from vllm.inputs import engine as engine_inputs
@@ -56,6 +57,10 @@ def create(
       ConfigError: a rollout field cannot be used, or fewer cores than workers.
     """
     settings = config.parse(config.RolloutConfig, rollout, "rollout.")
+    if settings.transport != "memfd" and not torch.cuda.is_available():
+        raise protocols.ConfigError(
+            f"config.rollout.transport: {settings.transport!r} needs CUDA, which torch does not find here; use 'memfd'"
+        )
     launch = vllm_launch.Launch(name, model_config, settings, tensor_parallel, seed, cpu_cores, log_path)
     return VllmEngine(name, settings, tensor_parallel, launch, vllm_update.Checker(name, model_config))
 
@@ -77,6 +82,7 @@ class VllmEngine:
         self._launch = launch
         self._update = update
         self._loading = False
+        self._init_info: Mapping[str, Any] | None = None
         self._starting: asyncio.Future[async_llm.AsyncLLM] | None = None
         self._engine: async_llm.AsyncLLM | None = None
         self._watches: list[int] = []
@@ -211,15 +217,18 @@ class VllmEngine:
         await self._call("resume", self._serving().resume_generation())
 
     async def init_weight_transfer(self, transport: Mapping[str, Any]) -> None:
-        """First weight verb: opens the transport named by `transport["kind"]`; further entries are vLLM's init info."""
+        """First weight verb. The CUDA transports meet the trainer later, when their first bucket says where."""
         kind = transport.get("kind")
         if kind != self._rollout.transport:
             raise protocols.ConfigError(
                 f"config.rollout.transport: engine {self.name} was started for {self._rollout.transport!r}, "
                 f"not {kind!r}"
             )
-        init_info = {name: value for name, value in transport.items() if name != "kind"}
-        request = weight_transfer.WeightTransferInitRequest(init_info=init_info)
+        if kind == "memfd":
+            await self._open_transport({})
+
+    async def _open_transport(self, init_info: Mapping[str, Any]) -> None:
+        request = weight_transfer.WeightTransferInitRequest(init_info=dict(init_info))
         await self._call("open the weight transport", self._serving().init_weight_transfer_engine(request))
 
     async def start_weight_update(self, policy_version: int) -> None:
@@ -242,6 +251,10 @@ class VllmEngine:
         engine = self._serving()
         self._update.add(bucket)
         request = weight_transfer.WeightTransferUpdateRequest(update_info=vllm_update.payload(bucket))
+        init_info = bucket.transport.get("init_info")
+        if init_info is not None and init_info != self._init_info:
+            await self._open_transport(init_info)
+            self._init_info = init_info
         self._loading = False  # An error in a worker closes vLLM's session.
         await self._call(f"load weight bucket {bucket.index}", engine.update_weights(request))
         self._loading = True

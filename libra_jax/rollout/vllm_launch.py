@@ -170,6 +170,9 @@ class Launch:
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
             "VLLM_CONFIGURE_LOGGING": "0",
         }
+        if self._rollout.transport == "ipc":
+            # CUDA handles are Python objects: they come pickled, from this process.
+            variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         if self._binding == "nobind" and "OMP_NUM_THREADS" not in os.environ:
             # A core is left to the core process and this one: threads that wait for a preempted one at every kernel's
             # end are slower by far than one thread fewer.
