@@ -23,7 +23,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.model.remat = "dots"
 
     config.task.source = "libra_jax.agents.datasets:task_source"
-    config.task.environment = "libra_jax.agents.datasets:environment"
+    config.task.environment = "libra_jax.agents.question:environment"
+    config.task.environment_arguments = {"match": "exact", "calculator": True}
     config.task.path = "data/questions.jsonl"
     config.task.tokenizer = ""  # the model's own
     config.task.max_turns = 6
