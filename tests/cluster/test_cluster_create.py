@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+
 from libra_jax.cluster import create, inprocess
 from libra_jax.config import ClusterConfig
 from libra_jax.protocols import ConfigError
