@@ -19,6 +19,7 @@ from libra_jax.rollout import vllm_quiet  # noqa: F401
 # isort: split
 import torch
 import vllm
+from vllm import exceptions as vllm_exceptions
 from vllm.distributed.weight_transfer import base as weight_transfer
 from vllm.inputs import engine as engine_inputs
 from vllm.sampling_params import RequestOutputKind
@@ -169,7 +170,7 @@ class VllmEngine:
 
         Raises:
           WorkerLost: the engine died, now or before.
-          LibraError: the context has no room for a token.
+          LibraError: the context has no room for a token, or a token is not the model's.
         """
         engine = self._serving()
         room = self._rollout.max_context - len(request.token_ids)
@@ -199,6 +200,10 @@ class VllmEngine:
             if not self._death.done():
                 self._die("it stopped answering")
             raise self._lost() from None
+        except (ValueError, vllm_exceptions.VLLMClientError, exceptions.EngineGenerateError) as error:
+            raise protocols.LibraError(
+                f"engine {self.name} refused request {request.request_id}: {_sentence(error.__cause__ or error)}"
+            ) from None
         finally:
             self._running -= 1
             if queue is not None:
