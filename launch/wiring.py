@@ -206,7 +206,7 @@ async def train(config: libra_config.RunConfig, workdir: Path) -> None:
     shape = policy_shape(config, need_weights=True)
     loop = asyncio.get_running_loop()
     recorder = telemetry.create(config, workdir, loop.time)
-    actors = cluster.create(config.cluster)
+    actors = cluster.create(config.cluster, shutdown_seconds=config.deadlines.shutdown)
     try:
         run = coordinator.Coordinator(
             config,

@@ -1,0 +1,33 @@
+"""A reasoning-gym task by name, scored by the package's own scorer: `--config=configs/reasoning_gym.py:leg_counting`.
+
+Starts from the quickstart's character model, which has to learn the task from its rewards alone; for a pretrained model
+set `--config.model.path=DIR --config.task.tokenizer=`. Expected result: depends on task and model; what is promised is
+that every task of the package poses, scores and trains.
+
+  python launch/train.py --config=configs/reasoning_gym.py:leg_counting --config.model.path=models/Qwen3-0.6B \
+      --config.task.tokenizer=
+"""
+
+import ml_collections
+
+from libra_jax import config as libra_config
+
+
+def get_config(name: str = "basic_arithmetic") -> ml_collections.ConfigDict:
+    config = ml_collections.ConfigDict(libra_config.to_dict(libra_config.RunConfig()))
+    config.name = f"reasoning-gym-{name}"
+    config.task.source = "libra_jax.agents.reasoning_gym:task_source"
+    config.task.environment = "libra_jax.agents.reasoning_gym:environment"
+    config.task.arguments = {"name": name}
+    config.task.max_turns = 1
+
+    config.rollout.max_context = 1024  # prompts of the package run to a few hundred tokens
+    config.rollout.max_tokens = 256
+    config.trainer.row_tokens = 1024
+
+    config.coordinator.groups_per_step = 16
+    config.coordinator.staleness = 1
+    config.coordinator.filter_zero_variance = True  # a group that is all right or all wrong teaches nothing
+    config.coordinator.max_replacements = 10.0
+    config.evaluation.every = 20
+    return config
