@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from libra_jax.models import axes, kernels
-from libra_jax.protocols import ConfigError
 
 SAVED_NAMES = ("attention_output", "attention_normalizer")
 """`checkpoint_name`s of what the chunked backward pass needs from its forward pass."""
@@ -109,23 +108,7 @@ def _on_each_device(local: kernels.LocalAttention) -> kernels.LocalAttention:
     if mesh is None:
         return local
     heads, segments = axes.spec(("batch", None, "heads", None)), axes.spec(("batch", None))
-
-    def everywhere(
-        q_BxTxHxK: jax.Array, k_BxTxNxK: jax.Array, v_BxTxNxK: jax.Array, segments_BxT: jax.Array
-    ) -> jax.Array:
-        for name, size, axis in (
-            ("rows", q_BxTxHxK.shape[0], "batch"),
-            ("query heads", q_BxTxHxK.shape[2], "heads"),
-            ("key and value heads", k_BxTxNxK.shape[2], "heads"),
-        ):
-            if size % axes.shards(mesh, axis):
-                raise ConfigError(f"{size} {name} do not divide over the mesh's {axes.shards(mesh, axis)} shards.")
-        call = jax.shard_map(
-            local, mesh=mesh, in_specs=(heads, heads, heads, segments), out_specs=heads, check_vma=False
-        )
-        return call(q_BxTxHxK, k_BxTxNxK, v_BxTxNxK, segments_BxT)
-
-    return everywhere
+    return jax.shard_map(local, mesh=mesh, in_specs=(heads, heads, heads, segments), out_specs=heads, check_vma=False)
 
 
 def _mask(queries_BxT: jax.Array, keys_BxS: jax.Array, ahead: jax.Array | int) -> jax.Array:

@@ -44,15 +44,18 @@ def current_mesh() -> jax.sharding.AbstractMesh | None:
     return mesh
 
 
-def shards(mesh: jax.sharding.AbstractMesh | jax.sharding.Mesh, axis: str) -> int:
-    """Ways a logical axis is split on this mesh."""
-    names = RULES[axis]
-    names = (names,) if isinstance(names, str) else names or ()
-    return math.prod(mesh.shape[name] for name in names)
-
-
 def constrain(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
-    """Pins an activation to its place on the current mesh; without one, returns it as it is."""
-    if current_mesh() is None:
+    """Pins an activation to its place on the current mesh; without one, returns it as it is.
+
+    Raises:
+      ConfigError: a size does not divide over the mesh; the message names the axis.
+    """
+    mesh = current_mesh()
+    if mesh is None:
         return x
+    for axis, size in zip(axes, x.shape, strict=True):
+        names = RULES[axis] or ()
+        ways = math.prod(mesh.shape[name] for name in ((names,) if isinstance(names, str) else names))
+        if size % ways:
+            raise ConfigError(f"the batch's {axis} axis of size {size} does not divide over {ways} shards of the mesh.")
     return jax.lax.with_sharding_constraint(x, spec(axes))

@@ -122,9 +122,7 @@ def from_hf(values: Mapping[str, Any], source: str = "config.json") -> Transform
     heads = sizes["num_attention_heads"]
     kv_heads = heads if values.get("num_key_value_heads") is None else _positive(values, "num_key_value_heads", source)
     if heads % kv_heads:
-        raise DataError(
-            f"{source}: num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}."
-        )
+        raise DataError(f"{source}: num_key_value_heads = {kv_heads} does not divide num_attention_heads = {heads}.")
     head_dim = _head_dim(values, architecture, sizes["hidden_size"], heads, source)
     bias = bool(values.get("attention_bias", False))
     defaults = {"llama": 2048, "qwen2": 32768, "qwen3": 32768}

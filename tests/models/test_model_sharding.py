@@ -1,0 +1,120 @@
+"""Splitting the model over a mesh changes where it is computed, not what."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from libra_jax.models import axes, sharding, transformer
+from libra_jax.models import config as model_config
+from libra_jax.protocols import ConfigError
+
+AXES = ("data", "fsdp", "tensor", "context")
+ROWS, TOKENS = 8, 24
+
+
+def _mesh(shape, kind=AxisType.Auto):
+    return jax.make_mesh(shape, AXES, axis_types=(kind,) * 4, devices=jax.devices()[: int(np.prod(shape))])
+
+
+@pytest.fixture(scope="module")
+def config():
+    return model_config.load_preset("libra-tiny")
+
+
+@pytest.fixture(scope="module")
+def batch():
+    rng = np.random.default_rng(0)
+    segments = np.sort(rng.integers(0, 4, (ROWS, TOKENS)), axis=1)[:, ::-1]
+    tokens = rng.integers(0, 128, (ROWS, TOKENS))
+    positions = np.broadcast_to(np.arange(TOKENS), tokens.shape)
+    return [np.ascontiguousarray(array, np.int32) for array in (tokens, positions, segments)]
+
+
+def _step(config, params, tokens, positions, segments):
+    options = transformer.ComputeOptions(attention_chunk=8)
+
+    def loss(params):
+        hidden = transformer.forward(params, config, options, tokens, positions, segments)
+        logits = hidden @ transformer.unembedding(params, config)
+        return (jax.nn.logsumexp(logits, axis=-1) * (segments != 0)).sum()
+
+    return jax.value_and_grad(loss)(params)
+
+
+@pytest.fixture(scope="module")
+def reference(config, batch):
+    params = transformer.init_params(config, jax.random.key(0))
+    return params, jax.jit(_step, static_argnums=0)(config, params, *batch)
+
+
+@pytest.mark.parametrize("shape", [(8, 1, 1, 1), (1, 8, 1, 1), (2, 2, 2, 1)])
+def test_sharded_loss_and_gradient_equal_unsharded(config, batch, reference, shape, capfd):
+    params, (loss, gradient) = reference
+    mesh = _mesh(shape)
+    placed = jax.device_put(params, sharding.shardings(config, mesh))
+    rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), None))
+    with jax.set_mesh(mesh):
+        step = jax.jit(_step, static_argnums=0, out_shardings=(None, sharding.shardings(config, mesh)))
+        got_loss, got = step(config, placed, *(jax.device_put(array, rows) for array in batch))
+    np.testing.assert_allclose(got_loss, loss, rtol=1e-5)
+    for ours, whole in zip(jax.tree.leaves(got), jax.tree.leaves(gradient), strict=True):
+        np.testing.assert_allclose(ours, whole, atol=1e-5 * np.abs(whole).max(), rtol=0)
+    assert "Involuntary full rematerialization" not in capfd.readouterr().err
+
+
+def test_parameters_are_drawn_where_they_live(config, reference):
+    mesh = _mesh((2, 2, 2, 1))
+    shardings = sharding.shardings(config, mesh)
+    drawn = jax.jit(transformer.init_params, static_argnums=0, out_shardings=shardings)(config, jax.random.key(0))
+    for ours, whole, where in zip(*(jax.tree.leaves(tree) for tree in (drawn, reference[0], shardings)), strict=True):
+        assert ours.sharding == where
+        np.testing.assert_allclose(ours, whole, rtol=1e-6, atol=1e-8)
+
+
+def test_every_matrix_is_split_over_fsdp_and_tensor():
+    config = model_config.untied(model_config.load_preset("Qwen3-1.7B"))
+    specs = jax.tree.leaves(sharding.partition_specs(config), is_leaf=lambda node: isinstance(node, PartitionSpec))
+    shapes = jax.tree.leaves(transformer.abstract_params(config))
+    for shape, spec in zip(shapes, specs, strict=True):
+        assert len(spec) == len(shape.shape)
+        if shape.size > 10_000_000:
+            assert {"fsdp", "tensor"} <= set(spec)
+    mesh = jax.sharding.AbstractMesh((2, 2, 4, 1), AXES, axis_types=(AxisType.Auto,) * 4)
+    held = sum(
+        np.prod(NamedSharding(mesh, spec).shard_shape(shape.shape)) for shape, spec in zip(shapes, specs, strict=True)
+    )
+    assert held < 1.01 * model_config.parameter_count(config) / 8
+
+
+@pytest.mark.parametrize(
+    ("preset", "shape", "sentence"),
+    [
+        (
+            "Qwen2.5-0.5B",
+            {"tensor": 4},
+            "config.trainer.tensor: 4 does not divide the model's num_attention_heads = 14",
+        ),
+        ("Qwen3-0.6B", {"tensor": 16}, "config.trainer.tensor: 16 does not divide the model's num_key_value_heads = 8"),
+        ("libra-tiny", {"fsdp": 5}, "config.trainer.fsdp: 5 does not divide the model's hidden_size = 96"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_named(preset, shape, sentence):
+    config = model_config.load_preset(preset)
+    sharding.check_divisible(config, {"data": 3, "fsdp": 2, "tensor": 2})
+    with pytest.raises(ConfigError, match=sentence):
+        sharding.check_divisible(config, shape)
+
+
+def test_rows_that_do_not_divide_are_named(config, batch, reference):
+    with (
+        jax.set_mesh(_mesh((8, 1, 1, 1))),
+        pytest.raises(ConfigError, match="batch axis of size 6 does not divide over 8"),
+    ):
+        _step(config, reference[0], *(array[:6] for array in batch))
+
+
+def test_a_mesh_of_explicit_axes_is_refused():
+    with jax.set_mesh(_mesh((2, 1, 1, 1), AxisType.Explicit)), pytest.raises(ConfigError, match="of type Explicit"):
+        axes.constrain(jnp.ones((2, 2)), ("batch", None))
