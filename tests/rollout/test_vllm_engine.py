@@ -338,6 +338,13 @@ def test_weights_that_do_not_arrive_whole_are_a_sentence_and_the_next_update_men
     np.testing.assert_allclose(log_probs, expected, atol=TOLERANCE)
 
 
+def test_no_process_of_the_engine_has_loaded_jax(host):
+    for pid in host.info.process_ids:
+        maps = pathlib.Path(f"/proc/{pid}/maps").read_text()
+        assert "libtorch" in maps
+        assert "jaxlib" not in maps
+
+
 def test_a_killed_process_fails_running_requests_at_once_and_leaves_nothing(host):
     """The core process at tensor parallel 1, a worker at 2."""
     victim = host.info.process_ids[0 if host.info.tensor_parallel == 1 else -1]
