@@ -178,6 +178,34 @@ def test_an_engine_that_fails_in_a_weight_update_is_restarted_and_the_others_go_
     assert bench.cluster.spawned.count("engine-0") == 1
 
 
+def test_a_long_weight_update_is_not_blamed_on_the_requests_it_freezes(tmp_path, monkeypatch):
+    async def slow(engine: Faulty, called: str) -> None:
+        if called == "update_weights":
+            await asyncio.sleep(100.0)
+
+    specs = faulty_specs(monkeypatch, slow, tokens_per_second=0.2)
+    bench, _ = run_all(tmp_path, specs, deadlines={"first_token": 60.0}, coordinator={"staleness": 1})
+    assert bench.cluster.spawned.count("engine-0") == 1
+    assert sum(scalars["rollout/resumed"] for _, scalars in bench.recorder.steps) == 0
+
+
+def test_an_engine_that_dies_idle_is_found_and_restarted_before_it_is_needed(tmp_path, monkeypatch):
+    async def die_while_the_tools_run(engine: Faulty, called: str) -> None:
+        if called == "start" and engine.name == "engine-0" and not deaths:
+            deaths.append(asyncio.get_running_loop().call_later(50.0, engine.kill))
+
+    class SlowTool(doubles.TwoTurns):
+        tool_seconds = staticmethod(lambda index: 100.0)
+
+    deaths: list[asyncio.TimerHandle] = []
+    config = doubles.make_config(task={"tool_seconds": 500.0})
+    specs = faulty_specs(monkeypatch, die_while_the_tools_run)
+    bench = doubles.Bench(config, tmp_path, specs=specs, make_environment=SlowTool)
+    bench.run()
+    assert bench.cluster.spawned.count("engine-0") == 2
+    assert sum(scalars["rollout/resumed"] for _, scalars in bench.recorder.steps) == 0
+
+
 def test_an_engine_that_does_not_start_in_time_is_named(tmp_path, monkeypatch):
     async def never_start(engine: Faulty, verb: str) -> None:
         if verb == "start":

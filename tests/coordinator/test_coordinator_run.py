@@ -208,6 +208,30 @@ def test_a_signal_stops_the_run_with_a_checkpoint_and_the_same_command_goes_on(t
     assert sorted(resumed.trained["prompts"]) == prompts(18)
 
 
+def test_a_stop_during_the_warm_start_keeps_the_steps_taken(tmp_path):
+    config = doubles.make_config(
+        warm_start={"steps": 5, "batch_size": 2}, checkpoint={"every": 2}, evaluation={"every": 4, "tasks": 2}
+    )
+
+    class Signalled(doubles.RecordingTrainer):
+        async def warm_start_step(self, sequences):
+            if self.state["warm"] == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+                await asyncio.sleep(0.1)
+            return await super().warm_start_step(sequences)
+
+    bench = doubles.Bench(config, tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(doubles, "make_trainer", lambda log: Signalled(0.05, 3, log))
+        assert bench.run().stopped
+    assert bench.trained["warm"] == 2
+    resumed = doubles.Bench(config, tmp_path)
+    resumed.run()
+    assert resumed.trained["warm"] == 5
+    assert [step for step, _ in bench.recorder.steps + resumed.recorder.steps] == [0, 1, 2, 3, 4]
+    assert "evaluation/accuracy" in resumed.recorder.steps[0][1]
+
+
 def test_a_finished_run_says_so_and_starts_nothing(tmp_path):
     config = doubles.make_config(checkpoint={"every": 2})
     doubles.Bench(config, tmp_path).run()
