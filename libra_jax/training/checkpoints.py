@@ -108,9 +108,10 @@ def _files(directory: pathlib.Path) -> dict[str, int]:
 def _seal(directory: pathlib.Path) -> None:
     if jax.process_index() != 0:
         return
+    sizes = _files(directory)
     partial = directory / f"{SEAL}.partial"
     with partial.open("w") as file:
-        json.dump(_files(directory), file)
+        json.dump(sizes, file)
         file.flush()
         os.fsync(file.fileno())
     partial.replace(directory / SEAL)

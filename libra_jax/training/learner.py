@@ -34,9 +34,19 @@ class Learner:
     """
 
     def __init__(
-        self, config: config_lib.RunConfig, model: model_config.TransformerConfig, devices: Sequence[jax.Device]
+        self,
+        config: config_lib.RunConfig,
+        model: model_config.TransformerConfig,
+        devices: Sequence[jax.Device],
+        compiler_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Builds mesh and programs; the state comes with `begin` or by assignment.
+
+        Args:
+          config: the run's.
+          model: its shape.
+          devices: the mesh takes the first of them.
+          compiler_options: XLA's own, for every program.
 
         Raises:
           ConfigError: too few devices, or the model does not divide over the mesh.
@@ -65,6 +75,7 @@ class Learner:
             self._transform,
             losses={POLICY: policy, SUPERVISED: functools.partial(losses.supervised, scorer=scorer)},
             score=functools.partial(losses.score, scorer=scorer, temperature=config.rollout.temperature),
+            compiler_options=compiler_options,
         )
         self.state: state_lib.TrainState | None = None
         self._accumulator: state_lib.Accumulator | None = None

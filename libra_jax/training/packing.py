@@ -19,8 +19,8 @@ import numpy as np
 from libra_jax import config as config_lib
 from libra_jax import protocols
 
-COLUMNS_PER_SEGMENT = 16
-"""A row of T columns holds at most T / 16 sequences: the objective's per-sequence sums need a fixed bound."""
+COLUMNS_PER_SEGMENT = 8
+"""A row of T columns holds at most T / 8 sequences: the objective's per-sequence sums need a fixed bound."""
 
 
 @dataclass(frozen=True)

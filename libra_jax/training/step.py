@@ -90,7 +90,18 @@ class Programs:
         transform: optax.GradientTransformation,
         losses: Mapping[str, Loss],
         score: Callable[[Any, Batch], jax.Array],
+        compiler_options: Mapping[str, Any] | None = None,
     ) -> None:
+        """Compiles nothing yet.
+
+        Args:
+          where: shapes and shardings.
+          transform: gradient to update direction.
+          losses: name to loss.
+          score: (params, batch) -> log-probabilities [B, T].
+          compiler_options: XLA's own (`jax.stages.Lowered.compile`).
+        """
+        self._options = dict(compiler_options or {})
         self._where = where
         self._transform = transform
         self._losses = dict(losses)
@@ -142,7 +153,7 @@ class Programs:
                 out_shardings=batch_sharding,
             )
             with jax.set_mesh(where.mesh):
-                self._scores[key] = program.lower(where.state.params, _shapes(batch)).compile()
+                self._scores[key] = program.lower(where.state.params, _shapes(batch)).compile(self._options)
         return self._scores[key](params, batch)
 
     def _compile_grad_step(self, loss: str, batch: Mapping[str, Any]) -> jax.stages.Compiled:
@@ -160,7 +171,7 @@ class Programs:
             donate_argnums=1,
         )
         with jax.set_mesh(where.mesh):
-            return program.lower(where.state.params, where.accumulator, _shapes(batch)).compile()
+            return program.lower(where.state.params, where.accumulator, _shapes(batch)).compile(self._options)
 
     def _compile_apply_step(self) -> jax.stages.Compiled:
         where = self._where
@@ -175,7 +186,7 @@ class Programs:
         )
         rate = jax.ShapeDtypeStruct((), jnp.float32)
         with jax.set_mesh(where.mesh):
-            return program.lower(where.state, where.accumulator, rate).compile()
+            return program.lower(where.state, where.accumulator, rate).compile(self._options)
 
 
 def _shape_key(batch: Mapping[str, Any]) -> tuple[Any, ...]:

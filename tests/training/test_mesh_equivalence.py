@@ -1,0 +1,86 @@
+"""Every way of splitting over data, fsdp and tensor trains the same policy as one device."""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from libra_jax import config as config_lib
+from libra_jax.training import learner as learner_lib
+from libra_jax.training import packing, state
+
+SPLITS = [split for split in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(split) <= 8]
+STEPS = 60
+RATE = 3e-3
+# Every advantage negative and the clip far away: the loss is a smooth positive number that falls, fit for a curve.
+ALGORITHM = config_lib.AlgorithmConfig(clip_low=0.99)
+ADAM = config_lib.OptimizerConfig(name="adam", eps=1e-6)
+SGD = config_lib.OptimizerConfig(name="sgd", clip_norm=0.0)
+
+
+def _batches(small, config):
+    """The same eight sequences, several a row and one a row, as (packed, extras)."""
+    examples = small.examples(8, longest=20)
+    advantages = np.random.default_rng(1).uniform(-1.5, -0.5, len(examples))
+    made = []
+    for pack in (True, False):
+        trainer = config_lib.TrainerConfig(**{**config_lib.to_dict(config.trainer), "pack": pack})
+        packed = packing.pack(examples, trainer)
+        made.append((packed, [{"advantages": array} for array in packed.scatter(list(advantages))]))
+    return made
+
+
+def _train(small, split):
+    """Gradients, parameters after one SGD step, and the loss curve, of both batches on one mesh."""
+    data, fsdp, tensor = split
+    trainer = {"data": data, "fsdp": fsdp, "tensor": tensor}
+    config = small.config(trainer=trainer, algorithm=ALGORITHM, optimizer=ADAM)
+    adam = small.learner(config)
+    sgd = small.learner(small.config(trainer=trainer, algorithm=ALGORITHM, optimizer=SGD))
+    results = []
+    for packed, extras in _batches(small, config):
+        assert len(packed.micro_batches) == 1
+        assert (packed.micro_batches[0].segments.max() > 1) == (len(results) == 0)
+        arrays = adam.programs.put({**vars(packed.micro_batches[0]), **extras[0]})
+        zeros = state.zeros(adam.layout.accumulator)
+        sums, _ = adam.programs.grad_step(learner_lib.POLICY, adam.params, zeros, arrays)
+        gradients = jax.device_get(sums.gradients)
+        sgd.restart()
+        stepped, _, _ = sgd.programs.apply_step(sgd.state, sums, 0.1)
+        after = jax.device_get(stepped.params)
+        sgd.begin(jax.device_put(small.params, state.shardings_of(sgd.layout.state.params)))
+        adam.begin(jax.device_put(small.params, state.shardings_of(adam.layout.state.params)))
+        curve = [adam.update(learner_lib.POLICY, packed, RATE, extras)["loss"] for _ in range(STEPS)]
+        adam.begin(jax.device_put(small.params, state.shardings_of(adam.layout.state.params)))
+        results.append((gradients, after, np.array(curve)))
+    assert adam.programs.compiled_shapes == 1
+    return results
+
+
+@pytest.fixture(scope="module")
+def one_device(small):
+    return _train(small, (1, 1, 1))[0]
+
+
+def _assert_close(tree, reference, bound):
+    """Every entry within `bound` of the largest entry of its leaf in the reference."""
+    for (path, leaf), wanted in zip(jax.tree.leaves_with_path(tree), jax.tree.leaves(reference), strict=True):
+        error = np.abs(leaf - wanted).max() / np.abs(wanted).max()
+        assert error <= bound, f"{jax.tree_util.keystr(path)}: {error}"
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=lambda split: "x".join(map(str, split)))
+def test_gradients_sgd_step_and_loss_curve_agree_with_one_device(small, one_device, split):
+    gradients, after, curve = one_device
+    assert curve[-1] < 0.8 * curve[0]
+    for got_gradients, got_after, got_curve in _train(small, split):
+        _assert_close(got_gradients, gradients, 1e-5)
+        _assert_close(got_after, after, 1e-5)
+        np.testing.assert_allclose(got_curve, curve, rtol=1e-3)
+
+
+def test_initial_parameters_are_the_same_on_every_mesh(small):
+    learner = learner_lib.Learner(small.config(trainer={"data": 2, "fsdp": 2, "tensor": 2}), small.shape, jax.devices())
+    params = state.random_params(small.shape, learner.layout, 0)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(params), small.params)

@@ -1,0 +1,114 @@
+"""Packing loses nothing, duplicates nothing and mixes nothing."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libra_jax import config as config_lib
+from libra_jax import protocols
+from libra_jax.training import packing
+
+
+def _example(index: int, length: int, trained: list[bool]) -> packing.Example:
+    tokens_N = np.arange(length, dtype=np.int32) + 1000 * (index + 1)  # every token names its sequence and place
+    return packing.Example(
+        sequence_id=f"s{index}",
+        tokens_N=tokens_N,
+        mask_N=np.array(trained[:length], bool),
+        behaviour_N=-tokens_N.astype(np.float32),
+        on_version_N=tokens_N % 2 == 0,
+    )
+
+
+@st.composite
+def cases(draw):
+    row_tokens = draw(st.integers(1, 40))
+    buckets = sorted(draw(st.sets(st.integers(row_tokens + 1, 120), max_size=2)))
+    config = config_lib.TrainerConfig(
+        row_tokens=row_tokens,
+        row_buckets=tuple(buckets),
+        rows_per_micro_batch=draw(st.integers(1, 4)),
+        pack=draw(st.booleans()),
+    )
+    longest = packing.row_lengths(config)[-1] + 1
+    lengths = draw(st.lists(st.integers(0, longest), max_size=25))
+    masks = [draw(st.lists(st.booleans(), min_size=length, max_size=length)) for length in lengths]
+    return config, [
+        _example(index, length, mask) for index, (length, mask) in enumerate(zip(lengths, masks, strict=True))
+    ]
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_every_trained_prediction_appears_once_with_all_that_precedes_it(case):
+    config, examples = case
+    packed = packing.pack(examples, config)
+    seen = []
+    for micro_batch in packed.micro_batches:
+        assert micro_batch.tokens.shape[0] == config.rows_per_micro_batch
+        assert micro_batch.tokens.shape[1] in packing.row_lengths(config)
+        for row in range(config.rows_per_micro_batch):
+            segments_T = micro_batch.segments[row]
+            used = int((segments_T > 0).sum())
+            assert (np.diff(segments_T[:used]) >= 0).all()
+            assert (segments_T[used:] == 0).all()
+            assert not micro_batch.mask[row, used:].any()
+            assert segments_T.max() <= packing.max_segments(len(segments_T), config.pack)
+            for segment in range(1, segments_T.max() + 1):
+                columns = segments_T == segment
+                tokens = micro_batch.tokens[row, columns]
+                index = tokens[0] // 1000 - 1
+                count = len(tokens)
+                example = examples[index]
+                seen.append(index)
+                assert (micro_batch.positions[row, columns] == np.arange(count)).all()
+                assert (tokens == example.tokens_N[:count]).all()
+                assert (micro_batch.targets[row, columns] == example.tokens_N[1 : count + 1]).all()
+                assert (micro_batch.mask[row, columns] == example.mask_N[1 : count + 1]).all()
+                assert (micro_batch.behaviour[row, columns] == example.behaviour_N[1 : count + 1]).all()
+                assert (micro_batch.on_version[row, columns] == example.on_version_N[1 : count + 1]).all()
+                assert not example.mask_N[count + 1 :].any()
+    assert sorted(seen) == [index for index, example in enumerate(examples) if example.mask_N[1:].any()]
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_gather_undoes_scatter_and_packing_repeats_exactly(case):
+    config, examples = case
+    packed = packing.pack(examples, config)
+    again = packing.pack(examples, config)
+    assert packed.places == again.places
+    values = [np.arange(1, len(example.tokens_N) + 1, dtype=np.float32) for example in examples]
+    back = packed.gather(packed.scatter(values), [len(value) for value in values])
+    for value, got, example in zip(values, back, examples, strict=True):
+        expected = np.where(np.arange(len(value)) <= example.columns, value, 0)
+        expected[:1] = 0
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_a_step_fills_its_last_micro_batch_with_empty_rows_and_reports_padding():
+    config = config_lib.TrainerConfig(row_tokens=32, rows_per_micro_batch=4)
+    packed = packing.pack([_example(index, 25, [True] * 25) for index in range(5)], config)
+    assert [micro_batch.shape for micro_batch in packed.micro_batches] == [(4, 32), (4, 32)]
+    assert packed.padding_fraction == pytest.approx(1 - 5 * 24 / (2 * 4 * 32))
+    assert not packed.micro_batches[1].segments[1:].any()
+
+
+def test_short_sequences_share_rows_and_long_ones_take_a_longer_row():
+    config = config_lib.TrainerConfig(row_tokens=64, row_buckets=(128,), rows_per_micro_batch=1)
+    lengths = [101, 21, 21, 21, 21, 21]
+    packed = packing.pack([_example(index, n, [True] * n) for index, n in enumerate(lengths)], config)
+    assert [micro_batch.shape for micro_batch in packed.micro_batches] == [(1, 64), (1, 64), (1, 128)]
+    unpacked = packing.pack(
+        [_example(index, n, [True] * n) for index, n in enumerate(lengths)], dataclasses.replace(config, pack=False)
+    )
+    assert [micro_batch.segments.max() for micro_batch in unpacked.micro_batches] == [1] * 6
+
+
+def test_a_sequence_longer_than_every_row_is_refused_by_name():
+    config = config_lib.TrainerConfig(row_tokens=16)
+    with pytest.raises(protocols.ConfigError, match=r"s0 needs a row of 20 tokens and the longest row has 16"):
+        packing.pack([_example(0, 21, [True] * 21)], config)
