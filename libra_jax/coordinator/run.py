@@ -250,7 +250,7 @@ class Coordinator:
             self._opened = True
             if self._warm_start.taken:
                 await self._saver.at_step(0)
-        self._step_began = self._loop.time()
+        self._step_began, self._early_tokens = self._loop.time(), self._dispatcher.counts.tokens
 
     async def _take_warm_start_step(self, batch: list[protocols.Trajectory]) -> Mapping[str, float]:
         async with self._trainer_lock:
@@ -270,7 +270,7 @@ class Coordinator:
         try:
             times.sync = await self._ending.race(self._publish())
             times.step = self._loop.time() - self._step_began
-            report.paced_tokens = self._dispatcher.counts.tokens
+            report.paced_tokens = self._dispatcher.counts.tokens - self._early_tokens
             report.evaluation = await self._evaluate_if_due()
         finally:
             self._record(report)
@@ -364,7 +364,7 @@ class Coordinator:
             self._recorder.trajectory(record)
         self._recorder.metrics(self._step, metrics)
         self._summary.rewards[self._step] = metrics["reward/mean"]
-        self._step_began = self._loop.time()
+        self._step_began, self._early_tokens = self._loop.time(), 0
 
     # The end ----------------------------------------------------------------------------------------------------
 

@@ -261,6 +261,10 @@ def test_an_environment_that_breaks_is_retried_afresh(tmp_path, kind):
     assert summary.replaced == {}
     assert sorted(bench.trained["prompts"]) == ALL
     assert turns_of(bench) == reference_tokens(tmp_path)
+    steps = [scalars for _, scalars in bench.recorder.steps]
+    wasted = sum(scalars["tokens/generated"] - scalars["tokens/trained"] for scalars in steps)
+    broken = [record for record in bench.recorder.trajectories if record["prompt_id"] == "task-3"]
+    assert wasted == sum(turn["generated_tokens"] for record in broken for turn in record["turns"])
 
 
 @pytest.mark.parametrize(("kind", "why"), [(Breaking, "the sandbox is gone"), (Unscored, "nan")])
