@@ -49,8 +49,7 @@ def _group_sum(values_N: jax.Array, shared_NxN: jax.Array) -> jax.Array:
 def grpo(rewards_N: jax.Array, groups_N: jax.Array, *, eps: float = 1e-6) -> jax.Array:
     """Group-relative advantages: A_i = (R_i - mean(R)) / (std(R) + eps) over i's group.
 
-    The standard deviation is the sample one (divisor n - 1), as the paper's released training and its successors
-    compute it; the paper does not say.
+    The standard deviation is the sample one (divisor n - 1), as in verl; the paper does not say which.
 
     Args:
       rewards_N: one reward a trajectory.
@@ -97,7 +96,7 @@ def dr_grpo(rewards_N: jax.Array, groups_N: jax.Array) -> jax.Array:
       [ 0.5 -0.5]
 
     References:
-      Liu et al., arXiv 2503.20783, section 3.2; belongs with aggregation `sequence_sum`.
+      Liu et al., arXiv 2503.20783, section 3; belongs with aggregation `sequence_sum`.
     """
     return _centred(rewards_N, groups_N)[0]
 
@@ -121,7 +120,7 @@ def rloo(rewards_N: jax.Array, groups_N: jax.Array) -> jax.Array:
       [ 3.  -1.5 -1.5]
 
     References:
-      Ahmadian et al., arXiv 2402.14740, section 3.2.
+      Ahmadian et al., arXiv 2402.14740.
     """
     centred_N, size_N, _ = _centred(rewards_N, groups_N)
     return jnp.where(size_N > 1, centred_N * size_N / jnp.maximum(size_N - 1, 1), centred_N)

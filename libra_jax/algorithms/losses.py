@@ -70,7 +70,7 @@ def clipped(
 
     References:
       Schulman et al., arXiv 1707.06347, eq. 7; separate bounds: DAPO, arXiv 2503.14476, section 3.1; dual clip: Ye
-      et al., arXiv 1912.09729, eq. 4.
+      et al., arXiv 1912.09729.
     """
     checks.same_shape(log_ratio_BxT=log_ratio_BxT, advantages_BxT=advantages_BxT)
     ratio_BxT = corrections.bounded_ratio(checks.floats(log_ratio_BxT, "log_ratio_BxT"))
