@@ -13,8 +13,8 @@ Three policies may differ: *behaviour* π_b drew the tokens, *proximal* π_p is 
 - `objective="behaviour"`: the ratio of the policy loss is π/π_b. It is the importance weight already, so a correction
   truncates that ratio, or drops the tokens where it is too large; it is not a second factor.
 - `objective="decoupled"`: the ratio is π/π_p, clipped around the proximal policy, and the correction weighs each token
-  by π_p/π_b, truncated or masked (AReaL, arXiv 2505.24298, section 5.2). Exact weights are `correction="truncated"` with a
-  cap beyond reach; `"none"` leaves the weight out.
+  by π_p/π_b, truncated or masked (AReaL, arXiv 2505.24298, section 5.2). Exact weights are "truncated" with a cap
+  beyond reach; "none" leaves the weight out.
 
 With `loss="gspo"` both ratios are length-normalised over the trajectory, so that its tokens share one weight.
 """
