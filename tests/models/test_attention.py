@@ -48,7 +48,7 @@ CHUNKED = {chunk: functools.partial(attention.chunked, chunk=chunk) for chunk in
 
 @st.composite
 def _cases(draw):
-    rows, tokens = 2, draw(st.sampled_from([7, 24, 27]))
+    rows, tokens = 2, draw(st.sampled_from([7, 27]))
     # Any ids in any order: blocks are skipped by the range of ids in them, which must not assume sorted segments.
     if draw(st.booleans()):
         segments = np.array(draw(st.lists(st.integers(0, 3), min_size=rows * tokens, max_size=rows * tokens)))
@@ -90,12 +90,9 @@ def test_splash_equals_dense_in_interpret_mode():
         np.testing.assert_allclose(ours * real, reference * real, atol=1e-5)
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_cudnn_serves_single_segments_and_leaves_packed_rows_to_blocks(packed):
+def test_cudnn_serves_single_segments_and_leaves_packed_rows_to_blocks():
     """Run with XLA's implementation of the same call, because the cuDNN one needs a GPU."""
-    segments = PACKED if packed else np.array([[3] * 256, [1] * 200 + [0] * 56], np.int32)
     q, k, v, grad = _inputs(2, 256, seed=2)
-    real = (segments != 0)[..., None, None]
     served = []
 
     def otherwise(*inputs):
@@ -103,12 +100,15 @@ def test_cudnn_serves_single_segments_and_leaves_packed_rows_to_blocks(packed):
         return attention.chunked(*inputs, chunk=64)
 
     fused = functools.partial(kernels.cudnn, otherwise=otherwise, implementation="xla")
-    got = _values_and_gradients(fused, q, k, v, grad * real, segments)
-    jax.effects_barrier()
-    assert bool(served) == packed
-    expected = _values_and_gradients(attention.dense, q, k, v, grad * real, segments)
-    for ours, reference in zip(got, expected, strict=True):
-        np.testing.assert_allclose(ours * real, reference * real, atol=1e-5)
+    single = np.array([[3] * 256, [1] * 200 + [0] * 56], np.int32)
+    for segments, packed in ((single, False), (PACKED, True)):
+        real = (segments != 0)[..., None, None]
+        got = _values_and_gradients(fused, q, k, v, grad * real, segments)
+        jax.effects_barrier()
+        assert bool(served) == packed
+        expected = _values_and_gradients(attention.dense, q, k, v, grad * real, segments)
+        for ours, reference in zip(got, expected, strict=True):
+            np.testing.assert_allclose(ours * real, reference * real, atol=1e-5)
 
 
 def test_a_kernel_of_another_platform_is_refused_with_a_sentence():

@@ -30,7 +30,7 @@ def config():
 
 @pytest.fixture(scope="module")
 def params(config):
-    return transformer.init_params(config, jax.random.key(1))
+    return jax.jit(transformer.init_params, static_argnums=0)(config, jax.random.key(1))
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ def test_a_row_of_32k_tokens_runs_without_a_quadratic_or_vocabulary_array():
         num_kv_heads=1,
         head_dim=8,
     )
-    params = transformer.init_params(config, jax.random.key(0))
+    params = jax.jit(transformer.init_params, static_argnums=0)(config, jax.random.key(0))
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, (1, TOKENS)).astype(np.int32)
     inputs = (params, tokens, np.arange(TOKENS, dtype=np.int32)[None], np.ones_like(tokens))
     step = _loss(config, transformer.ComputeOptions(attention_chunk=CHUNK)).lower(*inputs).compile()

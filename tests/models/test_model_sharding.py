@@ -45,11 +45,11 @@ def _step(config, params, tokens, positions, segments):
 
 @pytest.fixture(scope="module")
 def reference(config, batch):
-    params = transformer.init_params(config, jax.random.key(0))
+    params = jax.jit(transformer.init_params, static_argnums=0)(config, jax.random.key(0))
     return params, jax.jit(_step, static_argnums=0)(config, params, *batch)
 
 
-@pytest.mark.parametrize("shape", [(8, 1, 1, 1), (1, 8, 1, 1), (2, 2, 2, 1)])
+@pytest.mark.parametrize("shape", [(1, 8, 1, 1), (2, 2, 2, 1)])
 def test_sharded_loss_and_gradient_equal_unsharded(config, batch, reference, shape, capfd):
     params, (loss, gradient) = reference
     mesh = _mesh(shape)
