@@ -179,6 +179,11 @@ class VllmEngine:
                 f"request {request.request_id} has {len(request.token_ids)} tokens, which leaves no room in engine "
                 f"{self.name}'s context of {self._rollout.max_context}: raise config.rollout.max_context"
             )
+        if (largest := max(request.token_ids, default=-1)) >= self._update.vocab_size:
+            raise protocols.LibraError(
+                f"request {request.request_id} holds token {largest}, which the model's vocabulary of "
+                f"{self._update.vocab_size} does not have: use the tokenizer the model was made with"
+            )
         prompt = engine_inputs.tokens_input(list(request.token_ids))
         params = _sampling(request.sampling, room)
         queue, finished = None, False
@@ -198,7 +203,7 @@ class VllmEngine:
         except exceptions.EngineDeadError:
             finished = True
             if not self._death.done():
-                self._die("it stopped answering")
+                self._die(self._launch.reason() or "it stopped answering")
             raise self._lost() from None
         except (ValueError, vllm_exceptions.VLLMClientError, exceptions.EngineGenerateError) as error:
             raise protocols.LibraError(

@@ -41,7 +41,7 @@ STARTER = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefi
 TRANSPORTS = {"memfd": vllm_plugin.TRANSPORT, "ipc": "ipc", "nccl": "nccl"}
 """Our names for transports, and vLLM's."""
 
-_TERMINATE_SECONDS = 5.0
+_TERMINATE_SECONDS = 2.0
 _KILL_SECONDS = 5.0
 
 
@@ -126,6 +126,7 @@ class Launch:
         self._directory = Path(tempfile.mkdtemp(prefix="libra-jax-"))
         self._log = Path(self._log_path or self._directory / "engine.log").absolute()
         (self._directory / "config.json").write_text(json.dumps(untied(self._model_config)))
+        (self._directory / "logging.json").write_text(json.dumps(_logging_config(self._log)))
         # In this process the plug-in only registers; the variables below are for the processes that vLLM makes.
         plugins.load_general_plugins()
         self._handler = _LogFile(self._log)
@@ -138,7 +139,7 @@ class Launch:
             self._record()
         except Exception as error:
             self.processes = self._made()
-            reason = self._reason(error)
+            reason = self.reason() or " ".join(f"{type(error).__name__}: {error}".split())
             self.stop()
             raise protocols.WorkerLost(f"engine {self.name} did not start: {reason}") from None
         return self._engine
@@ -160,6 +161,7 @@ class Launch:
         return found
 
     def _variables(self) -> dict[str, str]:
+        assert self._directory is not None
         variables = {
             vllm_plugin.PARENT_DEATH_VARIABLE: "1",
             vllm_plugin.LOG_VARIABLE: str(self._log),
@@ -168,7 +170,9 @@ class Launch:
             "VLLM_LOGGING_LEVEL": "WARNING",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-            "VLLM_CONFIGURE_LOGGING": "0",
+            # The plug-in redirects output too late for what vLLM says while it is imported.
+            "VLLM_CONFIGURE_LOGGING": "1",
+            "VLLM_LOGGING_CONFIG_PATH": str(self._directory / "logging.json"),
         }
         if self._rollout.transport == "ipc":
             # CUDA handles are Python objects: they come pickled, from this process.
@@ -199,7 +203,9 @@ class Launch:
             enforce_eager=rollout.enforce_eager,
             weight_transfer_config={"backend": TRANSPORTS[rollout.transport]},
             disable_log_stats=True,
-            logging_config=vllm_logging.LoggingConfig(configure_logging=False, log_level="WARNING"),
+            logging_config=vllm_logging.LoggingConfig(
+                configure_logging=False, log_level="WARNING", pylogging_config_file=None
+            ),
             **memory,
         )
 
@@ -240,15 +246,16 @@ class Launch:
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _reason(self, error: Exception) -> str:
-        """One line that says why: the last error in the engine's own output, or what reached us."""
+    def reason(self) -> str:
+        """The last error in the output of the engine's processes, on one line; empty without one."""
         with contextlib.suppress(OSError):
             text = self._log.read_bytes()[self._log_start :].decode(errors="replace")
             found = re.findall(r"^.*?((?:\w+\.)*\w*(?:Error|Exception): .+)$", text, re.MULTILINE)
-            causes = [line for line in found if "Engine core initialization failed" not in line]
+            causes = [line for line in found if not line.startswith("vllm.v1.engine.exceptions.EngineDeadError")]
+            causes = [line for line in causes if "Engine core initialization failed" not in line]
             if causes:
                 return " ".join(causes[-1].split())
-        return " ".join(f"{type(error).__name__}: {error}".split())
+        return ""
 
 
 @contextlib.contextmanager
@@ -262,6 +269,16 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
         for name in set(os.environ) - set(before):
             del os.environ[name]
         os.environ.update(before)
+
+
+def _logging_config(log: Path) -> dict[str, Any]:
+    """Python's logging configuration for vLLM's processes."""
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "handlers": {"file": {"class": "logging.FileHandler", "filename": str(log)}},
+        "loggers": {"vllm": {"handlers": ["file"], "level": "WARNING", "propagate": False}},
+    }
 
 
 class _LogFile(logging.FileHandler):

@@ -24,6 +24,7 @@ class Checker:
 
     def __init__(self, name: str, model_config: Mapping[str, Any]) -> None:
         shape = models_config.untied(models_config.from_hf(model_config))
+        self.vocab_size = shape.vocab_size
         self._name = name
         self._expected = {entry.hf_name: entry.shape for entry in hf_names.weight_map(shape)}
         self.version: int | None = None

@@ -35,8 +35,8 @@ TOLERANCE = 1e-3
 CONTEXT = 256
 PROMPTS = ((5, 6, 7, 8), (9, 3, 4), (20, 30, 40, 50, 60), (11, 11))
 QWEN3 = dataclasses.replace(models_config.load_preset("libra-tiny"), num_layers=2, vocab_size=104)
-QWEN2 = dataclasses.replace(QWEN3, architecture="qwen2", qk_norm=False, qkv_bias=True)
-SHAPES = {1: QWEN3, 2: QWEN2}
+QWEN2 = dataclasses.replace(QWEN3, architecture="qwen2", qk_norm=False, qkv_bias=True, hidden_size=128)
+SHAPES = {1: QWEN3, 2: QWEN2}  # vLLM takes head_dim from hidden_size here: 128 / 4, of which its CPU kernels have 32.
 ROLLOUT = config.RolloutConfig(
     max_context=CONTEXT, max_tokens=CONTEXT - 8, slots=16, kv_cache_gib=0.1, bucket_mib=1, checksum=True
 )
@@ -281,7 +281,7 @@ def test_closing_the_iterator_aborts_the_request(host):
 
 
 def test_a_token_outside_the_vocabulary_is_refused_and_the_engine_goes_on(host):
-    with pytest.raises(protocols.LibraError, match=f"engine {host.info.name} refused request .*vocabulary"):
+    with pytest.raises(protocols.LibraError, match="holds token 104, which the model's vocabulary of 104"):
         host.run(host.sample((5, 104), 1.0, 8))
     assert host.run(host.engine.health())["running"] == 0
 
