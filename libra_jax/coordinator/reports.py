@@ -17,7 +17,7 @@ class StepTimes:
     """Seconds of one training step, and of what came with it, on the event loop's clock.
 
     Attributes:
-      step: from the end of the step before to the end of this one, evaluation excluded.
+      step: from the end of the step before to the end of this one, an evaluation after it included.
       rollout: in which at least one group ran.
       wait: the trainer waited for its batch.
       train: the trainer's step.
@@ -42,7 +42,6 @@ class StepReport:
       groups: what it trained on.
       trainer: the trainer's own metrics.
       counts: what the dispatcher did since the step before.
-      paced_tokens: tokens among them that were sampled within `times.step`.
       replaced: groups replaced since the step before, by reason.
       replaced_tokens: tokens generated in them.
       evaluation: what the evaluation after the step reported, if there was one.
@@ -53,7 +52,6 @@ class StepReport:
     trainer: Mapping[str, float]
     times: StepTimes = field(default_factory=StepTimes)
     counts: dispatch.Counts = field(default_factory=dispatch.Counts)
-    paced_tokens: int = 0
     replaced: Mapping[str, int] = field(default_factory=dict)
     replaced_tokens: int = 0
     evaluation: Mapping[str, float] = field(default_factory=dict)
@@ -70,7 +68,7 @@ class StepReport:
             "policy_version": self.version + 1,
             "reward/mean": statistics.fmean(rewards),
             "reward/std": statistics.pstdev(rewards),
-            "tokens_per_second": self.paced_tokens / times.step if times.step > 0 else 0.0,
+            "tokens_per_second": counts.tokens / times.step if times.step > 0 else 0.0,
             "tokens/generated": counts.tokens,
             "tokens/trained": sum(generated),
             "tokens/mean": statistics.fmean(generated),

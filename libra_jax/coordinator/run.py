@@ -243,6 +243,7 @@ class Coordinator:
         if report:
             self._recorder.span(name, "warm start", begin, self._loop.time())
         await self._ending.race(self._publish())
+        self._step_began = self._loop.time()  # rollout begins here
         if not self._opened:
             report |= await self._evaluate_if_due()
             if report:
@@ -250,7 +251,6 @@ class Coordinator:
             self._opened = True
             if self._warm_start.taken:
                 await self._saver.at_step(0)
-        self._step_began, self._early_tokens = self._loop.time(), self._dispatcher.counts.tokens
 
     async def _take_warm_start_step(self, batch: list[protocols.Trajectory]) -> Mapping[str, float]:
         async with self._trainer_lock:
@@ -269,8 +269,6 @@ class Coordinator:
         report = reports.StepReport(self._step - 1, batch, metrics, times)
         try:
             times.sync = await self._ending.race(self._publish())
-            times.step = self._loop.time() - self._step_began
-            report.paced_tokens = self._dispatcher.counts.tokens - self._early_tokens
             report.evaluation = await self._evaluate_if_due()
         finally:
             self._record(report)
@@ -348,15 +346,17 @@ class Coordinator:
         self._recorder.status("rollout", f"evaluating version {self._step}")
         work = evaluation.evaluate(self._config, runner=self._runner, tasks=self._tasks, version=self._step)
         result = await self._ending.race(work)
+        end = self._loop.time()
         self._summary.accuracies[self._step] = result["evaluation/accuracy"]
-        self._recorder.span("coordinator", "evaluation", begin, self._loop.time(), {"policy_version": self._step})
-        return result
+        self._recorder.span("coordinator", "evaluation", begin, end, {"policy_version": self._step})
+        return {**result, "evaluation/seconds": end - begin}
 
     def _record(self, report: reports.StepReport) -> None:
         replaced = self._groups.replaced - self._reported
         report.replaced, report.replaced_tokens = replaced, self._groups.replaced_tokens - self._reported_tokens
         self._reported, self._reported_tokens = self._groups.replaced.copy(), self._groups.replaced_tokens
         report.counts = self._dispatcher.take_counts()
+        report.times.step = self._loop.time() - self._step_began
         report.times.rollout = self._groups.busy_seconds()
         report.times.checkpoint = self._saver.take_seconds()
         metrics = report.metrics()
@@ -364,7 +364,7 @@ class Coordinator:
             self._recorder.trajectory(record)
         self._recorder.metrics(self._step, metrics)
         self._summary.rewards[self._step] = metrics["reward/mean"]
-        self._step_began, self._early_tokens = self._loop.time(), 0
+        self._step_began = self._loop.time()
 
     # The end ----------------------------------------------------------------------------------------------------
 
