@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from absl import app, flags
+from absl import app, flags, logging
 
 from libra_jax import config as libra_config
 from libra_jax import protocols
@@ -20,6 +20,7 @@ def run(main: Callable[[], int | None]) -> None:
 
     LIBRA_JAX_TRACEBACK=1 in the environment shows tracebacks as well.
     """
+    logging.set_verbosity(logging.WARNING)  # libraries' own progress is not for the terminal; -v=0 brings it back
     app.run(lambda _: sys.exit(_guarded(main)), flags_parser=_parse_flags)
 
 

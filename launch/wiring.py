@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,13 @@ from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.agents import factories, tokenizers
 from libra_jax.cluster import create as cluster
+from libra_jax.coordinator import checkpoints
 from libra_jax.coordinator import run as coordinator
 from libra_jax.models import config as model_config
 from libra_jax.rollout import logprob_contract
 from libra_jax.scheduling import registry as schedulers
 from libra_jax.telemetry import recorder as telemetry
-from libra_jax.telemetry import report
+from libra_jax.telemetry import report, resume
 
 ENGINES = {"vllm": "libra_jax.rollout.vllm_engine:create", "fake": "libra_jax.rollout.fake_engine:create"}
 TRAINER = "libra_jax.training.trainer:create"
@@ -202,9 +202,10 @@ def engine_specs(
 
 async def train(config: libra_config.RunConfig, workdir: Path) -> None:
     """Builds the run on the running event loop, carries it to its end, and writes the report."""
-    os.environ["LIBRA_JAX_PARENT_DEATH_SIGNAL"] = "1"  # engines die with this process, however it ends
     shape = policy_shape(config, need_weights=True)
     loop = asyncio.get_running_loop()
+    # What a killed run recorded after its last checkpoint will be done again, so it goes before the recorder opens.
+    resume.cut_back(workdir, checkpoints.newest_step(workdir))
     recorder = telemetry.create(config, workdir, loop.time)
     actors = cluster.create(config.cluster, shutdown_seconds=config.deadlines.shutdown)
     try:
@@ -221,6 +222,7 @@ async def train(config: libra_config.RunConfig, workdir: Path) -> None:
             recorder=recorder,
             workdir=workdir,
             reward=factories.reward(config.task),
+            export=workdir / "model",
         )
         summary = await run.run()
     finally:
