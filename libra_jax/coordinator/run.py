@@ -131,7 +131,7 @@ class Coordinator:
         self._loop = asyncio.get_running_loop()
         self._ending = failure.Ending()
         newest = checkpoints.newest_step(self._workdir)
-        if newest >= self._config.steps and self._export is None:
+        if newest >= self._config.steps and (self._export is None or self._export.exists()):
             self._step = newest
             self._summarise(f"This run has taken its {newest} steps already: nothing is left to do.")
             return self._summary
