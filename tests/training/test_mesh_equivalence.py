@@ -70,6 +70,7 @@ def _assert_close(tree, reference, bound):
         assert error <= bound, f"{jax.tree_util.keystr(path)}: {error}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", SPLITS, ids=lambda split: "x".join(map(str, split)))
 def test_gradients_sgd_step_and_loss_curve_agree_with_one_device(small, one_device, split):
     gradients, after, curve = one_device
