@@ -88,6 +88,7 @@ class VllmEngine:
         self._engine: async_llm.AsyncLLM | None = None
         self._watches: list[int] = []
         self._running = 0
+        self._reason = "it is not running"
 
     async def start(self) -> protocols.EngineInfo:
         """Starts vLLM's processes (about 20 s) off the event loop.
@@ -96,7 +97,7 @@ class VllmEngine:
           WorkerLost: vLLM did not start; the message has its reason.
         """
         loop = asyncio.get_running_loop()
-        self._death: asyncio.Future[str] = loop.create_future()
+        self._death: asyncio.Future[None] = loop.create_future()
         self._starting = loop.run_in_executor(vllm_launch.STARTER, self._launch.start)
         # Cancelled by a deadline, the start goes on in its thread; shutdown ends what it makes.
         self._engine = await asyncio.shield(self._starting)
@@ -129,14 +130,14 @@ class VllmEngine:
     def _die(self, reason: str) -> None:
         """Fails every running and later call."""
         if not self._death.done():
-            self._death.set_result(reason)
+            self._reason = reason
+            self._death.set_result(None)
             if self._engine is not None:
                 self._engine.output_processor.propagate_error(exceptions.EngineDeadError())
         self._unwatch()
 
     def _lost(self) -> protocols.WorkerLost:
-        reason = self._death.result() if self._engine is not None and self._death.done() else "it is not running"
-        return protocols.WorkerLost(f"engine {self.name} is gone ({reason}); its requests may resume on another")
+        return protocols.WorkerLost(f"engine {self.name} is gone ({self._reason}); its requests may resume on another")
 
     def _serving(self) -> async_llm.AsyncLLM:
         if self._engine is None or self._death.done():
@@ -147,7 +148,8 @@ class VllmEngine:
         """Awaits a call into the engine's processes, which is never answered if they die meanwhile.
 
         Raises:
-          WorkerLost: the engine died.
+          WorkerLost: the engine died, or one of several workers failed: vLLM 0.32 then leaves the others' answers in
+            its queues, and takes them for answers to the next calls.
           LibraError: the engine refused.
         """
         task = asyncio.ensure_future(work)
@@ -163,7 +165,11 @@ class VllmEngine:
             return task.result()
         if isinstance(error, exceptions.EngineDeadError):
             raise self._lost()
-        raise protocols.LibraError(f"engine {self.name} could not {what}: {_sentence(error)}") from None
+        problem = f"could not {what}: {_sentence(error)}"
+        if self._tensor_parallel > 1:
+            self._die(f"it {problem}")
+            raise self._lost()
+        raise protocols.LibraError(f"engine {self.name} {problem}") from None
 
     async def generate(self, request: protocols.GenerationRequest) -> AsyncIterator[protocols.TokenDelta]:
         """Streams the continuation; the last delta has a finish reason. Closing the iterator aborts the request.
@@ -255,7 +261,7 @@ class VllmEngine:
         """Third weight verb: loads one bucket.
 
         Raises:
-          WorkerLost: the engine died.
+          WorkerLost: the engine died, or (with several workers) the bytes arrived damaged.
           LibraError: a tensor is not the model's by name or shape, or the bytes arrived damaged.
         """
         engine = self._serving()
