@@ -2,13 +2,17 @@
 
 The prompt is an expression. The policy calls `<tool_call>EXPRESSION</tool_call>`, reads the tool's return, and answers
 with the value, or with "error" where the tool failed (a division by zero, an expression too long for it). The reward
-is 1 for an exact match, else 0. Dialogues stay below 100 characters, so that a character model of half a million
-parameters learns them on a CPU.
+is 1 for an exact match, else 0.
+
+Made to be learned on a CPU by a character model of half a million parameters: dialogues stay below 100 characters, and
+prompts and tool returns are filled up with spaces to fixed widths. What is copied then lies at a constant distance, and
+copying is learned in a quarter of the steps that it takes without.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 from collections.abc import Sequence
 
@@ -23,7 +27,7 @@ _PATTERNS = {
     "nested": ("(A-B)*(B+D)", "((A+B)*D)-A", "A-(B*(D+B))", "(A+(B-D))*B", "(E/B)+A"),
 }
 _BY_ZERO = ("A/0", "A/(B-B)", "B*(A/0)")
-_OVERLONG = ("A*A+A*A+A-A", "(A+A)*A-A*A+B")
+_OVERLONG = ("A*A+A*A+A", "(A+A)*A-A*B")
 
 
 def _draw(pattern: str, rng: random.Random) -> str:
@@ -59,9 +63,9 @@ class CalculatorTasks:
                 f"config.task.arguments.levels: {list(levels)!r} must name some of {', '.join(_PATTERNS)}"
             )
         self._patterns = [pattern for level in levels for pattern in _PATTERNS[level]]
-        if not 16 <= max_characters <= 21:
+        if not 16 <= max_characters <= 18:
             raise protocols.ConfigError(
-                f"config.task.arguments.max_characters: {max_characters} must lie in 16..21, so that the solvable "
+                f"config.task.arguments.max_characters: {max_characters} must lie in 16..18, so that the solvable "
                 "expressions fit and the overlong ones do not"
             )
         self._seed = seed
@@ -100,9 +104,11 @@ class CalculatorTasks:
 class CalculatorEnvironment:
     """One attempt; also the demonstrator of solved ones."""
 
-    def __init__(self, system: str, delay: float) -> None:
+    def __init__(self, system: str, delay: float, prompt_width: int, return_width: int) -> None:
         self._system = system
         self._delay = delay
+        self._prompt_width = prompt_width
+        self._return_width = return_width
         self._task: protocols.Task | None = None
         self.running_tool = arithmetic.TOOL
 
@@ -121,7 +127,8 @@ class CalculatorEnvironment:
             return protocols.StepResult(done=True, reward=float(question.final_answer(output) == payload["answer"]))
         if self._delay > 0:
             await asyncio.sleep(self._delay)
-        return protocols.StepResult(tool_return=tool_return)
+        content = tool_return.content.ljust(self._return_width)
+        return protocols.StepResult(tool_return=dataclasses.replace(tool_return, content=content))
 
     async def close(self) -> None:
         """Nothing is held."""
@@ -133,17 +140,17 @@ class CalculatorEnvironment:
         return [
             *self._opening(task),
             protocols.Message("assistant", f"<tool_call>{expression}</tool_call>"),
-            protocols.Message("tool", content),
+            protocols.Message("tool", content.ljust(self._return_width)),
             protocols.Message("assistant", task.payload["answer"]),
         ]
 
     def _opening(self, task: protocols.Task) -> list[protocols.Message]:
         system = [protocols.Message("system", self._system)] if self._system else []
-        return [*system, protocols.Message("user", task.payload["expression"])]
+        return [*system, protocols.Message("user", task.payload["expression"].ljust(self._prompt_width))]
 
 
 def task_source(
-    path: str = "", seed: int = 0, levels: Sequence[str] = tuple(_PATTERNS), max_characters: int = 18
+    path: str = "", seed: int = 0, levels: Sequence[str] = tuple(_PATTERNS), max_characters: int = 16
 ) -> CalculatorTasks:
     """Procedurally generated arithmetic.
 
@@ -151,7 +158,7 @@ def task_source(
       path: must be empty: nothing is read.
       seed: of the training stream; the held-out stream is the same for all seeds.
       levels: of "plain", "mixed" and "nested", those to draw from.
-      max_characters: longest expression the tool accepts (16 to 21).
+      max_characters: longest expression the tool accepts (16 to 18).
 
     Raises:
       ConfigError: a path is given, or an argument is out of range.
@@ -163,11 +170,15 @@ def task_source(
     return CalculatorTasks(seed, levels, max_characters)
 
 
-def environment(system: str = "", delay: float = 0.0) -> CalculatorEnvironment:
+def environment(
+    system: str = "", delay: float = 0.0, prompt_width: int = 20, return_width: int = 8
+) -> CalculatorEnvironment:
     """A fresh attempt.
 
     Args:
       system: system message, for pretrained models that need to be told; empty is none.
       delay: seconds that each tool call takes.
+      prompt_width: characters to which prompts are filled up with spaces; 0 for pretrained models, which need none.
+      return_width: likewise for tool returns.
     """
-    return CalculatorEnvironment(system, delay)
+    return CalculatorEnvironment(system, delay, prompt_width, return_width)

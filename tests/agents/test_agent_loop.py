@@ -66,7 +66,7 @@ def attempt(outputs, *, task=None, environment=None, limits=LIMITS, trajectory=N
         loop.run_attempt(
             trajectory=trajectory,
             task=task or task_of(),
-            environment=environment or calculator.environment(),
+            environment=environment or calculator.environment(prompt_width=0, return_width=0),
             tokenizer=TOKENIZER,
             sampler=sampler,
             limits=limits,
@@ -541,7 +541,7 @@ def test_a_demonstration_is_token_for_token_a_perfect_policys_attempt(index):
     environment = calculator.environment()
     shown = demonstrations.demonstration_trajectory(task, environment, TOKENIZER)
     outputs = [message.content for message in environment.demonstration(task) if message.role == "assistant"]
-    live, _ = attempt(outputs, task=task)
+    live, _ = attempt(outputs, task=task, environment=environment)
     assert (shown.token_ids, shown.sources, shown.loss_mask) == (live.token_ids, live.sources, live.loss_mask)
     assert live.reward == 1.0
     assert len(live.token_ids) <= 100
