@@ -83,6 +83,7 @@ class TransformerConfig:
       bos_token_id: begin-of-text token, or None.
       eos_token_ids: end-of-text tokens.
       pad_token_id: padding token, or None.
+      initializer_range: standard deviation of random initial weights.
     """
 
     architecture: str
@@ -104,6 +105,7 @@ class TransformerConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
+    initializer_range: float = 0.02
 
 
 def from_hf(values: Mapping[str, Any], source: str = "config.json") -> TransformerConfig:
@@ -148,6 +150,7 @@ def from_hf(values: Mapping[str, Any], source: str = "config.json") -> Transform
         bos_token_id=values.get("bos_token_id"),
         eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
         pad_token_id=values.get("pad_token_id"),
+        initializer_range=float(values.get("initializer_range", 0.02)),
     )
 
 
@@ -177,7 +180,7 @@ def to_hf(config: TransformerConfig, dtype: str = "float32") -> dict[str, Any]:
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
         "pad_token_id": config.pad_token_id,
         "attention_dropout": 0.0,
-        "initializer_range": 0.02,
+        "initializer_range": config.initializer_range,
         "use_cache": True,
         "dtype": dtype,
         "torch_dtype": dtype,

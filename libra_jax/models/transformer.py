@@ -53,7 +53,7 @@ class Linear(nnx.Module):
     """A projection whose weight has Hugging Face's layout, [out, in]."""
 
     def __init__(self, size_in: int, size_out: int, bias: bool, names: tuple[str, str], rngs: nnx.Rngs) -> None:
-        self.weight = nnx.Param(0.02 * jax.random.normal(rngs.params(), (size_out, size_in)), logical_axes=names)
+        self.weight = nnx.Param(jax.random.normal(rngs.params(), (size_out, size_in)), logical_axes=names)
         self.bias = nnx.Param(jnp.zeros((size_out,)), logical_axes=names[:1]) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -134,7 +134,7 @@ class Table(nnx.Module):
 
     def __init__(self, config: model_config.TransformerConfig, rngs: nnx.Rngs) -> None:
         shape = (config.vocab_size, config.hidden_size)
-        self.weight = nnx.Param(0.02 * jax.random.normal(rngs.params(), shape), logical_axes=("vocab", "embed"))
+        self.weight = nnx.Param(jax.random.normal(rngs.params(), shape), logical_axes=("vocab", "embed"))
 
 
 class Transformer(nnx.Module):
@@ -172,7 +172,8 @@ class Transformer(nnx.Module):
 
 
 def init_params(config: model_config.TransformerConfig, key: jax.Array, dtype: str = "float32") -> Params:
-    """Random parameters: normal with standard deviation 0.02, biases 0, norm weights 1, as Hugging Face draws them.
+    """Random parameters, as Hugging Face draws them: normal with standard deviation `config.initializer_range`, biases
+    0, norm weights 1.
 
     Args:
       config: the model's shape.
@@ -182,8 +183,15 @@ def init_params(config: model_config.TransformerConfig, key: jax.Array, dtype: s
     Returns:
       The parameters; `jit` it with `out_shardings=sharding.shardings(...)` to draw each shard where it lives.
     """
-    state = nnx.state(Transformer(config, nnx.Rngs(params=key)), nnx.Param)
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), nnx.to_pure_dict(state))
+    params = nnx.to_pure_dict(nnx.state(Transformer(config, nnx.Rngs(params=key)), nnx.Param))
+
+    def scaled(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+        """The modules draw projections and tables at unit scale; norms and biases stay as they are."""
+        module, kind = path[-2].key, path[-1].key
+        drawn = kind == "weight" and "norm" not in module
+        return (config.initializer_range * leaf if drawn else leaf).astype(dtype)
+
+    return jax.tree_util.tree_map_with_path(scaled, params)
 
 
 def forward(
