@@ -216,13 +216,15 @@ class TrainerConfig:
 class WarmStartConfig:
     """Supervised steps on the environment's demonstrations before reinforcement learning begins."""
 
-    steps: int = 0
+    steps: int = 0  # at most
     batch_size: int = 64  # demonstrations a step
     learning_rate: float = 3e-3
+    target_loss: float = 0.0  # ends it early, at the first step whose mean token loss is no higher; 0 is off
 
     def __post_init__(self) -> None:
         check(self.steps >= 0, "warm_start.steps", "must not be negative")
         check(self.batch_size > 0, "warm_start.batch_size", "must be positive")
+        check(self.target_loss >= 0, "warm_start.target_loss", f"must not be negative, not {self.target_loss}")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ FIRST_TASK = 1_000_000_000
 
 
 class WarmStart:
-    """Supervised steps, and how many have been taken.
+    """Supervised steps, and how many are behind (`taken`, those that the target loss spared included).
 
     Args:
       config: the run's configuration (`warm_start`).
@@ -63,8 +64,11 @@ class WarmStart:
         while self.taken < self._limits.steps:
             metrics = await ending.race(step(self._batch()), through_stop=True)
             self.taken += 1
-            loss = f", loss {metrics['loss']:.4f}" if "loss" in metrics else ""
-            status(f"warm start {self.taken}/{self._limits.steps}{loss}")
+            loss = metrics.get("loss", math.inf)
+            status(f"warm start {self.taken}/{self._limits.steps}, loss {loss:.4f}")
+            if loss <= self._limits.target_loss:
+                status(f"warm start ended after {self.taken} steps: loss {loss:.4f} reached its target")
+                self.taken = self._limits.steps
             ending.check()
         return {f"warm_start/{name}": value for name, value in metrics.items()}
 
