@@ -6,7 +6,7 @@ is 1 for an exact match, else 0.
 
 Made to be learned on a CPU by a character model of half a million parameters: dialogues stay below 100 characters, and
 prompts and tool returns are filled up with spaces to fixed widths. What is copied then lies at a constant distance, and
-copying is learned in a quarter of the steps that it takes without.
+copying is learned in a fraction of the steps that it takes without.
 """
 
 from __future__ import annotations
