@@ -148,7 +148,8 @@ class Dispatcher:
         while True:
             if finish := _finish_of(trajectory.token_ids[start:], sampling):
                 return finish
-            await request.placed.wait()
+            while not request.instance:  # a place may be lost again before the request that got it wakes
+                await request.placed.wait()
             left = sampling.max_tokens - (len(trajectory.token_ids) - start)
             finish = await self._stream(request, replace(sampling, max_tokens=left))
             if finish is not None:

@@ -105,8 +105,10 @@ class Instances:
         engine.life += 1
         engine.proxy, engine.paused, engine.policy_version = None, False, protocols.NO_VERSION
         self._recorder.status(engine.name, "lost")
-        self._recorder.note(f"Engine {engine.name} was lost ({error}); its requests resume elsewhere.")
         self.changed()
+        if self._ending.called:  # nothing asks for tokens any more; Ctrl-C reaches the engines' processes too
+            return
+        self._recorder.note(f"Engine {engine.name} was lost ({error}); its requests resume elsewhere.")
         self._ending.start(self._restart(engine, error), f"restart {engine.name}")
 
     async def _start(self, engine: Engine) -> None:
@@ -160,10 +162,12 @@ class Instances:
             await failure.together(*(self._check(engine) for engine in self.loadable()))
 
     async def _check(self, engine: Engine) -> None:
-        life = engine.life
+        life, proxy = engine.life, engine.proxy
+        if proxy is None:  # lost since the check was due
+            return
         try:
             health = await deadlines.within(
-                self._config.deadlines.first_token, engine.proxy.health(), f"Engine {engine.name}'s health check"
+                self._config.deadlines.first_token, proxy.health(), f"Engine {engine.name}'s health check"
             )
         except protocols.LibraError as error:
             self.lost(engine, life, error)

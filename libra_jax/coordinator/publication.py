@@ -65,10 +65,11 @@ class Publisher:
     async def _send(self, version: int, engines: Sequence[instances.Engine]) -> None:
         if not engines:
             return
+        # Made before the first wait: an engine lost meanwhile is in another life, and left to its restart.
+        updates = [_Update(engine, version, self._seconds, self._recorder) for engine in engines]
         count = await self._ask(self._trainer.open_weights(version), "open its weights")
         try:
             bucket = await self._ask(self._trainer.stage_weights(version, 0), "stage weights")
-            updates = [_Update(engine, version, self._seconds, self._recorder) for engine in engines]
             await self._each(updates, _Update.begin)
             for index in range(count):
                 loading = asyncio.ensure_future(self._each(updates, _loader(bucket)))
@@ -115,7 +116,7 @@ class _Update:
         self._version = version
         self._seconds = seconds
         self._recorder = recorder
-        self._start = asyncio.get_running_loop().time()
+        self._start = 0.0
 
     @property
     def going(self) -> bool:
@@ -126,6 +127,7 @@ class _Update:
         await deadlines.within(self._seconds, work, f"Engine {self.engine.name}, asked to {what},")
 
     async def begin(self) -> None:
+        self._start = asyncio.get_running_loop().time()
         self.engine.paused = True
         await self.ask(self.proxy.pause(), "pause")
         await self.ask(self.proxy.start_weight_update(self._version), "prepare for new weights")
