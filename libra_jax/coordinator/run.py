@@ -277,6 +277,8 @@ class Coordinator:
 
     def _admit(self) -> None:
         """Dispatches as many new groups as the staleness bound lets in."""
+        if self._publisher.served == protocols.NO_VERSION:  # a restored group may settle before the first publication
+            return
         for _ in range(
             admission.admissible(
                 self._bound,
