@@ -32,12 +32,20 @@ def _meminfo_available() -> int:
 
 
 def _cgroup_available() -> int | None:
-    """Bytes left under this process's cgroup v2 limit, None without one."""
+    """Bytes left under this process's cgroup v2 limit, None without one.
+
+    Cached files count as free: the cgroup is charged for them, and the kernel drops them when memory is asked for.
+    """
     try:
         with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
             text = limit.read().strip()
-            return None if text == "max" else int(text) - int(used.read())
-    except (OSError, ValueError):
+            if text == "max":
+                return None
+            left = int(text) - int(used.read())
+        with open("/sys/fs/cgroup/memory.stat") as lines:
+            statistics = dict(line.split() for line in lines)
+        return left + int(statistics["inactive_file"]) + int(statistics["active_file"])
+    except (OSError, ValueError, KeyError):
         return None
 
 
