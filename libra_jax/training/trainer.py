@@ -53,7 +53,7 @@ class TrainerActor:
         self._model = model_shape(config.model)
         self._schedule = optimizer.schedule(config.optimizer, config.steps)
         self._learner: learner_lib.Learner | None = None
-        self._publisher: publication.Publisher | None = None
+        self._publisher: Any = None
         self._checkpointer: checkpoints.Checkpointer | None = None
         self._version = 0
         self._warm = False  # the optimizer's moments are the warm start's
@@ -79,8 +79,13 @@ class TrainerActor:
         if config.warm_start.steps:
             learner.compile(learner_lib.SUPERVISED)
         rollout = config.rollout
-        self._publisher = publication.Publisher(
-            self._model, rollout.dtype, rollout.bucket_mib * MIB, rollout.transport, rollout.checksum
+        self._publisher = publication.create(
+            self._model,
+            rollout.dtype,
+            rollout.bucket_mib * MIB,
+            rollout.transport,
+            rollout.checksum,
+            rollout.tensor_parallel,
         )
         self._checkpointer = checkpoints.Checkpointer()
         self._learner = learner
