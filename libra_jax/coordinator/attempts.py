@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from libra_jax import config as configuration
 from libra_jax import protocols
+from libra_jax.agents import factories
 from libra_jax.agents import loop as agent_loop
 from libra_jax.coordinator import dispatch
 
@@ -45,13 +46,7 @@ class Attempts:
         Raises:
           EnvironmentCrashed: the environment, its factory or the reward broke `task.environment_retries` + 1 times.
         """
-        limits = agent_loop.Limits(
-            max_turns=self._config.task.max_turns,
-            max_tokens=self._config.rollout.max_tokens,
-            max_context=self._config.rollout.max_context,
-            tool_seconds=self._config.task.tool_seconds,
-            temperature=temperature,
-        )
+        limits = factories.limits(self._config, temperature)
         for left in reversed(range(self._config.task.environment_retries + 1)):
             if trajectory.reward is not None:
                 return
