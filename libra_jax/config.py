@@ -87,8 +87,8 @@ class RolloutConfig:
     max_context: int = 512  # longest context, in tokens (prompt, tools and generated)
     max_tokens: int = 96  # generated tokens a turn
     temperature: float = 1.0  # sampling temperature; the trainer scores with the same
-    top_p: float = 1.0  # refused below 1 with an importance correction (log-prob contract)
-    top_k: int = 0  # 0 is off; refused above with an importance correction
+    top_p: float = 1.0  # refused below 1: every loss here is a function of probability ratios (log-prob contract)
+    top_k: int = 0  # 0 is off; refused above 0, likewise
     dtype: str = "float32"  # engine weights, and the wire dtype of publication
     kv_cache_gib: float = 0.5  # KV cache of an instance on CPU
     gpu_memory_fraction: float = 0.85  # of a device, for the engine (CUDA)

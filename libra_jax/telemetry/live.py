@@ -173,7 +173,3 @@ class LiveConsole:
         for worker, (text, since) in workers.items():
             table.add_row(Text(worker), Text(text), console.seconds_text(max(0.0, now - since)))
         return table
-
-
-def _cell(name: str, value: str) -> Text:
-    return Text.assemble((name, "dim"), " ", (value, "bold"))
