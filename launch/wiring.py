@@ -229,5 +229,7 @@ async def train(config: libra_config.RunConfig, workdir: Path) -> None:
         await actors.shutdown()
         recorder.close()
     if config.telemetry.report:
-        path = report.write_report(workdir)
-        print(f"{summary.sentence} Report: {path}")
+        try:
+            print(f"{summary.sentence} Report: {report.write_report(workdir)}")
+        except protocols.DataError as error:  # a run stopped before it began has recorded nothing
+            print(f"{summary.sentence} No report: {error}")
