@@ -69,6 +69,7 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
     """
     shape = policy_shape(config, need_weights=need_weights)
     logprob_contract.check(config.rollout, config.algorithm)
+    model_config.check_mesh(shape, {"fsdp": config.trainer.fsdp, "tensor": config.trainer.tensor})
     for degree in config.rollout.tensor_parallel:
         model_config.check_tensor_parallel(shape, degree)
     if config.rollout.max_context > shape.max_position_embeddings:

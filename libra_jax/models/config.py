@@ -269,6 +269,32 @@ def check_tensor_parallel(config: TransformerConfig, degree: int) -> None:
         )
 
 
+def check_mesh(config: TransformerConfig, mesh_shape: Mapping[str, int]) -> None:
+    """Checks that the model splits evenly over a mesh.
+
+    Args:
+      config: the model's shape.
+      mesh_shape: mesh axis to size; an axis that is missing has size 1.
+
+    Raises:
+      ConfigError: a size does not divide; the message names both.
+    """
+    splits = {
+        "tensor": {
+            "num_attention_heads": config.num_heads,
+            "num_key_value_heads": config.num_kv_heads,
+            "intermediate_size": config.intermediate_size,
+            "vocab_size": config.vocab_size,
+        },
+        "fsdp": {"hidden_size": config.hidden_size},
+    }
+    for axis, sizes in splits.items():
+        ways = mesh_shape.get(axis, 1)
+        for name, size in sizes.items():
+            if size % ways:
+                raise ConfigError(f"config.trainer.{axis}: {ways} does not divide the model's {name} = {size}.")
+
+
 def _architecture(values: Mapping[str, Any], source: str) -> str:
     name = values.get("model_type")
     if name is None:

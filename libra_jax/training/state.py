@@ -91,7 +91,7 @@ def layout(
     Raises:
       ConfigError: a size of the model does not divide over an axis of the mesh.
     """
-    sharding.check_divisible(config, mesh.shape)
+    model_config.check_mesh(config, mesh.shape)
     shardings = sharding.shardings(config, mesh)
     everywhere = mesh_lib.replicated(mesh)
     shapes = transformer.abstract_params(config, dtype)

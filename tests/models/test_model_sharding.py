@@ -102,9 +102,9 @@ def test_every_matrix_is_split_over_fsdp_and_tensor():
 )
 def test_sizes_that_do_not_divide_are_named(preset, shape, sentence):
     config = model_config.load_preset(preset)
-    sharding.check_divisible(config, {"data": 3, "fsdp": 2, "tensor": 2})
+    model_config.check_mesh(config, {"data": 3, "fsdp": 2, "tensor": 2})
     with pytest.raises(ConfigError, match=sentence):
-        sharding.check_divisible(config, shape)
+        model_config.check_mesh(config, shape)
 
 
 def test_rows_that_do_not_divide_are_named(config, batch, reference):
