@@ -5,7 +5,9 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh --dev
 export PATH="$PWD/.venv/bin:$PATH"
-echo "== ruff" && ruff check . && ruff format --check .
+echo "== ruff"
+ruff check .  # a line of its own: inside && a failure would not end the script
+ruff format --check .
 echo "== mypy" && mypy
 echo "== import-linter" && lint-imports --no-cache
 echo "== pytest" && exec python -m pytest "$@"
