@@ -14,7 +14,7 @@ from libra_jax import config as libra_config
 def get_config() -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict(libra_config.to_dict(libra_config.RunConfig()))
     config.name = "quickstart"
-    config.steps = 40
+    config.steps = 80
 
     config.model.preset = "libra-tiny"
 
@@ -32,8 +32,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.algorithm.advantage = "grpo"
     config.algorithm.loss = "clipped"
 
-    config.optimizer.learning_rate = 5e-4
-    config.optimizer.warmup_steps = 5  # Adam's first steps have the full rate in every parameter, however small the gradient
+    config.optimizer.learning_rate = 1e-3
+    config.optimizer.warmup_steps = 5  # Adam's first steps are full ones in every parameter, however small its gradient
 
     config.trainer.row_tokens = 256
     config.trainer.rows_per_micro_batch = 16
@@ -43,9 +43,9 @@ def get_config() -> ml_collections.ConfigDict:
     config.warm_start.learning_rate = 2e-3
     config.warm_start.target_loss = 0.12  # leaves the policy right in about half of its attempts
 
-    config.coordinator.groups_per_step = 64
+    config.coordinator.groups_per_step = 48
     config.coordinator.group_size = 8
-    config.coordinator.staleness = 1
+    config.coordinator.staleness = 0  # synchronous: on two cores, rollout and training take turns anyway
 
     config.evaluation.every = 20
     config.evaluation.tasks = 256

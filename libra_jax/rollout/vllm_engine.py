@@ -9,6 +9,7 @@ memfd transport, tensor parallel 1 and 2. The ipc and nccl transports go through
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import re
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
@@ -301,7 +302,9 @@ class VllmEngine:
                 await asyncio.wait((self._starting,), timeout=0.5)
             self._die("it was shut down")
         await loop.run_in_executor(None, self._launch.stop)
-        self._engine = None
+        self._engine = self._starting = None
+        # AsyncLLM sits in reference cycles, and its finaliser fails when it first runs as the interpreter exits.
+        gc.collect()
 
 
 def _sampling(sampling: protocols.SamplingParams, room: int) -> vllm.SamplingParams:

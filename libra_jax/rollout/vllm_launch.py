@@ -227,6 +227,7 @@ class Launch:
         if self._engine is not None:
             with contextlib.suppress(Exception):
                 self._engine.shutdown(timeout=_TERMINATE_SECONDS)
+            self._engine = None
         for process in self.processes:
             with contextlib.suppress(psutil.Error):
                 process.terminate()
