@@ -19,10 +19,13 @@ setup(
         "numpy>=1.26",
         "optax>=0.2.8",
         "orbax-checkpoint>=0.12.8",
+        "psutil>=6",
         "pyarrow>=17",
+        "pyyaml>=6",
         "rich>=13",
         "safetensors>=0.6.2",
         "tensorboardX>=2.6",
+        "torch>=2.13",
         "transformers>=5.16",
     ],
     extras_require={

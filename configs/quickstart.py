@@ -35,6 +35,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.optimizer.learning_rate = 1e-3
     config.optimizer.warmup_steps = 5  # Adam's first steps are full ones in every parameter, however small its gradient
 
+    config.trainer.platform = "cpu"
     config.trainer.row_tokens = 256
     config.trainer.rows_per_micro_batch = 16
 

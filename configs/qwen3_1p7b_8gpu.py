@@ -34,7 +34,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.rollout.max_context = 8192
     config.rollout.max_tokens = 2048
     config.rollout.dtype = "bfloat16"
-    config.rollout.transport = "nccl"
+    config.rollout.transport = "memfd"  # through host memory: serves any number of instances
     config.rollout.enforce_eager = False
 
     config.algorithm.clip_high = 0.28  # DAPO's asymmetric clip
@@ -43,6 +43,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.optimizer.learning_rate = 1e-6
     config.optimizer.warmup_steps = 10
 
+    config.trainer.platform = "cuda"
     config.trainer.fsdp = 4
     config.trainer.row_tokens = 8192
     config.trainer.rows_per_micro_batch = 4

@@ -23,6 +23,7 @@ def get_config(name: str = "basic_arithmetic") -> ml_collections.ConfigDict:
 
     config.rollout.max_context = 1024  # prompts of the package run to a few hundred tokens
     config.rollout.max_tokens = 256
+    config.trainer.platform = "cpu"
     config.trainer.row_tokens = 1024
 
     config.coordinator.groups_per_step = 16

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
+import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,6 +138,8 @@ def open_workdir(config: libra_config.RunConfig, workdir: str | None) -> Path:
       ConfigError: the workdir's config differs; the fields are named.
     """
     path = Path(workdir or f"runs/{config.name}-{libra_config.digest(config)}")
+    if path.exists():
+        _lock(path)
     resolved = json.loads(json.dumps(libra_config.to_dict(config), default=list))
     stored_file = path / "config.json"
     if stored_file.exists():
@@ -146,10 +151,23 @@ def open_workdir(config: libra_config.RunConfig, workdir: str | None) -> Path:
             )
         return path
     path.mkdir(parents=True, exist_ok=True)
+    _lock(path)
     partial = stored_file.with_suffix(".partial")
     partial.write_text(json.dumps(resolved, indent=2))
     partial.rename(stored_file)
     return path
+
+
+def _lock(workdir: Path) -> None:
+    """Holds the workdir for as long as this process lives: two runs in it would cut each other's records back."""
+    descriptor = os.open(workdir / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise protocols.ConfigError(
+            f"--workdir={workdir} is in use by a run that has not ended; wait for it, or use another workdir"
+        ) from None
 
 
 def _differences(stored: Any, resolved: Any, name: str = "config") -> list[str]:
@@ -160,19 +178,20 @@ def _differences(stored: Any, resolved: Any, name: str = "config") -> list[str]:
 
 
 def trainer_spec(config: libra_config.RunConfig, workdir: Path) -> protocols.ActorSpec:
-    """The trainer actor: on its own accelerators, or on as many virtual CPU devices as its mesh has."""
+    """The trainer actor, on the devices that `trainer.platform` names."""
     devices = partition(config).trainer
-    on_gpu = config.rollout.transport != "memfd"
-    environment = (
-        {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
-        if on_gpu
-        else {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(len(devices))}
-    )
+    platform = config.trainer.platform
+    environment = {
+        "auto": {},
+        "cpu": {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(len(devices))},
+        "cuda": {"JAX_PLATFORMS": "cuda", "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))},
+        "tpu": {"JAX_PLATFORMS": "tpu"},
+    }[platform]
     return protocols.ActorSpec(
         name="trainer",
         factory=TRAINER,
         arguments={"config": libra_config.to_dict(config), "workdir": str(workdir.resolve())},
-        gpus=len(devices) if on_gpu else 0,
+        gpus=len(devices) if platform == "cuda" else 0,
         environment=environment,
     )
 
@@ -181,7 +200,7 @@ def engine_specs(
     config: libra_config.RunConfig, shape: model_config.TransformerConfig, workdir: Path
 ) -> list[protocols.ActorSpec]:
     """One actor a rollout instance."""
-    on_gpu = config.rollout.transport != "memfd"
+    on_gpu = config.trainer.platform == "cuda"
     return [
         protocols.ActorSpec(
             name=f"rollout-{index}",
@@ -226,6 +245,7 @@ async def train(config: libra_config.RunConfig, workdir: Path) -> None:
             export=workdir / "model",
         )
         summary = await run.run()
+        _add_tokenizer(config, workdir / "model")
     finally:
         await actors.shutdown()
         recorder.close()
@@ -234,3 +254,12 @@ async def train(config: libra_config.RunConfig, workdir: Path) -> None:
             print(f"{summary.sentence} Report: {report.write_report(workdir)}")
         except protocols.DataError as error:  # a run stopped before it began has recorded nothing
             print(f"{summary.sentence} No report: {error}")
+
+
+def _add_tokenizer(config: libra_config.RunConfig, model: Path) -> None:
+    """Copies the tokenizer's files beside the exported weights, so that the directory can be loaded as `model.path`."""
+    source = Path(config.task.tokenizer or config.model.path)
+    if config.task.tokenizer != "character" and source.is_dir() and model.is_dir():
+        for pattern in ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template.*"):
+            for file in source.glob(pattern):
+                shutil.copy2(file, model)

@@ -94,7 +94,7 @@ class RolloutConfig:
     gpu_memory_fraction: float = 0.85  # of a device, for the engine (CUDA)
     stream_interval: int = 16  # tokens between two deltas of a request
     enforce_eager: bool = True  # no compiled graphs: starts faster; False on GPU
-    transport: str = "memfd"  # weight bytes: memfd (CPU, same host), ipc (same GPU), nccl (other GPUs)
+    transport: str = "memfd"  # weight bytes: memfd (any device, same host), ipc (same GPU), nccl (one other GPU group)
     bucket_mib: int = 256  # bytes of a weight bucket
     checksum: bool = False  # digest each bucket on both sides
     generation_retries: int = 8  # times a request may be resumed after its engine failed
@@ -114,6 +114,12 @@ class RolloutConfig:
         check(self.kv_cache_gib > 0, "rollout.kv_cache_gib", f"must be positive, not {self.kv_cache_gib}")
         check_choice(self.dtype, ("float32", "bfloat16", "float16"), "rollout.dtype")
         check_choice(self.transport, ("memfd", "ipc", "nccl"), "rollout.transport")
+        check(
+            self.transport == "memfd" or len(self.tensor_parallel) == 1,
+            "rollout.transport",
+            f"{self.transport} serves one rollout instance, and tensor_parallel asks for {len(self.tensor_parallel)}; "
+            "use memfd",
+        )
 
 
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
@@ -183,6 +189,7 @@ class OptimizerConfig:
 class TrainerConfig:
     """The trainer's mesh and the shapes it compiles for."""
 
+    platform: str = "auto"  # auto: what JAX finds; cpu: as many virtual CPU devices as the mesh has; cuda; tpu
     data: int = 1  # data-parallel replicas
     fsdp: int = 1  # ways parameters and optimizer are sharded
     tensor: int = 1  # ways a layer's matrices are split
@@ -194,6 +201,7 @@ class TrainerConfig:
     max_skipped_steps: int = 10  # non-finite steps in a row after which the run stops
 
     def __post_init__(self) -> None:
+        check_choice(self.platform, ("auto", "cpu", "cuda", "tpu"), "trainer.platform")
         for name in ("data", "fsdp", "tensor", "context", "row_tokens", "rows_per_micro_batch"):
             check(getattr(self, name) > 0, f"trainer.{name}", f"must be positive, not {getattr(self, name)}")
         check(self.context == 1, "trainer.context", "is reserved: only 1 is supported")
