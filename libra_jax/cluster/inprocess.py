@@ -23,6 +23,9 @@ _environment_locks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio
 @contextlib.asynccontextmanager
 async def _environment(variables: Mapping[str, str]) -> AsyncIterator[None]:
     """Sets environment variables for the block, one block at a time: they are the process's, not the actor's."""
+    if not variables:
+        yield
+        return
     lock = _environment_locks.setdefault(asyncio.get_running_loop(), asyncio.Lock())
     async with lock:
         before = {name: os.environ.get(name) for name in variables}
@@ -40,8 +43,8 @@ async def _environment(variables: Mapping[str, str]) -> AsyncIterator[None]:
 class InProcessCluster:
     """`protocols.Cluster` without further processes of ours.
 
-    An actor's environment variables hold while it is made and while its `start` runs, during which no other actor is
-    made or started: processes that it makes then inherit them.
+    An actor's environment variables hold while it is made and while its `start` runs: processes that it makes then
+    inherit them. Meanwhile no other actor that has variables is made or started; one that has none is, and sees them.
     """
 
     def __init__(self, *, shutdown_seconds: float = 60.0) -> None:

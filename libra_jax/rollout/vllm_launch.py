@@ -41,6 +41,9 @@ STARTER = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefi
 TRANSPORTS = {"memfd": vllm_plugin.TRANSPORT, "ipc": "ipc", "nccl": "nccl"}
 """Our names for transports, and vLLM's."""
 
+_VLLM_SETS = ("VLLM_", "TORCHINDUCTOR_", "NUMEXPR_MAX_THREADS", "LD_PRELOAD", "LOCAL_WORLD_SIZE", "NCCL_")
+"""How the variables begin that vLLM 0.32 sets in the process that starts it."""
+
 _TERMINATE_SECONDS = 2.0
 _KILL_SECONDS = 5.0
 
@@ -261,15 +264,22 @@ class Launch:
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables, and afterwards puts back the whole environment, to which vLLM adds its own."""
+    """Sets variables, and afterwards puts back those and the ones that vLLM sets itself.
+
+    Others are left as they are: another actor of this process may be starting, with variables of its own.
+    """
     before = dict(os.environ)
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name in set(os.environ) - set(before):
-            del os.environ[name]
-        os.environ.update(before)
+        for name in {*before, *os.environ}:
+            if name not in variables and not name.startswith(_VLLM_SETS):
+                continue
+            if name in before:
+                os.environ[name] = before[name]
+            else:
+                os.environ.pop(name, None)
 
 
 def _logging_config(log: Path) -> dict[str, Any]:

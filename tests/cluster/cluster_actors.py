@@ -138,6 +138,19 @@ class Streamer:
             record(self.log)
 
 
+class SlowStarter:
+    """Its `start` ends when it is told to."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+
+    async def start(self) -> None:
+        await self.gate.wait()
+
+    async def open(self) -> None:
+        self.gate.set()
+
+
 def record(path: str) -> None:
     pathlib.Path(path).write_text("shutdown")
 

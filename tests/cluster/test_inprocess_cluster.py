@@ -61,3 +61,20 @@ def test_environments_of_actors_made_at_once_are_kept_apart_and_restored(monkeyp
 
     asyncio.run(body())
     assert os.environ["LIBRA_TEST_VARIABLE"] == "before"
+
+
+def test_an_actor_without_variables_does_not_wait_for_the_start_of_one_that_has_some():
+    async def body():
+        cluster = inprocess.InProcessCluster()
+        slow = await cluster.spawn(spec("slow", "cluster_actors:SlowStarter", {"LIBRA_TEST_VARIABLE": "slow"}))
+        starting = asyncio.ensure_future(slow.start())
+        await asyncio.sleep(0)
+        async with asyncio.timeout(5):
+            streamer = await cluster.spawn(spec("streamer", "cluster_actors:Streamer"))
+            await streamer.start()
+        assert not starting.done()
+        await slow.open()
+        await starting
+        await cluster.shutdown()
+
+    asyncio.run(body())
