@@ -23,7 +23,7 @@ class Publisher:
       trainer: a `protocols.Trainer`, or its proxy.
       trainer_lock: held by whoever calls the trainer, because it takes one call at a time.
       engines: the rollout engines; one that fails is reported lost there, and the others go on.
-      recorder: gets a span for each engine.
+      recorder: gets a span for each engine, all on the track `weights`.
 
     Attributes:
       version: the version that the trainer holds; whoever trains sets it while holding the lock.
@@ -140,4 +140,4 @@ class _Update:
         self.engine.policy_version, self.engine.paused = self._version, False
         end = asyncio.get_running_loop().time()
         self._recorder.status(self.engine.name, f"serving version {self._version}")
-        self._recorder.span(self.engine.name, "sync", self._start, end, {"policy_version": self._version})
+        self._recorder.span("weights", f"sync {self.engine.name}", self._start, end, {"policy_version": self._version})

@@ -221,10 +221,8 @@ def lengths(generated_tokens: Sequence[int]) -> str:
     return _styled(draw)
 
 
-UPDATE = ("weight update", ORANGE)
-
 _KINDS = (
-    (*UPDATE, ("sync", "weight", "publish", "pause")),
+    ("weight update", ORANGE, ("sync", "weight", "publish", "pause")),
     ("evaluation", TEAL, ("eval",)),
     ("checkpoint", MUTED, ("checkpoint", "save")),
     ("training", GREEN, ("train", "warm", "grad", "step")),
@@ -260,8 +258,7 @@ def lanes(spans: Sequence[timeline.Span], start: float, end: float) -> str:
     order = sorted(tracks, key=lambda track: (timeline.row_order(track), track))
 
     def draw() -> Any:
-        # A weight update holds up its whole engine, so it is drawn over the band's height rather than on a lane.
-        used = {track: sorted({s.lane for s in tracks[track] if kind(s) != UPDATE} or {0}) for track in order}
+        used = {track: sorted({span.lane for span in tracks[track]}) for track in order}
         heights = [min(3.2, 0.8 + 0.08 * len(used[track])) for track in order]
         figure, axes = _axes(10, 0.8 + 0.36 * sum(heights))
         boxes: dict[tuple[str, str], list[tuple[float, float, float, float]]] = {}
@@ -269,11 +266,8 @@ def lanes(spans: Sequence[timeline.Span], start: float, end: float) -> str:
         for track, height in zip(order, heights, strict=True):
             thick = (height - 0.3) / len(used[track])
             for span in tracks[track]:
-                low, high = top + 0.15, top + height - 0.15
-                if kind(span) != UPDATE:
-                    low += used[track].index(span.lane) * thick
-                    high = low + thick * 0.86
-                box = (max(span.start, start) - start, low, min(span.end, end) - start, high)
+                low = top + 0.15 + used[track].index(span.lane) * thick
+                box = (max(span.start, start) - start, low, min(span.end, end) - start, low + thick * 0.86)
                 boxes.setdefault(kind(span), []).append(box)
             axes.axhline(top, color=GRID, linewidth=0.8)
             label = f"{track}  {busy_share(tracks[track], start, end):.0%} busy"

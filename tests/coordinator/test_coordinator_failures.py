@@ -106,7 +106,7 @@ def test_the_only_engine_is_restarted_with_the_current_weights_before_it_serves(
 
     bench, _ = run_all(tmp_path, faulty_specs(monkeypatch, die_once_in_the_third_step, count=1))
     assert bench.cluster.spawned == ["trainer", "engine-0", "engine-0"]
-    syncs = [span[4]["policy_version"] for span in bench.recorder.spans if span[:2] == ("engine-0", "sync")]
+    syncs = [span[4]["policy_version"] for span in bench.recorder.spans if span[:2] == ("weights", "sync engine-0")]
     assert syncs == [0, 1, 2, 2, 3, 4]
     assert turns_of(bench) == reference_tokens(tmp_path)
 

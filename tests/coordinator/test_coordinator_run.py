@@ -118,7 +118,9 @@ def test_metrics_and_trace_say_what_happened(tmp_path):
     assert sum(scalars["tokens/generated"] for _, scalars in bench.recorder.steps) == sum(
         turn["generated_tokens"] for record in bench.recorder.trajectories for turn in record["turns"]
     )
-    assert {name for track, name, *_ in bench.recorder.spans if track == "engine-0"} == {"generate", "sync"}
+    assert {name for track, name, *_ in bench.recorder.spans if track == "engine-0"} == {"generate"}
+    updates = {name for track, name, *_ in bench.recorder.spans if track == "weights"}
+    assert updates == {f"sync {name}" for name in ("engine-0", "engine-1")}
     assert {name for track, name, *_ in bench.recorder.spans if track == "trainer"} == {"train step"}
 
 

@@ -70,7 +70,7 @@ def workdir(tmp_path):
             turn = {"generated_tokens": 10 * (request + 1), "tool": "calculator", "status": "success"}
             one.trajectory({"trajectory_id": f"{step}/{request}", "turns": [turn], "step": step})
         one.span("trainer", "train step", begin + 1, begin + 2)
-        one.span("engine-0", "sync", begin + 2, begin + 2.1)
+        one.span("weights", "sync engine-0", begin + 2, begin + 2.1)
         now[0] += 2.5
         numbers = {
             "reward/mean": 0.5 + step / 40,
