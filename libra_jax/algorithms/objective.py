@@ -41,7 +41,7 @@ class ObjectiveSums(NamedTuple):
       loss_sum: scalar to differentiate.
       count: scalar that the sum of all `loss_sum` is divided by.
       metrics: name to (sum, count); the metric is sum / count after all parts are added, no value where count is 0.
-      maxima: name to the largest value; 0 where nothing is trained.
+      maxima: name to the largest of positive values; 0 where there are none.
     """
 
     loss_sum: jax.Array

@@ -125,7 +125,7 @@ class Learner:
           extras: further [B, T] arrays of each micro-batch: `advantages`, `reference`.
 
         Returns:
-          The step's metrics; one whose count is 0 is left out.
+          The step's metrics; a mean or a maximum over nothing is left out.
 
         Raises:
           LibraError: the devices ran out of memory.
@@ -161,7 +161,9 @@ def _merge(parts: Sequence[step.Report]) -> dict[str, float]:
         if count > 0:
             merged[name] = total / count
     for name in parts[0]["maxima"]:
-        merged[name] = float(max(part["maxima"][name] for part in parts))
+        largest = float(np.max([part["maxima"][name] for part in parts]))
+        if largest != 0:  # all are maxima of positive numbers: there were none to compare
+            merged[name] = largest
     return merged
 
 

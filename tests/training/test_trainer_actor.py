@@ -134,6 +134,13 @@ def test_mismatch_is_measured_on_the_scoring_versions_tokens_only_against_transf
     assert metrics["offpolicy/kl"] == pytest.approx(np.expm1(0.5) - 0.5, rel=1e-3)
 
 
+def test_without_a_token_of_the_scoring_version_no_mismatch_is_reported(small, start):
+    metrics = start().train_step(_batch(small, sampled_by=-5))
+    assert not [name for name in metrics if name.startswith("mismatch/")]
+    assert metrics["ratio/max"] > 0
+    assert metrics["offpolicy/kl"] > 0
+
+
 def test_warm_start_learns_and_training_begins_with_a_fresh_optimizer(small, start):
     warm = config_lib.WarmStartConfig(steps=5, learning_rate=1e-2)
     actor = start(warm_start=warm, algorithm=config_lib.AlgorithmConfig(kl_coefficient=0.1))
