@@ -22,7 +22,7 @@ from typing import Any
 from libra_jax import protocols
 
 FOLDER, MANIFEST, COORDINATOR, TRAINER = "checkpoints", "manifest.json", "coordinator.json", "trainer"
-FORMAT = 1
+FORMAT = 2
 
 
 def newest_step(workdir: Path) -> int:

@@ -111,8 +111,8 @@ class Coordinator:
         self._bound = admission.Bound(limits.groups_per_step, limits.staleness, config.steps)
         self._summary = RunSummary()
         self._ready = False  # workers are up, and a checkpoint has been restored if there was one
-        self._opened = False  # the policy that training begins with has been reported
         self._step = 0  # training steps taken, which is also the trainer's version
+        self._evaluated = protocols.NO_VERSION  # the version evaluated last
         self._next_step = 0  # the version at which the next batch to be selected will train
         self._data_position = 0
         self._reported: collections.Counter[str] = collections.Counter()
@@ -215,7 +215,7 @@ class Coordinator:
         state = await self._saver.restore(step)
         self._recorder.note(f"Going on from the checkpoint at step {step}.")
         self._step = self._next_step = step
-        self._opened = state["opened"]
+        self._evaluated = state["evaluated"]
         self._data_position = state["data_position"]
         self._warm_start.taken = state["warm_start_steps"]
         self._scheduler.restore(state["scheduler"])
@@ -226,7 +226,7 @@ class Coordinator:
         """The coordinator's part of a checkpoint."""
         return {
             "step": self._step,
-            "opened": self._opened,
+            "evaluated": self._evaluated,
             "data_position": self._data_position,
             "warm_start_steps": self._warm_start.taken,
             "scheduler": dict(self._scheduler.snapshot()),
@@ -235,7 +235,7 @@ class Coordinator:
         }
 
     async def _open(self) -> None:
-        """Warm-starts what has not been, publishes the policy, and reports the one that training begins with."""
+        """Warm-starts what has not been, publishes the policy, and evaluates it unless that has been done."""
         name, begin = self._trainer_spec.name, self._loop.time()
         report = await self._warm_start.run(
             self._take_warm_start_step, self._ending, lambda text: self._recorder.status(name, text)
@@ -244,13 +244,11 @@ class Coordinator:
             self._recorder.span(name, "warm start", begin, self._loop.time())
         await self._ending.race(self._publish())
         self._step_began = self._loop.time()  # rollout begins here
-        if not self._opened:
-            report |= await self._evaluate_if_due()
-            if report:
-                self._recorder.metrics(0, {"policy_version": 0, **report})
-            self._opened = True
-            if self._warm_start.taken:
-                await self._saver.at_step(0)
+        report |= await self._evaluate_if_due()
+        if report:
+            self._recorder.metrics(self._step, {"policy_version": self._step, **report})
+        if self._step == 0 and self._warm_start.taken:
+            await self._saver.at_step(0)
 
     async def _take_warm_start_step(self, batch: list[protocols.Trajectory]) -> Mapping[str, float]:
         async with self._trainer_lock:
@@ -342,13 +340,14 @@ class Coordinator:
 
     async def _evaluate_if_due(self) -> dict[str, float]:
         every = self._config.evaluation.every
-        if not every or (self._step % every and self._step < self._config.steps):
+        if not every or self._evaluated == self._step or (self._step % every and self._step < self._config.steps):
             return {}
         begin = self._loop.time()
         self._recorder.status("rollout", f"evaluating version {self._step}")
         work = evaluation.evaluate(self._config, runner=self._runner, tasks=self._tasks, version=self._step)
         result = await self._ending.race(work)
         end = self._loop.time()
+        self._evaluated = self._step
         self._summary.accuracies[self._step] = result["evaluation/accuracy"]
         self._recorder.span("coordinator", "evaluation", begin, end, {"policy_version": self._step})
         return {**result, "evaluation/seconds": end - begin}

@@ -234,6 +234,30 @@ def test_a_stop_during_the_warm_start_keeps_the_steps_taken(tmp_path):
     assert "evaluation/accuracy" in resumed.recorder.steps[0][1]
 
 
+@pytest.mark.parametrize("version", [0, 2, 4])
+def test_an_evaluation_that_a_stop_cut_short_is_made_when_the_run_goes_on(tmp_path, version):
+    config = doubles.make_config(checkpoint={"every": 1}, evaluation={"every": 2, "tasks": 3})
+
+    class Signalled(doubles.Tasks):
+        def evaluation_task(self, index):
+            if coordinator._step == version:
+                coordinator.request_stop()
+            return super().evaluation_task(index)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(doubles, "Tasks", Signalled)
+        bench = doubles.Bench(config, tmp_path, export=tmp_path / "model")
+        coordinator = bench.coordinator
+        summary = bench.run()
+    assert (summary.stopped, summary.steps) == (True, version)
+    assert version not in summary.accuracies
+    resumed = doubles.Bench(config, tmp_path, export=tmp_path / "model")
+    assert sorted(resumed.run().accuracies) == [item for item in (0, 2, 4) if item >= version]
+    step, scalars = resumed.recorder.steps[0]
+    assert (step, "evaluation/accuracy" in scalars) == (version, True)
+    assert sorted(bench.trained["prompts"]) == prompts(12)
+
+
 def test_a_finished_run_says_so_and_starts_nothing(tmp_path):
     config = doubles.make_config(checkpoint={"every": 2})
     doubles.Bench(config, tmp_path).run()
