@@ -4,7 +4,8 @@
                                         coordinator.json  data position, groups waiting and in flight, statistics
                                         manifest.json     names the parts; without it the directory is no checkpoint
 
-A kill at any point leaves either the old newest checkpoint or the new one, and rubbish that the next save removes.
+A kill at any point leaves either the old newest checkpoint or the new one, and rubbish that the next save removes. A
+second checkpoint of the same step gives its parts other names, and counts from the renaming of its manifest.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Checkpoints:
     def __init__(self, workdir: Path, keep: int) -> None:
         self._folder = workdir / FOLDER
         self._keep = keep
+        self._parts: dict[str, str] = {}  # names of the parts of the checkpoint begun last
 
     def newest(self) -> int:
         """The step of the newest checkpoint, -1 if there is none."""
@@ -48,20 +50,31 @@ class Checkpoints:
 
     def trainer_path(self, step: int) -> Path:
         """Where the trainer's part of the checkpoint is."""
-        return _directory(self._folder, step) / TRAINER
+        directory = _directory(self._folder, step)
+        return directory / json.loads((directory / MANIFEST).read_text())["trainer"]
 
     def begin(self, step: int, state: Mapping[str, Any]) -> Path:
-        """Writes the coordinator's part of a new checkpoint; the trainer saves to the returned path."""
+        """Writes the coordinator's part of a new checkpoint; the trainer saves to the returned path.
+
+        One of the same step counts until this one is committed.
+        """
         directory = _directory(self._folder, step)
-        _remove(directory)  # an earlier run was killed while it wrote this one
-        directory.mkdir(parents=True)
-        _write_durably(directory / COORDINATOR, json.dumps(state))
-        return directory / TRAINER
+        if (directory / MANIFEST).exists():
+            _remove_strangers(directory)
+        else:
+            _remove(directory)  # an earlier run was killed while it wrote this one
+            directory.mkdir(parents=True)
+        suffix = "-again" if (directory / COORDINATOR).exists() else ""
+        path = directory / COORDINATOR
+        self._parts = {"coordinator": f"{path.stem}{suffix}{path.suffix}", "trainer": f"{TRAINER}{suffix}"}
+        _write_durably(directory / self._parts["coordinator"], json.dumps(state))
+        return directory / self._parts["trainer"]
 
     def commit(self, step: int) -> None:
         """Makes the checkpoint count, once all its parts are durable, and removes those that are too old."""
-        manifest = {"format": FORMAT, "step": step, "coordinator": COORDINATOR, "trainer": TRAINER}
+        manifest = {"format": FORMAT, "step": step, **self._parts}
         _write_durably(_directory(self._folder, step) / MANIFEST, json.dumps(manifest))
+        _remove_strangers(_directory(self._folder, step))
         kept = sorted(_complete(self._folder))[-self._keep :]
         for directory in self._folder.iterdir():
             if directory not in {_directory(self._folder, item) for item in kept}:
@@ -120,6 +133,18 @@ def _remove(directory: Path) -> None:
     """Removes a checkpoint or what is left of one; the manifest first, so that half of it never counts."""
     (directory / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(directory, ignore_errors=True)
+
+
+def _remove_strangers(directory: Path) -> None:
+    """Removes what a checkpoint's manifest does not name."""
+    manifest = json.loads((directory / MANIFEST).read_text())
+    for path in directory.iterdir():
+        if path.name in (MANIFEST, manifest["coordinator"], manifest["trainer"]):
+            continue
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
 
 
 # Groups as JSON: the per-token lists as packed numbers, because spelling out millions of floats would stall the loop.

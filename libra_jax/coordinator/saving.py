@@ -42,6 +42,7 @@ class Saver:
         self._recorder = recorder
         self._state = state
         self._pending: int | None = None
+        self._held: list[int] = []  # the progress that the newest checkpoint, restored or begun, holds
         self._seconds = 0.0
 
     def take_seconds(self) -> float:
@@ -60,6 +61,7 @@ class Saver:
         version = await self._ask(self._trainer.restore(path), "restore a checkpoint")
         if version != step:
             raise protocols.DataError(f"{path} holds version {version}, not {step}: remove that checkpoint.")
+        self._held = _progress(state)
         return state
 
     async def at_step(self, step: int) -> None:
@@ -77,14 +79,14 @@ class Saver:
         return bool(self._every)
 
     async def begin(self, step: int) -> None:
-        """Begins a checkpoint, unless there is one of this step."""
-        if self._files.newest() >= step:
+        """Begins a checkpoint, unless the newest one holds the same progress."""
+        begin, state = asyncio.get_running_loop().time(), self._state()
+        if _progress(state) == self._held:
             return
-        begin = asyncio.get_running_loop().time()
-        path = self._files.begin(step, self._state())
+        path = self._files.begin(step, state)
         async with self._lock:
             await self._ask(self._trainer.save(str(path)), "begin a save")
-        self._pending = step
+        self._pending, self._held = step, _progress(state)
         self._count(begin, "save", step)
 
     async def commit(self) -> None:
@@ -105,3 +107,8 @@ class Saver:
         end = asyncio.get_running_loop().time()
         self._seconds += end - begin
         self._recorder.span("coordinator", f"checkpoint {what}", begin, end, {"step": step})
+
+
+def _progress(state: Mapping[str, Any]) -> list[int]:
+    """What tells two checkpoints apart that are worth having."""
+    return [state["step"], state["warm_start_steps"], state["evaluated"]]

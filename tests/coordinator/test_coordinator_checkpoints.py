@@ -99,6 +99,40 @@ def test_killed_at_any_write_the_newest_checkpoint_is_whole(tmp_path):
     assert outcomes == {1, 2}
 
 
+def test_killed_at_any_write_a_checkpoint_that_is_being_replaced_is_whole(tmp_path):
+    def save(files: checkpoints.Checkpoints, content: str) -> None:
+        path = files.begin(1, {"content": content})
+        path.mkdir()
+        (path / "state.json").write_text(content)
+        files.commit(1)
+
+    def held(files: checkpoints.Checkpoints) -> str:
+        content = files.load(1)["content"]
+        assert (files.trainer_path(1) / "state.json").read_text() == content
+        return content
+
+    outcomes = set()
+    for operation in range(100):
+        workdir = tmp_path / str(operation)
+        files = checkpoints.Checkpoints(workdir, keep=1)
+        save(files, "old")
+        with pytest.MonkeyPatch.context() as patch:
+            calls = kill_at(patch, operation)
+            try:
+                save(files, "new")
+            except Killed:
+                outcomes.add(held(files))
+        for content in ("newer", "newest"):
+            save(files, content)
+            assert held(files) == content
+            assert len(list(workdir.glob("checkpoints/*/*"))) == 3
+        if len(calls) < operation:
+            break
+    else:
+        pytest.fail("the save never ran to its end")
+    assert outcomes == {"old", "new"}
+
+
 def test_the_newest_checkpoints_are_kept(tmp_path):
     files = checkpoints.Checkpoints(tmp_path, keep=2)
     for step in (5, 10, 15, 20):

@@ -234,6 +234,41 @@ def test_a_stop_during_the_warm_start_keeps_the_steps_taken(tmp_path):
     assert "evaluation/accuracy" in resumed.recorder.steps[0][1]
 
 
+def test_after_a_stop_in_the_warm_start_neither_a_stop_nor_a_kill_takes_a_step_of_it_back(tmp_path):
+    config = doubles.make_config(warm_start={"steps": 5, "batch_size": 2}, checkpoint={"every": 2})
+
+    def run_until(warm: int) -> dict[str, int]:
+        class Ends(doubles.RecordingTrainer):
+            async def warm_start_step(self, sequences):
+                bench.coordinator.request_stop()
+                if self.state["warm"] == warm - 1:
+                    return await super().warm_start_step(sequences)
+                raise AssertionError("a warm-start step was lost")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(doubles, "make_trainer", lambda log: Ends(0.05, 3, log))
+            bench = doubles.Bench(config, tmp_path)
+            assert bench.run().stopped
+        return bench.trained
+
+    for warm in (1, 2, 3, 4):
+        assert run_until(warm)["warm"] == warm
+
+    class Dies(doubles.RecordingTrainer):
+        async def train_step(self, batch):
+            await asyncio.sleep(1.0)
+            raise protocols.WorkerLost("killed")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(doubles, "make_trainer", lambda log: Dies(0.05, 3, log))
+        with pytest.raises(protocols.WorkerLost, match="killed"):
+            doubles.Bench(config, tmp_path).run()
+    resumed = doubles.Bench(config, tmp_path)
+    resumed.run()
+    assert resumed.trained["warm"] == 5
+    assert {name for track, name, *_ in resumed.recorder.spans if track == "trainer"} == {"train step"}
+
+
 @pytest.mark.parametrize("version", [0, 2, 4])
 def test_an_evaluation_that_a_stop_cut_short_is_made_when_the_run_goes_on(tmp_path, version):
     config = doubles.make_config(checkpoint={"every": 1}, evaluation={"every": 2, "tasks": 3})
