@@ -43,9 +43,9 @@ def _parse_flags(argv: Sequence[str]) -> Any:
         if len(remaining) > 1:
             raise flags.Error(f"unexpected argument {remaining[1]!r}; settings look like --config.steps=10")
         if "config" in flags.FLAGS:
-            flags.FLAGS.config  # noqa: B018  (a config file that cannot be read raises here, not in main)
+            flags.FLAGS.config.to_dict()  # a config file that cannot be read raises here, not in main
         return remaining
-    except (AttributeError, KeyError, FileNotFoundError, ImportError, SyntaxError, ValueError, flags.Error) as error:
+    except (AttributeError, KeyError, OSError, ImportError, SyntaxError, TypeError, ValueError, flags.Error) as error:
         print(f"error: {_flag_sentence(argv, error)}", file=sys.stderr)
         sys.exit(2)
 
@@ -65,8 +65,8 @@ def _flag_sentence(argv: Sequence[str], error: Exception) -> str:
             sentence = _unknown_field(path, value)
             if sentence:
                 return sentence
-    if isinstance(error, FileNotFoundError):
-        return f"--config: there is no file {error.filename!r}"
+    if isinstance(error, OSError):
+        return "--config: " + " ".join(str(error).split("Attempted")[-1].split())
     return str(error).splitlines()[0]
 
 

@@ -122,7 +122,7 @@ def test_a_model_of_an_unknown_architecture_is_refused(model_directory, tmp_path
     (other / "config.json").write_text(
         json.dumps({**config, "architectures": ["MambaForCausalLM"], "model_type": "mamba"})
     )
-    assert_one_sentence(train(QUICKSTART, f"--config.model.path={other}", "--dry_run"), "amba", "Qwen3")
+    assert_one_sentence(train(QUICKSTART, f"--config.model.path={other}", "--dry_run"), "mamba", "llama, qwen2, qwen3")
 
 
 def test_a_truncated_model_directory_is_refused(model_directory, tmp_path):
