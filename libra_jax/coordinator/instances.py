@@ -106,7 +106,7 @@ class Instances:
         engine.proxy, engine.paused, engine.policy_version = None, False, protocols.NO_VERSION
         self._recorder.status(engine.name, "lost")
         self.changed()
-        if self._ending.called:  # nothing asks for tokens any more; Ctrl-C reaches the engines' processes too
+        if self._ending.called:  # nothing asks for tokens any more
             return
         self._recorder.note(f"Engine {engine.name} was lost ({error}); its requests resume elsewhere.")
         self._ending.start(self._restart(engine, error), f"restart {engine.name}")

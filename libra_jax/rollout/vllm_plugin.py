@@ -1,11 +1,12 @@
 """What vLLM runs in every process that it starts, through the entry point group `vllm.general_plugins`.
 
 It makes the memfd weight transfer known to vLLM, and, where our environment variables ask for it, ties the process's
-life to its parent's and sends its output to a file. Nothing imported from here reaches JAX.
+life to its parent's, keeps Ctrl-C from it, and sends its output to a file. Nothing imported from here reaches JAX.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -13,7 +14,8 @@ import signal
 import sys
 
 PARENT_DEATH_VARIABLE = "LIBRA_JAX_PARENT_DEATH_SIGNAL"
-"""Set to 1, processes that vLLM starts are killed by the kernel when the one that started them dies."""
+"""Set to 1, processes that vLLM starts are killed by the kernel when the one that started them dies, and
+leave its process group."""
 
 LOG_VARIABLE = "LIBRA_JAX_ENGINE_LOG"
 """A file that takes what vLLM's processes write to stdout and stderr."""
@@ -39,6 +41,7 @@ def register() -> None:
         _redirect_output(log)
     if os.environ.get(PARENT_DEATH_VARIABLE) == "1":
         die_with_parent()
+        leave_group()
 
 
 def die_with_parent() -> None:
@@ -51,6 +54,15 @@ def die_with_parent() -> None:
     if parent is not None and os.getppid() != parent.pid:
         # The parent died before the request was in place.
         os._exit(1)
+
+
+def leave_group() -> None:
+    """Makes this process's own group, so that Ctrl-C, which a terminal sends to a group, reaches the coordinator only.
+
+    A guard that kills the parent's group (`cluster.guard`) misses this process from now on; it dies with its parent.
+    """
+    with contextlib.suppress(PermissionError):  # it leads a session, and so a group, already
+        os.setpgid(0, 0)
 
 
 def _redirect_output(path: str) -> None:

@@ -379,7 +379,7 @@ def test_a_killed_process_fails_running_requests_at_once_and_leaves_nothing(host
 
 
 PARENT = """
-import asyncio, json, time
+import asyncio, json, signal
 from libra_jax import config
 from libra_jax.models import config as models_config
 from libra_jax.rollout import vllm_engine
@@ -389,6 +389,7 @@ async def main():
     shape = models_config.to_hf(models_config.load_preset("libra-tiny"))
     engine = vllm_engine.create("orphan", shape, rollout, 1, seed=0)
     info = await engine.start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     print(json.dumps([list(info.process_ids), sorted(engine._launch._segments)]), flush=True)
     await asyncio.sleep(600)
 
@@ -398,16 +399,19 @@ if __name__ == "__main__":
 
 
 @pytest.mark.multiprocess
-def test_a_killed_front_end_takes_its_engine_with_it():
+def test_a_killed_front_end_takes_its_engine_with_it_and_ctrl_c_reaches_the_front_end_alone():
     # A short path, unlike pytest's own: sockets live in it, and their names have at most 107 characters.
     with tempfile.TemporaryDirectory(prefix="libra-") as directory:
         script = pathlib.Path(directory, "front_end.py")
         script.write_text(PARENT)
         environment = {**os.environ, "TMPDIR": directory}
-        parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment)
+        command = [sys.executable, str(script)]
+        parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True)
         try:
             pids, segments = json.loads(parent.stdout.readline())
             assert len(pids) >= 2
+            os.killpg(parent.pid, signal.SIGINT)
+            time.sleep(2.0)
             assert not any(is_gone(pid) for pid in pids)
         finally:
             parent.kill()
