@@ -142,6 +142,18 @@ class Trajectory:
         self.log_probs.extend(delta.log_probs)
         self.policy_versions.extend(delta.policy_versions)
 
+    def clear(self) -> None:
+        """Drops every token and turn; the attempt's name, its metrics and its outcome stay."""
+        for values in (
+            self.token_ids,
+            self.sources,
+            self.loss_mask,
+            self.log_probs,
+            self.policy_versions,
+            self.turns,
+        ):
+            values.clear()
+
     @property
     def generated_tokens(self) -> int:
         """Tokens the policy sampled, over all turns."""

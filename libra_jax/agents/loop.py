@@ -134,15 +134,7 @@ class _Attempt:
 
     def start_over(self) -> None:
         """Drops every retained token; the metrics say so."""
-        for tokens in (
-            self.trajectory.token_ids,
-            self.trajectory.sources,
-            self.trajectory.loss_mask,
-            self.trajectory.log_probs,
-            self.trajectory.policy_versions,
-            self.trajectory.turns,
-        ):
-            tokens.clear()
+        self.trajectory.clear()
         self.position = self.turn = 0
         self.metrics = {"replay_differs": 1.0}
 

@@ -86,14 +86,6 @@ def begin(trajectory_id: str, task: protocols.Task) -> protocols.Trajectory:
 
 def _empty(trajectory: protocols.Trajectory) -> None:
     """Makes the trajectory, which others hold, one that has not begun."""
-    for values in (
-        trajectory.token_ids,
-        trajectory.sources,
-        trajectory.loss_mask,
-        trajectory.log_probs,
-        trajectory.policy_versions,
-        trajectory.turns,
-        trajectory.metrics,
-    ):
-        values.clear()
+    trajectory.clear()
+    trajectory.metrics.clear()
     trajectory.reward = trajectory.finish = None
