@@ -320,7 +320,6 @@ class GenerationRequest:
     request_id: str
     token_ids: tuple[int, ...]
     sampling: SamplingParams
-    priority: int = 0
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def diagnostics(
     """How far the correction reaches, as (sum, count) pairs over the trained tokens.
 
     `correction/weight` and `correction/weight_squared` are the first two moments of the weights; from their sums over
-    the whole batch follows the effective sample size (`effective_sample_fraction`).
+    the whole batch follows the effective sample size, as a fraction of the samples weight² / weight_squared (Kish).
 
     Args:
       log_ratio_BxT: log π - log π_behaviour.
@@ -115,14 +115,3 @@ def diagnostics(
         "correction/weight_squared": (jnp.sum(jnp.square(kept_BxT)), count),
         "correction/capped_fraction": (jnp.sum(capped_BxT, dtype=weights_BxT.dtype), count),
     }
-
-
-def effective_sample_fraction(weight_sum: jax.Array, squared_sum: jax.Array, count: jax.Array) -> jax.Array:
-    """Kish's effective sample size over the number of samples, (Σw)² / (n Σw²), in [0, 1]; 0 where all weights are.
-
-    Example:
-      >>> print(effective_sample_fraction(2.0, 4.0, 2.0))  # weights 2 and 0: one of two samples is left
-      0.5
-    """
-    denominator = count * squared_sum
-    return jnp.where(denominator > 0, jnp.square(weight_sum) / jnp.where(denominator > 0, denominator, 1.0), 0.0)

@@ -35,7 +35,7 @@ Metrics = dict[str, tuple[jax.Array, jax.Array]]
 
 
 class ObjectiveSums(NamedTuple):
-    """What a piece of the batch contributes; the parts of any split add up (`add`).
+    """What a piece of the batch contributes; the parts of any split add up, and their maxima compare.
 
     Attributes:
       loss_sum: scalar to differentiate.
@@ -48,16 +48,6 @@ class ObjectiveSums(NamedTuple):
     count: jax.Array
     metrics: Metrics
     maxima: dict[str, jax.Array]
-
-
-def add(first: ObjectiveSums, second: ObjectiveSums) -> ObjectiveSums:
-    """The sums of two parts of a batch: sums and counts are added, maxima compared. Both have the same metrics."""
-    return ObjectiveSums(
-        first.loss_sum + second.loss_sum,
-        first.count + second.count,
-        jax.tree.map(jnp.add, first.metrics, second.metrics),
-        jax.tree.map(jnp.maximum, first.maxima, second.maxima),
-    )
 
 
 class _Tokens(NamedTuple):

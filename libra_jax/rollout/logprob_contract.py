@@ -40,20 +40,3 @@ def check(rollout: config.RolloutConfig, algorithm: config.AlgorithmConfig) -> N
         f"{' and '.join(truncating)} cannot be combined with {partner}, whose probability ratios would be biased: "
         "set top_p to 1.0 and top_k to 0 and shape sampling with rollout.temperature alone"
     )
-
-
-def sampling_params(
-    rollout: config.RolloutConfig, stop_token_ids: tuple[int, ...], temperature: float | None = None
-) -> protocols.SamplingParams:
-    """Sampling parameters under the contract.
-
-    Args:
-      rollout: temperature and most tokens of a model output.
-      stop_token_ids: tokens that end an output.
-      temperature: instead of the training temperature (evaluation); 0 is greedy.
-    """
-    return protocols.SamplingParams(
-        temperature=rollout.temperature if temperature is None else temperature,
-        max_tokens=rollout.max_tokens,
-        stop_token_ids=stop_token_ids,
-    )

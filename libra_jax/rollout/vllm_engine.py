@@ -196,7 +196,7 @@ class VllmEngine:
         queue, finished = None, False
         self._running += 1
         try:
-            queue = await engine.add_request(request.request_id, prompt, params, priority=request.priority)
+            queue = await engine.add_request(request.request_id, prompt, params)
             # Kept, because vLLM forgets it when the request ends, perhaps before its last output is read here.
             state = engine.output_processor.request_states.get(queue.request_id)
             sent = 0

@@ -121,16 +121,10 @@ class RunRecorder:
         for sink in self._metrics_sinks:
             sink.flush()
 
-    def close(self, summary: str | None = None) -> None:
-        """Flushes and closes every sink and gives the terminal back. Idempotent.
-
-        Args:
-          summary: a last sentence for the person watching.
-        """
+    def close(self) -> None:
+        """Flushes and closes every sink and gives the terminal back. Idempotent."""
         if self._closed:
             return
-        if self._console is not None and summary:
-            self._console.note(summary)
         self._closed = True
         self._trace.close()
         self._timeline.close()

@@ -53,10 +53,10 @@ def test_every_file_is_written_and_a_second_close_does_nothing(tmp_path):
     clock = Clock()
     one = recorder.create(run_config(console=False), tmp_path / "new" / "run", clock)
     record_run(one, clock)
-    one.close("Done.")
+    one.close()
     workdir = tmp_path / "new" / "run"
     before = {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()}
-    one.close("Done.")
+    one.close()
     record_run(one, clock)
     one.flush()
     assert {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()} == before
@@ -94,7 +94,8 @@ def test_a_pipe_gets_one_plain_line_a_step_and_a_status_now_and_then(tmp_path, c
         one.status("trainer", f"warm start {warm}/100")
     one.note("The run begins.")
     record_run(one, clock)
-    one.close("It is done.")
+    one.note("It is done.")
+    one.close()
     lines = capsys.readouterr().out.splitlines()
     statuses = [line for line in lines if line.startswith("trainer: warm start")]
     assert 2 <= len(statuses) <= 3
@@ -116,7 +117,7 @@ def test_a_console_can_be_left_out(tmp_path, capsys):
     one = recorder.create(run_config(console=False), tmp_path, clock)
     one.note("unseen")
     record_run(one, clock)
-    one.close("unseen")
+    one.close()
     assert capsys.readouterr().out == ""
 
 
@@ -184,7 +185,8 @@ one.note("A note to read.")
 print("printed by somebody else")
 if sys.argv[2] == "raise":
     raise RuntimeError("the run broke")
-one.close("The run is done.")
+one.note("The run is done.")
+one.close()
 """
 
 
