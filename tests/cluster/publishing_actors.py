@@ -1,0 +1,65 @@
+"""The coordinator's doubles with weights: a trainer that publishes through shared memory, an engine that reads it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import coordinator_doubles as doubles
+
+from libra_jax import protocols
+from libra_jax.interop import memfd
+from libra_jax.rollout import fake_engine
+
+NBYTES = 1 << 16
+
+
+def content(version: int, index: int) -> bytes:
+    return bytes([version + 1, index]) * (NBYTES // 2)
+
+
+class Trainer(doubles.RecordingTrainer):
+    """Two pieces of memory in turn: a bucket stays readable until the next but one is staged."""
+
+    async def open_weights(self, policy_version: int) -> int:
+        self._owners = [memfd.Owner(NBYTES, "a test") for _ in range(2)]
+        return await super().open_weights(policy_version)
+
+    async def stage_weights(self, policy_version: int, index: int) -> protocols.WeightBucket:
+        await super().stage_weights(policy_version, index)
+        owner = self._owners[index % 2]
+        owner.buffer[:] = content(policy_version, index)
+        return protocols.WeightBucket(policy_version, index, self._buckets, (), NBYTES, owner.address)
+
+    async def close_weights(self, policy_version: int) -> None:
+        for owner in self._owners:
+            owner.close()
+        await super().close_weights(policy_version)
+
+
+class Engine(fake_engine.FakeEngine):
+    """Writes down every bucket that arrived whole: reader, owner, version, index."""
+
+    def __init__(self, name: str, log: str) -> None:
+        super().__init__(
+            name=name,
+            script=doubles.chatter,
+            slots=4,
+            max_context=256,
+            tensor_parallel=1,
+            stream_interval=2,
+            tokens_per_second=20_000.0,
+            fail_after_tokens=None,
+        )
+        self._log = Path(log)
+
+    async def update_weights(self, bucket: protocols.WeightBucket) -> None:
+        await super().update_weights(bucket)
+        with memfd.open_peer(bucket.transport) as memory:
+            assert memory[:] == content(bucket.policy_version, bucket.index)
+        with self._log.open("a") as log:
+            print(os.getpid(), bucket.transport["pid"], bucket.policy_version, bucket.index, file=log)
+
+
+def trainer(log: str) -> Trainer:
+    return Trainer(0.05, 3, log)
