@@ -160,7 +160,7 @@ def test_known_extras_are_ignored(config, params, directory):
         (lambda t: t.pop(FIRST), f"no file holds the tensor {FIRST}"),
         (
             lambda t: t.update({FIRST: t[FIRST][:-1]}),
-            f"tensor {FIRST} has shape (127, 96), but config.json implies (128, 96)",
+            f"tensor {FIRST} has shape (127, 128), but config.json implies (128, 128)",
         ),
         (lambda t: t.update({"model.layers.9.mlp.bias": t[FIRST]}), "tensor model.layers.9.mlp.bias has no place"),
     ],

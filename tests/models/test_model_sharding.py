@@ -97,7 +97,7 @@ def test_every_matrix_is_split_over_fsdp_and_tensor():
             "config.trainer.tensor: 4 does not divide the model's num_attention_heads = 14",
         ),
         ("Qwen3-0.6B", {"tensor": 16}, "config.trainer.tensor: 16 does not divide the model's num_key_value_heads = 8"),
-        ("libra-tiny", {"fsdp": 5}, "config.trainer.fsdp: 5 does not divide the model's hidden_size = 96"),
+        ("libra-tiny", {"fsdp": 5}, "config.trainer.fsdp: 5 does not divide the model's hidden_size = 128"),
     ],
 )
 def test_sizes_that_do_not_divide_are_named(preset, shape, sentence):
