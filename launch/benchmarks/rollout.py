@@ -118,12 +118,14 @@ async def _through_coordinator(dispatcher: dispatch.Dispatcher, config: configur
 
 async def _bare(engine: async_llm.AsyncLLM, config: configuration.RunConfig) -> None:
     tokenizer = tokenizers.CharacterTokenizer()
-    params = vllm.SamplingParams(
+    params = vllm.SamplingParams(  # what our engine asks for (rollout/vllm_engine.py), to the letter
         temperature=config.rollout.temperature,
         max_tokens=TOKENS,
         logprobs=0,
+        flat_logprobs=True,
         detokenize=False,
         ignore_eos=True,
+        skip_clone=True,
         output_kind=sampling_params.RequestOutputKind.DELTA,
     )
 
