@@ -20,6 +20,7 @@ def run(main: Callable[[], int | None]) -> None:
 
     LIBRA_JAX_TRACEBACK=1 in the environment shows tracebacks as well.
     """
+    sys.path.append(os.getcwd())  # where a user's own "module:factory" lives; last, so that it shadows nothing
     logging.set_verbosity(logging.WARNING)  # libraries' own progress is not for the terminal; -v=0 brings it back
     app.run(lambda _: sys.exit(_guarded(main)), flags_parser=_parse_flags)
 
