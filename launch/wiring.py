@@ -238,7 +238,7 @@ async def train(config: libra_config.RunConfig, workdir: Path) -> None:
             make_environment=factories.environment_factory(config.task),
             demonstrator=factories.demonstrator(config.task),
             tokenizer=tokenizers.create(config.task, config.model.path),
-            scheduler=schedulers.create(config.coordinator.scheduler),
+            scheduler=schedulers.create(config.scheduler.policy),
             recorder=recorder,
             workdir=workdir,
             reward=factories.reward(config.task),

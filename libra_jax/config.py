@@ -245,7 +245,6 @@ class CoordinatorConfig:
     stale: str = "wait"  # a group about to pass eta: wait (training waits for it) or replace
     filter_zero_variance: bool = False  # replace groups whose rewards are all equal (counted, capped)
     max_replacements: float = 1.0  # replaced groups allowed, as a multiple of the groups trained (plus one step)
-    scheduler: str = "least_loaded"  # which instance serves a request next
 
     def __post_init__(self) -> None:
         check(self.groups_per_step > 0, "coordinator.groups_per_step", "must be positive")
@@ -253,7 +252,26 @@ class CoordinatorConfig:
         check(self.staleness >= 0, "coordinator.staleness", "must not be negative")
         check_choice(self.stale, ("wait", "replace"), "coordinator.stale")
         check(self.max_replacements >= 0, "coordinator.max_replacements", "must not be negative")
-        check_choice(self.scheduler, ("least_loaded", "round_robin"), "coordinator.scheduler")
+
+
+POLICIES = ("least_loaded", "round_robin")
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Which rollout instance serves a request next (libra_jax/scheduling)."""
+
+    policy: str = "least_loaded"
+    max_remaining_tokens: tuple[int, ...] = ()  # bounds of the buckets: one a tensor-parallel degree but the largest
+
+    def __post_init__(self) -> None:
+        check_choice(self.policy, POLICIES, "scheduler.policy")
+        bounds = self.max_remaining_tokens
+        check(
+            all(bound > 0 for bound in bounds) and list(bounds) == sorted(set(bounds)),
+            "scheduler.max_remaining_tokens",
+            f"must be positive and ascend, not {bounds}",
+        )
 
 
 @dataclass(frozen=True)
@@ -335,6 +353,7 @@ class RunConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     coordinator: CoordinatorConfig = field(default_factory=CoordinatorConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

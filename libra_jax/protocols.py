@@ -538,6 +538,7 @@ class RequestInfo:
       group_id: its group.
       context_tokens: tokens in its context now.
       generated_tokens: tokens generated so far, over all turns.
+      dispatch_version: policy version at its group's first dispatch; the group's staleness is counted from here.
     """
 
     request_id: str
@@ -545,11 +546,15 @@ class RequestInfo:
     group_id: int
     context_tokens: int
     generated_tokens: int = 0
+    dispatch_version: int = 0
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The scheduler's decision: from now on this instance serves this request (again or anew)."""
+    """The scheduler's decision: from now on this instance serves this request (again, anew, or instead of another).
+
+    An empty instance takes a decoding request's place away: it keeps its tokens and waits again.
+    """
 
     request_id: str
     instance: str

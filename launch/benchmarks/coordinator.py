@@ -76,7 +76,7 @@ async def measure() -> dict[str, Any]:
 
 async def _attempt(dispatcher: dispatch.Dispatcher) -> None:
     name = uuid.uuid4().hex
-    dispatcher.open(name, group_id=0)
+    dispatcher.open(name, group_id=0, dispatch_version=0)
     try:
         await agent_loop.run_attempt(
             trajectory=protocols.Trajectory(trajectory_id=name, prompt_id=name),

@@ -39,7 +39,13 @@ class Attempts:
         self._reward = reward
 
     async def run(
-        self, trajectory: protocols.Trajectory, task: protocols.Task, *, group_id: int, temperature: float
+        self,
+        trajectory: protocols.Trajectory,
+        task: protocols.Task,
+        *,
+        group_id: int,
+        dispatch_version: int,
+        temperature: float,
     ) -> None:
         """Runs the attempt to its reward, from wherever the trajectory stands.
 
@@ -50,7 +56,7 @@ class Attempts:
         for left in reversed(range(self._config.task.environment_retries + 1)):
             if trajectory.reward is not None:
                 return
-            self._dispatcher.open(trajectory.trajectory_id, group_id)
+            self._dispatcher.open(trajectory.trajectory_id, group_id, dispatch_version)
             try:
                 await agent_loop.run_attempt(
                     trajectory=trajectory,

@@ -111,15 +111,15 @@ class Dispatcher:
         self._recorder = recorder
         self._loop = asyncio.get_running_loop()
         self._requests: dict[str, _Request] = {}
-        self._groups: dict[str, int] = {}
+        self._groups: dict[str, tuple[int, int]] = {}  # attempt -> its group and the version that was dispatched at
         self._streams = 0
         self.counts = Counts()
         engines.changed = self._instances_changed
         ending.start(self._watch(), "stream deadlines")
 
-    def open(self, trajectory_id: str, group_id: int) -> None:
+    def open(self, trajectory_id: str, group_id: int, dispatch_version: int) -> None:
         """An attempt of the group begins; `finish` ends what this opens."""
-        self._groups[trajectory_id] = group_id
+        self._groups[trajectory_id] = group_id, dispatch_version
 
     def finish(self, trajectory_id: str) -> None:
         """The attempt is over, failed or given up: its slot is free."""
@@ -174,7 +174,7 @@ class Dispatcher:
 
     def _arrive(self, trajectory: protocols.Trajectory) -> _Request:
         now = self._loop.time()
-        group_id = self._groups.get(trajectory.trajectory_id, EVALUATION_GROUP)
+        group_id, version = self._groups[trajectory.trajectory_id]
         request = _Request(trajectory, group_id, trajectory.generated_tokens)
         self._requests[request.name] = request
         self.counts.requests += 1
@@ -184,6 +184,7 @@ class Dispatcher:
             group_id=group_id,
             context_tokens=len(trajectory.token_ids),
             generated_tokens=request.generated,
+            dispatch_version=version,
         )
         self._apply(self._scheduler.on_arrival(info, now), now)
         return request
@@ -192,6 +193,9 @@ class Dispatcher:
         """Carries decisions out; the coordinator has been at work on them `since` then."""
         for placement in placements:
             request = self._requests[placement.request_id]
+            if not placement.instance:
+                request.displace()
+                continue
             if request.stream is not None and request.stream.engine.name != placement.instance:
                 request.stream.end()
             request.instance = placement.instance

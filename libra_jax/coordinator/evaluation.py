@@ -38,7 +38,13 @@ async def evaluate(
         pairs.append((task, attempts.begin(f"{task.prompt_id}/evaluation-{version}", task)))
     work = [
         asyncio.ensure_future(
-            runner.run(trajectory, task, group_id=dispatch.EVALUATION_GROUP, temperature=config.evaluation.temperature)
+            runner.run(
+                trajectory,
+                task,
+                group_id=dispatch.EVALUATION_GROUP,
+                dispatch_version=version,
+                temperature=config.evaluation.temperature,
+            )
         )
         for task, trajectory in pairs
     ]

@@ -112,7 +112,13 @@ class Groups:
         temperature = self._config.rollout.temperature
         tasks = [
             asyncio.ensure_future(
-                self._runner.run(trajectory, group.task, group_id=group.group_id, temperature=temperature)
+                self._runner.run(
+                    trajectory,
+                    group.task,
+                    group_id=group.group_id,
+                    dispatch_version=group.dispatch_version,
+                    temperature=temperature,
+                )
             )
             for trajectory in group.trajectories
         ]

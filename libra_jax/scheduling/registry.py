@@ -1,4 +1,4 @@
-"""Schedulers by the name that `config.coordinator.scheduler` gives them."""
+"""Schedulers by the name that `config.scheduler.policy` gives them."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ def create(name: str) -> protocols.Scheduler:
     Raises:
       ConfigError: no scheduler has that name (the nearest is offered).
     """
-    configuration.check_choice(name, tuple(SCHEDULERS), "coordinator.scheduler")
+    configuration.check_choice(name, tuple(SCHEDULERS), "scheduler.policy")
     return SCHEDULERS[name]()
