@@ -1,0 +1,79 @@
+"""Hardware sheets: what the vendors publish about an accelerator, and nothing fitted.
+
+Rates are peaks; what share of a peak an operation reaches belongs to the cost model that reads a sheet. Link rates are
+those of one direction: vendors often quote both directions added up, which a collective never gets.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+from libra_jax import protocols
+
+
+@dataclass(frozen=True)
+class HardwareSheet:
+    """One accelerator, and the node it sits in.
+
+    Attributes:
+      name: as `sheet` finds it.
+      flops: dense bfloat16 operations a second (no structured sparsity).
+      memory_bytes_per_second: high-bandwidth memory.
+      memory_bytes: high-bandwidth memory, in bytes (vendors' decimal gigabytes).
+      node_link_bytes_per_second: between two accelerators of a node, one direction, all links of one together.
+      network_bytes_per_second: out of the node, one direction, an accelerator's share.
+      devices_per_node: accelerators that the node's links join.
+    """
+
+    name: str
+    flops: float
+    memory_bytes_per_second: float
+    memory_bytes: float
+    node_link_bytes_per_second: float
+    network_bytes_per_second: float
+    devices_per_node: int
+
+
+SHEETS = (
+    # NVIDIA A100 80 GB SXM datasheet: 312 TFLOPS bf16, 2,039 GB/s, NVLink 600 GB/s in both directions.
+    # DGX A100 80 GB datasheet: eight 200 Gb/s adapters for eight GPUs.
+    HardwareSheet("a100", 312e12, 2.039e12, 80e9, 300e9, 25e9, 8),
+    # NVIDIA A800 80 GB SXM: the A100's silicon and memory with NVLink cut to 400 GB/s in both directions (NVIDIA's
+    # statement to Reuters, 7 November 2022). The node is the DGX A100's, eight 200 Gb/s adapters.
+    HardwareSheet("a800", 312e12, 2.039e12, 80e9, 200e9, 25e9, 8),
+    # NVIDIA H100 SXM datasheet: 1,979 TFLOPS bf16 with sparsity, half of it dense; 3.35 TB/s; NVLink 900 GB/s in both
+    # directions. DGX H100 datasheet: eight 400 Gb/s adapters.
+    HardwareSheet("h100", 989e12, 3.35e12, 80e9, 450e9, 50e9, 8),
+    # NVIDIA H200 SXM datasheet: the H100's arithmetic and links with 141 GB at 4.8 TB/s. DGX H200: eight 400 Gb/s.
+    HardwareSheet("h200", 989e12, 4.8e12, 141e9, 450e9, 50e9, 8),
+    # Google Cloud documentation, "TPU v5e": 197 TFLOPs bf16, 16 GB at 819 GB/s, interchip links of 400 GB/s in both
+    # directions, 8 chips a host with two 100 Gb/s adapters.
+    HardwareSheet("v5e", 197e12, 819e9, 16e9, 200e9, 3.125e9, 8),
+    # Google Cloud documentation, "TPU v5p": 459 TFLOPs bf16, 95 GB at 2,765 GB/s, interchip links of 1,200 GB/s in both
+    # directions, 4 chips a host with 200 Gb/s.
+    HardwareSheet("v5p", 459e12, 2.765e12, 95e9, 600e9, 6.25e9, 4),
+    # Google Cloud documentation, "TPU v6e": 918 TFLOPs bf16, 32 GB at 1,638 GB/s, interchip links of 800 GB/s in both
+    # directions, 8 chips a host with four 200 Gb/s adapters.
+    HardwareSheet("v6e", 918e12, 1.638e12, 32e9, 400e9, 12.5e9, 8),
+)
+"""Interchip links also join the hosts of one TPU slice; `network_bytes_per_second` there is what joins slices."""
+
+
+def names() -> tuple[str, ...]:
+    """Accelerators that have a sheet."""
+    return tuple(sheet.name for sheet in SHEETS)
+
+
+def sheet(name: str) -> HardwareSheet:
+    """The sheet of the accelerator `name`.
+
+    Raises:
+      ConfigError: there is none; the nearest name is offered.
+    """
+    for known in SHEETS:
+        if known.name == name:
+            return known
+    near = difflib.get_close_matches(name.lower(), names(), n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise protocols.ConfigError(f"hardware: {name!r} is not one of {', '.join(names())}{hint}")
