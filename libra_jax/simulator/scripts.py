@@ -1,0 +1,38 @@
+"""What a simulated attempt will do: the contract between workloads and the simulated machines.
+
+A script is fixed before the attempt begins, so that every scheduling policy is measured on the same work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from libra_jax import protocols
+
+
+@dataclass(frozen=True)
+class Script:
+    """One attempt, as it would run with nothing in its way.
+
+    Attributes:
+      prompt_tokens: tokens of the prompt; the same for all samples of a task.
+      turns: model outputs and the tool returns that follow them, at least one; the last turn's return ends the attempt.
+        A turn generates at least one token, the stop token. `tool` None is a turn that calls no tool.
+    """
+
+    prompt_tokens: int
+    turns: tuple[protocols.Turn, ...]
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens that the policy samples, over all turns."""
+        return sum(max(1, turn.generated_tokens) for turn in self.turns)
+
+
+class Workload(Protocol):
+    """Scripts by position: pure and seeded, so that any call may be repeated."""
+
+    def script(self, task_index: int, sample: int) -> Script:
+        """The script of one sample of the `task_index`-th task; any index >= 0 is valid."""
+        ...
