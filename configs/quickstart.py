@@ -16,7 +16,7 @@ from libra_jax import config as libra_config
 def get_config() -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict(libra_config.to_dict(libra_config.RunConfig()))
     config.name = "quickstart"
-    config.steps = 80
+    config.steps = 60
 
     config.model.preset = "libra-tiny"
 

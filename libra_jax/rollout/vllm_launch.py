@@ -177,6 +177,9 @@ class Launch:
             "VLLM_CONFIGURE_LOGGING": "1",
             "VLLM_LOGGING_CONFIG_PATH": str(self._directory / "logging.json"),
         }
+        if self._rollout.enforce_eager:
+            # Its sampler would still compile one comparison with the C++ compiler: 16 s before the first token.
+            variables["TORCH_COMPILE_DISABLE"] = "1"
         if self._rollout.transport == "ipc":
             # CUDA handles are Python objects: they come pickled, from this process.
             variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
