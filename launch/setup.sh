@@ -25,7 +25,8 @@ install_lock() { # name, lock file
   echo "$digest" >"$stamp"
 }
 
-[ -x .venv/bin/python ] || "$python" -m venv .venv
+# pip comes last into a new environment, so one without it was interrupted half-way.
+[ -x .venv/bin/pip ] || "$python" -m venv --clear .venv
 install_lock cpu third_party/cpu/lock.txt
 if [ "${1:-}" = --dev ]; then
   install_lock dev third_party/cpu/lock_dev.txt
