@@ -1,0 +1,155 @@
+"""Trace replay: recorded trajectories as a workload, in groups.
+
+A task is a prompt of the trace. Its first samples are the prompt's recorded trajectories, turn by turn. Further
+siblings are made from them: the attempt as a whole is longer or shorter by a log-normal factor of mean 1, part of which
+is the number of turns and part the tokens of each turn. What makes a sibling longer is trying again: its added turns
+repeat a recorded one, and half of them fail.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from libra_jax import protocols
+from libra_jax.simulator import scripts
+from libra_jax.telemetry import trace
+
+WITHIN_PROMPT_SIGMA = 0.6
+"""Standard deviation of the logarithm of a sibling's length, by default. In the AgentCgroup measurements (144
+software-engineering tasks) the two attempts at one task, by two different models, differ by about 1.5; siblings of one
+model differ less."""
+
+TURN_SHARE = 0.7
+"""Share of the factor's logarithm that goes into the number of turns."""
+
+TURN_SIGMA = 0.25
+"""Of a single turn's tokens and seconds, relative to the same width."""
+
+
+def read(path: Path) -> list[scripts.Script]:
+    """Reads a trace (DESIGN section 5) as scripts, in the file's order.
+
+    Raises:
+      DataError: the file is missing, empty or malformed, or a trajectory in it generates nothing; the message names
+        file and line.
+    """
+    return [script for _, script in _rows(path)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Replay:
+    """A `scripts.Workload` over recorded trajectories.
+
+    Attributes:
+      prompts: the recorded scripts of each prompt.
+      seed: of the order of prompts and of every draw.
+      sigma: width of the difference between siblings (standard deviation of the logarithm of their length).
+      max_context: longest context a made sibling may have; a recorded one is replayed as it is.
+      shuffle: draw the prompts in a new order each time all have been used; else they come in the trace's order.
+    """
+
+    prompts: tuple[tuple[scripts.Script, ...], ...]
+    seed: int
+    sigma: float
+    max_context: int
+    shuffle: bool = True
+
+    def script(self, task_index: int, sample: int) -> scripts.Script:
+        """The script of one attempt; see `scripts.Workload`."""
+        epoch, position = divmod(task_index, len(self.prompts))
+        if self.shuffle:
+            position = _order(len(self.prompts), f"{self.seed}/{epoch}")[position]
+        recorded = self.prompts[position]
+        if sample < len(recorded) or self.sigma == 0:
+            return recorded[sample % len(recorded)]
+        rng = random.Random(f"{self.seed}/{task_index}/{sample}")
+        return sibling(recorded[sample % len(recorded)], self.sigma, self.max_context, rng)
+
+
+def load(path: Path, *, seed: int, sigma: float, max_context: int, shuffle: bool = True) -> Replay:
+    """A replay of the trace at `path`; trajectories of one prompt become siblings.
+
+    Raises:
+      DataError: as `read`.
+    """
+    prompts: dict[str, list[scripts.Script]] = {}
+    for prompt_id, script in _rows(path):
+        prompts.setdefault(prompt_id, []).append(script)
+    return Replay(tuple(tuple(group) for group in prompts.values()), seed, sigma, max_context, shuffle)
+
+
+def sibling(script: scripts.Script, sigma: float, max_context: int, rng: random.Random) -> scripts.Script:
+    """Another attempt at the prompt of `script`, `sigma` wide of it and with a context of at most `max_context`."""
+    factor = _mean_one(sigma, rng.gauss(0.0, 1.0))
+    turn_factor, token_factor = factor**TURN_SHARE, factor ** (1.0 - TURN_SHARE)
+    *before, last = script.turns
+    wanted = max(0, round(len(script.turns) * turn_factor) - 1)
+    turns = _resized(before, wanted, rng) if before else []
+    varied = [_varied(turn, token_factor, sigma * TURN_SIGMA, rng) for turn in turns]
+    last = _varied(last, token_factor, sigma * TURN_SIGMA, rng)
+    room = max_context - script.prompt_tokens - last.generated_tokens
+    kept = []
+    for turn in varied:
+        room -= turn.generated_tokens + turn.payload_tokens
+        if room <= 0:
+            break
+        kept.append(turn)
+    return scripts.Script(script.prompt_tokens, (*kept, last))
+
+
+def _rows(path: Path) -> list[tuple[str, scripts.Script]]:
+    return [_row(path, number, record) for number, record in enumerate(trace.read(path), start=1)]
+
+
+def _row(path: Path, number: int, record: Mapping[str, Any]) -> tuple[str, scripts.Script]:
+    if not any(turn["generated_tokens"] for turn in record["turns"]):
+        raise protocols.DataError(
+            f"{path}, trajectory {number} ({record['trajectory_id']}): no turn generates a token; remove the line"
+        )
+    known = {item.name for item in dataclasses.fields(protocols.Turn)}
+    turns = tuple(
+        protocols.Turn(**{name: value for name, value in turn.items() if name in known}) for turn in record["turns"]
+    )
+    return record["prompt_id"], scripts.Script(max(1, record["prompt_tokens"]), turns)
+
+
+@functools.lru_cache(maxsize=8)
+def _order(count: int, name: str) -> tuple[int, ...]:
+    order = list(range(count))
+    random.Random(name).shuffle(order)
+    return tuple(order)
+
+
+def _mean_one(sigma: float, normal: float) -> float:
+    return math.exp(sigma * normal - sigma**2 / 2.0)
+
+
+def _resized(turns: Sequence[protocols.Turn], wanted: int, rng: random.Random) -> list[protocols.Turn]:
+    """`wanted` of the turns in their order; where there are too few, some come again, and half of those fail."""
+    if wanted <= len(turns):
+        return [turns[index] for index in sorted(rng.sample(range(len(turns)), wanted))]
+    again = [0] * len(turns)
+    for _ in range(wanted - len(turns)):
+        again[rng.randrange(len(turns))] += 1
+    resized = []
+    for turn, times in zip(turns, again, strict=True):
+        resized.append(turn)
+        for _ in range(times):
+            failed = turn.tool is not None and rng.random() < 0.5
+            resized.append(dataclasses.replace(turn, status="failure") if failed else turn)
+    return resized
+
+
+def _varied(turn: protocols.Turn, factor: float, sigma: float, rng: random.Random) -> protocols.Turn:
+    jitter = _mean_one(sigma, rng.gauss(0.0, 1.0))
+    return dataclasses.replace(
+        turn,
+        generated_tokens=max(1, round(turn.generated_tokens * factor * jitter)),
+        tool_seconds=round(turn.tool_seconds * jitter, 6),
+    )

@@ -1,0 +1,112 @@
+"""Workloads by name: what `config.workload` of a simulation asks for."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+from libra_jax import config as configuration
+from libra_jax import protocols
+from libra_jax.simulator import scripts, synthetic, traces
+
+SHAPES = (*synthetic.SHAPES, "trace")
+
+
+@dataclass(frozen=True)
+class WorkloadConfig:
+    """Which work is simulated."""
+
+    shape: str = "swe"  # swe, search, math (synthetic), or trace
+    trace: str = ""  # JSON-lines file to replay; required by, and implies, shape trace
+    variation: float = 1.0  # width of the difference between siblings, relative to the shape's own
+    shuffle: bool = True  # trace: a new order of prompts each epoch; False keeps the file's order
+
+    def __post_init__(self) -> None:
+        configuration.check_choice(self.shape, SHAPES, "workload.shape")
+        configuration.check(self.variation >= 0, "workload.variation", f"must not be negative, not {self.variation}")
+        configuration.check(
+            self.shape != "trace" or bool(self.trace),
+            "workload.trace",
+            "shape trace replays a file: name it here or with --trace=FILE",
+        )
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a sample of a workload looks like; tokens a trajectory.
+
+    Attributes:
+      generated_mean: generated tokens.
+      generated_p90: generated tokens that nine trajectories in ten stay below.
+      generated_max: of the longest trajectory.
+      context_median: whole context at the end, prompt and tool returns included.
+      context_max: of the longest context.
+      turns_mean: model outputs.
+      turn_tokens_max: generated tokens of the longest turn.
+    """
+
+    generated_mean: float
+    generated_p90: int
+    generated_max: int
+    context_median: int
+    context_max: int
+    turns_mean: float
+    turn_tokens_max: int
+
+
+def create(config: WorkloadConfig, *, seed: int, tasks: int, max_context: int) -> scripts.Workload:
+    """The workload that `config` names.
+
+    Args:
+      config: which.
+      seed: of every draw.
+      tasks: prompts the run is planned to train; the drift of synthetic workloads is over them.
+      max_context: longest context of a run, in tokens (`rollout.max_context`).
+
+    Raises:
+      DataError: the trace cannot be used; the message names file and line.
+    """
+    if config.trace:
+        sigma = traces.WITHIN_PROMPT_SIGMA * config.variation
+        path = Path(config.trace)
+        return traces.load(path, seed=seed, sigma=sigma, max_context=max_context, shuffle=config.shuffle)
+    return synthetic.Synthetic(config.shape, seed, tasks, config.variation)
+
+
+def context_tokens(script: scripts.Script) -> int:
+    """Tokens of the whole context when the attempt ends."""
+    return script.prompt_tokens + sum(turn.generated_tokens + turn.payload_tokens for turn in script.turns)
+
+
+def summarise(workload: scripts.Workload, tasks: range, samples: int) -> Summary:
+    """Lengths over `samples` attempts at each of `tasks`."""
+    drawn = [workload.script(task, sample) for task in tasks for sample in range(samples)]
+    generated = sorted(script.generated_tokens for script in drawn)
+    contexts = [context_tokens(script) for script in drawn]
+    return Summary(
+        generated_mean=statistics.fmean(generated),
+        generated_p90=generated[int(0.9 * (len(generated) - 1))],
+        generated_max=generated[-1],
+        context_median=int(statistics.median(contexts)),
+        context_max=max(contexts),
+        turns_mean=statistics.fmean(len(script.turns) for script in drawn),
+        turn_tokens_max=max(turn.generated_tokens for script in drawn for turn in script.turns),
+    )
+
+
+def check_fits(workload: scripts.Workload, config: configuration.RunConfig) -> Summary:
+    """Checks that a run's limits hold the workload's attempts, by a sample of them across the run.
+
+    Raises:
+      ConfigError: an attempt would be cut short; the message names the field.
+    """
+    tasks = config.steps * config.coordinator.groups_per_step
+    summary = summarise(workload, range(0, tasks, max(1, tasks // 64)), min(16, config.coordinator.group_size))
+    for field, limit, needed in (
+        ("rollout.max_context", config.rollout.max_context, summary.context_max + 1),
+        ("rollout.max_tokens", config.rollout.max_tokens, summary.turn_tokens_max),
+    ):
+        if limit < needed:
+            raise protocols.ConfigError(f"config.{field}: {limit} cuts attempts of the workload short; give {needed}")
+    return summary
