@@ -82,6 +82,7 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
         )
     if need_weights or not config.task.path or Path(config.task.path).exists():
         factories.task_source(config.task, config.seed).task(0)
+    schedulers.create(config.scheduler, degrees=config.rollout.tensor_parallel)
     factories.environment_factory(config.task)
     factories.reward(config.task)
     if need_weights:
@@ -238,7 +239,7 @@ async def train(config: libra_config.RunConfig, workdir: Path) -> None:
             make_environment=factories.environment_factory(config.task),
             demonstrator=factories.demonstrator(config.task),
             tokenizer=tokenizers.create(config.task, config.model.path),
-            scheduler=schedulers.create(config.scheduler.policy),
+            scheduler=schedulers.create(config.scheduler, seed=config.seed, degrees=config.rollout.tensor_parallel),
             recorder=recorder,
             workdir=workdir,
             reward=factories.reward(config.task),

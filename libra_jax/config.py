@@ -254,24 +254,65 @@ class CoordinatorConfig:
         check(self.max_replacements >= 0, "coordinator.max_replacements", "must not be negative")
 
 
-POLICIES = ("least_loaded", "round_robin")
+POLICIES = (
+    "cmlfq",
+    "cmlfq_paper",
+    "round_robin",
+    "least_loaded",
+    "sticky",
+    "mlfq",
+    "length_predictor",
+    "heddle",
+    "oracle",
+)
+
+ORDERINGS = ("auto", "fcfs", "longest_first", "shortest_first", "group_completion")
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """Which rollout instance serves a request next (libra_jax/scheduling)."""
+    """Which rollout instance serves a request next (libra_jax/scheduling). Tokens are generated ones."""
 
     policy: str = "least_loaded"
     max_remaining_tokens: tuple[int, ...] = ()  # bounds of the buckets: one a tensor-parallel degree but the largest
+    ordering: str = "auto"  # inside a bucket: auto (as the policy was published), fcfs, longest_first, ...
+    ageing_seconds: float = 900.0  # who has waited that long goes before all others, to any instance
+    window: int = 200  # remaining lengths that a node of a prefix tree keeps
+    tree_nodes: int = 50_000  # of a prefix tree; the least recently used go
+    path_depth: int = 16  # tool returns of a path that a prefix tree tells apart
+    half_life: int = 4096  # finished trajectories after which evidence that was not renewed weighs half
+    prior_count: float = 8.0  # cmlfq: samples at which a node weighs as much as the wider evidence behind it
+    tail_power: float = 3.0  # cmlfq: costs grow with this power of the time to finish; 1 is mean latency, more the tail
+    reserve: float = 0.1  # cmlfq: share of a bucket's slots that overflow from narrower buckets leaves free
+    sticky_threshold: float = 0.25  # sticky: excess share of slots in use that makes a request leave its cache
+    quanta: tuple[int, ...] = ()  # mlfq: tokens a level but the last serves a request; empty: max_remaining_tokens
+    predictor_sigma: float = 0.5  # length_predictor: standard deviation of the log of predicted / true length
+    preempt_ratio: float = 2.0  # heddle: a waiting request displaces one predicted this many times shorter
 
     def __post_init__(self) -> None:
         check_choice(self.policy, POLICIES, "scheduler.policy")
+        check_choice(self.ordering, ORDERINGS, "scheduler.ordering")
+        for name in ("max_remaining_tokens", "quanta"):
+            bounds = getattr(self, name)
+            check(all(bound > 0 for bound in bounds), f"scheduler.{name}", f"must be positive, not {bounds}")
         bounds = self.max_remaining_tokens
         check(
-            all(bound > 0 for bound in bounds) and list(bounds) == sorted(set(bounds)),
+            list(bounds) == sorted(set(bounds)),
             "scheduler.max_remaining_tokens",
-            f"must be positive and ascend, not {bounds}",
+            f"must ascend from the narrowest bucket to the widest, not {bounds}",
         )
+        check(
+            not self.quanta or len(self.quanta) == len(bounds),
+            "scheduler.quanta",
+            f"needs one entry for each of scheduler.max_remaining_tokens ({len(bounds)}), not {len(self.quanta)}",
+        )
+        for name in ("window", "tree_nodes", "path_depth", "half_life", "prior_count", "ageing_seconds"):
+            check(getattr(self, name) > 0, f"scheduler.{name}", f"must be positive, not {getattr(self, name)}")
+        check(self.tail_power >= 1, "scheduler.tail_power", f"must be 1 or more, not {self.tail_power}")
+        check(0 <= self.reserve < 1, "scheduler.reserve", f"must lie in [0, 1), not {self.reserve}")
+        check(self.sticky_threshold >= 0, "scheduler.sticky_threshold", "must not be negative")
+        check(self.predictor_sigma >= 0, "scheduler.predictor_sigma", "must not be negative")
+        check(self.preempt_ratio > 1, "scheduler.preempt_ratio", f"must exceed 1, not {self.preempt_ratio}")
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ async def measure() -> dict[str, Any]:
     try:
         await engines.start()
         engines.engines[NAME].state = "serving"
-        scheduler = registry.create("least_loaded")
+        scheduler = registry.create(config.scheduler)
         dispatcher = dispatch.Dispatcher(config, scheduler=scheduler, engines=engines, recorder=recorder, ending=ending)
         engines.changed()
         start = time.process_time()

@@ -58,7 +58,7 @@ async def measure(rounds: int) -> dict[str, Any]:
         engines.engines[NAME].state = "serving"  # random weights will do here: nothing is published
         dispatcher = dispatch.Dispatcher(
             config,
-            scheduler=registry.create("least_loaded"),
+            scheduler=registry.create(config.scheduler),
             engines=engines,
             recorder=recorder,
             ending=ending,

@@ -5,20 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from libra_jax import protocols
-from libra_jax.scheduling import slots
+from libra_jax.scheduling import buckets, slots, state
 
 
 class RoundRobin(slots.SlotScheduler):
     """Blind to load, save that a full instance misses its turn."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._last = ""
+    _last = ""
+    _cycle: Sequence[state.Server] = ()
 
-    def choose(self, free: Sequence[protocols.Instance]) -> protocols.Instance:
-        # By name, so that an instance that comes back after a restart keeps its place in the cycle.
-        ordered = sorted(free, key=lambda instance: instance.name)
-        following = [instance for instance in ordered if instance.name > self._last]
-        chosen = (following or ordered)[0]
-        self._last = chosen.name
-        return chosen
+    def on_instance_change(self, instances: Sequence[protocols.Instance], now: float) -> list[protocols.Placement]:
+        self._cycle = ()
+        return super().on_instance_change(instances, now)
+
+    def pick(self, request: state.Request, bucket: buckets.Bucket) -> state.Server:
+        if not self._cycle:
+            # By name, so that an instance that comes back after a restart keeps its place in the cycle.
+            servers = sorted(bucket.servers, key=lambda server: server.name)
+            first = next((place for place, server in enumerate(servers) if server.name > self._last), 0)
+            self._cycle = servers[first:] + servers[:first]
+            self._turn = 0
+        server = self._cycle[self._turn]
+        while server.load >= server.instance.slots:
+            self._turn = (self._turn + 1) % len(self._cycle)
+            server = self._cycle[self._turn]
+        self._turn = (self._turn + 1) % len(self._cycle)
+        self._last = server.name
+        return server

@@ -1,72 +1,155 @@
-"""What every slot-keeping scheduler shares: who waits, who decodes where, who is away.
+"""What every scheduler shares: who waits where, who decodes where, who is away.
 
-Decisions are left to `choose`; requests that wait are served first come, first served.
+A policy says which bucket a request is meant for (`route`), which of a bucket's instances takes it (`pick`) and whose
+requests a bucket may serve when its own queue is empty (`serves`). The rest is here, the same for all: slots are never
+exceeded; inside a bucket the ordering of config decides; a request that has waited for `scheduler.ageing_seconds` goes
+before all others, to whatever slot is free, so that none starves.
 """
 
 from __future__ import annotations
 
-import abc
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from libra_jax import config as configuration
 from libra_jax import protocols
+from libra_jax.scheduling import buckets, ordering, state
+
+EVALUATION_GROUP = -1
+"""Group id of requests that belong to no training group; each counts as a group of its own."""
 
 
-class SlotScheduler(abc.ABC):
-    """A `protocols.Scheduler` that never lets more requests decode on an instance than it has slots.
+class SlotScheduler:
+    """A `protocols.Scheduler` over one bucket, first come, first served, least loaded: policies change what they must.
 
-    Not thread-safe: it belongs to one event loop.
+    Not thread-safe: it belongs to one event loop. An event costs time logarithmic in the live requests and instances;
+    only a change of instances looks at all of them.
+
+    Args:
+      config: the policy's settings.
+      bounds: bounds of the buckets; empty makes one bucket of all instances.
+      order: the ordering that "auto" stands for.
+      degrees: tensor-parallel degrees of the layout, if known.
     """
 
-    def __init__(self) -> None:
-        self._instances: dict[str, protocols.Instance] = {}
-        self._load: dict[str, int] = {}
-        self._decoding: dict[str, str] = {}
-        self._waiting: dict[str, None] = {}
-        self._away: set[str] = set()
+    def __init__(
+        self,
+        config: configuration.SchedulerConfig | None = None,
+        *,
+        bounds: Sequence[int] = (),
+        order: str = "fcfs",
+        degrees: Sequence[int] = (),
+    ) -> None:
+        self.config = config = config or configuration.SchedulerConfig()
+        self.levels = buckets.Levels(bounds, degrees)
+        self._order = ordering.ORDERS[order if config.ordering == "auto" else config.ordering]
+        self.requests: dict[str, state.Request] = {}
+        self.decoding: dict[state.Request, None] = {}  # in the order in which they were placed
+        self.servers: dict[str, state.Server] = {}
+        self.buckets: list[buckets.Bucket] = []
+        self._groups: dict[int, state.Group] = {}
+        self._tickets = 0
+        self._front = 0
+        self._waiting = 0
+        self._ages: deque[tuple[float, int, state.Request]] = deque()
+        self._rebuild([])
 
-    @abc.abstractmethod
-    def choose(self, free: Sequence[protocols.Instance]) -> protocols.Instance:
-        """Picks the instance that serves the next waiting request; `free` (never empty) have a slot left."""
+    # What a policy decides.
 
-    def load(self, instance: str) -> int:
-        """Requests decoding on the instance now."""
-        return self._load[instance]
+    def route(self, request: state.Request, now: float) -> int:
+        """The bucket a request that begins to wait is meant for; sets `request.remaining` if it expects anything."""
+        request.remaining = float(request.generated_tokens)
+        return 0
+
+    def pick(self, request: state.Request, bucket: buckets.Bucket) -> state.Server:
+        """The instance of the bucket, which has a free slot, that takes the request."""
+        return bucket.least()
+
+    def serves(self, bucket: buckets.Bucket, request: state.Request) -> bool:
+        """Whether a free slot of the bucket may go to a request that waits for another, none waiting for its own."""
+        return False
+
+    def returned(self, request: state.Request, causal_state: protocols.CausalState) -> None:
+        """A tool returned; called before `route`."""
+
+    def finished(self, request: state.Request) -> None:
+        """The request is over; called when it holds nothing any more."""
+
+    # Events.
 
     def on_instance_change(self, instances: Sequence[protocols.Instance], now: float) -> list[protocols.Placement]:
         live = {instance.name: instance for instance in instances}
-        displaced = [request for request, name in self._decoding.items() if name not in live]
+        displaced = [item for item in self.decoding if item.server is not None and item.server.name not in live]
+        waiting = [item for item in self.requests.values() if item.queue is not None]
         for request in displaced:
-            del self._decoding[request]
-        # They have waited once already, so they go ahead of those that have not been served yet.
-        self._waiting = {**dict.fromkeys(displaced), **self._waiting}
-        self._instances = live
-        self._load = dict.fromkeys(live, 0)
-        for name in self._decoding.values():
-            self._load[name] += 1
-        return self._place()
+            self._vacate(request)
+        for request in waiting:
+            self._unwait(request)
+        self.levels.learn(instances)
+        self._rebuild(instances)
+        # The displaced have waited once already, so they go ahead of those that have not been served yet.
+        self._front -= len(displaced)
+        for place, request in enumerate(displaced):
+            request.ticket = self._front + place
+            request.since = now
+        for request in sorted([*displaced, *waiting], key=lambda item: item.ticket):
+            self._enqueue(request, self.route(request, now))
+        self._ages = deque(sorted((item.since, item.ticket, item) for item in [*displaced, *waiting]))
+        return self._place(now)
 
     def on_arrival(self, request: protocols.RequestInfo, now: float) -> list[protocols.Placement]:
-        return self._wait(request.request_id)
+        group = state.Group() if request.group_id == EVALUATION_GROUP else self._groups.get(request.group_id)
+        if group is None:
+            group = self._groups[request.group_id] = state.Group()
+        group.live += 1
+        item = state.Request(
+            request,
+            group,
+            now,
+            request.context_tokens,
+            request.generated_tokens,
+            turn_start=request.generated_tokens,
+            mark=request.generated_tokens,
+            dispatch_version=request.dispatch_version,
+        )
+        self.requests[request.request_id] = item
+        self.arrived(item, now)
+        self._wait(item, self.route(item, now), now)
+        return self._place(now)
+
+    def arrived(self, request: state.Request, now: float) -> None:
+        """A request is new; called before `route`."""
 
     def on_tool_call(self, request_id: str, generated_tokens: int, now: float) -> list[protocols.Placement]:
-        self._leave(request_id)
-        self._away.add(request_id)
-        return self._place()
+        request = self.requests[request_id]
+        request.generated_tokens = generated_tokens
+        self._leave(request)
+        return self._place(now)
 
     def on_tool_return(
         self, request_id: str, causal_state: protocols.CausalState, context_tokens: int, now: float
     ) -> list[protocols.Placement]:
-        self._away.remove(request_id)
-        return self._wait(request_id)
+        request = self.requests[request_id]
+        request.context_tokens = context_tokens
+        request.turn_start = request.generated_tokens
+        self.returned(request, causal_state)
+        self._wait(request, self.route(request, now), now)
+        return self._place(now)
 
     def on_progress(self, request_id: str, generated_tokens: int, now: float) -> list[protocols.Placement]:
+        self.requests[request_id].generated_tokens = generated_tokens
         return []
 
     def on_finish(self, request_id: str, generated_tokens: int, now: float) -> list[protocols.Placement]:
-        self._leave(request_id)
-        self._away.discard(request_id)
-        return self._place()
+        request = self.requests.pop(request_id)
+        request.generated_tokens = generated_tokens
+        self._leave(request)
+        request.group.live -= 1
+        if not request.group.live:
+            self._groups.pop(request.info.group_id, None)
+        self.finished(request)
+        return self._place(now)
 
     def snapshot(self) -> Mapping[str, Any]:
         return {}
@@ -75,26 +158,109 @@ class SlotScheduler(abc.ABC):
         """Nothing is learnt, so nothing is restored."""
         del snapshot
 
-    def _wait(self, request_id: str) -> list[protocols.Placement]:
-        self._waiting[request_id] = None
-        return self._place()
+    # Moves between waiting, decoding and away.
 
-    def _leave(self, request_id: str) -> None:
-        self._waiting.pop(request_id, None)
-        instance = self._decoding.pop(request_id, None)
-        if instance is not None:
-            self._load[instance] -= 1
+    def move(self, request: state.Request, server: state.Server) -> protocols.Placement:
+        """A decoding request goes on at once on another instance, which has a free slot."""
+        self._vacate(request)
+        return self._seat(request, server)
 
-    def _place(self) -> list[protocols.Placement]:
-        placements = []
-        while self._waiting:
-            free = [item for name, item in self._instances.items() if self._load[name] < item.slots]
-            if not free:
-                break
-            request_id = next(iter(self._waiting))
-            del self._waiting[request_id]
-            instance = self.choose(free)
-            self._decoding[request_id] = instance.name
-            self._load[instance.name] += 1
-            placements.append(protocols.Placement(request_id, instance.name))
+    def displace(self, request: state.Request, level: int, now: float) -> protocols.Placement:
+        """Takes a decoding request's place away: it waits again, for the bucket given."""
+        self._vacate(request)
+        self._wait(request, level, now)
+        return protocols.Placement(request.request_id, "")
+
+    def _wait(self, request: state.Request, level: int, now: float) -> None:
+        self._tickets += 1
+        request.ticket = self._tickets
+        request.since = now
+        self._enqueue(request, level)
+        self._ages.append((now, request.ticket, request))
+        if len(self._ages) > 4 * self._waiting + 1024:
+            self._ages = deque(entry for entry in self._ages if entry[2].queue and entry[2].ticket == entry[1])
+
+    def _enqueue(self, request: state.Request, level: int) -> None:
+        if not self.buckets[level].slots:  # its instances are lost or still to come: the nearest bucket stands in
+            served = [bucket.level for bucket in self.buckets if bucket.slots]
+            level = min(served, key=lambda other: abs(other - level), default=level)
+        request.level = level
+        self._waiting += 1
+        self.buckets[level].queue.push(request)
+
+    def _unwait(self, request: state.Request) -> None:
+        if request.queue is not None:
+            request.queue.discard(request)
+            self._waiting -= 1
+
+    def _vacate(self, request: state.Request) -> None:
+        server = request.server
+        if server is not None:
+            request.server = None
+            server.expected -= request.counted
+            del self.decoding[request]
+            self.buckets[server.level].release(server)
+
+    def _leave(self, request: state.Request) -> None:
+        self._unwait(request)
+        self._vacate(request)
+
+    def _seat(self, request: state.Request, server: state.Server) -> protocols.Placement:
+        request.server = server
+        request.last = server.name
+        request.counted = request.remaining
+        server.expected += request.remaining
+        self.decoding[request] = None
+        self.buckets[server.level].occupy(server)
+        return protocols.Placement(request.request_id, server.name)
+
+    # Filling free slots.
+
+    def _rebuild(self, instances: Sequence[protocols.Instance]) -> None:
+        """New buckets of the live instances; requests that decode on one keep their place."""
+        old, self.servers = self.servers, {}
+        self.buckets = [buckets.Bucket(level, ordering.Queue(self._order)) for level in range(self.levels.count)]
+        for place, instance in enumerate(instances):
+            server = old.get(instance.name) or state.Server(instance, place)
+            server.instance, server.place = instance, place
+            self.servers[instance.name] = server
+            self.buckets[self.levels.of_degree(instance.tensor_parallel)].add(server)
+
+    def _place(self, now: float) -> list[protocols.Placement]:
+        placements: list[protocols.Placement] = []
+        if not self._waiting:
+            return placements
+        self._place_aged(now, placements)
+        for bucket in self.buckets:
+            while bucket.free > 0 and (request := bucket.queue.pop()) is not None:
+                self._waiting -= 1
+                placements.append(self._seat(request, self.pick(request, bucket)))
+        if self._waiting and len(self.buckets) > 1:
+            self._overflow(placements)
         return placements
+
+    def _overflow(self, placements: list[protocols.Placement]) -> None:
+        """Free slots go to requests that wait for other buckets, widest slots and nearest buckets first."""
+        for bucket in reversed(self.buckets):
+            for other in sorted(self.buckets, key=lambda item: abs(item.level - bucket.level)):
+                while bucket.free > 0 and (request := other.queue.head()) is not None and self.serves(bucket, request):
+                    self._unwait(request)
+                    placements.append(self._seat(request, self.pick(request, bucket)))
+
+    def _place_aged(self, now: float, placements: list[protocols.Placement]) -> None:
+        ages, limit = self._ages, now - self.config.ageing_seconds
+        while ages:
+            since, ticket, request = ages[0]
+            if request.queue is not None and request.ticket == ticket:
+                if since > limit:
+                    return
+                bucket = self._nearest_free(request.level)
+                if bucket is None:
+                    return
+                self._unwait(request)
+                placements.append(self._seat(request, self.pick(request, bucket)))
+            ages.popleft()
+
+    def _nearest_free(self, level: int) -> buckets.Bucket | None:
+        free = [bucket for bucket in self.buckets if bucket.free > 0]
+        return min(free, key=lambda bucket: abs(bucket.level - level), default=None)

@@ -47,7 +47,7 @@ def test_a_run_on_ray_trains_and_publishes_through_shared_memory_across_processe
             make_environment=doubles.TwoTurns,
             demonstrator=tasks,
             tokenizer=doubles.TokenText(),
-            scheduler=registry.create(config.scheduler.policy),
+            scheduler=registry.create(config.scheduler),
             recorder=recorder,
             workdir=tmp_path,
         )

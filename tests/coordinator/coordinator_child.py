@@ -38,7 +38,7 @@ async def main(workdir: Path) -> None:
         make_environment=doubles.TwoTurns,
         demonstrator=tasks,
         tokenizer=doubles.TokenText(),
-        scheduler=registry.create("least_loaded"),
+        scheduler=registry.create(CONFIG.scheduler),
         recorder=record,
         workdir=workdir,
     )

@@ -294,7 +294,7 @@ class Bench:
             tasks=tasks,
             make_environment=make_environment,
             tokenizer=TokenText(),
-            scheduler=registry.create(config.scheduler.policy),
+            scheduler=registry.create(config.scheduler),
             recorder=self.recorder,
             workdir=workdir,
             **{"demonstrator": tasks, **further},

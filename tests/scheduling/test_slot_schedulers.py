@@ -7,6 +7,7 @@ import pytest
 from hypothesis import stateful
 from hypothesis import strategies as st
 
+from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.scheduling import least_loaded, registry, round_robin
 
@@ -21,7 +22,7 @@ class SchedulerMachine(stateful.RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scheduler = registry.create(self.scheduler_name)
+        self.scheduler = registry.create(configuration.SchedulerConfig(policy=self.scheduler_name))
         self.live: dict[str, protocols.Instance] = {}
         self.waiting: list[str] = []
         self.decoding: dict[str, str] = {}
@@ -128,4 +129,4 @@ def test_round_robin_takes_turns_and_skips_the_full():
 
 def test_an_unknown_scheduler_is_refused_with_the_nearest_name():
     with pytest.raises(protocols.ConfigError, match="did you mean 'least_loaded'"):
-        registry.create("least_loadd")
+        configuration.SchedulerConfig(policy="least_loadd")

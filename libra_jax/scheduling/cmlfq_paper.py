@@ -1,0 +1,66 @@
+"""C-MLFQ as published (arXiv 2606.03077, section 4): one jump to the bucket on which mean and P90 agree.
+
+A request starts in the narrowest bucket. At a tool return the deepest known node on its path is looked up, in its
+prompt's tree first, then in the one of all prompts; if the mean and the 90th percentile of the remaining tokens there
+fall into the same bucket, and it is not the present one, the request goes there; else it stays. Buckets serve their own
+queue only, so a slot may idle while requests wait for another bucket, but never longer than `scheduler.ageing_seconds`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from libra_jax import config as configuration
+from libra_jax import protocols
+from libra_jax.scheduling import causal, evidence, prefix_tree, slots, state
+
+
+class CmlfqPaper(slots.SlotScheduler):
+    """The published rule and nothing else."""
+
+    def __init__(self, config: configuration.SchedulerConfig, *, degrees: Sequence[int] = ()) -> None:
+        super().__init__(config, bounds=config.max_remaining_tokens, degrees=degrees)
+        limits = config.window, config.tree_nodes
+        self.by_prompt = prefix_tree.PrefixTree(*limits, config.path_depth + 1, config.half_life)
+        self.shared = prefix_tree.PrefixTree(*limits, config.path_depth, config.half_life)
+
+    def arrived(self, request: state.Request, now: float) -> None:
+        request.track = evidence.Track(request.info.prompt_id, evidence.Prompt(), request.generated_tokens)
+        request.remaining = float(request.generated_tokens)
+
+    def returned(self, request: state.Request, causal_state: protocols.CausalState) -> None:
+        track = request.track
+        assert track is not None
+        track.path.append(causal.key(causal_state))
+        track.marks.append(request.generated_tokens)
+        node, depth = self.by_prompt.find((track.prompt_id, *track.path))
+        if depth < 2:  # the prompt is known at most, nothing of the path
+            node, known = self.shared.find(track.path)
+            if not known:
+                return
+        request.remaining = node.mean
+        bucket = self.levels.of_length(node.mean)
+        if bucket == self.levels.of_length(node.quantile(0.9)):
+            request.level = bucket
+
+    def route(self, request: state.Request, now: float) -> int:
+        return min(request.level, len(self.buckets) - 1)
+
+    def finished(self, request: state.Request) -> None:
+        track, total = request.track, request.generated_tokens
+        assert track is not None
+        if track.start or not total or request.info.group_id == slots.EVALUATION_GROUP:
+            return
+        remaining = [total, *(total - mark for mark in track.marks)]
+        self.by_prompt.add((track.prompt_id, *track.path), (total, *remaining))
+        self.shared.add(track.path, remaining)
+
+    def snapshot(self) -> Mapping[str, Any]:
+        return {"by_prompt": self.by_prompt.snapshot(), "shared": self.shared.snapshot()}
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        if "by_prompt" in snapshot:
+            self.by_prompt.restore(snapshot["by_prompt"])
+        if "shared" in snapshot:  # a run may change its policy, and other policies keep other statistics
+            self.shared.restore(snapshot["shared"])

@@ -1,0 +1,178 @@
+"""Heddle's rollout scheduling (arXiv 2603.28101): progressive priority, pre-emption, presorted placement.
+
+- A request's priority is its predicted remaining length, the longest first, predicted again at each tool return. The
+  predictions are those of `evidence`, so that what is compared is the scheduling.
+- Where no slot is free, a waiting request takes the place of the shortest one decoding on its instance, if that is
+  predicted `scheduler.preempt_ratio` times shorter.
+- Placement: live requests, sorted by predicted length, are cut into consecutive runs, one an instance, the longest on
+  the widest; dynamic programming finds the cuts that minimise the largest run time, interference included. The cuts are
+  computed again as the population turns over.
+- A request whose rank has come to lie in another instance's run goes there at its next tool return.
+
+What the paper leaves to its hardware, the choice of parallelism, is fixed here by the layout.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from libra_jax import config as configuration
+from libra_jax import protocols
+from libra_jax.scheduling import buckets, cmlfq, evidence, prefix_tree, slots, state
+from libra_jax.scheduling import costs as cost_model
+
+CHUNKS = 32
+"""Runs of neighbours in length that the cuts keep together."""
+
+TURNOVER = 4
+"""The cuts are computed again after a quarter of the live requests, and at least `CHUNKS`, were judged anew."""
+
+
+class Heddle(slots.SlotScheduler):
+    """See the module.
+
+    Args:
+      config: `preempt_ratio`, and what `evidence.Evidence` takes.
+      costs: of decoding.
+    """
+
+    def __init__(self, config: configuration.SchedulerConfig, costs: cost_model.Costs) -> None:
+        self._seated: dict[str, dict[state.Request, None]] = {}
+        super().__init__(config, order="longest_first")
+        self.evidence = evidence.Evidence(config)
+        self.rates = cmlfq.Rates(costs)
+        self._judged = 0
+        self._floors: list[float] = []
+        self._runs: list[state.Server] = []
+
+    def on_instance_change(self, instances: Sequence[protocols.Instance], now: float) -> list[protocols.Placement]:
+        self._seated = {item.name: self._seated.get(item.name, {}) for item in instances}
+        self._floors, self._runs = [], []
+        self.rates.clear()
+        self._judged = len(self.requests)
+        return super().on_instance_change(instances, now)
+
+    def arrived(self, request: state.Request, now: float) -> None:
+        request.track = self.evidence.start(request.info.prompt_id, request.generated_tokens)
+
+    def returned(self, request: state.Request, causal_state: protocols.CausalState) -> None:
+        assert request.track is not None
+        self.evidence.observe(request.track, causal_state, request.generated_tokens)
+
+    def finished(self, request: state.Request) -> None:
+        assert request.track is not None
+        learn = request.info.group_id != slots.EVALUATION_GROUP
+        self.evidence.finish(request.track, request.generated_tokens, learn=learn)
+
+    def route(self, request: state.Request, now: float) -> int:
+        assert request.track is not None
+        sketch = self.evidence.predict(request.track, request.generated_tokens)
+        request.remaining = _mean(sketch)
+        self._judged += 1
+        return 0
+
+    def pick(self, request: state.Request, bucket: buckets.Bucket) -> state.Server:
+        server = self._run_of(request)
+        return server if server.load < server.instance.slots else bucket.least()
+
+    def snapshot(self) -> Mapping[str, Any]:
+        return self.evidence.snapshot()
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        self.evidence.restore(snapshot)
+
+    def _place(self, now: float) -> list[protocols.Placement]:
+        placements = super()._place(now)
+        bucket = self.buckets[0]
+        if bucket.slots and (longest := bucket.queue.head()) is not None:
+            server = self._run_of(longest)
+            shortest = min(self._seated[server.name], key=lambda item: (item.remaining, -item.ticket))
+            aged = now - shortest.since >= self.config.ageing_seconds  # it was served for its age: let it be
+            if not aged and longest.remaining > self.config.preempt_ratio * shortest.remaining:
+                placements.append(self.displace(shortest, 0, now))
+                placements += super()._place(now)
+        return placements
+
+    def _seat(self, request: state.Request, server: state.Server) -> protocols.Placement:
+        self._seated[server.name][request] = None
+        return super()._seat(request, server)
+
+    def _vacate(self, request: state.Request) -> None:
+        if request.server is not None and request.server.name in self._seated:
+            self._seated[request.server.name].pop(request)
+        super()._vacate(request)
+
+    def _run_of(self, request: state.Request) -> state.Server:
+        """The instance whose run the request's length lies in."""
+        if not self._floors or self._judged * TURNOVER > max(len(self.requests), TURNOVER * CHUNKS):
+            self._cut()
+        place = bisect.bisect_left(self._floors, -request.remaining)
+        return self._runs[min(place, len(self._runs) - 1)]
+
+    def _cut(self) -> None:
+        """Sets `_runs`, the instances that serve anyone, and `_floors`, minus the shortest length of each run."""
+        self._judged = 0
+        servers = sorted(self.servers.values(), key=lambda item: (-item.instance.tensor_parallel, item.place))
+        lengths = sorted((request.remaining for request in self.requests.values()), reverse=True)
+        size = max(1, math.ceil(len(lengths) / CHUNKS))
+        edges = [*range(0, len(lengths), size), len(lengths)]
+        contexts = sum(item.context_tokens for item in self.requests.values()) // max(1, len(lengths))
+        context = cmlfq.rounded(contexts)
+
+        def seconds(server: state.Server, first: int, last: int) -> float:
+            """Time of chunks [first, last): its longest request's, at the pace of as many as are served at once."""
+            count = edges[last] - edges[first]
+            if not count:
+                return 0.0
+            instance = server.instance
+            pace = self.rates.decode(instance, min(count, instance.slots), context)
+            return lengths[edges[first]] * pace * max(1.0, count / instance.slots)
+
+        cuts = presorted_cuts(servers, len(edges) - 1, seconds)
+        self._runs, self._floors = [], []
+        for server, (first, last) in zip(servers, cuts, strict=True):
+            if last > first:
+                self._runs.append(server)
+                self._floors.append(-lengths[edges[last] - 1])
+
+
+def presorted_cuts(
+    servers: Sequence[state.Server], chunks: int, seconds: Callable[[state.Server, int, int], float]
+) -> list[tuple[int, int]]:
+    """Cuts chunks 0..chunks into consecutive runs, one a server (some empty), so that the slowest run is fastest.
+
+    Args:
+      servers: in the order of the runs.
+      chunks: how many there are, the longest first.
+      seconds: (server, first, last) to the time of the run of chunks [first, last).
+
+    Returns:
+      (first, last) of each server's run.
+    """
+    best = [0.0] + [math.inf] * chunks
+    choices: list[list[int]] = []
+    for server in servers:
+        following, choice = [math.inf] * (chunks + 1), [0] * (chunks + 1)
+        for last in range(chunks + 1):
+            for first in range(last, -1, -1):
+                run = seconds(server, first, last)
+                if run >= following[last]:  # a longer run is no faster
+                    break
+                worst = max(best[first], run)
+                if worst < following[last]:
+                    following[last], choice[last] = worst, first
+        best = following
+        choices.append(choice)
+    cuts = []
+    last = chunks
+    for choice in reversed(choices):
+        cuts.append((choice[last], last))
+        last = choice[last]
+    return cuts[::-1]
+
+
+def _mean(sketch: prefix_tree.Sketch) -> float:
+    return sum([tokens * mass for tokens, mass in zip(sketch, prefix_tree.MASSES, strict=True)])

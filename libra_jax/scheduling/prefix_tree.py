@@ -1,0 +1,242 @@
+"""Prefix trees over causal states: how many tokens are left to generate, seen from a path (arXiv 2606.03077, section 4).
+
+A node stands for a path. It holds a window of the latest *samples*: the generated tokens from there to the end of a
+finished trajectory. A new sample displaces the oldest of a full window, and a node's evidence loses half its weight
+with every `half_life` trajectories that the tree has seen since, so what is known follows a policy that drifts. The
+node count is capped; the least recently used path goes first, and a parent always counts as used more recently than its
+children, so what goes is always a leaf.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+LEVELS = (0.1, 0.3, 0.5, 0.7, 0.875, 0.975)
+"""Probabilities at which a sketch samples a distribution: the midpoints of strata that have the masses below."""
+
+MASSES = (0.2, 0.2, 0.2, 0.2, 0.15, 0.05)
+"""Probability mass of each point of a sketch; the upper tail is cut finer, because it decides a step's length."""
+
+Sketch = tuple[float, ...]
+"""Tokens at each of `LEVELS`, ascending."""
+
+
+class Node:
+    """One path's statistics. Reading them costs a sort only after the window has changed."""
+
+    __slots__ = ("_changes", "_next", "_ordered", "_sketch", "children", "edge", "parent", "samples", "stamp")
+
+    def __init__(self, edge: Hashable = None, parent: Node | None = None) -> None:
+        self.edge = edge
+        self.parent = parent
+        self.children: dict[Hashable, Node] | None = None
+        self.samples: list[int] = []
+        self.stamp = 0
+        self._next = 0
+        self._changes = 0
+        self._ordered: list[int] | None = None
+        self._sketch: Sketch = ()
+
+    def add(self, sample: int, window: int, stamp: int) -> None:
+        """Adds a sample (tokens) seen as the tree's trajectory number `stamp`; the oldest leaves a full window."""
+        samples = self.samples
+        if len(samples) < window:
+            samples.append(sample)
+        else:
+            samples[self._next] = sample
+            self._next = (self._next + 1) % window
+        self.stamp = stamp
+        self._changes += 1
+        self._ordered = None
+
+    @property
+    def count(self) -> int:
+        """Samples in the window."""
+        return len(self.samples)
+
+    @property
+    def oldest_first(self) -> list[int]:
+        """The window in the order in which it was seen."""
+        return self.samples[self._next :] + self.samples[: self._next]
+
+    @property
+    def mean(self) -> float:
+        """Mean of the window, in tokens; 0.0 of an empty one."""
+        return sum(self.samples) / len(self.samples) if self.samples else 0.0
+
+    def ordered(self) -> list[int]:
+        """The window in ascending order; not to be changed."""
+        if self._ordered is None:
+            self._ordered = sorted(self.samples)
+        return self._ordered
+
+    def quantile(self, level: float) -> int:
+        """Nearest-rank quantile of the window, in tokens; 0 of an empty one."""
+        ordered = self.ordered()
+        return ordered[max(0, math.ceil(level * len(ordered)) - 1)] if ordered else 0
+
+    def above(self, tokens: float) -> float:
+        """Share of the window above `tokens`, no less than half a sample: unseen is not impossible."""
+        ordered = self.ordered()
+        count = len(ordered)
+        return max(0.5, count - bisect.bisect_right(ordered, tokens)) / count if count else 1.0
+
+    def sketch(self) -> Sketch:
+        """Quantiles at `LEVELS`; may lag behind by an eighth of the window, which spares a sort a sample."""
+        if not self._sketch or self._changes * 8 > len(self.samples):
+            self._changes = 0
+            self._sketch = sketch_of(self.ordered())
+        return self._sketch
+
+    def sketch_after(self, tokens: float) -> Sketch:
+        """Quantiles of what is left once `tokens` have been generated since; empty if no sample lasted that long."""
+        ordered = self.ordered()
+        longer = ordered[bisect.bisect_right(ordered, tokens) :]
+        return tuple(value - tokens for value in sketch_of(longer)) if longer else ()
+
+
+def sketch_of(ordered: Sequence[int]) -> Sketch:
+    """Nearest-rank quantiles at `LEVELS` of an ascending sequence that is not empty."""
+    count = len(ordered)
+    return tuple(float(ordered[max(0, math.ceil(level * count) - 1)]) for level in LEVELS)
+
+
+class PrefixTree:
+    """A tree of `Node`s with a cap on their number.
+
+    Args:
+      window: samples a node keeps.
+      nodes: most nodes, the root included.
+      depth: edges a path may have; deeper states are evidence of their ancestors only.
+      half_life: trajectories after which evidence that was not renewed weighs half.
+    """
+
+    def __init__(self, window: int = 200, nodes: int = 50_000, depth: int = 16, half_life: float = 4096.0) -> None:
+        self.window, self.nodes, self.depth, self.half_life = window, nodes, depth, half_life
+        self.root = Node()
+        self.clock = 0
+        self._used: OrderedDict[Node, None] = OrderedDict()  # least recently used first; the root is never evicted
+
+    def __len__(self) -> int:
+        return len(self._used) + 1
+
+    def add(self, path: Sequence[Hashable], remaining: Sequence[int]) -> None:
+        """Adds one trajectory: `remaining[i]` tokens were left after the first i edges of `path` (i = 0: at the start).
+
+        Args:
+          path: edges in order; what lies below the tree's depth is ignored.
+          remaining: one more entry than `path` has edges.
+        """
+        self.clock += 1
+        node, window, clock = self.root, self.window, self.clock
+        node.add(remaining[0], window, clock)
+        for edge, sample in zip(path[: self.depth], remaining[1:], strict=False):
+            node = self._child(node, edge)
+            node.add(sample, window, clock)
+        self._touch(node)
+        self._shrink()
+
+    def add_below(self, path: Sequence[Hashable], sample: int) -> None:
+        """Adds one sample to every node of a path but the root: more evidence of the trajectory added last."""
+        node, window, clock = self.root, self.window, self.clock
+        for edge in path[: self.depth]:
+            node = self._child(node, edge)
+            node.add(sample, window, clock)
+        self._touch(node)
+        self._shrink()
+
+    def find(self, path: Sequence[Hashable]) -> tuple[Node, int]:
+        """The deepest known node on the path and its depth; depth 0 is the root."""
+        node, depth = self.root, 0
+        for edge in path:
+            child = node.children.get(edge) if node.children else None
+            if child is None:
+                break
+            node, depth = child, depth + 1
+        self._touch(node)
+        return node, depth
+
+    def weight(self, node: Node) -> float:
+        """Samples of the node, discounted for their age."""
+        age = self.clock - node.stamp
+        return len(node.samples) * 0.5 ** (age / self.half_life) if age else float(len(node.samples))
+
+    def merge(self, other: PrefixTree) -> None:
+        """Adds another tree's samples, as if they had been seen here first: a full window keeps our own latest."""
+        self.clock = max(self.clock, other.clock)
+        for path, node in other._walk():
+            mine = self.root
+            for edge in path[: self.depth]:
+                mine = self._child(mine, edge)
+            if len(path) <= self.depth:
+                both = (node.oldest_first + mine.oldest_first)[-self.window :]
+                stamp = max(node.stamp, mine.stamp)
+                mine.samples, mine._next, mine._sketch = [], 0, ()
+                for sample in both:
+                    mine.add(sample, self.window, stamp)
+            self._touch(mine)
+        self._shrink()
+
+    def snapshot(self) -> dict[str, Any]:
+        """JSON-able state: nodes with parents before children, each naming its parent's place, in order of use."""
+        order = list(reversed(self._used))  # the most recently used first, so parents come before their children
+        places = {self.root: 0, **{node: place for place, node in enumerate(order, start=1)}}
+        nodes: list[Any] = [[-1, None, self.root.oldest_first, self.root.stamp]]
+        for node in order:
+            assert node.parent is not None
+            edge = list(node.edge) if isinstance(node.edge, tuple) else node.edge
+            nodes.append([places[node.parent], edge, node.oldest_first, node.stamp])
+        return {"clock": self.clock, "nodes": nodes}
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Takes a snapshot's state in place of its own; windows and caps stay this tree's."""
+        self.root, self.clock = Node(), int(snapshot["clock"])
+        self._used.clear()
+        made: list[Node] = []
+        for parent, edge, samples, stamp in snapshot["nodes"]:
+            node = (
+                self.root if parent < 0 else self._child(made[parent], tuple(edge) if isinstance(edge, list) else edge)
+            )
+            for sample in samples[-self.window :]:
+                node.add(sample, self.window, stamp)
+            made.append(node)
+        for node in reversed(made[1:]):
+            self._used.move_to_end(node)
+        self._shrink()
+
+    def _walk(self) -> Iterable[tuple[tuple[Hashable, ...], Node]]:
+        """Every node with its path, the least recently used first and the root last."""
+        for node in [*self._used, self.root]:
+            path: list[Hashable] = []
+            step = node
+            while step.parent is not None:
+                path.append(step.edge)
+                step = step.parent
+            yield tuple(reversed(path)), node
+
+    def _child(self, node: Node, edge: Hashable) -> Node:
+        if node.children is None:
+            node.children = {}
+        child = node.children.get(edge)
+        if child is None:
+            child = node.children[edge] = Node(edge, node)
+            self._used[child] = None
+        return child
+
+    def _touch(self, node: Node) -> None:
+        move = self._used.move_to_end
+        while node.parent is not None:
+            move(node)
+            node = node.parent
+
+    def _shrink(self) -> None:
+        while len(self._used) >= self.nodes:
+            node, _ = self._used.popitem(last=False)
+            parent = node.parent
+            assert parent is not None
+            assert parent.children is not None
+            del parent.children[node.edge]
