@@ -154,6 +154,18 @@ class Trajectory:
         ):
             values.clear()
 
+    def context(self) -> Sequence[int]:
+        """The tokens as they are now, for an engine to continue: later changes of the trajectory do not show."""
+        return tuple(self.token_ids)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt, which comes first."""
+        return next(
+            (at for at, source in enumerate(self.sources) if source != TokenSource.PROMPT),
+            len(self.sources),
+        )
+
     @property
     def generated_tokens(self) -> int:
         """Tokens the policy sampled, over all turns."""
@@ -318,7 +330,7 @@ class GenerationRequest:
     """Tokens to continue. `token_ids` is the whole context, retained tokens of a failed attempt included."""
 
     request_id: str
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     sampling: SamplingParams
 
 

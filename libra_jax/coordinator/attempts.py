@@ -11,6 +11,13 @@ from libra_jax.agents import factories
 from libra_jax.agents import loop as agent_loop
 from libra_jax.coordinator import dispatch
 
+MakeTrajectory = Callable[[str, str, float], protocols.Trajectory]
+
+
+def make_trajectory(trajectory_id: str, prompt_id: str, start_seconds: float) -> protocols.Trajectory:
+    """The trajectory of a real run."""
+    return protocols.Trajectory(trajectory_id, prompt_id, start_seconds=start_seconds)
+
 
 class Attempts:
     """Runs attempts, each in a fresh environment.
@@ -21,6 +28,7 @@ class Attempts:
       make_environment: a fresh environment a call.
       tokenizer: the policy's.
       reward: replaces the environments' own rewards; None leaves them.
+      make_trajectory: an attempt that has not begun, from its id, its prompt's and its begin in event-loop seconds.
     """
 
     def __init__(
@@ -31,12 +39,18 @@ class Attempts:
         make_environment: Callable[[], protocols.Environment],
         tokenizer: protocols.Tokenizer,
         reward: agent_loop.RewardFunction | None,
+        make_trajectory: MakeTrajectory,
     ) -> None:
         self._config = config
         self._dispatcher = dispatcher
         self._make_environment = make_environment
         self._tokenizer = tokenizer
         self._reward = reward
+        self._make_trajectory = make_trajectory
+
+    def begin(self, trajectory_id: str, task: protocols.Task) -> protocols.Trajectory:
+        """An attempt that has not begun, begun now."""
+        return self._make_trajectory(trajectory_id, task.prompt_id, asyncio.get_running_loop().time())
 
     async def run(
         self,
@@ -82,12 +96,6 @@ class Attempts:
             raise protocols.EnvironmentCrashed(
                 f"the factory {self._config.task.environment} raised {type(error).__name__}: {error}"
             ) from error
-
-
-def begin(trajectory_id: str, task: protocols.Task) -> protocols.Trajectory:
-    """An attempt that has not begun, begun now."""
-    now = asyncio.get_running_loop().time()
-    return protocols.Trajectory(trajectory_id, task.prompt_id, start_seconds=now)
 
 
 def _empty(trajectory: protocols.Trajectory) -> None:

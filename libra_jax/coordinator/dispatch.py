@@ -14,7 +14,7 @@ from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.coordinator import deadlines, failure, instances
+from libra_jax.coordinator import deadlines, failure, instances, routing
 
 EVALUATION_GROUP = -1
 """Group id of requests that belong to no training group."""
@@ -52,6 +52,7 @@ class _Request:
     instance: str = ""  # empty while it waits or is away
     placed: asyncio.Event = field(default_factory=asyncio.Event)
     stream: _Stream | None = None
+    route: routing.Route = field(default_factory=routing.Route)
     failures: int = 0
     away_since: float = 0.0
 
@@ -93,6 +94,10 @@ class Dispatcher:
       engines: the live instances.
       recorder: gets a span for each stream and each tool call.
       ending: ends with the background watch.
+
+    Attributes:
+      counts: what it did since `take_counts`.
+      routing: where its requests went.
     """
 
     def __init__(
@@ -114,6 +119,7 @@ class Dispatcher:
         self._groups: dict[str, tuple[int, int]] = {}  # attempt -> its group and the version that was dispatched at
         self._streams = 0
         self.counts = Counts()
+        self.routing = routing.Routing(config)
         engines.changed = self._instances_changed
         ending.start(self._watch(), "stream deadlines")
 
@@ -128,6 +134,8 @@ class Dispatcher:
         if request is not None:
             now = self._loop.time()
             request.displace()
+            if request.trajectory.finish is not None and request.group_id != EVALUATION_GROUP:
+                self.routing.finished(request.route, request.generated)
             self._apply(self._scheduler.on_finish(trajectory_id, request.generated, now), now)
 
     def take_counts(self) -> Counts:
@@ -170,6 +178,7 @@ class Dispatcher:
             now = self._loop.time()
             self._recorder.span("tools", causal_state.tool, request.away_since, now, {"request": request.name})
             context = len(trajectory.token_ids)
+            self.routing.returned(request.route, request.generated)
             self._apply(self._scheduler.on_tool_return(request.name, causal_state, context, now), now)
 
     def _arrive(self, trajectory: protocols.Trajectory) -> _Request:
@@ -200,6 +209,7 @@ class Dispatcher:
                 request.stream.end()
             request.instance = placement.instance
             request.placed.set()
+            self.routing.decided(request.route, placement.instance)
         self.counts.seconds += self._loop.time() - since
 
     def _instances_changed(self) -> None:
@@ -209,6 +219,7 @@ class Dispatcher:
             if request.instance and request.instance not in names:
                 request.displace()
         now = self._loop.time()
+        self.routing.instances(serving)
         self._apply(self._scheduler.on_instance_change(serving, now), now)
 
     async def _stream(self, request: _Request, sampling: protocols.SamplingParams) -> protocols.FinishReason | None:
@@ -217,6 +228,7 @@ class Dispatcher:
         stream = _Stream(engine, engine.life, self._loop.create_future(), begin)
         request.stream = stream
         before = request.generated
+        self.routing.served(request.route, engine.name, len(request.trajectory.token_ids))
         pump = asyncio.ensure_future(self._pump(request, stream, sampling))
         either: set[asyncio.Future[Any]] = {pump, stream.broken}
         try:
@@ -236,7 +248,7 @@ class Dispatcher:
         self._streams += 1
         asked = protocols.GenerationRequest(
             request_id=f"{request.name}#{self._streams}",  # an engine may still be aborting this request's last stream
-            token_ids=tuple(request.trajectory.token_ids),
+            token_ids=request.trajectory.context(),
             sampling=sampling,
         )
         async with contextlib.aclosing(stream.engine.proxy.generate(asked)) as deltas:

@@ -35,7 +35,7 @@ async def evaluate(
     pairs = []
     for index in range(config.evaluation.tasks):
         task = tasks.evaluation_task(index)
-        pairs.append((task, attempts.begin(f"{task.prompt_id}/evaluation-{version}", task)))
+        pairs.append((task, runner.begin(f"{task.prompt_id}/evaluation-{version}", task)))
     work = [
         asyncio.ensure_future(
             runner.run(

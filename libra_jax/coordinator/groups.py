@@ -58,7 +58,7 @@ class Groups:
     def dispatch(self, group_id: int, task: protocols.Task, version: int) -> None:
         """Begins the attempts of a new group."""
         size = self._config.coordinator.group_size
-        trajectories = [attempts.begin(f"{task.prompt_id}/{index}", task) for index in range(size)]
+        trajectories = [self._runner.begin(f"{task.prompt_id}/{index}", task) for index in range(size)]
         self.resume(protocols.Group(group_id, task, version, trajectories))
 
     def resume(self, group: protocols.Group) -> None:

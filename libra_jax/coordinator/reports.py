@@ -5,11 +5,11 @@ from __future__ import annotations
 import collections
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from libra_jax import protocols
-from libra_jax.coordinator import dispatch
+from libra_jax.coordinator import dispatch, routing
 
 
 @dataclass
@@ -42,6 +42,7 @@ class StepReport:
       groups: what it trained on.
       trainer: the trainer's own metrics.
       counts: what the dispatcher did since the step before.
+      routing: what its decisions came to, likewise.
       replaced: groups replaced since the step before, by reason.
       replaced_tokens: tokens generated in them.
       evaluation: what the evaluation after the step reported, if there was one.
@@ -52,6 +53,7 @@ class StepReport:
     trainer: Mapping[str, float]
     times: StepTimes = field(default_factory=StepTimes)
     counts: dispatch.Counts = field(default_factory=dispatch.Counts)
+    routing: routing.RoutingCounts = field(default_factory=routing.RoutingCounts)
     replaced: Mapping[str, int] = field(default_factory=dict)
     replaced_tokens: int = 0
     evaluation: Mapping[str, float] = field(default_factory=dict)
@@ -83,6 +85,7 @@ class StepReport:
             "checkpoint/seconds": times.checkpoint,
             "coordinator/seconds_per_request": counts.seconds / counts.requests if counts.requests else 0.0,
             "rollout/resumed": counts.resumed,
+            **self.routing.metrics(),
             "groups/replaced": sum(self.replaced.values()),
             **{f"groups/replaced_{reason}": count for reason, count in self.replaced.items()},
             "tokens/replaced": self.replaced_tokens,
@@ -115,15 +118,11 @@ def mean_metrics(trajectories: Iterable[protocols.Trajectory]) -> dict[str, floa
 
 def trace_record(trajectory: protocols.Trajectory, group: protocols.Group, step: int) -> dict[str, Any]:
     """A trajectory as the simulator replays it; `policy_version` is that of its group's first dispatch."""
-    prompt_tokens = next(
-        (at for at, source in enumerate(trajectory.sources) if source != protocols.TokenSource.PROMPT),
-        len(trajectory.sources),
-    )
     return {
         "trajectory_id": trajectory.trajectory_id,
         "prompt_id": trajectory.prompt_id,
-        "prompt_tokens": prompt_tokens,
-        "turns": [asdict(turn) for turn in trajectory.turns],
+        "prompt_tokens": trajectory.prompt_tokens,
+        "turns": [dict(vars(turn)) for turn in trajectory.turns],
         "group_id": group.group_id,
         "step": step,
         "policy_version": group.dispatch_version,

@@ -75,6 +75,7 @@ class Coordinator:
       workdir: the run's folder; checkpoints go there and are resumed from there.
       reward: replaces the environments' own rewards; None leaves them.
       export: where the trained parameters are written at the end as a Hugging Face directory; None is nowhere.
+      make_trajectory: an empty trajectory (the simulator's hold no token lists).
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Coordinator:
         workdir: Path,
         reward: agent_loop.RewardFunction | None = None,
         export: Path | None = None,
+        make_trajectory: attempts.MakeTrajectory = attempts.make_trajectory,
     ) -> None:
         self._config = config
         self._cluster = cluster
@@ -106,6 +108,7 @@ class Coordinator:
         self._workdir = workdir
         self._reward = reward
         self._export = export
+        self._make_trajectory = make_trajectory
         self._warm_start = warm_start.WarmStart(config, tasks=tasks, demonstrator=demonstrator, tokenizer=tokenizer)
         limits = config.coordinator
         self._bound = admission.Bound(limits.groups_per_step, limits.staleness, config.steps)
@@ -205,6 +208,7 @@ class Coordinator:
             make_environment=self._make_environment,
             tokenizer=self._tokenizer,
             reward=self._reward,
+            make_trajectory=self._make_trajectory,
         )
         self._groups = groups.Groups(
             config, runner=self._runner, recorder=recorder, ending=ending, settled=self._on_settled
@@ -356,7 +360,7 @@ class Coordinator:
         replaced = self._groups.replaced - self._reported
         report.replaced, report.replaced_tokens = replaced, self._groups.replaced_tokens - self._reported_tokens
         self._reported, self._reported_tokens = self._groups.replaced.copy(), self._groups.replaced_tokens
-        report.counts = self._dispatcher.take_counts()
+        report.counts, report.routing = self._dispatcher.take_counts(), self._dispatcher.routing.take_counts()
         report.times.step = self._loop.time() - self._step_began
         report.times.rollout = self._groups.busy_seconds()
         report.times.checkpoint = self._saver.take_seconds()

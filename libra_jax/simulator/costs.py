@@ -1,0 +1,208 @@
+"""How long things take: a roofline over a hardware sheet and a model's shape.
+
+Each operator takes the longer of its arithmetic and its memory traffic at the shares of the sheet's peaks that
+`Coefficients` names. Nothing here is fitted to a scheduling policy: the values were committed before any comparison.
+Lengths are tokens, sizes bytes, times seconds.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from libra_jax import protocols
+from libra_jax.models import config as model_config
+from libra_jax.planning import hardware
+
+BYTES_PER_VALUE = 2
+"""bfloat16 weights, activations and key-value cache."""
+
+@dataclass(frozen=True)
+class Coefficients:
+    """Shares of a sheet's peaks that software reaches, and fixed times; each with its source.
+
+    Attributes:
+      memory_share: of memory bandwidth while decoding. gpt-fast (PyTorch blog "Accelerating Generative AI with
+        PyTorch II", 2023) reads Llama-2-7B in bfloat16 at 1.40 TB/s on an A100 of 2.04 TB/s: 0.69.
+      rollout_flops_share: of peak FLOP/s in an engine's matrix products. Pope et al. (arXiv 2211.05102, abstract) reach
+        0.76 in large-batch prefill; chunked prefill has smaller products, training (below) reaches 0.4 to 0.5.
+      train_flops_share: model FLOP/s utilisation of training. Llama 3 (arXiv 2407.21783, table 4) reports 0.38 to 0.43,
+        Megatron-LM (arXiv 2104.04473, abstract) 0.52 on A100s.
+      step_overhead: of an engine step besides its kernels: scheduling, input preparation, sampling, launch. vLLM's
+        blog on 0.6.0 (2024) finds such work to be half of a 13 ms step and more; version 1 overlaps most of it.
+      collective_latency: of one small all-reduce inside a node. sglang pull request 2904 measures vLLM's kernel at 9 to
+        10 microseconds for 2 to 8 H100s up to 32 KiB.
+      small_message_share: of the link's bandwidth that the same kernel reaches: 45 microseconds for 1 MiB on 8 H100s.
+      large_message_latency: start of a ring all-reduce, which takes over where it is faster (NCCL).
+      large_message_share: of the link's bandwidth in a ring all-reduce; NCCL's own tests report 0.7 to 0.8.
+      network_share: of the network's bandwidth in bulk transfers (weights, key-value cache).
+      memory_fraction: of device memory that an engine takes; vLLM's default is 0.9.
+      activation_bytes: of that, on each device, kept for activations and graphs.
+      chunk_tokens: prefill tokens that share one engine step (vLLM's max_num_batched_tokens).
+      load_overhead: of putting new weights in place on an engine, besides the transfer (the four verbs).
+    """
+
+    memory_share: float = 0.7
+    rollout_flops_share: float = 0.5
+    train_flops_share: float = 0.4
+    step_overhead: float = 3e-3
+    collective_latency: float = 10e-6
+    small_message_share: float = 0.12
+    large_message_latency: float = 40e-6
+    large_message_share: float = 0.7
+    network_share: float = 0.8
+    memory_fraction: float = 0.9
+    activation_bytes: float = 4e9
+    chunk_tokens: int = 4096
+    load_overhead: float = 0.5
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Costs of one model on one accelerator. `degree` is an instance's tensor-parallel degree throughout."""
+
+    sheet: hardware.HardwareSheet
+    shape: model_config.TransformerConfig
+    coefficients: Coefficients = Coefficients()
+
+    # Sizes ------------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def parameters(self) -> int:
+        """Parameters of the model."""
+        return model_config.parameter_count(self.shape)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the published weights."""
+        return BYTES_PER_VALUE * self.parameters
+
+    @functools.cached_property
+    def kv_bytes_per_token(self) -> int:
+        """Key-value cache of one token over all layers."""
+        return 2 * self.shape.num_layers * self.shape.num_kv_heads * self.shape.head_dim * BYTES_PER_VALUE
+
+    def kv_tokens(self, degree: int) -> int:
+        """Tokens that an instance's key-value cache holds; 0 or less where the weights alone do not fit."""
+        each = self.sheet.memory_bytes * self.coefficients.memory_fraction - self.coefficients.activation_bytes
+        # Beyond the number of key-value heads, every further device holds copies of them.
+        spread = min(degree, self.shape.num_kv_heads) / degree
+        return int((degree * each - self.weight_bytes) * spread / self.kv_bytes_per_token)
+
+    # An engine step ---------------------------------------------------------------------------------------------
+
+    def context_seconds(self, degree: int) -> float:
+        """Seconds that each token of decoding context adds to a step: its keys and values are read, and multiplied."""
+        sheet, shape, share = self.sheet, self.shape, self.coefficients
+        read = self.kv_bytes_per_token / (min(degree, shape.num_kv_heads) * self._memory_rate)
+        flops = 4 * shape.num_layers * shape.num_heads * shape.head_dim
+        return max(read, flops / (degree * sheet.flops * share.rollout_flops_share))
+
+    def fixed_seconds(self, degree: int, decoding: int, prefill: float = 0.0) -> float:
+        """Seconds of one step apart from attention over contexts.
+
+        Args:
+          degree: of the instance.
+          decoding: requests that get one token each.
+          prefill: tokens prefilled in the same step.
+        """
+        tokens = decoding + prefill
+        work = max(self.reading_seconds(degree), self.token_seconds(degree) * tokens)
+        return work + self.collective_seconds(degree, tokens) + self.coefficients.step_overhead
+
+    def attention_seconds(self, degree: int, new: int, cached: int) -> float:
+        """Seconds of causal attention while prefilling `new` tokens behind `cached` ones."""
+        shape = self.shape
+        flops = 4 * shape.num_layers * shape.num_heads * shape.head_dim * new * (cached + new / 2)
+        return flops / (degree * self.sheet.flops * self.coefficients.rollout_flops_share)
+
+    def prefill_seconds(self, degree: int, new: int, cached: int = 0) -> float:
+        """Seconds of prefilling `new` tokens on an idle instance."""
+        chunks = max(1, -(-new // self.coefficients.chunk_tokens))
+        return chunks * self.fixed_seconds(degree, 0, new / chunks) + self.attention_seconds(degree, new, cached)
+
+    def step_seconds(self, degree: int, decoding: int, context: float) -> float:
+        """Seconds in which `decoding` requests with `context` tokens in all get one token each."""
+        return self.fixed_seconds(degree, decoding) + self.context_seconds(degree) * context
+
+    @functools.cached_property
+    def _memory_rate(self) -> float:
+        return self.sheet.memory_bytes_per_second * self.coefficients.memory_share
+
+    def token_seconds(self, degree: int) -> float:
+        """Seconds of a token's arithmetic in the matrix products of a step."""
+        return 2.0 * self.parameters / (degree * self.sheet.flops * self.coefficients.rollout_flops_share)
+
+    def reading_seconds(self, degree: int) -> float:
+        """Seconds in which a step reads the weights."""
+        return self.weight_bytes / (degree * self._memory_rate)
+
+    def collective_seconds(self, degree: int, tokens: float) -> float:
+        """All-reduces of one step: two a layer, of one hidden vector a token."""
+        if degree == 1:
+            return 0.0
+        share, link = self.coefficients, self.sheet.node_link_bytes_per_second
+        volume = 2 * (degree - 1) / degree * tokens * self.shape.hidden_size * BYTES_PER_VALUE
+        small = share.collective_latency + volume / (link * share.small_message_share)
+        large = share.large_message_latency + volume / (link * share.large_message_share)
+        return 2 * self.shape.num_layers * min(small, large)
+
+    # Training and weights ---------------------------------------------------------------------------------------
+
+    def train_seconds(self, tokens: int, squares: float, devices: int) -> float:
+        """Seconds of one training step.
+
+        Args:
+          tokens: of the batch, prompts and tool returns included.
+          squares: sum of the squared lengths of its trajectories (causal attention).
+          devices: that share the work.
+        """
+        shape = self.shape
+        attention = 6 * shape.num_layers * shape.num_heads * shape.head_dim * squares
+        return (6.0 * self.parameters * tokens + attention) / (
+            devices * self.sheet.flops * self.coefficients.train_flops_share
+        )
+
+    def gather_seconds(self, devices: int) -> float:
+        """Seconds in which the trainer's devices put a snapshot in the wire dtype together."""
+        return self.weight_bytes / (min(devices, self.sheet.devices_per_node) * self._network_rate)
+
+    def load_seconds(self, degree: int) -> float:
+        """Seconds in which an instance receives a snapshot, each device its part, and puts it in place."""
+        return self.weight_bytes / (degree * self._network_rate) + self.coefficients.load_overhead
+
+    def transfer_seconds(self, degree: int, context: int) -> float:
+        """Seconds of moving a request's key-value cache to an instance over the network."""
+        return context * self.kv_bytes_per_token / (degree * self._network_rate)
+
+    @property
+    def _network_rate(self) -> float:
+        return self.sheet.network_bytes_per_second * self.coefficients.network_share
+
+
+@dataclass(frozen=True)
+class SchedulingCosts:
+    """The costs that a scheduler is handed (`scheduling.costs.Costs`), read off the same model.
+
+    Attributes:
+      model: the cost model.
+      transfer: key-value caches may be moved between instances; else a moved request is prefilled again.
+    """
+
+    model: CostModel
+    transfer: bool = False
+
+    def decode_seconds(self, instance: protocols.Instance, decoding: int, context_tokens: int, tokens: int) -> float:
+        """Seconds in which one request of `context_tokens` gets `tokens`, among `decoding` ones like it."""
+        degree = instance.tensor_parallel
+        context = decoding * (context_tokens + tokens / 2)
+        return tokens * self.model.step_seconds(degree, max(1, decoding), context)
+
+    def move_seconds(self, source: str | None, target: protocols.Instance, context_tokens: int) -> float:
+        """Seconds of getting a request's context onto `target`; 0 where it is there already."""
+        if source is None or source == target.name:
+            return 0.0
+        again = self.model.prefill_seconds(target.tensor_parallel, context_tokens)
+        if not self.transfer:
+            return again
+        return min(again, self.model.transfer_seconds(target.tensor_parallel, context_tokens))

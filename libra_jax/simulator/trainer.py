@@ -1,0 +1,99 @@
+"""A simulated trainer: its steps and its snapshots take time; it remembers what it was given."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from libra_jax import protocols
+from libra_jax.simulator import costs
+
+
+@dataclass
+class TrainingLog:
+    """What a trainer was given.
+
+    Attributes:
+      trained: times each trajectory was trained, by id.
+      staleness: of each group, in the order of training: the step's version minus the group's dispatch version.
+      generated: tokens that the policy sampled in what was trained.
+      busy_seconds: spent in training steps.
+    """
+
+    trained: dict[str, int] = field(default_factory=dict)
+    staleness: list[int] = field(default_factory=list)
+    generated: int = 0
+    busy_seconds: float = 0.0
+
+
+class Trainer:
+    """A `protocols.Trainer` on virtual time.
+
+    Args:
+      model: what training and publication cost.
+      devices: accelerators that train.
+      log: where it writes down what it is given.
+    """
+
+    def __init__(self, model: costs.CostModel, devices: int, log: TrainingLog) -> None:
+        self._model = model
+        self._devices = devices
+        self._log = log
+        self._version = 0
+
+    async def start(self) -> protocols.TrainerInfo:
+        """Holds version 0."""
+        return protocols.TrainerInfo(0, self._model.parameters, {"data": self._devices}, "simulated")
+
+    async def warm_start_step(self, sequences: Sequence[protocols.Trajectory]) -> Mapping[str, float]:
+        """One step's time on given sequences."""
+        await self._train([len(sequence.token_ids) for sequence in sequences])
+        return {"loss": 0.0}
+
+    async def train_step(self, batch: protocols.TrainBatch) -> Mapping[str, float]:
+        """One step's time; the batch is written down."""
+        trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
+        await self._train([len(trajectory.token_ids) for trajectory in trajectories])
+        for trajectory in trajectories:
+            self._log.trained[trajectory.trajectory_id] = self._log.trained.get(trajectory.trajectory_id, 0) + 1
+            self._log.generated += trajectory.generated_tokens
+        self._log.staleness.extend(batch.policy_version - group.dispatch_version for group in batch.groups)
+        self._version += 1
+        return {"loss": 0.0}
+
+    async def _train(self, lengths: Sequence[int]) -> None:
+        squares = float(sum(length * length for length in lengths))
+        seconds = self._model.train_seconds(sum(lengths), squares, self._devices)
+        await asyncio.sleep(seconds)
+        self._log.busy_seconds += seconds
+
+    async def open_weights(self, policy_version: int) -> int:
+        """A snapshot is one bucket."""
+        return 1
+
+    async def stage_weights(self, policy_version: int, index: int) -> protocols.WeightBucket:
+        """Gathers the snapshot."""
+        await asyncio.sleep(self._model.gather_seconds(self._devices))
+        return protocols.WeightBucket(policy_version, index, 1, (), self._model.weight_bytes, {"kind": "simulated"})
+
+    async def close_weights(self, policy_version: int) -> None:
+        """Frees nothing."""
+
+    async def save(self, path: str) -> None:
+        """Refused: a simulated run is repeated, not resumed."""
+        raise protocols.ConfigError("config.checkpoint.every: a simulated run writes no checkpoints; set it to 0")
+
+    async def wait_saved(self) -> None:
+        """Nothing is ever being saved."""
+
+    async def restore(self, path: str) -> int:
+        """Refused, like `save`."""
+        raise protocols.ConfigError(f"{path}: a simulated run cannot be resumed; start it from the beginning")
+
+    async def export(self, path: str) -> None:
+        """Refused: there are no parameters."""
+        raise protocols.ConfigError(f"{path}: a simulated run has no parameters to export; leave the export out")
+
+    async def shutdown(self) -> None:
+        """Holds nothing."""

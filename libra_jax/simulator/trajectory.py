@@ -1,0 +1,272 @@
+"""Trajectories of counted tokens: a context of 60,000 tokens is a handful of runs, and a turn costs a constant time.
+
+They behave as `protocols.Trajectory` does wherever the agent loop and the coordinator touch one, so both run unchanged.
+"""
+
+from __future__ import annotations
+
+import bisect
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, overload
+
+from libra_jax import protocols
+from libra_jax.simulator import scripts
+
+TEXT, SAMPLED, STOP = 0, 1, 2
+"""The token ids of the simulated world: what no policy sampled, what it did, and the token that ends an output."""
+
+
+class Runs(Sequence[Any]):
+    """A sequence kept as runs of equal values: append, length and last element cost a constant time.
+
+    Attributes:
+      name: of the trajectory whose tokens these are; slices keep it, which is how decoding knows who speaks.
+    """
+
+    __slots__ = ("_ends", "_values", "name")
+
+    def __init__(self, runs: Iterable[tuple[Any, int]] = (), name: str = "") -> None:
+        self._values: list[Any] = []
+        self._ends: list[int] = []
+        self.name = name
+        for value, count in runs:
+            self.append_run(value, count)
+
+    def append_run(self, value: Any, count: int) -> None:
+        """Appends `count` copies of `value`."""
+        if count <= 0:
+            return
+        end = self._ends[-1] + count if self._ends else count
+        if self._values and self._values[-1] == value:
+            self._ends[-1] = end
+        else:
+            self._values.append(value)
+            self._ends.append(end)
+
+    def runs(self) -> Iterator[tuple[Any, int]]:
+        """Each run's value and length."""
+        start = 0
+        for value, end in zip(self._values, self._ends, strict=True):
+            yield value, end - start
+            start = end
+
+    def extend(self, values: Iterable[Any]) -> None:
+        """Appends values, run by run where they come as runs."""
+        for value, count in values.runs() if isinstance(values, Runs) else ((value, 1) for value in values):
+            self.append_run(value, count)
+
+    def clear(self) -> None:
+        """Empties it."""
+        self._values.clear()
+        self._ends.clear()
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Runs: ...
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if step != 1:
+                raise ValueError("a run-length sequence has slices of step 1 only")
+            return self._slice(start, stop)
+        at = index + len(self) if index < 0 else index
+        if not 0 <= at < len(self):
+            raise IndexError(index)
+        return self._values[bisect.bisect_right(self._ends, at)]
+
+    def _slice(self, start: int, stop: int) -> Runs:
+        part = Runs(name=self.name)
+        at = bisect.bisect_right(self._ends, start)
+        while start < stop:
+            end = min(self._ends[at], stop)
+            part.append_run(self._values[at], end - start)
+            start, at = end, at + 1
+        return part
+
+    def __iter__(self) -> Iterator[Any]:
+        for value, count in self.runs():
+            for _ in range(count):
+                yield value
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Runs):
+            return self._values == other._values and self._ends == other._ends
+        if isinstance(other, Sequence):
+            return len(self) == len(other) and all(mine == its for mine, its in zip(self, other, strict=True))
+        return NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # mutable, like a list
+
+
+class Context(Sequence[int]):
+    """A trajectory's tokens at one moment, as a simulated engine is asked to continue them.
+
+    Attributes:
+      trajectory: whose tokens these are.
+      turn: outputs completed, which is the number of the output to go on with.
+      sampled: tokens of that output which the context holds already.
+      fresh: tokens at the end that no engine has seen: text since the last sampled token.
+    """
+
+    __slots__ = ("_length", "fresh", "sampled", "trajectory", "turn")
+
+    def __init__(self, trajectory: Trajectory) -> None:
+        self.trajectory = trajectory
+        self.turn = trajectory.outputs
+        self.sampled = trajectory.sampled
+        self.fresh = trajectory.fresh
+        self._length = len(trajectory.token_ids)
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+
+    def __getitem__(self, index: int | slice) -> Any:
+        return self.trajectory.token_ids[: self._length][index]
+
+
+@dataclass(eq=False)
+class Trajectory(protocols.Trajectory):
+    """`protocols.Trajectory` with counted tokens, and the script that it follows.
+
+    Attributes:
+      script: what the attempt will do.
+      outputs: model outputs completed (their stop token is there).
+      sampled: tokens of the output that is under way.
+      fresh: tokens at the end that no policy sampled.
+      life: counts the times it was cleared, so that a prefix kept for an earlier life is not taken for its own.
+      served_by: the instance that held its key-value cache last; empty before the first.
+      unstreamed: (version, tokens) that an engine sampled and had not streamed when the request left it. A real engine
+        streams every few tokens, a simulated one every thousand, so the next one hands these over as its own.
+    """
+
+    token_ids: Runs = field(default_factory=Runs)  # type: ignore[assignment]
+    sources: Runs = field(default_factory=Runs)  # type: ignore[assignment]
+    loss_mask: Runs = field(default_factory=Runs)  # type: ignore[assignment]
+    log_probs: Runs = field(default_factory=Runs)  # type: ignore[assignment]
+    policy_versions: Runs = field(default_factory=Runs)  # type: ignore[assignment]
+    script: scripts.Script = field(default_factory=lambda: scripts.Script(1, (protocols.Turn(1),)))
+    outputs: int = 0
+    sampled: int = 0
+    fresh: int = 0
+    life: int = 0
+    served_by: str = ""
+    unstreamed: list[tuple[int, int]] = field(default_factory=list)
+    _generated: int = 0
+
+    def __post_init__(self) -> None:
+        self.token_ids.name = self.trajectory_id
+
+    def append_text(self, token_ids: Sequence[int], source: protocols.TokenSource) -> None:
+        count = len(token_ids)
+        self.token_ids.extend(token_ids)
+        self.sources.append_run(int(source), count)
+        self.loss_mask.append_run(False, count)
+        self.log_probs.append_run(0.0, count)
+        self.policy_versions.append_run(protocols.NO_VERSION, count)
+        self.fresh += count
+
+    def append_sampled(self, delta: protocols.TokenDelta) -> None:
+        count = len(delta.token_ids)
+        if not count:
+            return
+        self.token_ids.extend(delta.token_ids)
+        self.sources.append_run(int(protocols.TokenSource.MODEL), count)
+        self.loss_mask.append_run(True, count)
+        self.log_probs.extend(delta.log_probs)
+        self.policy_versions.extend(delta.policy_versions)
+        self._generated += count
+        self.fresh = 0
+        if delta.token_ids[-1] == STOP:
+            self.outputs, self.sampled = self.outputs + 1, 0
+        else:
+            self.sampled += count
+
+    def clear(self) -> None:
+        super().clear()
+        self.outputs = self.sampled = self.fresh = self._generated = 0
+        self.served_by = ""
+        self.unstreamed.clear()
+        self.life += 1
+
+    def context(self) -> Context:  # type: ignore[override]
+        return Context(self)
+
+    @property
+    def generated_tokens(self) -> int:
+        return self._generated
+
+    @property
+    def prompt_tokens(self) -> int:
+        return next((count for _, count in self.sources.runs()), 0)
+
+
+class Book:
+    """Makes a run's trajectories from its workload and finds them by name while they live.
+
+    Trajectory ids are `<prompt_id>/<sample>`; a simulated prompt id is the task's index.
+    """
+
+    def __init__(self, workload: scripts.Workload) -> None:
+        self._workload = workload
+        self._alive: weakref.WeakValueDictionary[str, Trajectory] = weakref.WeakValueDictionary()
+        self.made = 0
+
+    def make(self, trajectory_id: str, prompt_id: str, start_seconds: float) -> Trajectory:
+        """A trajectory that has not begun."""
+        task, _, sample = trajectory_id.rpartition("/")
+        script = self._workload.script(int(task), int(sample))
+        made = Trajectory(trajectory_id, prompt_id, start_seconds=start_seconds, script=script)
+        self._alive[trajectory_id] = made
+        self.made += 1
+        return made
+
+    def prompt_tokens(self, prompt_id: str) -> int:
+        """Tokens of a task's prompt."""
+        return self._workload.script(int(prompt_id), 0).prompt_tokens
+
+    def script(self, trajectory_id: str) -> scripts.Script:
+        """The script of a live trajectory."""
+        return self._alive[trajectory_id].script
+
+    def remaining(self, trajectory_id: str) -> int:
+        """Tokens that the trajectory has yet to generate: the truth that only a simulator knows."""
+        trajectory = self._alive[trajectory_id]
+        return max(0, trajectory.script.generated_tokens - trajectory.generated_tokens)
+
+
+class CountedText:
+    """A `protocols.Tokenizer` without text: a message's content is its number of tokens, an output its speaker's name.
+
+    Content that is no number (the agent loop's own word for a time-out) counts four characters a token.
+    """
+
+    vocab_size = 3
+    stop_token_ids = (STOP,)
+    pad_token_id = TEXT
+
+    def encode(self, text: str) -> list[int]:
+        return [TEXT] * _tokens(text)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return token_ids.name if isinstance(token_ids, Runs) else ""
+
+    def render(self, messages: Sequence[protocols.Message], *, first: bool, generation_prompt: bool) -> Any:
+        return Runs([(TEXT, sum(_tokens(message.content) for message in messages))])
+
+
+def _tokens(content: str) -> int:
+    return int(content) if content.isdigit() else -(-len(content) // 4)

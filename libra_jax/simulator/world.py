@@ -1,0 +1,319 @@
+"""A simulated run: the real coordinator, agent loop and scheduler on a virtual clock, among simulated machines.
+
+Everything that happens is a function of the configuration, the workload and the scheduler, so a run repeats exactly.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pathlib
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from libra_jax import config as configuration
+from libra_jax import protocols
+from libra_jax.coordinator import run as coordinator
+from libra_jax.models import config as model_config
+from libra_jax.planning import hardware
+from libra_jax.simulator import clock, costs, engine, environment, scripts, trainer, trajectory
+
+Remaining = Callable[[str], int]
+"""A request's id to the tokens that it has yet to generate."""
+
+MakeScheduler = Callable[[costs.SchedulingCosts, Remaining], protocols.Scheduler]
+"""A fresh scheduler, handed the costs of the simulated hardware and the truth (for policies that may know it)."""
+
+
+@dataclass(frozen=True)
+class SimulationConfig:
+    """The simulated cluster; the rest of a run (batches, layout, limits) is a `config.RunConfig`.
+
+    Attributes:
+      hardware: name of an accelerator's sheet.
+      model: preset whose shape the costs are computed from.
+      train_devices: accelerators that train.
+      slots: requests that each instance decodes at once, in the order of `rollout.tensor_parallel`; empty:
+        `rollout.slots` for every instance.
+      coefficients: shares of the sheet's peaks, and fixed times.
+      longest_seconds: virtual time after which the run is taken for a deadlock.
+    """
+
+    hardware: str = "a800"
+    model: str = "Qwen3-14B"
+    train_devices: int = 24
+    slots: tuple[int, ...] = ()
+    coefficients: costs.Coefficients = field(default_factory=costs.Coefficients)
+    longest_seconds: float = 1e7
+
+    def cost_model(self) -> costs.CostModel:
+        """What things cost on this cluster.
+
+        Raises:
+          ConfigError: there is no such sheet or preset.
+        """
+        return costs.CostModel(hardware.sheet(self.hardware), model_config.load_preset(self.model), self.coefficients)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What stands between the coordinator and the simulated machines: fault injection replaces some of it.
+
+    Attributes:
+      engine: given an engine as it was just made, and its life's number from 0, returns what serves in its place.
+      environment: likewise for an attempt's environment.
+      trainer: likewise for the trainer.
+    """
+
+    engine: Callable[[engine.Engine, int], Any] = lambda made, life: made
+    environment: Callable[[environment.ScriptedEnvironment], protocols.Environment] = lambda made: made
+    trainer: Callable[[trainer.Trainer], protocols.Trainer] = lambda made: made
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a simulated run went. Seconds are virtual, save `wall_seconds`.
+
+    Attributes:
+      seconds: from the first dispatch to the end of the last step.
+      tokens_per_second: tokens generated in all that was dispatched, over `seconds`.
+      step_seconds: each training step's time, from the end of the step before.
+      train_utilisation: share of `seconds` in which the trainer trained.
+      rollout_utilisation: share of `seconds` in which instances ran steps, weighted by their devices.
+      generated_tokens: sampled, in everything that was dispatched.
+      moves: requests that began to be served by another instance than before.
+      moved_tokens: context tokens of those requests.
+      migrated_token_fraction: `moved_tokens` / `generated_tokens`.
+      one_shot_routing_accuracy: share of attempts with a tool return whose first decision after it named the bucket
+        that their true remaining length asked for; None where there was none.
+      prefilled_tokens: tokens prefilled.
+      kv_recompute_token_fraction: share of these whose keys and values had been computed before.
+      preemptions: requests that lost their place on an instance for want of cache.
+      staleness_max: largest number of versions between a group's dispatch and its training.
+      trained_trajectories: distinct attempts trained.
+      replaced_trajectories: attempts of groups that were replaced.
+      lost_trajectories: attempts dispatched, and neither trained nor replaced.
+      duplicated_trajectories: attempts trained more than once.
+      steps: each step's metrics, as the coordinator reported them.
+      notes: the coordinator's sentences.
+      wall_seconds: real time that the simulation took.
+    """
+
+    seconds: float
+    tokens_per_second: float
+    step_seconds: tuple[float, ...]
+    train_utilisation: float
+    rollout_utilisation: float
+    generated_tokens: int
+    moves: int
+    moved_tokens: int
+    migrated_token_fraction: float
+    one_shot_routing_accuracy: float | None
+    prefilled_tokens: int
+    kv_recompute_token_fraction: float
+    preemptions: int
+    staleness_max: int
+    trained_trajectories: int
+    replaced_trajectories: int
+    lost_trajectories: int
+    duplicated_trajectories: int
+    steps: tuple[Mapping[str, float], ...]
+    notes: tuple[str, ...]
+    wall_seconds: float
+
+    def step_summary(self) -> dict[str, float]:
+        """Mean and quantiles of the step times (nearest rank)."""
+        ordered = sorted(self.step_seconds)
+        rank = {f"p{share}": ordered[max(0, -(-len(ordered) * share // 100) - 1)] for share in (50, 90, 99)}
+        return {"mean": statistics.fmean(ordered), **rank}
+
+
+class StepRecorder:
+    """A `protocols.Recorder` that keeps each step's metrics and the sentences, and nothing else."""
+
+    def __init__(self) -> None:
+        self.steps: list[Mapping[str, float]] = []
+        self.notes: list[str] = []
+
+    def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
+        self.steps.append(scalars)
+
+    def span(self, track: str, name: str, start: float, end: float, arguments: Mapping[str, Any] | None = None) -> None:
+        """Kept by nobody."""
+
+    def trajectory(self, record: Mapping[str, Any]) -> None:
+        """Kept by nobody."""
+
+    def status(self, worker: str, text: str) -> None:
+        """Shown to nobody."""
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+class Cluster:
+    """A `protocols.Cluster` whose actors are the objects themselves, on the one event loop."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._actors: dict[str, Any] = {}
+        self._lives: dict[str, int] = {}
+
+    async def spawn(self, spec: protocols.ActorSpec) -> Any:
+        """Makes the actor in place."""
+        module, _, name = spec.factory.partition(":")
+        made = getattr(importlib.import_module(module), name)(**spec.arguments)
+        life = self._lives[spec.name] = self._lives.get(spec.name, -1) + 1
+        self._actors[spec.name] = actor = (
+            self._parts.engine(made, life) if isinstance(made, engine.Engine) else self._parts.trainer(made)
+        )
+        return actor
+
+    async def stop(self, name: str) -> None:
+        """Ends the actor; nothing happens if it has been stopped before."""
+        actor = self._actors.pop(name, None)
+        if actor is not None:
+            await actor.shutdown()
+
+    async def shutdown(self) -> None:
+        """Stops every actor, last made first."""
+        for name in reversed(list(self._actors)):
+            await self.stop(name)
+
+
+def run(
+    config: configuration.RunConfig,
+    simulation: SimulationConfig,
+    workload: scripts.Workload,
+    make_scheduler: MakeScheduler,
+    *,
+    parts: Parts | None = None,
+    recorder: StepRecorder | None = None,
+) -> Result:
+    """Simulates a whole run.
+
+    Args:
+      config: batches, staleness, the rollout layout and its limits; without checkpoints, evaluation and warm start.
+      simulation: the cluster.
+      workload: what each attempt does; all randomness is in there, and in the scheduler.
+      make_scheduler: the policy.
+      parts: wraps the machines, to break some.
+      recorder: kept from the run, for those who want to look on; None makes one.
+
+    Raises:
+      ConfigError: the run asks for what a simulation cannot do, or the cluster cannot hold it.
+      LibraError: what ended the run, in one sentence.
+    """
+    _check(config, simulation)
+    model, parts, recorder = simulation.cost_model(), parts or Parts(), recorder or StepRecorder()
+    book, log = trajectory.Book(workload), trainer.TrainingLog()
+    counters = [engine.Counters() for _ in config.rollout.tensor_parallel]
+    makers = parts.environment
+    made = coordinator.Coordinator(
+        config,
+        cluster=Cluster(parts),
+        trainer_spec=protocols.ActorSpec(
+            "trainer",
+            "libra_jax.simulator.trainer:Trainer",
+            {"model": model, "devices": simulation.train_devices, "log": log},
+        ),
+        engine_specs=_engine_specs(config, simulation, model, counters),
+        tasks=environment.NumberedTasks(),
+        make_environment=lambda: makers(environment.ScriptedEnvironment(book)),
+        demonstrator=None,
+        tokenizer=trajectory.CountedText(),
+        scheduler=make_scheduler(costs.SchedulingCosts(model), book.remaining),
+        recorder=recorder,
+        workdir=pathlib.Path("simulated"),  # never written to: nothing is saved
+        make_trajectory=book.make,
+    )
+    began = time.perf_counter()
+    summary = clock.run(made.run(), longest=simulation.longest_seconds)
+    wall = time.perf_counter() - began
+    return _result(config, summary, recorder, book, log, counters, wall)
+
+
+def _check(config: configuration.RunConfig, simulation: SimulationConfig) -> None:
+    for name, off in (("checkpoint", config.checkpoint.every), ("evaluation", config.evaluation.every)):
+        configuration.check(off == 0, f"{name}.every", "must be 0 in a simulated run")
+    configuration.check(config.warm_start.steps == 0, "warm_start.steps", "must be 0 in a simulated run")
+    instances, slots = len(config.rollout.tensor_parallel), len(simulation.slots)
+    configuration.check(
+        slots in (0, instances), "simulation.slots", f"has {slots} entries for {instances} instances; give one each"
+    )
+    configuration.check(
+        simulation.train_devices > 0, "simulation.train_devices", f"must be positive, not {simulation.train_devices}"
+    )
+
+
+def _engine_specs(
+    config: configuration.RunConfig,
+    simulation: SimulationConfig,
+    model: costs.CostModel,
+    counters: Sequence[engine.Counters],
+) -> list[protocols.ActorSpec]:
+    rollout = config.rollout
+    slots = simulation.slots or (rollout.slots,) * len(rollout.tensor_parallel)
+    return [
+        protocols.ActorSpec(
+            f"engine-{index}",
+            "libra_jax.simulator.engine:create",
+            {
+                "name": f"engine-{index}",
+                "degree": degree,
+                "slots": slots[index],
+                "max_context": rollout.max_context,
+                "stream_interval": rollout.stream_interval,
+                "model": model,
+                "counters": counters[index],
+            },
+        )
+        for index, degree in enumerate(rollout.tensor_parallel)
+    ]
+
+
+def _result(
+    config: configuration.RunConfig,
+    summary: coordinator.RunSummary,
+    recorder: StepRecorder,
+    book: trajectory.Book,
+    log: trainer.TrainingLog,
+    counters: Sequence[engine.Counters],
+    wall: float,
+) -> Result:
+    steps = recorder.steps
+    step_seconds = tuple(step["step/seconds"] for step in steps)
+    seconds = sum(step_seconds)
+    generated = int(sum(step["tokens/generated"] for step in steps))
+    moved = int(sum(step["routing/moved_tokens"] for step in steps))
+    judged = sum(step.get("routing/judged", 0.0) for step in steps)
+    right = sum(step.get("routing/judged", 0.0) * step.get("routing/one_shot_accuracy", 0.0) for step in steps)
+    degrees = config.rollout.tensor_parallel
+    busy = sum(degree * count.busy_seconds for degree, count in zip(degrees, counters, strict=True))
+    prefilled = sum(count.prefilled for count in counters)
+    replaced = sum(summary.replaced.values()) * config.coordinator.group_size
+    return Result(
+        seconds=seconds,
+        tokens_per_second=generated / seconds,
+        step_seconds=step_seconds,
+        train_utilisation=log.busy_seconds / seconds,
+        rollout_utilisation=busy / (sum(degrees) * seconds),
+        generated_tokens=generated,
+        moves=int(sum(step["routing/moves"] for step in steps)),
+        moved_tokens=moved,
+        migrated_token_fraction=moved / generated,
+        one_shot_routing_accuracy=right / judged if judged else None,
+        prefilled_tokens=prefilled,
+        kv_recompute_token_fraction=sum(count.prefilled_again for count in counters) / prefilled,
+        preemptions=sum(count.preempted for count in counters),
+        staleness_max=max(log.staleness),
+        trained_trajectories=len(log.trained),
+        replaced_trajectories=replaced,
+        lost_trajectories=book.made - len(log.trained) - replaced,
+        duplicated_trajectories=sum(count > 1 for count in log.trained.values()),
+        steps=tuple(steps),
+        notes=tuple(recorder.notes),
+        wall_seconds=wall,
+    )
