@@ -1,4 +1,4 @@
-"""Prefix trees over causal states: how many tokens are left to generate, seen from a path (arXiv 2606.03077, section 4).
+"""Prefix trees over causal states: how many tokens are left to generate, seen from a path (arXiv 2606.03077, sec. 4).
 
 A node stands for a path. It holds a window of the latest *samples*: the generated tokens from there to the end of a
 finished trajectory. A new sample displaces the oldest of a full window, and a node's evidence loses half its weight
