@@ -28,8 +28,6 @@ class Clock(asyncio.SelectorEventLoop):
         self.now = 0.0
         self.longest = self.longest if longest is None else longest
         self._failed = False
-        # asyncio's two private hooks for this: how it polls for input, and how finely it takes timers to be due.
-        self._clock_resolution = 1e-9
         self._poll, self._selector.select = self._selector.select, self._advance  # type: ignore[attr-defined]
 
     def time(self) -> float:
@@ -44,10 +42,8 @@ class Clock(asyncio.SelectorEventLoop):
             self._failed = True  # what is left is only torn down
             raise AssertionError("deadlock: nothing is left that could end this")
         if not events and timeout:
-            # The sum may fall short of the timer by a rounding error that is too small to be slept.
-            timers = self._scheduled  # type: ignore[attr-defined]
-            due = timers[0].when() if timers else 0.0
-            self.now = max(self.now + timeout, due) if due - self.now <= 2 * timeout else self.now + timeout
+            # To the timer itself: now + timeout may fall short of it by a rounding error.
+            self.now = max(self.now, self._scheduled[0].when())  # type: ignore[attr-defined]
         return events
 
 

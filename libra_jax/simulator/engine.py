@@ -472,7 +472,8 @@ class Engine:
 
     def _admit(self) -> None:
         """Takes waiting requests, oldest first, as far as slots, room and one chunk of prefill go."""
-        chunk, requests, tokens, seconds = self._model.coefficients.chunk_tokens, [], 0, 0.0
+        chunk, tokens, seconds = self._model.coefficients.chunk_tokens, 0, 0.0
+        requests: list[_Request] = []
         while self._waiting and len(self._decoding) + len(requests) < self._slots:
             request = self._waiting[0]
             held = min(self._held.get(request.key, 0), request.length)

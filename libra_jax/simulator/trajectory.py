@@ -103,7 +103,7 @@ class Runs(Sequence[Any]):
             return len(self) == len(other) and all(mine == its for mine, its in zip(self, other, strict=True))
         return NotImplemented
 
-    __hash__ = None  # type: ignore[assignment]  # mutable, like a list
+    __hash__ = None  # type: ignore[assignment]  # mutable, as a list is
 
 
 class Context(Sequence[int]):
@@ -202,7 +202,7 @@ class Trajectory(protocols.Trajectory):
         self.unstreamed.clear()
         self.life += 1
 
-    def context(self) -> Context:  # type: ignore[override]
+    def context(self) -> Context:
         return Context(self)
 
     @property
@@ -255,7 +255,7 @@ class CountedText:
     """
 
     vocab_size = 3
-    stop_token_ids = (STOP,)
+    stop_token_ids: tuple[int, ...] = (STOP,)
     pad_token_id = TEXT
 
     def encode(self, text: str) -> list[int]:

@@ -6,46 +6,19 @@ import asyncio
 import importlib
 import json
 import zlib
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.coordinator import run as run_module
 from libra_jax.scheduling import registry
+from libra_jax.simulator import clock
 from libra_jax.telemetry import memory
 
-T = TypeVar("T")
-
-
-class Clock(asyncio.SelectorEventLoop):
-    """An event loop on a virtual clock, so that tests are quick and repeat exactly; it refuses to wait for ever."""
-
-    longest = 50_000.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0.0
-        self.closing = False
-        self._wait, self._selector.select = self._selector.select, self._advance
-
-    def time(self) -> float:
-        return self.now
-
-    def _advance(self, timeout: float | None = None) -> list[Any]:
-        events = self._wait(0)
-        if not self.closing and not events and (timeout is None or self.now > self.longest):
-            self.closing = True  # what is left is only torn down
-            raise AssertionError("deadlock: nothing is left that could end this")
-        if not events and timeout:
-            self.now += timeout
-        return events
-
-
-def run_on_clock(main: Coroutine[Any, Any, T]) -> T:
-    with asyncio.Runner(loop_factory=Clock) as runner:
-        return runner.run(main)
+Clock = clock.Clock
+run_on_clock = clock.run
 
 
 class DirectCluster:

@@ -41,7 +41,7 @@ def with_dispatcher(
         live = instances.Instances(
             config, cluster=doubles.DirectCluster(), specs=specs, recorder=recorder, ending=ending
         )
-        dispatcher = dispatch.Dispatcher(
+        dispatcher = OpenDispatcher(
             config,
             scheduler=scheduler or least_loaded.LeastLoaded(),
             engines=live,
@@ -59,6 +59,14 @@ def with_dispatcher(
             await ending.cancel_background(1.0)
 
     return doubles.run_on_clock(main())
+
+
+class OpenDispatcher(dispatch.Dispatcher):
+    """Takes every attempt for one of group 0."""
+
+    async def sample(self, trajectory: protocols.Trajectory, sampling: protocols.SamplingParams) -> Any:
+        self.open(trajectory.trajectory_id, 0, 0)
+        return await super().sample(trajectory, sampling)
 
 
 class Counting(fake_engine.FakeEngine):
