@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import sys
 import traceback
@@ -15,14 +16,18 @@ from libra_jax import config as libra_config
 from libra_jax import protocols
 
 
-def run(main: Callable[[], int | None]) -> None:
+def run(main: Callable[[], int | None], config_type: type[Any] = libra_config.RunConfig) -> None:
     """Runs `main` under absl. A LibraError becomes `error: <sentence>` and exit status 1, a bad flag status 2.
 
     LIBRA_JAX_TRACEBACK=1 in the environment shows tracebacks as well.
+
+    Args:
+      main: the script.
+      config_type: dataclass of the script's config file, for the nearest field to a mistyped `--config.` flag.
     """
     sys.path.append(os.getcwd())  # where a user's own "module:factory" lives; last, so that it shadows nothing
     logging.set_verbosity(logging.WARNING)  # libraries' own progress is not for the terminal; -v=0 brings it back
-    app.run(lambda _: sys.exit(_guarded(main)), flags_parser=_parse_flags)
+    app.run(lambda _: sys.exit(_guarded(main)), flags_parser=functools.partial(_parse_flags, config_type))
 
 
 def _guarded(main: Callable[[], int | None]) -> int:
@@ -38,7 +43,7 @@ def _guarded(main: Callable[[], int | None]) -> int:
         return 130
 
 
-def _parse_flags(argv: Sequence[str]) -> Any:
+def _parse_flags(config_type: type[Any], argv: Sequence[str]) -> Any:
     try:
         remaining = flags.FLAGS(list(argv))
         if len(remaining) > 1:
@@ -47,11 +52,11 @@ def _parse_flags(argv: Sequence[str]) -> Any:
             flags.FLAGS.config.to_dict()  # a config file that cannot be read raises here, not in main
         return remaining
     except (AttributeError, KeyError, OSError, ImportError, SyntaxError, TypeError, ValueError, flags.Error) as error:
-        print(f"error: {_flag_sentence(argv, error)}", file=sys.stderr)
+        print(f"error: {_flag_sentence(config_type, argv, error)}", file=sys.stderr)
         sys.exit(2)
 
 
-def _flag_sentence(argv: Sequence[str], error: Exception) -> str:
+def _flag_sentence(config_type: type[Any], argv: Sequence[str], error: Exception) -> str:
     """A sentence for a flag that cannot be parsed; for a mistyped config field, with the nearest field's full name."""
     if isinstance(error, AttributeError | KeyError):
         for argument in argv[1:]:
@@ -63,20 +68,23 @@ def _flag_sentence(argv: Sequence[str], error: Exception) -> str:
                 value = ast.literal_eval(text) if separator else True
             except (SyntaxError, ValueError):
                 value = text
-            sentence = _unknown_field(path, value)
+            sentence = _unknown_field(config_type, path, value)
             if sentence:
                 return sentence
     if isinstance(error, OSError):
         return "--config: " + " ".join(str(error).split("Attempted")[-1].split())
-    return str(error).splitlines()[0]
+    first, *others = (line.strip() for line in str(error).splitlines() if line.strip())
+    if others and "parsing config file" in first:  # a traceback of the file follows; its last line says what is wrong
+        return "--config: " + others[-1]
+    return first
 
 
-def _unknown_field(path: list[str], value: Any) -> str | None:
+def _unknown_field(config_type: type[Any], path: list[str], value: Any) -> str | None:
     nested: Any = value
     for part in reversed(path):
         nested = {part: nested}
     try:
-        libra_config.parse(libra_config.RunConfig, nested)
+        libra_config.parse(config_type, nested)
     except protocols.ConfigError as error:
         return str(error) if "no such field" in str(error) else None
     return None

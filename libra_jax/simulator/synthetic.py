@@ -22,6 +22,10 @@ from libra_jax import protocols
 from libra_jax.simulator import scripts
 
 LARGE_RETURN_TOKENS = 12_500
+TIMEOUT_SHARE = 0.01
+"""Of failures. In the AgentCgroup measurements, 0.3% of all tool calls time out; their calls take 3 s on average, as
+those here do."""
+
 FAR_TAIL = 1.6
 """A trajectory of repeated failures is at most this many times as long as their mean, so that contexts stay bounded."""
 
@@ -178,5 +182,5 @@ def _mark(turns: list[protocols.Turn], kind: Kind, rng: random.Random) -> None:
     for turn in turns[first:]:
         if rng.random() < 0.75:
             turn.tool, turn.status, turn.payload_tokens = "bash", "failure", _log_normal(rng, 600, 0.4, 3_000)
-            if rng.random() < 0.05:
+            if rng.random() < TIMEOUT_SHARE:
                 turn.status, turn.payload_tokens, turn.tool_seconds = "timeout", 20, 120.0

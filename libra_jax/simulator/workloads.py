@@ -8,7 +8,7 @@ from pathlib import Path
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.simulator import scripts, synthetic, traces
+from libra_jax.simulator import scripts, synthetic, traces, world
 
 SHAPES = (*synthetic.SHAPES, "trace")
 
@@ -21,10 +21,12 @@ class WorkloadConfig:
     trace: str = ""  # JSON-lines file to replay; required by, and implies, shape trace
     variation: float = 1.0  # width of the difference between siblings, relative to the shape's own
     shuffle: bool = True  # trace: a new order of prompts each epoch; False keeps the file's order
+    passes: int = 2  # trace: times each prompt is replayed, which sets the run's steps; 0 keeps config.steps
 
     def __post_init__(self) -> None:
         configuration.check_choice(self.shape, SHAPES, "workload.shape")
         configuration.check(self.variation >= 0, "workload.variation", f"must not be negative, not {self.variation}")
+        configuration.check(self.passes >= 0, "workload.passes", f"must not be negative, not {self.passes}")
         configuration.check(
             self.shape != "trace" or bool(self.trace),
             "workload.trace",
@@ -95,18 +97,44 @@ def summarise(workload: scripts.Workload, tasks: range, samples: int) -> Summary
     )
 
 
-def check_fits(workload: scripts.Workload, config: configuration.RunConfig) -> Summary:
-    """Checks that a run's limits hold the workload's attempts, by a sample of them across the run.
+def planned_steps(config: WorkloadConfig, workload: scripts.Workload, groups_per_step: int, steps: int) -> int:
+    """Training steps of the run: `steps`, or for a trace as many as replay it `config.passes` times."""
+    if isinstance(workload, traces.Replay) and config.passes:
+        return max(1, -(-len(workload.prompts) * config.passes // groups_per_step))
+    return steps
+
+
+def check_fits(workload: scripts.Workload, config: configuration.RunConfig, simulation: world.SimulationConfig) -> None:
+    """Checks, by a sample of them, that the run's limits and memory hold the workload's attempts.
+
+    A cache need not hold every slot's longest context, since engines pre-empt; but slots that it cannot hold even as
+    they are at their first tool return are a mistake.
 
     Raises:
-      ConfigError: an attempt would be cut short; the message names the field.
+      ConfigError: an attempt would be cut short, or there are more slots than memory; the message names the field.
     """
     tasks = config.steps * config.coordinator.groups_per_step
-    summary = summarise(workload, range(0, tasks, max(1, tasks // 64)), min(16, config.coordinator.group_size))
+    sampled = range(0, tasks, max(1, tasks // 64))
+    summary = summarise(workload, sampled, min(16, config.coordinator.group_size))
     for field, limit, needed in (
         ("rollout.max_context", config.rollout.max_context, summary.context_max + 1),
         ("rollout.max_tokens", config.rollout.max_tokens, summary.turn_tokens_max),
     ):
         if limit < needed:
             raise protocols.ConfigError(f"config.{field}: {limit} cuts attempts of the workload short; give {needed}")
-    return summary
+    first = int(statistics.median(_first_context(workload.script(task, 0)) for task in sampled))
+    name = "simulation.slots" if simulation.slots else "rollout.slots"
+    model, degrees = simulation.cost_model(), config.rollout.tensor_parallel
+    for degree, slots in zip(degrees, simulation.slots or (config.rollout.slots,) * len(degrees), strict=False):
+        room = max(0, model.kv_tokens(degree))
+        if slots * first > room:
+            raise protocols.ConfigError(
+                f"config.{name}: {slots} slots exceed the memory of an instance of tensor-parallel degree {degree}, "
+                f"whose cache of {room} tokens holds {room // first} requests at their first tool return ({first} "
+                f"tokens) and {room // config.rollout.max_context} at full context; give fewer"
+            )
+
+
+def _first_context(script: scripts.Script) -> int:
+    turn = script.turns[0]
+    return script.prompt_tokens + turn.generated_tokens + turn.payload_tokens

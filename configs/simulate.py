@@ -1,0 +1,76 @@
+"""Simulates 48 A800s that post-train Qwen3-14B on an agentic workload; compares scheduling policies.
+
+  python launch/simulate.py --config=configs/simulate.py --output=runs/simulate.json
+  python launch/simulate.py --config=configs/simulate.py:search --policies=cmlfq_paper,mlfq --output=runs/search.json
+  python launch/simulate.py --config=configs/simulate.py --trace=trace.jsonl --output=runs/trace.json
+
+Batch, split and layout are the same for every policy and were fixed from the cost model (simulator/costs.py) at the
+middle of the software-engineering run, before any policy was compared:
+
+* Split: 20 devices train and 28 roll out. There a batch of 512 trajectories has 4.1 M generated tokens and 10 M tokens
+  of context, which is 555 s of training on 20 devices and, at 32 requests an instance, about 660 s of rollout on 28:
+  neither stage hides the other. (24 and 24 would be 463 s and 790 s.)
+* Layout: each degree gets the devices that its range of lengths asks for. Of the device-seconds at the middle of the
+  run, tokens of requests with at most 3k still to generate take 25%, to 8k 22%, to 20k 30%, beyond 23%: of 28 devices
+  6.9, 6.2, 8.5 and 6.5. So six instances of degree 1, three of degree 2, two of degree 4 and one of degree 8.
+* Slots: 32 requests, which is what the cache of a degree-1 instance (235k tokens) holds of contexts of 7k; the one wide
+  instance, whose cache is 13 times as large and whose requests are the longest (50k), has 64.
+
+Expected: the table in README.md; about a minute a policy and seed on one core.
+"""
+
+import ml_collections
+
+from libra_jax import config as libra_config
+from libra_jax.simulator import settings
+
+LAYOUT = {1: 6, 2: 3, 4: 2, 8: 1}
+"""Instances of each tensor-parallel degree: 28 devices."""
+
+
+def get_config(variant: str = "swe") -> ml_collections.ConfigDict:
+    """The run of `variant`: swe, search or math (synthetic), trace (with --trace), or large (swe on 1,024 devices)."""
+    if variant not in ("swe", "search", "math", "trace", "large"):
+        raise ValueError(f"configs/simulate.py has swe, search, math, trace and large, not {variant!r}")
+    config = ml_collections.ConfigDict(libra_config.to_dict(settings.SimulatedRun()))
+    config.name = f"simulate-{variant}"
+    config.steps = 16  # 8,192 trajectories
+
+    config.simulation.hardware = "a800"
+    config.simulation.model = "Qwen3-14B"
+    config.simulation.train_devices = 20
+    scale(config, 1)
+
+    config.rollout.max_context = 131_072  # Qwen3-14B's 40,960 stretched by YaRN, as for the published workload
+    config.rollout.max_tokens = 65_536
+    config.rollout.stream_interval = 1_000  # tokens between two looks at a request that outruns its budget
+
+    config.trainer.row_tokens = 131_072  # holds a whole context
+    config.task.max_turns = 10_000  # scripts end by themselves
+    config.task.tool_seconds = 3_600.0  # a hanging tool's deadline; scripted time-outs are shorter
+
+    config.coordinator.groups_per_step = 32
+    config.coordinator.group_size = 16
+    config.coordinator.staleness = 1
+    config.scheduler.max_remaining_tokens = (3_000, 8_000, 20_000)
+    config.workload.shape = "swe" if variant == "large" else variant  # trace asks for --trace=FILE
+    if variant == "search":  # bounds of the same kind for lengths a tenth as long
+        config.scheduler.max_remaining_tokens = (2_000, 8_000, 20_000)
+    if variant == "large":
+        scale(config, 21)
+        config.simulation.train_devices = 436  # with 588 that roll out, 1,024
+        config.coordinator.groups_per_step = 625
+        config.steps = 10  # 100,000 trajectories
+
+    config.checkpoint.every = 0
+    config.deadlines.first_token = 3_600.0
+    config.deadlines.train_step = 36_000.0
+    config.telemetry.console = False
+    return config
+
+
+def scale(config: ml_collections.ConfigDict, factor: int) -> None:
+    """Gives the run `factor` times the layout."""
+    degrees = [degree for degree, count in LAYOUT.items() for _ in range(count * factor)]
+    config.rollout.tensor_parallel = tuple(degrees)
+    config.simulation.slots = tuple(64 if degree == 8 else 32 for degree in degrees)

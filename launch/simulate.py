@@ -1,0 +1,107 @@
+"""Simulates a cluster under one scheduling policy or several: a table, a JSON file and a picture.
+
+  python launch/simulate.py --config=configs/simulate.py --policies=cmlfq,sticky --seeds=0,1,2 --output=runs/out.json
+  python launch/simulate.py --config=configs/simulate.py --trace=runs/mine/trace.jsonl --output=runs/replay.json
+
+The coordinator, the agent loop and the scheduler are those of a real run, on a virtual clock.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+from ml_collections import config_flags
+
+import cli
+from libra_jax import config as libra_config
+from libra_jax import protocols
+from libra_jax.simulator import comparison, report, settings
+
+COMPARED = ("cmlfq", "cmlfq_paper", "least_loaded", "sticky", "mlfq", "heddle", "oracle")
+
+_CONFIG = config_flags.DEFINE_config_file("config", "configs/simulate.py", "The run's config file.", lock_config=True)
+_TRACE = flags.DEFINE_string("trace", None, "Trace (JSON lines) to replay instead of the config's workload.")
+_OUTPUT = flags.DEFINE_string("output", None, "JSON file to write; the picture lies beside it, as .svg.")
+_POLICIES = flags.DEFINE_string("policies", ",".join(COMPARED), "Scheduling policies, separated by commas.")
+_SEEDS = flags.DEFINE_string("seeds", "0", "Seeds, separated by commas.")
+_JOBS = flags.DEFINE_integer("jobs", None, "Runs simulated at a time; default: one a core.", lower_bound=1)
+_SENSITIVITY = flags.DEFINE_bool("sensitivity", False, "Move each coefficient by 30%, one at a time, as well.")
+
+
+def main() -> None:
+    policies, seeds = _policies(_POLICIES.value), _seeds(_SEEDS.value)
+    run = comparison.prepare(_run(_CONFIG.value.to_dict(), _TRACE.value), policies)
+    output = None if _OUTPUT.value is None else Path(_OUTPUT.value)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    jobs = _JOBS.value or os.cpu_count() or 1
+    count = run.steps * run.coordinator.groups_per_step * run.coordinator.group_size
+    _progress(f"{run.name}: {run.steps} steps, {count:,} trajectories, {len(policies)} policies x {len(seeds)} seeds")
+    if _SENSITIVITY.value:
+        result, moves = comparison.sensitivity(run, policies, seeds, jobs=jobs, progress=_progress)
+    else:
+        result, moves = comparison.compare(run, policies, seeds, jobs=jobs, progress=_progress), []
+    print(report.table(result.entries, result.bound_seconds))
+    for move in moves:
+        print(comparison.moved_line(move))
+    if output is not None:
+        _write(output, run, result, moves)
+
+
+def _run(values: dict[str, Any], trace: str | None) -> settings.SimulatedRun:
+    if trace is not None:
+        values["workload"] |= {"shape": "trace", "trace": trace}
+    return libra_config.parse(settings.SimulatedRun, values)
+
+
+def _policies(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise protocols.ConfigError(f"--policies: name at least one of {', '.join(libra_config.POLICIES)}")
+    for name in names:
+        if name not in libra_config.POLICIES:
+            near = difflib.get_close_matches(name, libra_config.POLICIES, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            known = ", ".join(libra_config.POLICIES)
+            raise protocols.ConfigError(f"--policies: {name!r} is not one of {known}{hint}")
+    return list(dict.fromkeys(names))
+
+
+def _seeds(text: str) -> list[int]:
+    seeds = []
+    for part in text.split(","):
+        if not part.strip().isdecimal():
+            raise protocols.ConfigError(f"--seeds: {part!r} is not a whole number; seeds look like 0,1,2")
+        seeds.append(int(part))
+    return list(dict.fromkeys(seeds))
+
+
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _write(
+    output: Path, run: settings.SimulatedRun, result: comparison.Comparison, moves: Sequence[comparison.Moved]
+) -> None:
+    picture = output.with_suffix(".svg")
+    try:
+        output.write_text(report.to_json(result.entries, result.bound_seconds))
+        report.write_picture(result.entries, result.bound_seconds, picture, run.name)
+        if moves:
+            beside = output.with_name(f"{output.stem}-sensitivity.json")
+            beside.write_text(json.dumps([asdict(move) for move in moves], indent=2) + "\n")
+    except OSError as error:
+        raise protocols.DataError(f"--output: {output} cannot be written ({error.strerror or error})") from error
+    print(f"wrote {output} and {picture}")
+
+
+if __name__ == "__main__":
+    cli.run(main, settings.SimulatedRun)

@@ -1,0 +1,208 @@
+"""What no scheduling policy can beat: a lower bound on a run's mean step time, from its work and its longest paths.
+
+Letters: B groups a step, eta the staleness bound, N steps; block b is the groups b*B .. b*B + B - 1 in the order of
+their dispatch, and t_b the moment at which training step b begins.
+
+Admission (scheduling/admission.py) dispatches block b when version b - eta exists, at once if b <= eta, and selection
+trains the earliest deadline first. So batch b is block b for every b > eta, and the first eta + 1 batches divide the
+first eta + 1 blocks among themselves. Hence, whatever the policy,
+
+  release_b = t_(b-eta-1) + train_(b-eta-1)          (0 for b <= eta)
+  t_b >= t_(b-1) + train_(b-1)                        one training step after another
+  t_b >= release_b + path_b                           the longest path of block b: its tools, prefills and tokens alone
+                                                      on the fastest instance
+  t_b >= release_i + (work_i + ... + work_b) / capacity   for every i <= b: the rollout devices do this work in between
+
+and the bound is (t_(N-1) + train_(N-1)) / N, every t_b at the largest of its right-hand sides. At eta = 0 that adds
+rollout and training; in the limit of many steps it is max(work / capacity, longest path / (eta + 1)). Of the first
+eta + 1 batches, whose members a policy may choose, only what holds for every choice is used.
+
+Work is a lower bound on device-seconds. An engine step with b requests, p prefilled tokens and C tokens of context
+lasts `max(R, k (b + p)) + collectives + overhead + c C` (costs.py) with R the reading of the weights and k a token's
+arithmetic. Slots bound b by S and the key-value cache bounds C by K, so for all theta and phi in [0, 1] the step lasts
+at least `b x + p z + C y` with
+
+  z = theta k + collectives of a token in the largest step
+  x = z + phi F / S,    y = c + (1 - phi) F / K,    F = (1 - theta) R + overhead,
+
+which gives every token a share of its own. Each token takes the degree where its share is least; the best of a few
+(theta, phi) is kept, since each is a bound. Weight updates, moves, pre-emption and faults only add work.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from libra_jax import config as configuration
+from libra_jax.simulator import costs, scripts, world
+
+Values: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
+
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Values tried for theta and phi."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A lower bound, and what it is made of; seconds a training step.
+
+    Attributes:
+      step_seconds: the bound on the mean step time.
+      work_seconds: rollout work over the capacity of the rollout devices, mean over steps.
+      train_seconds: training alone, mean over steps.
+      path_seconds: longest critical path of a batch, mean over steps; a run may spread it over eta + 1 steps.
+    """
+
+    step_seconds: float
+    work_seconds: float
+    train_seconds: float
+    path_seconds: float
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Seconds of each group, in order of dispatch: rollout over all rollout devices, training, longest path."""
+
+    work: Values
+    train: Values
+    path: Values
+
+
+def lower_bound(
+    config: configuration.RunConfig, simulation: world.SimulationConfig, workload: scripts.Workload
+) -> Bound:
+    """The bound of a simulated run, if no group is replaced; the arguments are those of `world.run`."""
+    limits, model = config.coordinator, simulation.cost_model()
+    count = config.steps * limits.groups_per_step
+    drawn = [[workload.script(task, sample) for sample in range(limits.group_size)] for task in range(count)]
+    groups = _Groups(
+        work=_work(drawn, _slots(config, simulation), config, model),
+        train=np.array([_train_seconds(group, simulation.train_devices, model) for group in drawn]),
+        path=np.array([max(_path_seconds(script, config, model) for script in group) for group in drawn]),
+    )
+    end = _end(groups, limits.groups_per_step, limits.staleness)
+    paths = groups.path.reshape(config.steps, -1).max(axis=1)
+    return Bound(
+        step_seconds=float(end / config.steps),
+        work_seconds=float(groups.work.sum() / config.steps),
+        train_seconds=float(groups.train.sum() / config.steps),
+        path_seconds=float(paths.mean()),
+    )
+
+
+def _end(groups: _Groups, size: int, eta: int) -> float:
+    """A lower bound on the end of the last training step (the recurrence of the module's docstring)."""
+    work, train, path = (values.reshape(-1, size) for values in (groups.work, groups.train, groups.path))
+    steps = len(work)
+    pool = slice(0, (eta + 1) * size)  # what the first eta + 1 batches are chosen from
+    least = {name: np.sort(getattr(groups, name)[pool]) for name in ("work", "train", "path")}
+    trained = np.concatenate(([0.0], np.cumsum(train.sum(axis=1))))
+    begins: list[float] = []
+    ends: list[float] = []
+    for step in range(steps):
+        bounds = [ends[-1] if ends else 0.0]
+        if step < eta:
+            done = (step + 1) * size
+            bounds += [float(least["path"][done - 1]), float(least["work"][:done].sum())]
+        else:
+            first = 0 if step == eta else step  # the batch at eta completes every block before it
+            bounds.append(_release(ends, step, eta) + float(path[first : step + 1].max()))
+            bounds += [
+                _release(ends, earlier, eta) + float(work[earlier : step + 1].sum()) for earlier in range(step + 1)
+            ]
+        begins.append(max(bounds))
+        ends.append(begins[-1] + (float(least["train"][:size].sum()) if step <= eta else float(train[step].sum())))
+        if step == min(eta, steps - 1):  # by now the first batches have trained exactly the first blocks
+            ends[-1] = max(ends[-1], begins[0] + float(trained[step + 1]))
+    return ends[-1]
+
+
+def _release(ends: Sequence[float], block: int, eta: int) -> float:
+    return ends[block - eta - 1] if block > eta else 0.0
+
+
+def _train_seconds(group: Sequence[scripts.Script], devices: int, model: costs.CostModel) -> float:
+    lengths = [_context(script) for script in group]
+    return model.train_seconds(sum(lengths), float(sum(length * length for length in lengths)), devices)
+
+
+def _context(script: scripts.Script) -> int:
+    return script.prompt_tokens + sum(turn.generated_tokens + turn.payload_tokens for turn in script.turns)
+
+
+def _path_seconds(script: scripts.Script, config: configuration.RunConfig, model: costs.CostModel) -> float:
+    """The attempt alone: each part on the instance that is fastest at it, every prefix cached."""
+    degrees = set(config.rollout.tensor_parallel)
+    step = min(model.fixed_seconds(degree, 1) for degree in degrees)
+    each = min(model.context_seconds(degree) for degree in degrees)
+    seconds, cached, new = 0.0, 0, script.prompt_tokens
+    for turn in script.turns:
+        seconds += min(model.prefill_seconds(degree, new, cached) for degree in degrees)
+        steps = turn.generated_tokens - 1  # prefill samples the first token
+        context = cached + new
+        seconds += steps * (step + each * (context + 1 + (steps - 1) / 2)) + turn.tool_seconds
+        cached, new = context + turn.generated_tokens, max(1, turn.payload_tokens)
+    return seconds
+
+
+def _slots(config: configuration.RunConfig, simulation: world.SimulationConfig) -> dict[int, int]:
+    """Most slots of any instance of each degree."""
+    degrees = config.rollout.tensor_parallel
+    most: dict[int, int] = {}
+    for degree, slots in zip(degrees, simulation.slots or (config.rollout.slots,) * len(degrees), strict=True):
+        most[degree] = max(slots, most.get(degree, 0))
+    return most
+
+
+def _work(
+    drawn: Sequence[Sequence[scripts.Script]],
+    slots: Mapping[int, int],
+    config: configuration.RunConfig,
+    model: costs.CostModel,
+) -> Values:
+    """Seconds that each group's tokens take of all rollout devices together, at least."""
+    group, tokens, starts, new = _turns(drawn)
+    best: Values = np.zeros(len(drawn))
+    for theta, phi in itertools.product(SHARES, SHARES):
+        shares = [_shares(model, degree, most, theta, phi) for degree, most in sorted(slots.items())]
+
+        def least(context: Values, shares: Sequence[tuple[float, float, float]] = shares) -> Values:
+            return np.min([fixed + each * context for fixed, _, each in shares], axis=0)
+
+        # A minimum of lines is concave, so the mean of its ends is no more than its mean over the turn.
+        seconds = tokens * (least(starts) + least(starts + tokens)) / 2 + new * min(prefill for _, prefill, _ in shares)
+        total: Values = np.bincount(group, weights=seconds, minlength=len(drawn)).astype(np.float64)
+        if total.sum() > best.sum():
+            best = total
+    causal = np.bincount(group, weights=new * (starts - new / 2), minlength=len(drawn))
+    return (best + causal * model.attention_seconds(1, 1, 0) * 2) / sum(config.rollout.tensor_parallel)
+
+
+def _turns(drawn: Sequence[Sequence[scripts.Script]]) -> tuple[Values, Values, Values, Values]:
+    """Of every turn: its group, tokens decoded, context when decoding begins, and tokens prefilled before it."""
+    rows = []
+    for index, group in enumerate(drawn):
+        for script in group:
+            context, new = 0, script.prompt_tokens
+            for turn in script.turns:
+                context += new
+                rows.append((index, turn.generated_tokens - 1, context, new))
+                context, new = context + turn.generated_tokens, max(1, turn.payload_tokens)
+    group, tokens, starts, new = np.array(rows).T
+    return group, tokens.astype(float), starts.astype(float), new.astype(float)
+
+
+def _shares(model: costs.CostModel, degree: int, slots: int, theta: float, phi: float) -> tuple[float, float, float]:
+    """Least device-seconds of a decoded token, of a prefilled token, and of a token of context in a decode step."""
+    chunk, overhead = model.coefficients.chunk_tokens, model.coefficients.step_overhead
+    largest = slots + chunk
+    prefill = theta * model.token_seconds(degree) + model.collective_seconds(degree, largest) / largest
+    fixed = (1 - theta) * model.reading_seconds(degree) + overhead
+    decode = prefill + phi * fixed / slots
+    context = model.context_seconds(degree) + (1 - phi) * fixed / model.kv_tokens(degree)
+    return degree * decode, degree * prefill, degree * context

@@ -1,0 +1,211 @@
+"""Policies against each other: the same work, seed by seed, and what moving the coefficients does to their order."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from libra_jax import config as configuration
+from libra_jax.scheduling import registry
+from libra_jax.simulator import bound, costs, faults, report, scripts, settings, workloads, world
+
+Progress = Callable[[str], None]
+"""Told, in a line, of each run that ended."""
+
+MOVE = 0.3
+"""Relative change of a coefficient in the sensitivity analysis."""
+
+SHARES = tuple(
+    item.name for item in dataclasses.fields(costs.Coefficients) if item.name.endswith(("share", "fraction"))
+)
+"""Coefficients that are shares of a whole, and so at most 1."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Entries (`report.KEYS`) and the bound, seconds a step, mean over seeds."""
+
+    entries: list[dict[str, Any]]
+    bound_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Moved:
+    """What one moved coefficient does.
+
+    Attributes:
+      coefficient: its name.
+      value: what it was moved to.
+      order: policies from the shortest mean step time to the longest.
+      step_seconds: each policy's mean step time.
+      swapped: pairs of policies whose order is not that of the unmoved coefficients.
+    """
+
+    coefficient: str
+    value: float
+    order: list[str]
+    step_seconds: dict[str, float]
+    swapped: list[tuple[str, str]]
+
+
+def prepare(run: settings.SimulatedRun, policies: Sequence[str]) -> settings.SimulatedRun:
+    """Checks everything that can be wrong before anything is simulated, and sets a trace replay's steps.
+
+    Raises:
+      ConfigError: a policy, a bucket bound, a limit or a slot count cannot be used; the message names the field.
+      DataError: the trace cannot be used; the message names file and line.
+    """
+    for policy in policies:
+        configuration.check_choice(policy, configuration.POLICIES, "scheduler.policy")
+        _scheduler(with_policy(run, policy), costs.SchedulingCosts(run.simulation.cost_model()), lambda request: 0)
+    work = workload(run)
+    steps = workloads.planned_steps(run.workload, work, run.coordinator.groups_per_step, run.steps)
+    run = dataclasses.replace(run, steps=steps)
+    workloads.check_fits(work, run, run.simulation)
+    return run
+
+
+def with_policy(run: settings.SimulatedRun, policy: str) -> settings.SimulatedRun:
+    """The same run under another policy."""
+    return dataclasses.replace(run, scheduler=dataclasses.replace(run.scheduler, policy=policy))
+
+
+def workload(run: settings.SimulatedRun) -> scripts.Workload:
+    """The work of a run, by its seed."""
+    tasks = run.steps * run.coordinator.groups_per_step
+    return workloads.create(run.workload, seed=run.seed, tasks=tasks, max_context=run.rollout.max_context)
+
+
+def simulate(run: settings.SimulatedRun) -> world.Result:
+    """One policy under one seed.
+
+    Raises:
+      LibraError: what ended the run, in one sentence.
+    """
+    return world.run(
+        run,
+        run.simulation,
+        workload(run),
+        lambda costs, remaining: _scheduler(run, costs, remaining),
+        parts=faults.parts(run.faults, run.seed),
+    )
+
+
+def entry(run: settings.SimulatedRun) -> dict[str, Any]:
+    """One policy under one seed, as the output file has it."""
+    result = simulate(run)
+    return {
+        "policy": run.scheduler.policy,
+        "seed": run.seed,
+        "tokens_per_second": result.tokens_per_second,
+        "step_seconds": result.step_summary(),
+        "utilisation": {"train": result.train_utilisation, "rollout": result.rollout_utilisation},
+        "migrated_token_fraction": result.migrated_token_fraction,
+        "one_shot_routing_accuracy": result.one_shot_routing_accuracy,
+        "kv_recompute_token_fraction": result.kv_recompute_token_fraction,
+        "staleness_max": result.staleness_max,
+        "lost_trajectories": result.lost_trajectories,
+        "duplicated_trajectories": result.duplicated_trajectories,
+        "wall_seconds": result.wall_seconds,
+    }
+
+
+def bound_seconds(run: settings.SimulatedRun) -> float:
+    """What no policy can beat under the run's seed, seconds a step."""
+    return bound.lower_bound(run, run.simulation, workload(run)).step_seconds
+
+
+def compare(
+    run: settings.SimulatedRun, policies: Sequence[str], seeds: Sequence[int], *, jobs: int, progress: Progress
+) -> Comparison:
+    """Runs every policy under every seed, `jobs` at a time; the order of the entries does not depend on `jobs`.
+
+    Args:
+      run: from `prepare`.
+      policies: names.
+      seeds: of the workload and of what policies draw.
+      jobs: processes; 1 stays in this one.
+      progress: told of each run that ended.
+    """
+    seeded = [dataclasses.replace(run, seed=seed) for seed in seeds]
+    runs = [with_policy(one, policy) for policy in policies for one in seeded]
+    entries = []
+    for number, made in enumerate(_each(entry, runs, jobs), start=1):
+        entries.append(made)
+        progress(
+            f"[{number}/{len(runs)}] {made['policy']}, seed {made['seed']}: "
+            f"{made['step_seconds']['mean']:.1f} s a step (simulated in {made['wall_seconds']:.1f} s)"
+        )
+    bounds = list(_each(bound_seconds, seeded, jobs))
+    return Comparison(entries, sum(bounds) / len(bounds))
+
+
+def sensitivity(
+    run: settings.SimulatedRun, policies: Sequence[str], seeds: Sequence[int], *, jobs: int, progress: Progress
+) -> tuple[Comparison, list[Moved]]:
+    """Moves each coefficient by 30% down and up, one at a time, and looks at the order of the policies.
+
+    A move that the workload does not fit any more (too little memory for a context) is left out and reported.
+
+    Returns:
+      The comparison with nothing moved, and each move.
+    """
+    base = compare(run, policies, seeds, jobs=jobs, progress=progress)
+    reference, moves = report.order(base.entries), []
+    for name, value in _moves(run.simulation.coefficients):
+        coefficients = dataclasses.replace(run.simulation.coefficients, **{name: value})  # type: ignore[arg-type]
+        simulation = dataclasses.replace(run.simulation, coefficients=coefficients)
+        moved = dataclasses.replace(run, simulation=simulation)
+        try:
+            prepare(moved, policies)
+            entries = compare(moved, policies, seeds, jobs=jobs, progress=lambda line: None).entries
+        except configuration.ConfigError as error:
+            progress(f"{name} = {value:g}: left out ({error})")
+            continue
+        order = report.order(entries)
+        means = {policy: report.mean_step_seconds(entries, policy) for policy in order}
+        moves.append(Moved(name, value, order, means, swapped(reference, order)))
+        progress(moved_line(moves[-1]))
+    return base, moves
+
+
+def moved_line(moved: Moved) -> str:
+    """A line of the sensitivity table."""
+    pairs = ", ".join(f"{first} and {second}" for first, second in moved.swapped)
+    seconds = ", ".join(f"{policy} {moved.step_seconds[policy]:.0f}" for policy in moved.order)
+    verdict = f"swaps {pairs}" if pairs else "order kept"
+    return f"{moved.coefficient} = {moved.value:g}: {verdict} ({seconds} s)"
+
+
+def swapped(reference: Sequence[str], order: Sequence[str]) -> list[tuple[str, str]]:
+    """Pairs, in their order of `reference`, that stand the other way round in `order`."""
+    place = {policy: index for index, policy in enumerate(order)}
+    pairs = [(first, second) for index, first in enumerate(reference) for second in reference[index + 1 :]]
+    return [(first, second) for first, second in pairs if place[first] > place[second]]
+
+
+def _moves(coefficients: costs.Coefficients) -> Iterator[tuple[str, float]]:
+    for item in dataclasses.fields(coefficients):
+        value = getattr(coefficients, item.name)
+        for factor in (1.0 - MOVE, 1.0 + MOVE):
+            moved = type(value)(round(value * factor)) if isinstance(value, int) else value * factor
+            yield item.name, min(1.0, moved) if item.name in SHARES else moved
+
+
+def _scheduler(run: settings.SimulatedRun, costs: costs.SchedulingCosts, remaining: world.Remaining) -> Any:
+    degrees = run.rollout.tensor_parallel
+    return registry.create(run.scheduler, costs=costs, remaining=remaining, seed=run.seed, degrees=degrees)
+
+
+def _each(function: Callable[[Any], Any], arguments: Sequence[Any], jobs: int) -> Iterator[Any]:
+    """The function of each argument, in order, `jobs` at a time."""
+    if jobs == 1:
+        yield from map(function, arguments)
+        return
+    # Spawned: what a child inherits by fork (event loops, threads) is not simulated by anyone.
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(min(jobs, len(arguments)), mp_context=context) as pool:
+        yield from pool.map(function, arguments)

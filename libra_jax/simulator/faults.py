@@ -1,0 +1,121 @@
+"""Faults on a seeded schedule: engines that die or are slow, tools that hang, environments that crash, late weights.
+
+A fault wraps a machine and happens inside it, so what copes with it is the coordinator of a real run: engines are
+started again, hanging tools time out, crashed environments are tried afresh and their groups replaced in the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from libra_jax import config as configuration
+from libra_jax import protocols
+from libra_jax.simulator import engine, environment, trainer, world
+
+
+@dataclass(frozen=True)
+class FaultConfig:
+    """How often things break; 0 is never."""
+
+    engine_life_seconds: float = 0.0  # mean of an engine's life before it dies (exponential), at each of its starts
+    tool_hang: float = 0.0  # share of tool calls that never return
+    environment_crash: float = 0.0  # share of tool calls in which the environment itself breaks
+    slow_node: float = 0.0  # share of engines' lives that are spent on a slow node
+    slow_factor: float = 3.0  # factor on the time of each step there
+    late_weights: float = 0.0  # share of weight snapshots that are late
+    late_seconds: float = 60.0  # mean of how late they are (exponential)
+
+    def __post_init__(self) -> None:
+        for name in ("engine_life_seconds", "late_seconds"):
+            configuration.check(getattr(self, name) >= 0, f"faults.{name}", "must not be negative")
+        for name in ("tool_hang", "environment_crash", "slow_node", "late_weights"):
+            value = getattr(self, name)
+            configuration.check(0 <= value <= 1, f"faults.{name}", f"is a share: it must lie in [0, 1], not {value}")
+        configuration.check(self.slow_factor >= 1, "faults.slow_factor", f"must be 1 or more, not {self.slow_factor}")
+
+
+def parts(config: FaultConfig, seed: int) -> world.Parts:
+    """What breaks the machines of one run as `config` says; the same seed breaks the same things."""
+    if config == FaultConfig():
+        return world.Parts()
+    attempts = itertools.count()
+    return world.Parts(
+        engine=lambda made, life: Engine(made, config, random.Random(f"{seed}/{made.name}/{life}")),
+        environment=lambda made: Environment(made, config, random.Random(f"{seed}/environment/{next(attempts)}")),
+        trainer=lambda made: Trainer(made, config, random.Random(f"{seed}/trainer")),
+    )
+
+
+class _Wrapped:
+    """Does what the machine inside does, save where a subclass says otherwise."""
+
+    def __init__(self, inner: Any, config: FaultConfig, rng: random.Random) -> None:
+        self._inner = inner
+        self._config = config
+        self._rng = rng
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class Engine(_Wrapped):
+    """One life of an engine: perhaps on a slow node, perhaps short."""
+
+    _inner: engine.Engine
+    _death: asyncio.TimerHandle | None = None
+
+    async def start(self) -> protocols.EngineInfo:
+        """Starts, with its fate drawn."""
+        info = await self._inner.start()
+        if self._rng.random() < self._config.slow_node:
+            self._inner.slowdown = self._config.slow_factor
+        if self._config.engine_life_seconds:
+            life = self._rng.expovariate(1.0 / self._config.engine_life_seconds)
+            self._death = asyncio.get_running_loop().call_later(life, self._inner.kill)
+        return info
+
+    async def shutdown(self) -> None:
+        """Stops; a death that was to come does not."""
+        if self._death is not None:
+            self._death.cancel()
+        await self._inner.shutdown()
+
+
+class Environment(_Wrapped):
+    """One attempt's environment: each tool call may crash it, or never return."""
+
+    _inner: environment.ScriptedEnvironment
+
+    async def reset(self, task: protocols.Task) -> Sequence[protocols.Message]:
+        """Opens the attempt."""
+        return await self._inner.reset(task)
+
+    async def step(self, output: str) -> protocols.StepResult:
+        """Runs the scripted tool, unless it breaks."""
+        if self._rng.random() < self._config.environment_crash:
+            raise protocols.EnvironmentCrashed(f"the environment of {output} was made to crash (config.faults)")
+        result = await self._inner.step(output)
+        if self._rng.random() < self._config.tool_hang:
+            await asyncio.get_running_loop().create_future()  # until the step's deadline cancels it
+        return result
+
+    async def close(self) -> None:
+        """Closes the attempt."""
+        await self._inner.close()
+
+
+class Trainer(_Wrapped):
+    """A trainer whose snapshots are late at times."""
+
+    _inner: trainer.Trainer
+
+    async def stage_weights(self, policy_version: int, index: int) -> protocols.WeightBucket:
+        """Fills a bucket, perhaps late."""
+        if self._rng.random() < self._config.late_weights and self._config.late_seconds:
+            await asyncio.sleep(self._rng.expovariate(1.0 / self._config.late_seconds))
+        return await self._inner.stage_weights(policy_version, index)

@@ -1,0 +1,143 @@
+"""What a comparison of policies leaves: entries for the JSON file, a table for the terminal, a picture.
+
+An entry is one policy under one seed. Everything in it but `wall_seconds` repeats exactly for the same seed.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Entry = Mapping[str, Any]
+
+KEYS = (
+    "policy",
+    "seed",
+    "tokens_per_second",
+    "step_seconds",
+    "utilisation",
+    "migrated_token_fraction",
+    "one_shot_routing_accuracy",
+    "kv_recompute_token_fraction",
+    "staleness_max",
+    "lost_trajectories",
+    "duplicated_trajectories",
+    "wall_seconds",
+)
+"""Of an entry, in this order."""
+
+PICTURES = (".svg", ".png")
+
+
+def policies(entries: Sequence[Entry]) -> list[str]:
+    """Policies in the order in which they first appear."""
+    return list(dict.fromkeys(entry["policy"] for entry in entries))
+
+
+def step_seconds(entries: Sequence[Entry], policy: str) -> list[float]:
+    """A policy's mean step time under each seed."""
+    return [entry["step_seconds"]["mean"] for entry in entries if entry["policy"] == policy]
+
+
+def mean_step_seconds(entries: Sequence[Entry], policy: str) -> float:
+    """A policy's mean step time, mean over seeds."""
+    return statistics.fmean(step_seconds(entries, policy))
+
+
+def spread(values: Sequence[float]) -> float:
+    """Sample standard deviation; 0 for a single value."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def to_json(entries: Sequence[Entry], bound_seconds: float) -> str:
+    """The output file: the entries and the bound (seconds a step, mean over seeds)."""
+    ordered = [{key: entry[key] for key in KEYS} for entry in entries]
+    return json.dumps({"policies": ordered, "bound_seconds": bound_seconds}, indent=2) + "\n"
+
+
+def table(entries: Sequence[Entry], bound_seconds: float) -> str:
+    """One line a policy: means over seeds, the step time with its standard deviation and as a multiple of the bound."""
+    header = (
+        "policy", "step s", "+-", "p50", "p90", "p99", "x bound", "tokens/s", "train", "rollout", "moved", "one-shot",
+        "again", "stale", "lost", "twice",
+    )  # fmt: skip
+    rows = [header, *(_row(entries, policy, bound_seconds) for policy in policies(entries))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    lines = [
+        "  ".join(cell.ljust(width) if not column else cell.rjust(width) for column, (cell, width) in enumerate(pairs))
+        for pairs in (list(zip(row, widths, strict=True)) for row in rows)
+    ]
+    return "\n".join([*lines, f"bound: no policy takes less than {bound_seconds:.1f} s a step (mean over seeds)"])
+
+
+def _row(entries: Sequence[Entry], policy: str, bound_seconds: float) -> tuple[str, ...]:
+    mine = [entry for entry in entries if entry["policy"] == policy]
+
+    def mean(*path: str) -> float:
+        return statistics.fmean(_at(entry, path) for entry in mine)
+
+    seconds = step_seconds(entries, policy)
+    return (
+        policy,
+        f"{statistics.fmean(seconds):.1f}",
+        f"{spread(seconds):.1f}",
+        *(f"{mean('step_seconds', name):.1f}" for name in ("p50", "p90", "p99")),
+        f"{statistics.fmean(seconds) / bound_seconds:.2f}",
+        f"{mean('tokens_per_second'):.0f}",
+        *(f"{mean('utilisation', name):.0%}" for name in ("train", "rollout")),
+        f"{mean('migrated_token_fraction'):.1%}",
+        _accuracy(mine),
+        f"{mean('kv_recompute_token_fraction'):.1%}",
+        str(max(entry["staleness_max"] for entry in mine)),
+        str(sum(entry["lost_trajectories"] for entry in mine)),
+        str(sum(entry["duplicated_trajectories"] for entry in mine)),
+    )
+
+
+def _accuracy(entries: Sequence[Entry]) -> str:
+    values = [entry["one_shot_routing_accuracy"] for entry in entries]
+    known = [value for value in values if value is not None]  # None: no tool was ever called
+    return f"{statistics.fmean(known):.1%}" if known else "-"
+
+
+def _at(entry: Entry, path: Sequence[str]) -> float:
+    value: Any = entry
+    for name in path:
+        value = value[name]
+    return float(value)
+
+
+def order(entries: Sequence[Entry]) -> list[str]:
+    """Policies from the shortest mean step time to the longest."""
+    return sorted(policies(entries), key=lambda policy: mean_step_seconds(entries, policy))
+
+
+def write_picture(entries: Sequence[Entry], bound_seconds: float, path: Path, title: str) -> None:
+    """Draws each policy's mean step time with its spread over seeds, and the bound as a line.
+
+    Args:
+      entries: as `table`.
+      bound_seconds: as `table`.
+      path: where to, .svg or .png.
+      title: of the picture.
+    """
+    from matplotlib import figure, rc_context  # only here: a picture is all that needs it
+
+    names = policies(entries)
+    means = [mean_step_seconds(entries, name) for name in names]
+    spreads = [spread(step_seconds(entries, name)) for name in names]
+    with rc_context({"svg.hashsalt": "libra-jax", "font.size": 10}):
+        picture = figure.Figure(figsize=(7.0, 1.2 + 0.42 * len(names)), layout="constrained")
+        axes = picture.add_subplot()
+        axes.barh(names, means, xerr=spreads, color="#4c78a8", ecolor="#333333", capsize=3, height=0.65)
+        axes.axvline(bound_seconds, color="#c44e52", linewidth=1.5, label=f"bound {bound_seconds:.0f} s")
+        axes.invert_yaxis()
+        axes.set_xlabel("seconds a training step (mean over seeds, +- one standard deviation)")
+        axes.set_title(title, loc="left", fontsize=11)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, loc="lower right")
+        metadata = {"Date": None} if path.suffix == ".svg" else None
+        picture.savefig(path, dpi=150, metadata=metadata)
