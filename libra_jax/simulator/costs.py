@@ -17,6 +17,7 @@ from libra_jax.planning import hardware
 BYTES_PER_VALUE = 2
 """bfloat16 weights, activations and key-value cache."""
 
+
 @dataclass(frozen=True)
 class Coefficients:
     """Shares of a sheet's peaks that software reaches, and fixed times; each with its source.

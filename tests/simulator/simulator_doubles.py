@@ -1,0 +1,118 @@
+"""Small simulated machines for tests: a cost model of round numbers, and scripts from a seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from libra_jax import config as configuration
+from libra_jax import protocols
+from libra_jax.models import config as model_config
+from libra_jax.planning import hardware
+from libra_jax.scheduling import registry
+from libra_jax.simulator import costs, engine, scripts, trajectory, world
+
+SAMPLING = protocols.SamplingParams(1.0, 100_000, (trajectory.STOP,))
+
+
+def model(**coefficients: Any) -> costs.CostModel:
+    shape = model_config.load_preset("Qwen3-0.6B")
+    return costs.CostModel(hardware.sheet("a800"), shape, costs.Coefficients(**coefficients))
+
+
+def turn(generated: int, payload: int = 10, seconds: float = 0.5) -> protocols.Turn:
+    return protocols.Turn(generated, "look", "success", payload, seconds)
+
+
+def attempt(name: str, prompt: int, turns: list[protocols.Turn]) -> trajectory.Trajectory:
+    made = trajectory.Trajectory(name, name.partition("/")[0], script=scripts.Script(prompt, tuple(turns)))
+    made.append_text(trajectory.Runs([(trajectory.TEXT, prompt)]), protocols.TokenSource.PROMPT)
+    return made
+
+
+def make_engine(name: str = "engine-0", kind: type[engine.Engine] = engine.Engine, **changes: Any) -> engine.Engine:
+    values: dict[str, Any] = {
+        "degree": 1,
+        "slots": 64,
+        "max_context": 10_000,
+        "stream_interval": 1000,
+        "model": model(),
+        "kv_tokens": 1_000_000,
+        "counters": engine.Counters(),
+    }
+    return kind(name, **{**values, **changes})
+
+
+async def serve(made: engine.Engine, version: int = 0) -> None:
+    """Starts an engine and gives it its first weights in no time."""
+    await made.start()
+    made._version = version
+
+
+async def take_turn(made: engine.Engine, whose: trajectory.Trajectory) -> protocols.FinishReason:
+    """Streams one output into the trajectory, as the dispatcher does."""
+    request = protocols.GenerationRequest(whose.trajectory_id, whose.context(), SAMPLING)
+    async for delta in made.generate(request):
+        whose.append_sampled(delta)
+    assert delta.finish_reason is not None
+    return delta.finish_reason
+
+
+@dataclass(frozen=True)
+class SeededWorkload:
+    """Log-normal turns and lengths."""
+
+    seed: int = 0
+    turns: int = 4
+    tokens: int = 60
+
+    def script(self, task_index: int, sample: int) -> scripts.Script:
+        random_of = random.Random(f"{self.seed}/{task_index}/{sample}")
+        count = min(20, max(1, int(random_of.lognormvariate(0, 0.8) * self.turns)))
+        return scripts.Script(
+            100,
+            tuple(
+                protocols.Turn(
+                    max(1, int(random_of.lognormvariate(0, 0.8) * self.tokens)),
+                    "look",
+                    "success" if random_of.random() < 0.7 else "failure",
+                    int(random_of.lognormvariate(0, 1.0) * 40),
+                    random_of.expovariate(0.5),
+                )
+                for _ in range(count)
+            ),
+        )
+
+
+def run_config(**changes: Any) -> configuration.RunConfig:
+    values: dict[str, Any] = {
+        "steps": 4,
+        "rollout": {
+            "engine": "fake",
+            "tensor_parallel": (1, 1, 2),
+            "slots": 4,
+            "max_context": 8192,
+            "max_tokens": 4096,
+            "stream_interval": 50,
+        },
+        "trainer": {"row_tokens": 8192},
+        "coordinator": {"groups_per_step": 3, "group_size": 4, "staleness": 1},
+        "scheduler": {"policy": "least_loaded", "max_remaining_tokens": (200,)},
+        "task": {"max_turns": 40, "tool_seconds": 300.0},
+        "checkpoint": {"every": 0},
+        "deadlines": {"first_token": 3600.0},
+    }
+    for name, change in changes.items():
+        values[name] = {**values[name], **change} if isinstance(change, dict) else change
+    return configuration.parse(configuration.RunConfig, values)
+
+
+SIMULATION = world.SimulationConfig(model="Qwen3-0.6B", train_devices=4)
+
+
+def simulate(config: configuration.RunConfig, seed: int = 0, **more: Any) -> world.Result:
+    def make(scheduling: costs.SchedulingCosts, remaining: world.Remaining) -> protocols.Scheduler:
+        return registry.create(config.scheduler, costs=scheduling, remaining=remaining, seed=seed)
+
+    return world.run(config, SIMULATION, SeededWorkload(seed), make, **more)

@@ -1,0 +1,75 @@
+"""The roofline: hand-computed figures, and the directions in which they must move."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libra_jax import protocols
+from libra_jax.models import config as model_config
+from libra_jax.planning import hardware
+from libra_jax.simulator import costs
+
+MODEL = costs.CostModel(hardware.sheet("a800"), model_config.load_preset("Qwen3-14B"))
+DEGREES = st.sampled_from([1, 2, 4, 8])
+
+
+def test_sizes_of_qwen3_14b():
+    assert MODEL.parameters == 14_768_307_200
+    assert MODEL.kv_bytes_per_token == 2 * 40 * 8 * 128 * 2
+    free = 80e9 * 0.9 - 4e9
+    assert MODEL.kv_tokens(1) == int((free - 2 * 14_768_307_200) / 163_840)
+    assert MODEL.kv_tokens(4) == int((4 * free - 2 * 14_768_307_200) / 163_840)
+
+
+def test_a_lone_decode_step_reads_the_weights():
+    weights = 2 * 14_768_307_200 / (2.039e12 * 0.7)
+    context = 1000 * 163_840 / (2.039e12 * 0.7)
+    assert MODEL.step_seconds(1, 1, 1000) == pytest.approx(weights + context + 3e-3)
+
+
+def test_a_large_prefill_is_bound_by_arithmetic():
+    linear = 2 * 14_768_307_200 * 4096 / (312e12 * 0.5)
+    attention = 4 * 40 * 40 * 128 * 4096 * 4096 / 2 / (312e12 * 0.5)
+    assert MODEL.prefill_seconds(1, 4096) == pytest.approx(linear + attention + 3e-3)
+
+
+def test_small_all_reduces_cost_latency_and_large_ones_bandwidth():
+    assert MODEL.collective_seconds(1, 100) == 0
+    small = MODEL.collective_seconds(8, 1) / 80
+    assert small == pytest.approx(10e-6, rel=0.1)
+    volume = 2 * 7 / 8 * 4096 * 5120 * 2
+    assert MODEL.collective_seconds(8, 4096) / 80 == pytest.approx(40e-6 + volume / (200e9 * 0.7))
+
+
+def test_training_counts_six_operations_a_parameter_and_token():
+    assert MODEL.train_seconds(10**6, 0.0, 24) == pytest.approx(6 * 14_768_307_200 * 1e6 / (24 * 312e12 * 0.4))
+    assert MODEL.train_seconds(10**6, 1e10, 24) > MODEL.train_seconds(10**6, 0.0, 24)
+
+
+@given(DEGREES, st.integers(1, 300), st.integers(0, 10**6))
+def test_more_work_takes_longer_and_more_devices_less(degree, decoding, context):
+    step = MODEL.step_seconds(degree, decoding, context)
+    assert MODEL.step_seconds(degree, decoding + 1, context) >= step
+    assert MODEL.step_seconds(degree, decoding, context + 1) > step
+    assert MODEL.fixed_seconds(degree, decoding, 100.0) >= MODEL.fixed_seconds(degree, decoding)
+    if degree > 1:
+        assert step < MODEL.step_seconds(degree // 2, decoding, context)
+
+
+@given(DEGREES, st.integers(1, 64), st.integers(0, 50_000), st.integers(1, 20_000))
+def test_a_scheduler_sees_the_same_steps_as_the_engine(degree, decoding, context, tokens):
+    instance = protocols.Instance("engine-0", degree, 64)
+    seconds = costs.SchedulingCosts(MODEL).decode_seconds(instance, decoding, context, tokens)
+    first = tokens * MODEL.step_seconds(degree, decoding, decoding * context)
+    last = tokens * MODEL.step_seconds(degree, decoding, decoding * (context + tokens))
+    assert first <= seconds <= last
+
+
+def test_moving_costs_a_prefill_or_a_transfer_whichever_is_less():
+    target = protocols.Instance("engine-1", 4, 64)
+    prefill, transfer = costs.SchedulingCosts(MODEL), costs.SchedulingCosts(MODEL, transfer=True)
+    assert prefill.move_seconds(None, target, 8000) == prefill.move_seconds("engine-1", target, 8000) == 0.0
+    assert prefill.move_seconds("engine-0", target, 8000) == MODEL.prefill_seconds(4, 8000)
+    assert transfer.move_seconds("engine-0", target, 8000) == 8000 * 163_840 / (4 * 25e9 * 0.8)
