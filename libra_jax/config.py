@@ -282,7 +282,8 @@ class SchedulerConfig:
     path_depth: int = 16  # tool returns of a path that a prefix tree tells apart
     half_life: int = 4096  # finished trajectories after which evidence that was not renewed weighs half
     prior_count: float = 8.0  # cmlfq: samples at which a node weighs as much as the wider evidence behind it
-    tail_power: float = 3.0  # cmlfq: costs grow with this power of the time to finish; 1 is mean latency, more the tail
+    move_margin: float = 8.0  # cmlfq: a move costs so many times its seconds, as loads even out before it has paid off
+    tail_power: float = 4.0  # cmlfq: costs grow with this power of the time to finish; 1 is mean latency, more the tail
     reserve: float = 0.1  # cmlfq: share of a bucket's slots that overflow from narrower buckets leaves free
     sticky_threshold: float = 0.25  # sticky: excess share of slots in use that makes a request leave its cache
     quanta: tuple[int, ...] = ()  # mlfq: tokens a level but the last serves a request; empty: max_remaining_tokens
@@ -309,6 +310,7 @@ class SchedulerConfig:
         for name in ("window", "tree_nodes", "path_depth", "half_life", "prior_count", "ageing_seconds"):
             check(getattr(self, name) > 0, f"scheduler.{name}", f"must be positive, not {getattr(self, name)}")
         check(self.tail_power >= 1, "scheduler.tail_power", f"must be 1 or more, not {self.tail_power}")
+        check(self.move_margin >= 1, "scheduler.move_margin", f"must be 1 or more, not {self.move_margin}")
         check(0 <= self.reserve < 1, "scheduler.reserve", f"must lie in [0, 1), not {self.reserve}")
         check(self.sticky_threshold >= 0, "scheduler.sticky_threshold", "must not be negative")
         check(self.predictor_sigma >= 0, "scheduler.predictor_sigma", "must not be negative")

@@ -34,9 +34,6 @@ RATE_TOKENS = 256
 TURN_SHARE = 0.02
 """Weight of the latest turn in the mean length of a turn."""
 
-AFFINITY = 0.05
-"""Excess share of slots in use up to which a request returns to the instance that holds its context."""
-
 
 class Rates:
     """Seconds a token, by degree, number decoding and context (to an eighth): each asked of the costs once."""
@@ -93,6 +90,7 @@ class Cmlfq(slots.SlotScheduler):
         self.evidence = evidence.Evidence(config)
         self.rates = Rates(costs)
         self._turn_tokens = 256.0
+        self._urgency = 0.0
 
     def expect(self, request: state.Request) -> Sequence[tuple[float, float]]:
         """The distribution of the tokens still to be generated: (tokens, probability mass) pairs."""
@@ -102,6 +100,10 @@ class Cmlfq(slots.SlotScheduler):
 
     def on_instance_change(self, instances: Sequence[protocols.Instance], now: float) -> list[protocols.Placement]:
         self.rates.clear()
+        live = {instance.name for instance in instances}
+        for request in self.requests.values():
+            if request.home is not None and request.home.name not in live:
+                self._evict(request)
         return super().on_instance_change(instances, now)
 
     def arrived(self, request: state.Request, now: float) -> None:
@@ -113,6 +115,7 @@ class Cmlfq(slots.SlotScheduler):
 
     def finished(self, request: state.Request) -> None:
         assert request.track is not None
+        self._evict(request)
         learn = request.info.group_id != slots.EVALUATION_GROUP
         self.evidence.finish(request.track, request.generated_tokens, learn=learn)
 
@@ -123,42 +126,80 @@ class Cmlfq(slots.SlotScheduler):
 
     def on_progress(self, request_id: str, generated_tokens: int, now: float) -> list[protocols.Placement]:
         request = self.requests[request_id]
-        request.generated_tokens = generated_tokens
         server = request.server
+        request.generated_tokens = generated_tokens
         if generated_tokens < request.mark or server is None or len(self.buckets) == 1:
             return []
-        bucket = self.buckets[self.route(request, now)]
-        if bucket.level == server.level or bucket.free <= 0:
+        self.route(request, now)
+        wanted, request.wanted = request.wanted, None
+        if wanted is None or wanted is server or wanted.full:
             return []
-        return [self.move(request, self.pick(request, bucket)), *self._place(now)]
+        return [self.move(request, wanted), *self._place(now)]
 
     def route(self, request: state.Request, now: float) -> int:
         points = self.expect(request)
         request.remaining = sum([tokens * mass for tokens, mass in points])
-        if len(self.buckets) == 1:
-            return 0
         level = self._cheapest(request, points, now)
         bounds = self.levels.bounds
-        # It is judged again once it has generated as much again as its bucket is for.
-        request.mark = request.generated_tokens + bounds[min(level, len(bounds) - 1)]
+        if bounds:  # it is judged again once it has generated as much again as its bucket is for
+            request.mark = request.generated_tokens + bounds[min(level, len(bounds) - 1)]
         return level
 
     def pick(self, request: state.Request, bucket: buckets.Bucket) -> state.Server:
-        least, home = bucket.least(), self.servers.get(request.last)
-        if home is None or home is least or home.level != bucket.level or home.load >= home.instance.slots:
-            return least
-        excess = home.load / home.instance.slots - least.load / least.instance.slots
-        return home if excess <= AFFINITY else least
+        home = request.home
+        return self._calmest(bucket) if home is None or home.level != bucket.level or home.full else home
+
+    def seated(self, request: state.Request, server: state.Server) -> None:
+        self._evict(request)
+        request.home = server
+        request.held = request.context_now, request.urgency, request.remaining
+        server.residents += 1
+        server.context += request.context_now
+        server.urgency += request.urgency
+        server.urgent_tokens += request.urgency * request.remaining
+
+    def _evict(self, request: state.Request) -> None:
+        """The request is no longer a resident of its home."""
+        server = request.home
+        if server is None:
+            return
+        request.home = None
+        context, urgency, remaining = request.held
+        server.residents -= 1
+        server.context -= context
+        server.urgency -= urgency
+        server.urgent_tokens -= urgency * remaining
+        if not server.residents:  # so that rounding does not add up
+            server.context, server.urgency, server.urgent_tokens = 0, 0.0, 0.0
+
+    def overflow(self, placements: list[protocols.Placement]) -> None:
+        super().overflow(placements)
+        for bucket in self.buckets:
+            while bucket.free > 0:
+                crowded = max(self.servers.values(), key=_queued)
+                request = crowded.queue.head()
+                if request is None or not self.serves(bucket, request):
+                    break
+                self.take(request, self.pick(request, bucket), placements)
 
     def serves(self, bucket: buckets.Bucket, request: state.Request) -> bool:
-        own = self.buckets[request.level]
-        if own.level < bucket.level:
-            return bucket.free > self.config.reserve * bucket.slots
+        own, wanted = self.buckets[request.level], request.wanted
+        if own.level < bucket.level and bucket.free <= self.config.reserve * bucket.slots:
+            return False
+        server = self._calmest(bucket)
         context = rounded(request.context_tokens)
-        there = self.rates.decode(own.servers[0].instance, own.servers[0].instance.slots, context)
-        server = bucket.least()
-        here = self.rates.decode(server.instance, server.load + 1, context)
-        return own.queue.size * there / own.slots > here - there
+        move = self.config.move_margin * self.rates.move(request.last, server.instance, context)
+        here = self._pace(server, server.residents + 1, request.context_tokens)
+        if wanted is not None:
+            there, queue, count = self._pace(wanted, wanted.instance.slots, 0), wanted.queue.size, wanted.instance.slots
+        else:
+            there, queue, count = (
+                self._pace(own.servers[0], own.servers[0].instance.slots, 0),
+                own.queue.size,
+                own.slots,
+            )
+        wait = queue * self._turn_tokens * there / count
+        return wait > self._turn_tokens * (here - there) + move * (1 + server.residents)
 
     def snapshot(self) -> Mapping[str, Any]:
         return self.evidence.snapshot()
@@ -167,49 +208,87 @@ class Cmlfq(slots.SlotScheduler):
         self.evidence.restore(snapshot)
 
     def _cheapest(self, request: state.Request, points: Sequence[tuple[float, float]], now: float) -> int:
-        context, elapsed = rounded(request.context_now), now - request.arrived
+        """The cheapest bucket; `request.wanted` is the instance in it, if it is to be a particular one."""
+        elapsed = now - request.arrived
+        home = request.home
         best, level = float("inf"), request.level
+        request.wanted = None
+        if home is not None:
+            wait = 0.0
+            if request.server is None and home.full:
+                wait = self._wait_at(home.queue.ahead(request), home, home.instance.slots)
+            best = self._cost(request, home, points, elapsed, wait)
+            level, request.wanted = home.level, home
+            urgency = self._urgency
         for bucket in self.buckets:
             if not bucket.slots:
                 continue
             if bucket.free > 0:
-                server, wait = self.pick(request, bucket), 0.0
+                server, wait = self._calmest(bucket), 0.0
+                if server is home:
+                    continue
+            elif home is not None:
+                continue  # its own place comes free as soon as another, and has its context
             else:
                 server = bucket.servers[0]
-                rate = self.rates.decode(server.instance, server.instance.slots, context)
-                wait = (bucket.queue.ahead(request) + 1.0) * self._turn_tokens * rate / bucket.slots
-            if request.server is not None and request.server.level == bucket.level:
-                server, wait = request.server, 0.0
-            cost = self._cost(request, server, points, context, elapsed, wait)
+                wait = self._wait_at(bucket.queue.ahead(request), server, bucket.slots)
+            cost = self._cost(request, server, points, elapsed, wait)
             if cost < best:
-                best, level = cost, bucket.level
+                best, level, urgency = cost, bucket.level, self._urgency
+                request.wanted = server if bucket.free > 0 else None
+        if best < float("inf"):
+            request.urgency = urgency
         return level
+
+    def _calmest(self, bucket: buckets.Bucket) -> state.Server:
+        """The instance with a free slot whose residents have the least context."""
+        return min([server for server in bucket.servers if not server.full], key=_context)
+
+    def _wait_at(self, ahead: float, server: state.Server, count: int) -> float:
+        """Seconds until a slot comes free for who has so many before it, `count` slots turning over."""
+        return (ahead + 1.0) * self._turn_tokens * self._pace(server, server.residents, 0) / count
+
+    def _pace(self, server: state.Server, decoding: int, joining: int) -> float:
+        """Seconds a token on the server with so many decoding, a context of `joining` tokens come to those there."""
+        decoding = min(max(1, decoding), server.instance.slots)
+        return self.rates.decode(server.instance, decoding, rounded((server.context + joining) // decoding))
 
     def _cost(
         self,
         request: state.Request,
         server: state.Server,
         points: Sequence[tuple[float, float]],
-        context: int,
         elapsed: float,
         wait: float,
     ) -> float:
-        """Expected seconds to the power p: the request's own, and what it adds to those of the requests there."""
-        power, instance = self.config.tail_power, server.instance
-        others = server.load - (request.server is server)
-        others = min(others, instance.slots - 1)
-        pace = self.rates.decode(instance, others + 1, context)
-        move = self.rates.move(request.last, instance, context)
+        """Expected seconds to the power p: the request's own, and what it adds to those of the requests there.
+
+        Leaves in `_urgency` what a second would cost that the request lost there.
+        """
+        power, context = self.config.tail_power, request.context_now
+        here = request.home is server
+        others = server.residents - here
+        pace = self._pace(server, others + 1, context - request.held[0] if here else context)
+        move = self.config.move_margin * self.rates.move(request.last, server.instance, rounded(context))
         start = elapsed + wait + move
-        own = 0.0
-        if not others:
-            for tokens, mass in points:
-                own += mass * (start + tokens * pace) ** power
-            return own
-        theirs = server.expected / server.load
-        shared = 0.0
+        own = urgency = shared = 0.0
+        theirs = server.urgent_tokens / server.urgency if server.urgency > 0 else 0.0
         for tokens, mass in points:
-            own += mass * (start + tokens * pace) ** power
+            seconds = start + tokens * pace
+            weight = mass * seconds ** (power - 1.0)
+            own += weight * seconds
+            urgency += weight
             shared += mass * (tokens if tokens < theirs else theirs)
-        slower = (pace - self.rates.decode(instance, others, context)) * shared + move
-        return own + others * slower * power * (elapsed + theirs * pace) ** (power - 1.0)
+        self._urgency = power * urgency
+        if not others:
+            return own
+        slower = pace - self._pace(server, others, -request.held[0] if here else 0)
+        return own + server.urgency * (max(0.0, slower) * shared + move)
+
+
+def _context(server: state.Server) -> int:
+    return server.context
+
+
+def _queued(server: state.Server) -> int:
+    return server.queue.size

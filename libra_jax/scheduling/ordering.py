@@ -88,20 +88,17 @@ class Queue:
             count if version < mine else count / 2 for version, count in self._versions.items() if version <= mine
         )
 
-    def head(self) -> state.Request | None:
-        """Who goes next; it stays."""
+    def first(self) -> tuple[Rank, int, state.Request] | None:
+        """Rank, ticket and who goes next; it stays."""
         heap = self._heap
         while heap:
             _, ticket, request = heap[0]
             if request.queue is self and request.ticket == ticket:
-                return request
+                return heap[0]
             heapq.heappop(heap)
         return None
 
-    def pop(self) -> state.Request | None:
-        """Takes who goes next out."""
-        request = self.head()
-        if request is not None:
-            heapq.heappop(self._heap)
-            self.discard(request)
-        return request
+    def head(self) -> state.Request | None:
+        """Who goes next; it stays."""
+        first = self.first()
+        return None if first is None else first[2]

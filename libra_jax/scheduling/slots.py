@@ -53,6 +53,7 @@ class SlotScheduler:
         self._front = 0
         self._waiting = 0
         self._ages: deque[tuple[float, int, state.Request]] = deque()
+        self._touched: dict[state.Server, None] = {}  # a slot came free, or someone began to wait for it in particular
         self._rebuild([])
 
     # What a policy decides.
@@ -76,6 +77,19 @@ class SlotScheduler:
     def finished(self, request: state.Request) -> None:
         """The request is over; called when it holds nothing any more."""
 
+    def seated(self, request: state.Request, server: state.Server) -> None:
+        """The request begins to decode on the instance."""
+
+    def left(self, request: state.Request, server: state.Server) -> None:
+        """The request no longer decodes on the instance."""
+
+    def overflow(self, placements: list[protocols.Placement]) -> None:
+        """Gives free slots to requests that wait for other buckets, widest slots and nearest buckets first."""
+        for bucket in reversed(self.buckets):
+            for other in sorted(self.buckets, key=lambda item: abs(item.level - bucket.level)):
+                while bucket.free > 0 and (request := other.queue.head()) is not None and self.serves(bucket, request):
+                    self.take(request, self.pick(request, bucket), placements)
+
     # Events.
 
     def on_instance_change(self, instances: Sequence[protocols.Instance], now: float) -> list[protocols.Placement]:
@@ -86,6 +100,8 @@ class SlotScheduler:
             self._vacate(request)
         for request in waiting:
             self._unwait(request)
+            request.wanted = None
+        self._touched.clear()
         self.levels.learn(instances)
         self._rebuild(instances)
         # The displaced have waited once already, so they go ahead of those that have not been served yet.
@@ -181,6 +197,13 @@ class SlotScheduler:
             self._ages = deque(entry for entry in self._ages if entry[2].queue and entry[2].ticket == entry[1])
 
     def _enqueue(self, request: state.Request, level: int) -> None:
+        wanted = request.wanted
+        if wanted is not None:
+            request.level = wanted.level
+            self._waiting += 1
+            self._touched[wanted] = None
+            wanted.queue.push(request)
+            return
         if not self.buckets[level].slots:  # its instances are lost or still to come: the nearest bucket stands in
             served = [bucket.level for bucket in self.buckets if bucket.slots]
             level = min(served, key=lambda other: abs(other - level), default=level)
@@ -197,9 +220,10 @@ class SlotScheduler:
         server = request.server
         if server is not None:
             request.server = None
-            server.expected -= request.counted
             del self.decoding[request]
             self.buckets[server.level].release(server)
+            self._touched[server] = None
+            self.left(request, server)
 
     def _leave(self, request: state.Request) -> None:
         self._unwait(request)
@@ -208,10 +232,10 @@ class SlotScheduler:
     def _seat(self, request: state.Request, server: state.Server) -> protocols.Placement:
         request.server = server
         request.last = server.name
-        request.counted = request.remaining
-        server.expected += request.remaining
+        request.wanted = None
         self.decoding[request] = None
         self.buckets[server.level].occupy(server)
+        self.seated(request, server)
         return protocols.Placement(request.request_id, server.name)
 
     # Filling free slots.
@@ -221,31 +245,37 @@ class SlotScheduler:
         old, self.servers = self.servers, {}
         self.buckets = [buckets.Bucket(level, ordering.Queue(self._order)) for level in range(self.levels.count)]
         for place, instance in enumerate(instances):
-            server = old.get(instance.name) or state.Server(instance, place)
+            server = old.get(instance.name) or state.Server(instance, place, ordering.Queue(self._order))
             server.instance, server.place = instance, place
             self.servers[instance.name] = server
             self.buckets[self.levels.of_degree(instance.tensor_parallel)].add(server)
 
+    def take(self, request: state.Request, server: state.Server, placements: list[protocols.Placement]) -> None:
+        """A waiting request gets a free slot of the instance."""
+        self._unwait(request)
+        placements.append(self._seat(request, server))
+
     def _place(self, now: float) -> list[protocols.Placement]:
         placements: list[protocols.Placement] = []
-        if not self._waiting:
-            return placements
-        self._place_aged(now, placements)
-        for bucket in self.buckets:
-            while bucket.free > 0 and (request := bucket.queue.pop()) is not None:
-                self._waiting -= 1
-                placements.append(self._seat(request, self.pick(request, bucket)))
-        if self._waiting and len(self.buckets) > 1:
-            self._overflow(placements)
+        if self._waiting:
+            self._place_aged(now, placements)
+            for server in self._touched:
+                self._serve_own(server, placements)
+            for bucket in self.buckets:
+                while bucket.free > 0 and (request := bucket.queue.head()) is not None:
+                    self.take(request, self.pick(request, bucket), placements)
+            if self._waiting:
+                self.overflow(placements)
+        self._touched.clear()
         return placements
 
-    def _overflow(self, placements: list[protocols.Placement]) -> None:
-        """Free slots go to requests that wait for other buckets, widest slots and nearest buckets first."""
-        for bucket in reversed(self.buckets):
-            for other in sorted(self.buckets, key=lambda item: abs(item.level - bucket.level)):
-                while bucket.free > 0 and (request := other.queue.head()) is not None and self.serves(bucket, request):
-                    self._unwait(request)
-                    placements.append(self._seat(request, self.pick(request, bucket)))
+    def _serve_own(self, server: state.Server, placements: list[protocols.Placement]) -> None:
+        """Fills an instance's free slots while anyone waits for it in particular; the rest of its bucket competes."""
+        queue = self.buckets[server.level].queue
+        while server.queue.size and not server.full:
+            mine, other = server.queue.first(), queue.first()
+            assert mine is not None
+            self.take(mine[2] if other is None or mine < other else other[2], server, placements)
 
     def _place_aged(self, now: float, placements: list[protocols.Placement]) -> None:
         ages, limit = self._ages, now - self.config.ageing_seconds
@@ -257,8 +287,7 @@ class SlotScheduler:
                 bucket = self._nearest_free(request.level)
                 if bucket is None:
                     return
-                self._unwait(request)
-                placements.append(self._seat(request, self.pick(request, bucket)))
+                self.take(request, self.pick(request, bucket), placements)
             ages.popleft()
 
     def _nearest_free(self, level: int) -> buckets.Bucket | None:

@@ -20,17 +20,38 @@ class Group:
 
 @dataclass(slots=True, eq=False)
 class Server:
-    """An instance and how many requests decode there."""
+    """An instance and what decodes there.
+
+    Attributes:
+      instance: as it was announced.
+      place: its place among the instances.
+      queue: requests that wait for this very instance.
+      level: its bucket.
+      load: requests decoding there.
+      context: their context tokens.
+      urgency: sum of their urgencies (`cmlfq`).
+      urgent_tokens: sum of urgency times expected tokens.
+    """
 
     instance: protocols.Instance
     place: int
+    queue: ordering.Queue
     level: int = 0
     load: int = 0
-    expected: float = 0.0  # sum over the requests decoding there of the tokens expected when each was placed
+    residents: int = 0
+    context: int = 0
+    urgency: float = 0.0
+    urgent_tokens: float = 0.0
 
     @property
     def name(self) -> str:
+        """The instance's name."""
         return self.instance.name
+
+    @property
+    def full(self) -> bool:
+        """No slot is free."""
+        return self.load >= self.instance.slots
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +73,9 @@ class Request:
       since: when it began to wait.
       ticket: its turn among all who wait; drawn anew each time it begins to wait.
       mark: generated tokens at which its policy looks at it again, or last did.
-      counted: tokens it was expected to generate when it was placed on `server`.
+      wanted: the instance it waits for, if not any of its bucket.
+      urgency: what a second costs that it loses, as of its last decision (`cmlfq`).
+      held: its urgency and remaining tokens as `server` counts them.
       track: what the evidence knows of its path.
     """
 
@@ -70,7 +93,10 @@ class Request:
     since: float = 0.0
     ticket: int = 0
     mark: int = 0
-    counted: float = 0.0
+    wanted: Server | None = None
+    urgency: float = 0.0
+    home: Server | None = None
+    held: tuple[int, float, float] = (0, 0.0, 0.0)
     dispatch_version: int = 0
     track: evidence.Track | None = None
 
