@@ -65,7 +65,7 @@ class Bound:
 
 
 @dataclass(frozen=True)
-class _Groups:
+class Groups:
     """Seconds of each group, in order of dispatch: rollout over all rollout devices, training, longest path."""
 
     work: Values
@@ -80,12 +80,12 @@ def lower_bound(
     limits, model = config.coordinator, simulation.cost_model()
     count = config.steps * limits.groups_per_step
     drawn = [[workload.script(task, sample) for sample in range(limits.group_size)] for task in range(count)]
-    groups = _Groups(
+    groups = Groups(
         work=_work(drawn, _slots(config, simulation), config, model),
         train=np.array([_train_seconds(group, simulation.train_devices, model) for group in drawn]),
         path=np.array([max(_path_seconds(script, config, model) for script in group) for group in drawn]),
     )
-    end = _end(groups, limits.groups_per_step, limits.staleness)
+    end = run_seconds(groups, limits.groups_per_step, limits.staleness)
     paths = groups.path.reshape(config.steps, -1).max(axis=1)
     return Bound(
         step_seconds=float(end / config.steps),
@@ -95,7 +95,7 @@ def lower_bound(
     )
 
 
-def _end(groups: _Groups, size: int, eta: int) -> float:
+def run_seconds(groups: Groups, size: int, eta: int) -> float:
     """A lower bound on the end of the last training step (the recurrence of the module's docstring)."""
     work, train, path = (values.reshape(-1, size) for values in (groups.work, groups.train, groups.path))
     steps = len(work)
@@ -169,7 +169,7 @@ def _work(
     group, tokens, starts, new = _turns(drawn)
     best: Values = np.zeros(len(drawn))
     for theta, phi in itertools.product(SHARES, SHARES):
-        shares = [_shares(model, degree, most, theta, phi) for degree, most in sorted(slots.items())]
+        shares = [token_shares(model, degree, most, theta, phi) for degree, most in sorted(slots.items())]
 
         def least(context: Values, shares: Sequence[tuple[float, float, float]] = shares) -> Values:
             return np.min([fixed + each * context for fixed, _, each in shares], axis=0)
@@ -197,7 +197,9 @@ def _turns(drawn: Sequence[Sequence[scripts.Script]]) -> tuple[Values, Values, V
     return group, tokens.astype(float), starts.astype(float), new.astype(float)
 
 
-def _shares(model: costs.CostModel, degree: int, slots: int, theta: float, phi: float) -> tuple[float, float, float]:
+def token_shares(
+    model: costs.CostModel, degree: int, slots: int, theta: float, phi: float
+) -> tuple[float, float, float]:
     """Least device-seconds of a decoded token, of a prefilled token, and of a token of context in a decode step."""
     chunk, overhead = model.coefficients.chunk_tokens, model.coefficients.step_overhead
     largest = slots + chunk

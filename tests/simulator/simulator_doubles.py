@@ -112,7 +112,13 @@ SIMULATION = world.SimulationConfig(model="Qwen3-0.6B", train_devices=4)
 
 
 def simulate(config: configuration.RunConfig, seed: int = 0, **more: Any) -> world.Result:
+    return simulate_workload(config, SeededWorkload(seed), seed, **more)
+
+
+def simulate_workload(
+    config: configuration.RunConfig, workload: scripts.Workload, seed: int = 0, **more: Any
+) -> world.Result:
     def make(scheduling: costs.SchedulingCosts, remaining: world.Remaining) -> protocols.Scheduler:
         return registry.create(config.scheduler, costs=scheduling, remaining=remaining, seed=seed)
 
-    return world.run(config, SIMULATION, SeededWorkload(seed), make, **more)
+    return world.run(config, SIMULATION, workload, make, **more)
