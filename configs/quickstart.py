@@ -16,7 +16,7 @@ from libra_jax import config as libra_config
 def get_config() -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict(libra_config.to_dict(libra_config.RunConfig()))
     config.name = "quickstart"
-    config.steps = 60
+    config.steps = 50
 
     config.model.preset = "libra-tiny"
 
@@ -43,8 +43,8 @@ def get_config() -> ml_collections.ConfigDict:
 
     config.warm_start.steps = 150
     config.warm_start.batch_size = 64
-    config.warm_start.learning_rate = 2e-3
-    config.warm_start.target_loss = 0.14  # leaves the policy right in a third to a half of its attempts
+    config.warm_start.learning_rate = 1e-3
+    config.warm_start.target_loss = 0.11  # leaves the policy right in a third to a half of its attempts
 
     config.coordinator.groups_per_step = 64
     config.coordinator.group_size = 8
