@@ -16,7 +16,11 @@ from libra_jax import config as libra_config
 from libra_jax import protocols
 
 
-def run(main: Callable[[], int | None], config_type: type[Any] = libra_config.RunConfig) -> None:
+def run(
+    main: Callable[[], int | None],
+    config_type: type[Any] = libra_config.RunConfig,
+    default_config: str | None = None,
+) -> None:
     """Runs `main` under absl. A LibraError becomes `error: <sentence>` and exit status 1, a bad flag status 2.
 
     LIBRA_JAX_TRACEBACK=1 in the environment shows tracebacks as well.
@@ -24,10 +28,14 @@ def run(main: Callable[[], int | None], config_type: type[Any] = libra_config.Ru
     Args:
       main: the script.
       config_type: dataclass of the script's config file, for the nearest field to a mistyped `--config.` flag.
+      default_config: config file where no --config is given. As the flag's own default it would be read before
+        anything here could turn its errors into a sentence.
     """
     sys.path.append(os.getcwd())  # where a user's own "module:factory" lives; last, so that it shadows nothing
     logging.set_verbosity(logging.WARNING)  # libraries' own progress is not for the terminal; -v=0 brings it back
-    app.run(lambda _: sys.exit(_guarded(main)), flags_parser=functools.partial(_parse_flags, config_type))
+    app.run(
+        lambda _: sys.exit(_guarded(main)), flags_parser=functools.partial(_parse_flags, config_type, default_config)
+    )
 
 
 def _guarded(main: Callable[[], int | None]) -> int:
@@ -43,7 +51,9 @@ def _guarded(main: Callable[[], int | None]) -> int:
         return 130
 
 
-def _parse_flags(config_type: type[Any], argv: Sequence[str]) -> Any:
+def _parse_flags(config_type: type[Any], default_config: str | None, argv: Sequence[str]) -> Any:
+    if default_config and not any(argument.lstrip("-").split("=")[0] == "config" for argument in argv[1:]):
+        argv = [argv[0], f"--config={default_config}", *argv[1:]]
     try:
         remaining = flags.FLAGS(list(argv))
         if len(remaining) > 1:

@@ -27,7 +27,9 @@ from libra_jax.simulator import comparison, report, settings
 
 COMPARED = ("cmlfq", "cmlfq_paper", "least_loaded", "sticky", "mlfq", "heddle", "oracle")
 
-_CONFIG = config_flags.DEFINE_config_file("config", "configs/simulate.py", "The run's config file.", lock_config=True)
+_CONFIG = config_flags.DEFINE_config_file(
+    "config", None, "The run's config file; configs/simulate.py.", lock_config=True
+)
 _TRACE = flags.DEFINE_string("trace", None, "Trace (JSON lines) to replay instead of the config's workload.")
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write; the picture lies beside it, as .svg.")
 _POLICIES = flags.DEFINE_string("policies", ",".join(COMPARED), "Scheduling policies, separated by commas.")
@@ -104,4 +106,4 @@ def _write(
 
 
 if __name__ == "__main__":
-    cli.run(main, settings.SimulatedRun)
+    cli.run(main, settings.SimulatedRun, default_config="configs/simulate.py")

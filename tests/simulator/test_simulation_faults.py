@@ -115,14 +115,14 @@ def case(seed: int) -> Case:
         steps=rng.choice((2, 2, 3)),
         rollout={
             "tensor_parallel": degrees,
-            "slots": rng.randint(1, 4),
+            "slots": rng.choice((1, 1, 2, 4)),
             "stream_interval": rng.choice((20, 100)),
             "restarts": 10_000,
             "generation_retries": 10_000,
         },
         coordinator={
             "groups_per_step": rng.randint(1, 2),
-            "group_size": rng.randint(1, 3),
+            "group_size": rng.randint(1, 4),
             "staleness": rng.randint(0, 2),
             "stale": rng.choice(("wait", "wait", "replace")),
             "max_replacements": 10_000.0,
@@ -131,7 +131,7 @@ def case(seed: int) -> Case:
             "policy": rng.choice(configuration.POLICIES),
             "max_remaining_tokens": bounds,
             "ordering": rng.choice(configuration.ORDERINGS),
-            "ageing_seconds": rng.choice((1.0, 5.0, 30.0)),
+            "ageing_seconds": rng.choice((0.2, 1.0, 10.0)),
         },
         task={"tool_seconds": rng.choice((5.0, 60.0)), "environment_retries": rng.randint(0, 2)},
     )
@@ -189,6 +189,20 @@ def test_a_run_keeps_its_promises(seeds):
         except BaseException as error:
             error.add_note(f"seed {seed}: {case(seed)}")
             raise
+
+
+def test_the_cases_reach_what_they_are_for():
+    """Among a hundred of them, faults of each kind happen and requests wait for longer than they may unaged."""
+    seen = Counter()
+    for seed in range(100):
+        made = case(seed)
+        result, watched = simulate(seed, made)
+        seen["aged"] += watched.longest_wait > made.config.scheduler.ageing_seconds
+        seen["died"] += any("was lost" in note for note in result.notes)
+        seen["crashed"] += any("(environment)" in note for note in result.notes)
+        seen["stale"] += result.staleness_max > 0
+        seen["moved"] += result.moves > 0
+    assert min(seen[name] for name in ("aged", "died", "crashed", "stale", "moved")) >= 5, seen
 
 
 @pytest.mark.parametrize("seed", range(5))

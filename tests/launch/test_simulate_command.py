@@ -1,0 +1,133 @@
+"""`launch/simulate.py` as a user meets it: its files, that they repeat, and one sentence for each kind of bad input."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+KEYS = [
+    "policy",
+    "seed",
+    "tokens_per_second",
+    "step_seconds",
+    "utilisation",
+    "migrated_token_fraction",
+    "one_shot_routing_accuracy",
+    "kv_recompute_token_fraction",
+    "staleness_max",
+    "lost_trajectories",
+    "duplicated_trajectories",
+    "wall_seconds",
+]
+SMALL = (
+    "--config.coordinator.groups_per_step=2",
+    "--config.coordinator.group_size=3",
+    "--config.workload.passes=1",
+    "--config.steps=3",
+)
+
+
+def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "launch/simulate.py", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def record(index: int, tokens: tuple[int, ...]) -> str:
+    turns = [
+        {"generated_tokens": count, "tool": "bash", "status": "success", "payload_tokens": 300, "tool_seconds": 2.0}
+        for count in tokens
+    ]
+    return json.dumps({"trajectory_id": f"{index}/0", "prompt_id": str(index), "prompt_tokens": 200, "turns": turns})
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    path = tmp_path_factory.mktemp("trace") / "trace.jsonl"
+    path.write_text("\n".join(record(index, (200, 50 * (index + 1), 400)) for index in range(6)) + "\n")
+    return path
+
+
+def without_wall_seconds(path: pathlib.Path) -> str:
+    return re.sub(r'"wall_seconds": [0-9.e-]+', "", path.read_text())
+
+
+def test_a_comparison_writes_a_table_the_entries_the_bound_and_a_picture_and_repeats(trace, tmp_path):
+    arguments = (f"--trace={trace}", "--policies=cmlfq,sticky", "--seeds=0,1", *SMALL)
+    first, second = tmp_path / "runs" / "first.json", tmp_path / "second.json"
+    result = simulate(*arguments, f"--output={first}", "--jobs=2")
+    assert result.returncode == 0, result.stderr
+    assert "[4/4] sticky, seed 1:" in result.stderr
+    assert "3 steps, 18 trajectories" in result.stderr
+    assert [line.split()[0] for line in result.stdout.splitlines()[:3]] == ["policy", "cmlfq", "sticky"]
+    written = json.loads(first.read_text())
+    assert list(written) == ["policies", "bound_seconds"]
+    assert [(entry["policy"], entry["seed"]) for entry in written["policies"]] == [
+        ("cmlfq", 0), ("cmlfq", 1), ("sticky", 0), ("sticky", 1),
+    ]  # fmt: skip
+    for entry in written["policies"]:
+        assert list(entry) == KEYS
+        assert list(entry["step_seconds"]) == ["mean", "p50", "p90", "p99"]
+        assert list(entry["utilisation"]) == ["train", "rollout"]
+        assert entry["lost_trajectories"] == entry["duplicated_trajectories"] == 0
+        assert entry["staleness_max"] <= 1
+    assert 0 < written["bound_seconds"] < min(entry["step_seconds"]["mean"] for entry in written["policies"])
+    assert first.with_suffix(".svg").read_text().startswith("<?xml")
+    again = simulate(*arguments, f"--output={second}", "--jobs=1")
+    assert again.returncode == 0, again.stderr
+    assert without_wall_seconds(first) == without_wall_seconds(second)
+
+
+def test_the_software_engineering_workload_runs_without_a_trace():
+    result = simulate("--policies=least_loaded", "--config.coordinator.groups_per_step=2", "--config.steps=2")
+    assert result.returncode == 0, result.stderr
+    assert "simulate-swe: 2 steps, 64 trajectories" in result.stderr
+
+
+def bad_trace(path: pathlib.Path, tokens: int) -> str:
+    path.write_text(record(0, (5, 6)) + "\n" + record(1, (5, tokens)) + "\n")
+    return f"--trace={path}"
+
+
+@pytest.mark.parametrize(
+    ("flags", "fragments"),
+    [
+        (["--policies=cmlfk"], ["--policies", "did you mean 'cmlfq'"]),
+        (["--seeds=0,x"], ["--seeds", "'x' is not a whole number"]),
+        (["--config.scheduler.max_remaining_tokens=(9,3,4)"], ["scheduler.max_remaining_tokens", "must ascend"]),
+        (
+            ["--config.simulation.slots=()", "--config.rollout.slots=4000"],
+            ["rollout.slots", "exceed the memory", "full context"],
+        ),
+        (["--config.simulation.hardwre=h100"], ["did you mean simulation.hardware"]),
+        (["--config=configs/simulate.py:serch"], ["swe, search, math", "'serch'"]),
+        (["--trace=/dev/null"], ["/dev/null", "holds no trajectory"]),
+    ],
+)  # fmt: skip
+def test_nonsense_is_answered_with_one_sentence(flags, fragments):
+    assert_one_sentence(simulate(*flags), *fragments)
+
+
+def test_a_turn_with_negative_tokens_is_named_by_file_and_line(tmp_path):
+    result = simulate(bad_trace(tmp_path / "bad.jsonl", -6))
+    assert_one_sentence(result, "bad.jsonl, line 2, turn 1", "generated_tokens", "-6")
+
+
+def assert_one_sentence(result: subprocess.CompletedProcess[str], *fragments: str) -> None:
+    assert result.returncode != 0
+    assert "Traceback" not in result.stderr, result.stderr
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, result.stderr
+    for fragment in fragments:
+        assert fragment in errors[0], errors[0]

@@ -1,0 +1,80 @@
+"""Comparing policies: the table's arithmetic, the order, and moved coefficients."""
+
+import dataclasses
+import statistics
+
+import simulator_doubles as doubles
+
+from libra_jax.simulator import comparison, costs, report, settings, workloads
+
+
+def entry(policy: str, seed: int, seconds: float, accuracy: float | None = 0.5) -> dict:
+    return {
+        "policy": policy,
+        "seed": seed,
+        "tokens_per_second": 100.0,
+        "step_seconds": {"mean": seconds, "p50": seconds, "p90": seconds, "p99": seconds},
+        "utilisation": {"train": 0.5, "rollout": 0.75},
+        "migrated_token_fraction": 0.08,
+        "one_shot_routing_accuracy": accuracy,
+        "kv_recompute_token_fraction": 0.2,
+        "staleness_max": seed,
+        "lost_trajectories": seed,
+        "duplicated_trajectories": 0,
+        "wall_seconds": 1.0,
+    }
+
+
+ENTRIES = [entry("slow", 0, 30.0, None), entry("slow", 1, 50.0, None), entry("fast", 0, 9.0), entry("fast", 1, 11.0)]
+
+
+def test_the_table_shows_means_over_seeds_their_spread_and_their_distance_from_the_bound():
+    header, slow, fast, bound = report.table(ENTRIES, 8.0).splitlines()
+    cells = dict(zip(header.replace("step s", "step").replace("x bound", "bound").split(), fast.split(), strict=True))
+    assert (cells["step"], cells["+-"], cells["bound"]) == ("10.0", f"{statistics.stdev((9, 11)):.1f}", "1.25")
+    assert (cells["moved"], cells["one-shot"], cells["stale"], cells["lost"]) == ("8.0%", "50.0%", "1", "1")
+    assert slow.split()[1] == "40.0"
+    assert " - " in slow  # no tool was ever called
+    assert "8.0 s a step" in bound
+
+
+def test_the_order_is_by_mean_step_time_and_swaps_are_named():
+    assert report.order(ENTRIES) == ["fast", "slow"]
+    assert comparison.swapped(["a", "b", "c"], ["b", "a", "c"]) == [("a", "b")]
+    assert comparison.swapped(["a", "b", "c"], ["c", "b", "a"]) == [("a", "b"), ("a", "c"), ("b", "c")]
+
+
+def test_a_picture_is_written_as_svg_and_as_png(tmp_path):
+    for name, start in (("out.svg", b"<?xml"), ("out.png", b"\x89PNG")):
+        report.write_picture(ENTRIES, 8.0, tmp_path / name, "two policies")
+        assert (tmp_path / name).read_bytes().startswith(start)
+
+
+def small_run() -> settings.SimulatedRun:
+    long = {"max_context": 131_072, "max_tokens": 65_536}
+    config = doubles.run_config(steps=2, rollout=long, trainer={"row_tokens": 131_072})
+    values = {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}
+    return settings.SimulatedRun(
+        **values, simulation=doubles.SIMULATION, workload=workloads.WorkloadConfig(shape="search")
+    )
+
+
+def test_the_same_seed_gives_the_same_entry_and_another_seed_another():
+    run = comparison.prepare(small_run(), ["cmlfq"])
+    first, second, other = (comparison.entry(dataclasses.replace(run, seed=seed)) for seed in (3, 3, 4))
+    assert first | {"wall_seconds": 0} == second | {"wall_seconds": 0}
+    assert first["step_seconds"] != other["step_seconds"]
+
+
+def test_each_coefficient_is_moved_down_and_up_by_three_tenths_and_reported():
+    lines: list[str] = []
+    run = comparison.prepare(small_run(), ["round_robin", "oracle"])
+    base, moves = comparison.sensitivity(run, ["round_robin", "oracle"], [0], jobs=1, progress=lines.append)
+    names = [item.name for item in dataclasses.fields(costs.Coefficients)]
+    assert [move.coefficient for move in moves] == [name for name in names for _ in range(2)]
+    overhead = [move.value for move in moves if move.coefficient == "step_overhead"]
+    assert overhead == [0.7 * costs.Coefficients().step_overhead, 1.3 * costs.Coefficients().step_overhead]
+    assert all(move.value <= 1 for move in moves if move.coefficient in comparison.SHARES)
+    slower, faster = (move.step_seconds["oracle"] for move in moves if move.coefficient == "memory_share")
+    assert faster < report.mean_step_seconds(base.entries, "oracle") < slower
+    assert sum("memory_share" in line for line in lines) == 2
