@@ -29,10 +29,10 @@ async def within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
     A wait that the event loop noticed late (it stalled) is first granted as long again as it was late.
     """
     loop = asyncio.get_running_loop()
-    task = asyncio.ensure_future(work)
+    task = loop.create_task(work)
     due = loop.time() + seconds
     try:
-        await asyncio.wait({task}, timeout=seconds)
+        await _settled(task, seconds)
         late = loop.time() - due
         if not task.done() and late > STALL_SECONDS:
             await asyncio.wait({task}, timeout=min(late, seconds))
@@ -41,6 +41,24 @@ async def within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
     finally:
         reaped = await _reap(task)
     raise Overdue(reaped)
+
+
+async def _settled(task: asyncio.Task[Any], seconds: float) -> None:
+    """`asyncio.wait` for one task: returns when it is done or after `seconds`; half the work, once a turn."""
+    loop = asyncio.get_running_loop()
+    waiter: asyncio.Future[None] = loop.create_future()
+
+    def release(_: object = None) -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    timer = loop.call_later(seconds, release)
+    task.add_done_callback(release)
+    try:
+        await waiter
+    finally:
+        timer.cancel()
+        task.remove_done_callback(release)
 
 
 async def _reap(task: asyncio.Task[Any]) -> bool:

@@ -170,6 +170,10 @@ class _Attempt:
     def _append(self, tokens: Sequence[int], source: protocols.TokenSource) -> None:
         """Accounts for text: against the retained tokens as far as they reach, appended beyond."""
         end = self.position + len(tokens)
+        if self.position == len(self.trajectory.token_ids):
+            self.trajectory.append_text(tokens, source)
+            self.position = end
+            return
         retained = self.trajectory.token_ids[self.position : end]
         sources = self.trajectory.sources[self.position : end]
         if retained != list(tokens[: len(retained)]) or any(item != source for item in sources):
@@ -208,6 +212,8 @@ class _Attempt:
     def _retained_output(self) -> int:
         """How many retained tokens from `position` on belong to one model output."""
         count = 0
+        if self.position == len(self.trajectory.token_ids):
+            return count
         pairs = zip(self.trajectory.token_ids[self.position :], self.trajectory.sources[self.position :], strict=True)
         for token, source in pairs:
             if source != protocols.TokenSource.MODEL or count == self.limits.max_tokens:

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
@@ -27,7 +26,8 @@ WATCHES = 8
 class _Stream:
     """One engine's answer to one request, while it streams.
 
-    `broken` ends it early: with the error that befell it, or with None when the request was moved or displaced.
+    `broken` ends it: when the pump has ended, or early, with the error that befell it, or with None when the request
+    was moved or displaced.
     """
 
     engine: instances.Engine
@@ -40,6 +40,9 @@ class _Stream:
     def end(self, error: BaseException | None = None) -> None:
         if not self.broken.done():
             self.broken.set_result(error)
+
+    def pumped(self, pump: asyncio.Future[None]) -> None:
+        self.end()
 
 
 @dataclass
@@ -154,7 +157,7 @@ class Dispatcher:
         request = self._requests.get(trajectory.trajectory_id) or self._arrive(trajectory)
         start = len(trajectory.token_ids)
         while True:
-            if finish := _finish_of(trajectory.token_ids[start:], sampling):
+            if finish := _finish_of(trajectory.token_ids, start, sampling):
                 return finish
             while not request.instance:  # a place may be lost again before the request that got it wakes
                 await request.placed.wait()
@@ -229,10 +232,10 @@ class Dispatcher:
         request.stream = stream
         before = request.generated
         self.routing.served(request.route, engine.name, len(request.trajectory.token_ids))
-        pump = asyncio.ensure_future(self._pump(request, stream, sampling))
-        either: set[asyncio.Future[Any]] = {pump, stream.broken}
+        pump = self._loop.create_task(self._pump(request, stream, sampling))
+        pump.add_done_callback(stream.pumped)
         try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            await stream.broken
         finally:
             # A hung engine may never answer the cancellation, so the stream is closed to it and not waited for.
             stream.closed, request.stream = True, None
@@ -316,8 +319,11 @@ class Dispatcher:
         stream.end(error)
 
 
-def _finish_of(sampled: Sequence[int], sampling: protocols.SamplingParams) -> protocols.FinishReason | None:
-    """What the tokens of a turn so far say: an engine may die after the last token and before its finish reason."""
-    if sampled and sampled[-1] in sampling.stop_token_ids:
+def _finish_of(
+    token_ids: Sequence[int], start: int, sampling: protocols.SamplingParams
+) -> protocols.FinishReason | None:
+    """What a turn's tokens, from `start` on, say: an engine may die after the last and before its finish reason."""
+    sampled = len(token_ids) - start
+    if sampled and token_ids[-1] in sampling.stop_token_ids:
         return "stop"
-    return "length" if len(sampled) >= sampling.max_tokens else None
+    return "length" if sampled >= sampling.max_tokens else None

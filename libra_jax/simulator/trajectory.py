@@ -8,7 +8,6 @@ from __future__ import annotations
 import bisect
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, overload
 
 from libra_jax import protocols
@@ -138,9 +137,10 @@ class Context(Sequence[int]):
         return self.trajectory.token_ids[: self._length][index]
 
 
-@dataclass(eq=False)
 class Trajectory(protocols.Trajectory):
     """`protocols.Trajectory` with counted tokens, and the script that it follows.
+
+    Only `token_ids` is kept; the other per-token sequences are put together from segments when somebody asks.
 
     Attributes:
       script: what the attempt will do.
@@ -153,30 +153,31 @@ class Trajectory(protocols.Trajectory):
         streams every few tokens, a simulated one every thousand, so the next one hands these over as its own.
     """
 
-    token_ids: Runs = field(default_factory=Runs)  # type: ignore[assignment]
-    sources: Runs = field(default_factory=Runs)  # type: ignore[assignment]
-    loss_mask: Runs = field(default_factory=Runs)  # type: ignore[assignment]
-    log_probs: Runs = field(default_factory=Runs)  # type: ignore[assignment]
-    policy_versions: Runs = field(default_factory=Runs)  # type: ignore[assignment]
-    script: scripts.Script = field(default_factory=lambda: scripts.Script(1, (protocols.Turn(1),)))
-    outputs: int = 0
-    sampled: int = 0
-    fresh: int = 0
-    life: int = 0
-    served_by: str = ""
-    unstreamed: list[tuple[int, int]] = field(default_factory=list)
-    _generated: int = 0
+    def __init__(
+        self, trajectory_id: str, prompt_id: str, *, script: scripts.Script, start_seconds: float = 0.0
+    ) -> None:
+        self.trajectory_id = trajectory_id
+        self.prompt_id = prompt_id
+        self.token_ids: Any = Runs(name=trajectory_id)
+        self.turns = []
+        self.reward = None
+        self.finish = None
+        self.metrics = {}
+        self.start_seconds = start_seconds
+        self.script = script
+        self.outputs = self.sampled = self.fresh = self.life = 0
+        self.served_by = ""
+        self.unstreamed: list[tuple[int, int]] = []
+        self._segments: list[tuple[protocols.TokenSource, int, protocols.TokenDelta | None]] = []
+        self._generated = 0
 
-    def __post_init__(self) -> None:
-        self.token_ids.name = self.trajectory_id
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
 
     def append_text(self, token_ids: Sequence[int], source: protocols.TokenSource) -> None:
         count = len(token_ids)
         self.token_ids.extend(token_ids)
-        self.sources.append_run(int(source), count)
-        self.loss_mask.append_run(False, count)
-        self.log_probs.append_run(0.0, count)
-        self.policy_versions.append_run(protocols.NO_VERSION, count)
+        self._segments.append((source, count, None))
         self.fresh += count
 
     def append_sampled(self, delta: protocols.TokenDelta) -> None:
@@ -184,10 +185,7 @@ class Trajectory(protocols.Trajectory):
         if not count:
             return
         self.token_ids.extend(delta.token_ids)
-        self.sources.append_run(int(protocols.TokenSource.MODEL), count)
-        self.loss_mask.append_run(True, count)
-        self.log_probs.extend(delta.log_probs)
-        self.policy_versions.extend(delta.policy_versions)
+        self._segments.append((protocols.TokenSource.MODEL, count, delta))
         self._generated += count
         self.fresh = 0
         if delta.token_ids[-1] == STOP:
@@ -196,7 +194,9 @@ class Trajectory(protocols.Trajectory):
             self.sampled += count
 
     def clear(self) -> None:
-        super().clear()
+        self.token_ids.clear()
+        self.turns.clear()
+        self._segments.clear()
         self.outputs = self.sampled = self.fresh = self._generated = 0
         self.served_by = ""
         self.unstreamed.clear()
@@ -211,7 +211,32 @@ class Trajectory(protocols.Trajectory):
 
     @property
     def prompt_tokens(self) -> int:
-        return next((count for _, count in self.sources.runs()), 0)
+        return sum(count for source, count, _ in self._segments if source is protocols.TokenSource.PROMPT)
+
+    @property
+    def sources(self) -> Any:  # type: ignore[override]
+        return Runs((int(source), count) for source, count, _ in self._segments)
+
+    @property
+    def loss_mask(self) -> Any:  # type: ignore[override]
+        return Runs((delta is not None, count) for _, count, delta in self._segments)
+
+    @property
+    def log_probs(self) -> Any:  # type: ignore[override]
+        return self._of_deltas("log_probs", 0.0)
+
+    @property
+    def policy_versions(self) -> Any:  # type: ignore[override]
+        return self._of_deltas("policy_versions", protocols.NO_VERSION)
+
+    def _of_deltas(self, name: str, elsewhere: float) -> Runs:
+        values = Runs()
+        for _, count, delta in self._segments:
+            if delta is None:
+                values.append_run(elsewhere, count)
+            else:
+                values.extend(getattr(delta, name))
+        return values
 
 
 class Book:

@@ -5,11 +5,13 @@ Everything that happens is a function of the configuration, the workload and the
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
 import pathlib
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -230,9 +232,21 @@ def run(
         make_trajectory=book.make,
     )
     began = time.perf_counter()
-    summary = clock.run(made.run(), longest=simulation.longest_seconds)
+    with _seldom_collected():
+        summary = clock.run(made.run(), longest=simulation.longest_seconds)
     wall = time.perf_counter() - began
     return _result(config, summary, recorder, book, log, counters, wall)
+
+
+@contextlib.contextmanager
+def _seldom_collected() -> Iterator[None]:
+    """Looks for garbage cycles seldom: a run makes few, and each search goes through everything that lives."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, 50, 1000)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _check(config: configuration.RunConfig, simulation: SimulationConfig) -> None:

@@ -124,10 +124,12 @@ def test_a_request_whose_tool_runs_holds_no_slot():
 class Mover(least_loaded.LeastLoaded):
     """Moves every request to instance "b" as soon as it has four tokens."""
 
+    moved: frozenset[str] = frozenset()
+
     def on_progress(self, request_id: str, generated_tokens: int, now: float) -> list[protocols.Placement]:
-        if generated_tokens < 4 or self._decoding[request_id] == "b":
+        if generated_tokens < 4 or request_id in self.moved:
             return []
-        self._decoding[request_id] = "b"
+        self.moved |= {request_id}
         return [protocols.Placement(request_id, "b")]
 
 

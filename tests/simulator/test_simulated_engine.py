@@ -92,7 +92,9 @@ JOBS = st.lists(
 @given(JOBS, st.integers(1, 5), st.integers(1, 40))
 def test_a_fluid_ends_each_turn_when_the_token_by_token_reference_does(jobs, slots, interval):
     for index, job in enumerate(jobs):
-        job.arrival += index * 1e-6  # apart, so that the order of arrival is the same on both sides
+        # Apart, so that the order of arrivals is the same on both sides.
+        job.arrival += index * 1e-6
+        job.turns = [(count, payload, seconds + index * 1e-6) for count, payload, seconds in job.turns]
     model = doubles.model(chunk_tokens=CHUNK)
     made = doubles.make_engine(slots=slots, stream_interval=interval, model=model)
 
