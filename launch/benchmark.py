@@ -1,6 +1,7 @@
-"""Ratios measured in one run: rollout through the coordinator, weight bridge, train step, the coordinator's cost.
+"""Ratios measured in one run: rollout through the coordinator, weight bridge, train step, the coordinator's cost, the
+scheduler's.
 
-  python launch/benchmark.py [--peer_python=PATH] [--only=rollout,bridge,train,coordinator] [--output=benchmark.json]
+  python launch/benchmark.py [--peer_python=PATH] [--only=rollout,scheduler] [--output=benchmark.json]
 
 Each ratio's two sides alternate in the same process, or in two processes that run in turn, so that a machine whose
 speed drifts slows both; medians are compared. `--peer_python` is an interpreter with google-tunix, in an environment
@@ -18,10 +19,10 @@ from absl import flags
 from rich import console, table
 
 import cli
-from benchmarks import bridge, coordinator, rollout, train
+from benchmarks import bridge, coordinator, rollout, scheduler, train
 from libra_jax import protocols
 
-_ONLY = flags.DEFINE_list("only", ["rollout", "bridge", "train", "coordinator"], "Which parts to measure.")
+_ONLY = flags.DEFINE_list("only", ["rollout", "bridge", "train", "coordinator", "scheduler"], "Which parts to measure.")
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Alternations of the two sides.", lower_bound=1)
 _PEER = flags.DEFINE_string("peer_python", None, "Interpreter with google-tunix; without it that ratio is left out.")
 _OUTPUT = flags.DEFINE_string("output", None, "File for the JSON, beside standard output.")
@@ -31,6 +32,7 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "bridge": lambda: bridge.measure(_ROUNDS.value),
     "train": lambda: train.measure(_ROUNDS.value, _PEER.value),
     "coordinator": lambda: asyncio.run(coordinator.measure()),
+    "scheduler": scheduler.measure,
 }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from libra_jax import protocols
 from libra_jax.scheduling import ordering, state
@@ -120,3 +120,36 @@ class Bucket:
                     if item.load < item.instance.slots
                 ]
                 heapq.heapify(self._by_load)
+
+
+class Index:
+    """The instance with the least value of something that changes all the time: a heap, cleared of the past lazily.
+
+    A value must be pushed whenever it has changed.
+    """
+
+    def __init__(self, servers: Sequence[state.Server]) -> None:
+        self._servers = servers
+        self._heap: list[tuple[float, int, state.Server]] = []
+
+    def push(self, server: state.Server, value: float) -> None:
+        """The server's value is now this."""
+        heapq.heappush(self._heap, (value, server.place, server))
+
+    def first(self, value: Callable[[state.Server], float | None]) -> state.Server | None:
+        """The server with the least value; None says that a server has none at present."""
+        heap = self._heap
+        if len(heap) > 16 * len(self._servers) + 64:
+            now = [(value(server), server.place, server) for server in self._servers]
+            heap[:] = [(least, place, server) for least, place, server in now if least is not None]
+            heapq.heapify(heap)
+        while heap:
+            least, place, server = heap[0]
+            actual = value(server)
+            if actual == least:
+                return server
+            if actual is None or actual < least:  # a fresher entry is, or will be, pushed
+                heapq.heappop(heap)
+            else:
+                heapq.heapreplace(heap, (actual, place, server))
+        return None

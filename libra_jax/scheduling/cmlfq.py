@@ -35,6 +35,10 @@ TURN_SHARE = 0.02
 """Weight of the latest turn in the mean length of a turn."""
 
 
+OVERFLOW_EVERY = 4
+"""Events between two looks for someone who would gain by being served elsewhere than where he waits."""
+
+
 class Rates:
     """Seconds a token, by degree, number decoding and context (to an eighth): each asked of the costs once."""
 
@@ -91,6 +95,7 @@ class Cmlfq(slots.SlotScheduler):
         self.rates = Rates(costs)
         self._turn_tokens = 256.0
         self._urgency = 0.0
+        self._events = 0
 
     def expect(self, request: state.Request) -> Sequence[tuple[float, float]]:
         """The distribution of the tokens still to be generated: (tokens, probability mass) pairs."""
@@ -150,13 +155,15 @@ class Cmlfq(slots.SlotScheduler):
         return self._calmest(bucket) if home is None or home.level != bucket.level or home.full else home
 
     def seated(self, request: state.Request, server: state.Server) -> None:
-        self._evict(request)
+        if request.home is not None:
+            self._evict(request)
         request.home = server
         request.held = request.context_now, request.urgency, request.remaining
         server.residents += 1
         server.context += request.context_now
         server.urgency += request.urgency
         server.urgent_tokens += request.urgency * request.remaining
+        self._calm[server.level].push(server, server.context)
 
     def _evict(self, request: state.Request) -> None:
         """The request is no longer a resident of its home."""
@@ -171,12 +178,19 @@ class Cmlfq(slots.SlotScheduler):
         server.urgent_tokens -= urgency * remaining
         if not server.residents:  # so that rounding does not add up
             server.context, server.urgency, server.urgent_tokens = 0, 0.0, 0.0
+        if server.level < len(self._calm):
+            self._calm[server.level].push(server, server.context)
+
+    def left(self, request: state.Request, server: state.Server) -> None:
+        self._calm[server.level].push(server, server.context)
 
     def overflow(self, placements: list[protocols.Placement]) -> None:
+        self._events += 1
+        if self._events % OVERFLOW_EVERY:
+            return
         super().overflow(placements)
         for bucket in self.buckets:
-            while bucket.free > 0:
-                crowded = max(self.servers.values(), key=_queued)
+            while bucket.free > 0 and (crowded := self._crowded.first(_unattended)) is not None:
                 request = crowded.queue.head()
                 if request is None or not self.serves(bucket, request):
                     break
@@ -240,9 +254,22 @@ class Cmlfq(slots.SlotScheduler):
             request.urgency = urgency
         return level
 
+    def _rebuild(self, instances: Sequence[protocols.Instance]) -> None:
+        super()._rebuild(instances)
+        self._crowded = buckets.Index(list(self.servers.values()))
+        self._calm = [buckets.Index(bucket.servers) for bucket in self.buckets]
+        for bucket, index in zip(self.buckets, self._calm, strict=True):
+            for server in bucket.servers:
+                index.push(server, server.context)
+
+    def _enqueue(self, request: state.Request, level: int) -> None:
+        super()._enqueue(request, level)
+        if request.wanted is not None:
+            self._crowded.push(request.wanted, -request.wanted.queue.size)
+
     def _calmest(self, bucket: buckets.Bucket) -> state.Server:
         """The instance with a free slot whose residents have the least context."""
-        return min([server for server in bucket.servers if not server.full], key=_context)
+        return self._calm[bucket.level].first(_context_if_free) or bucket.least()
 
     def _wait_at(self, ahead: float, server: state.Server, count: int) -> float:
         """Seconds until a slot comes free for who has so many before it, `count` slots turning over."""
@@ -286,9 +313,11 @@ class Cmlfq(slots.SlotScheduler):
         return own + server.urgency * (max(0.0, slower) * shared + move)
 
 
-def _context(server: state.Server) -> int:
-    return server.context
+def _context_if_free(server: state.Server) -> int | None:
+    """Its residents' context, unless all its slots are taken."""
+    return server.context if server.load < server.instance.slots else None
 
 
-def _queued(server: state.Server) -> int:
-    return server.queue.size
+def _unattended(server: state.Server) -> int | None:
+    """Minus the number who wait for it, if any do."""
+    return -server.queue.size or None

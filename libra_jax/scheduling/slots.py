@@ -86,7 +86,9 @@ class SlotScheduler:
     def overflow(self, placements: list[protocols.Placement]) -> None:
         """Gives free slots to requests that wait for other buckets, widest slots and nearest buckets first."""
         for bucket in reversed(self.buckets):
-            for other in sorted(self.buckets, key=lambda item: abs(item.level - bucket.level)):
+            if bucket.free <= 0:
+                continue
+            for other in self._near[bucket.level]:
                 while bucket.free > 0 and (request := other.queue.head()) is not None and self.serves(bucket, request):
                     self.take(request, self.pick(request, bucket), placements)
 
@@ -244,6 +246,10 @@ class SlotScheduler:
         """New buckets of the live instances; requests that decode on one keep their place."""
         old, self.servers = self.servers, {}
         self.buckets = [buckets.Bucket(level, ordering.Queue(self._order)) for level in range(self.levels.count)]
+        self._near = [
+            sorted(self.buckets, key=lambda item, level=level: abs(item.level - level))  # type: ignore[misc]
+            for level in range(len(self.buckets))
+        ]
         for place, instance in enumerate(instances):
             server = old.get(instance.name) or state.Server(instance, place, ordering.Queue(self._order))
             server.instance, server.place = instance, place

@@ -1,0 +1,107 @@
+"""Scheduler decisions: how many a second of CPU time, how late the slowest come, how much memory they keep."""
+
+from __future__ import annotations
+
+import array
+import itertools
+import random
+import time
+import tracemalloc
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from libra_jax import config as configuration
+from libra_jax import protocols
+from libra_jax.scheduling import registry
+
+LIVE = 100_000
+AWAY = 60_000
+RETURNS = 1_000_000
+TURNS = 20
+LAYOUT = {1: 126, 2: 63, 4: 42, 8: 21}
+SLOTS = 32
+BOUNDS = (3_000, 8_000, 20_000)
+STATUSES: Sequence[protocols.ToolStatus] = ("success", "success", "success", "failure", "timeout")
+
+
+class Load:
+    """Requests that go round: waiting, decoding, away, back; the event loop's part of a run without anything else.
+
+    At any time `LIVE` requests are live and `AWAY` of them have a tool running; each lasts `TURNS` turns in the mean.
+    """
+
+    def __init__(self, scheduler: protocols.Scheduler) -> None:
+        self.scheduler = scheduler
+        self.nanoseconds = array.array("Q")
+        self.now = 0.0
+        self._random = random.Random(0)
+        self._numbers = itertools.count()
+        self._generated: dict[str, int] = {}
+        self._decoding: OrderedDict[str, None] = OrderedDict()
+        self._away: deque[str] = deque()
+        instances = [
+            protocols.Instance(f"{degree}-{index}", degree, SLOTS)
+            for degree, count in LAYOUT.items()
+            for index in range(count)
+        ]
+        self._decide(scheduler.on_instance_change, instances)
+        for _ in range(LIVE):
+            self._arrive()
+
+    def returns(self, count: int) -> None:
+        """So many tool returns, and everything else that happens meanwhile."""
+        while count:
+            request, _ = self._decoding.popitem(last=False)
+            self._generated[request] += self._random.randrange(50, 1_000)
+            if self._random.random() * TURNS < 1:
+                self._decide(self.scheduler.on_finish, request, self._generated.pop(request))
+                self._arrive()
+            else:
+                self._away.append(request)
+                self._decide(self.scheduler.on_tool_call, request, self._generated[request])
+            while len(self._away) > AWAY and count:
+                request = self._away.popleft()
+                draw = self._random
+                causal = protocols.CausalState("bash", draw.randrange(1, 16_000), draw.choice(STATUSES))
+                self._decide(self.scheduler.on_tool_return, request, causal, 2_000 + 2 * self._generated[request])
+                count -= 1
+
+    def _arrive(self) -> None:
+        number = next(self._numbers)
+        group, request = number // 16, f"{number // 16}/{number % 16}"
+        self._generated[request] = 0
+        info = protocols.RequestInfo(request, f"prompt-{group}", group, 2_000, dispatch_version=group // 3_000)
+        self._decide(self.scheduler.on_arrival, info)
+
+    def _decide(self, event: Callable[..., list[protocols.Placement]], *arguments: Any) -> None:
+        self.now += 1e-3
+        start = time.thread_time_ns()
+        placements = event(*arguments, self.now)
+        self.nanoseconds.append(time.thread_time_ns() - start)
+        for placement in placements:
+            self._decoding.pop(placement.request_id, None)
+            if placement.instance:
+                self._decoding[placement.request_id] = None
+
+
+def measure(policy: str = "cmlfq", returns: int = RETURNS) -> dict[str, Any]:
+    """A million tool returns among 100,000 live requests on 252 instances; then memory, over a tenth as many more."""
+    config = configuration.SchedulerConfig(policy=policy, max_remaining_tokens=BOUNDS, ageing_seconds=1e9)
+    load = Load(registry.create(config))
+    load.nanoseconds = array.array("Q")
+    load.returns(returns)
+    spent = sorted(load.nanoseconds)
+    tracemalloc.start()
+    load.returns(returns // 10)
+    grown, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return {
+        "policy": policy,
+        "live_requests": LIVE,
+        "tool_returns": returns,
+        "decisions_per_second": len(spent) / (1e-9 * sum(spent)),
+        "microseconds_p50": 1e-3 * spent[len(spent) // 2],
+        "microseconds_p99": 1e-3 * spent[len(spent) * 99 // 100],
+        "mib_grown_in_last_tenth": grown / 2**20,
+    }
