@@ -43,6 +43,7 @@ def get_config(variant: str = "swe") -> ml_collections.ConfigDict:
 
     config.rollout.max_context = 131_072  # Qwen3-14B's 40,960 stretched by YaRN, as for the published workload
     config.rollout.max_tokens = 65_536
+    config.rollout.health_seconds = 60.0  # a dead instance is noticed by its streams at once, an idle one by this
     config.rollout.stream_interval = 1_000  # tokens between two looks at a request that outruns its budget
 
     config.trainer.row_tokens = 131_072  # holds a whole context

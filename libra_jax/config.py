@@ -99,6 +99,7 @@ class RolloutConfig:
     checksum: bool = False  # digest each bucket on both sides
     generation_retries: int = 8  # times a request may be resumed after its engine failed
     restarts: int = 3  # times an engine that died is started again
+    health_seconds: float = 10.0  # between two health checks of an instance
 
     def __post_init__(self) -> None:
         check_choice(self.engine, ("vllm", "fake"), "rollout.engine")
@@ -109,6 +110,7 @@ class RolloutConfig:
             check(getattr(self, name) > 0, f"rollout.{name}", f"must be positive, not {getattr(self, name)}")
         for name in ("generation_retries", "restarts", "top_k"):
             check(getattr(self, name) >= 0, f"rollout.{name}", f"must not be negative, not {getattr(self, name)}")
+        check(self.health_seconds > 0, "rollout.health_seconds", f"must be positive, not {self.health_seconds}")
         check(self.temperature > 0, "rollout.temperature", f"must be positive to train on, not {self.temperature}")
         check(0 < self.top_p <= 1, "rollout.top_p", f"must lie in (0, 1], not {self.top_p}")
         check(self.kv_cache_gib > 0, "rollout.kv_cache_gib", f"must be positive, not {self.kv_cache_gib}")

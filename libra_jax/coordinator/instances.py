@@ -13,9 +13,6 @@ from libra_jax.coordinator import deadlines, failure
 
 State = Literal["starting", "loaded", "serving", "lost", "dead"]
 
-HEALTH_SECONDS = 10.0
-"""Between two health checks of an engine, in event-loop seconds."""
-
 
 @dataclass
 class Engine:
@@ -50,7 +47,7 @@ class Instances:
     """All rollout engines of a run.
 
     Args:
-      config: the run's configuration (`rollout.restarts`, `rollout.transport`, `deadlines`).
+      config: the run's configuration (`rollout`, `deadlines`).
       cluster: makes and ends the actors.
       specs: one entry an engine.
       recorder: told of starts and losses.
@@ -158,7 +155,7 @@ class Instances:
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(HEALTH_SECONDS)
+            await asyncio.sleep(self._config.rollout.health_seconds)
             await failure.together(*(self._check(engine) for engine in self.loadable()))
 
     async def _check(self, engine: Engine) -> None:

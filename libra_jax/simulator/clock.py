@@ -7,10 +7,14 @@ and repeats exactly.
 from __future__ import annotations
 
 import asyncio
+import heapq
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+CANCELLED = 100
+"""Cancelled timers that may stay in the heap besides as many as there are live ones."""
 
 
 class Clock(asyncio.SelectorEventLoop):
@@ -28,10 +32,36 @@ class Clock(asyncio.SelectorEventLoop):
         self.now = 0.0
         self.longest = self.longest if longest is None else longest
         self._failed = False
-        self._poll, self._selector.select = self._selector.select, self._advance  # type: ignore[attr-defined]
+        self._clock_resolution = 1e-9
+        self._poll = self._selector.select  # type: ignore[attr-defined]
 
     def time(self) -> float:
         return self.now
+
+    def _run_once(self) -> None:
+        """One pass of the loop: asyncio's own, without what a virtual clock does not need (slow-callback checks)."""
+        timers, ready = self._scheduled, self._ready  # type: ignore[attr-defined]
+        if self._timer_cancelled_count > max(CANCELLED, len(timers) // 2):  # type: ignore[has-type]
+            for timer in timers:
+                timer._scheduled = not timer.cancelled()
+            timers[:] = [timer for timer in timers if not timer.cancelled()]
+            heapq.heapify(timers)
+            self._timer_cancelled_count = 0
+        while timers and timers[0].cancelled():
+            heapq.heappop(timers)._scheduled = False
+            self._timer_cancelled_count -= 1
+        if not ready:
+            until = max(0.0, timers[0].when() - self.now) if timers else None
+            self._process_events(self._advance(0 if self._stopping else until))  # type: ignore[attr-defined]
+        due = self.now + self._clock_resolution
+        while timers and timers[0].when() < due:
+            timer = heapq.heappop(timers)
+            timer._scheduled = False
+            ready.append(timer)
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if not handle.cancelled():
+                handle._run()
 
     def _advance(self, timeout: float | None = None) -> list[Any]:
         """Jumps to the next timer where asyncio would have slept until it."""
