@@ -1,0 +1,352 @@
+"""The batch of a simulated engine: who decodes, who is prefilled, what the cache holds, and when steps begin and end.
+
+All decoding requests get one token a step. Between two changes of the batch the steps' times have a closed form
+(`pace.py`), so time is looked at only when a request arrives, leaves, ends its prefill or has tokens to stream; changes
+take hold at the next step boundary, as in a real engine, so the result is that of a simulation token by token.
+
+Prefill is chunked: it shares steps with decoding and makes them longer; requests that fit into one chunk together are
+prefilled together. A request that comes back finds what its instance still holds of its context; held prefixes are
+dropped least recently used first when room is needed. Out of room for one more step, the latest arrival is pre-empted
+and prefilled again. Siblings' common prompt is not shared, which charges each of them its own prefill.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import heapq
+from collections.abc import Sequence
+from typing import Any, cast
+
+from libra_jax import protocols
+from libra_jax.simulator import costs, pace, records, trajectory
+
+WATERMARK = 0.01
+"""Share of the cache that a newcomer leaves free, so that it is not pre-empted at once (vLLM's watermark)."""
+
+LOG_PROB = -1.0
+"""The log-probability that a simulated token reports."""
+
+
+class Batch:
+    """Steps and cache of one instance; `engine.Engine` adds what the coordinator calls.
+
+    Attributes:
+      counters: what it did.
+      slowdown: factor on the time of each step begun from now on; 1 is healthy.
+    """
+
+    _loop: asyncio.AbstractEventLoop  # set by whoever starts it
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        degree: int,
+        slots: int,
+        stream_interval: int,
+        model: costs.CostModel,
+        kv_tokens: int,
+        counters: records.Counters,
+    ) -> None:
+        self.name = name
+        self.counters = counters
+        self.slowdown = 1.0
+        self._degree = degree
+        self._slots = slots
+        self._interval = stream_interval
+        self._model = model
+        self._capacity = kv_tokens
+        self._per_context = model.context_seconds(degree)
+        self._fixed: dict[int, float] = {}
+        self._steps = 0
+        self._waiting: collections.deque[records.Request] = collections.deque()
+        self._decoding: dict[records.Request, None] = {}
+        self._prefill: records.Prefill | None = None
+        self._leaving: list[records.Request] = []  # gone, with their place until the end of the step
+        self._due: list[tuple[int, int, int, records.Request]] = []  # step, arrival, push, request
+        self._pushes = 0
+        self._held: collections.OrderedDict[tuple[str, int], int] = collections.OrderedDict()
+        self._held_tokens = 0
+        self._used = 0  # tokens of the cache that running requests take
+        self._context = 0  # of these, the decoding ones'
+        self._pace: pace.Pace | None = None  # None: no step is running
+        self._began = 0.0
+        self._factor = 1.0
+        self._planned = 0
+        self._timer: asyncio.TimerHandle | asyncio.Handle | None = None
+        self._paused = False
+        self._version = protocols.NO_VERSION
+        self._stale = False  # weights changed, so no key or value is worth anything
+        self._alive = False
+
+    def _requests(self) -> list[records.Request]:
+        return [*self._waiting, *self._running()]
+
+    def _running(self) -> list[records.Request]:
+        prefilling = self._prefill.requests if self._prefill is not None else []
+        return [request for request in (*self._decoding, *prefilling) if request.state != "gone"]
+
+    # Tokens -----------------------------------------------------------------------------------------------------
+
+    def _done(self) -> int:
+        """Of the planned steps, those that are complete at this moment."""
+        if self._pace is None:
+            return 0
+        return min(self._planned, self._pace.steps((self._loop.time() - self._began) / self._factor))
+
+    def _settle_now(self, requests: Sequence[records.Request]) -> None:
+        """Counts these decoding requests' tokens of all steps that are complete at this moment."""
+        done = self._done()
+        for request in requests:
+            self._settle(request, self._steps + done)
+
+    def _settle(self, request: records.Request, step: int) -> None:
+        count = step - request.since
+        if count and request.state != "gone":
+            self._sample(request, count)
+        request.since = step
+
+    def _sample(self, request: records.Request, count: int) -> None:
+        if request.spans and request.spans[-1][0] == self._version:
+            count_before = request.spans.pop()[1]
+            request.spans.append((self._version, count_before + count))
+        else:
+            request.spans.append((self._version, count))
+        request.left -= count
+        request.length += count
+        self.counters.generated += count
+
+    def _emit(self, request: records.Request) -> None:
+        """Streams what has been sampled since the last delta; with the last token, the finish reason."""
+        done = request.left <= 0
+        count, stops = request.unstreamed, done and request.reason == "stop"
+        runs = [(trajectory.SAMPLED, count - 1), (trajectory.STOP, 1)] if stops else [(trajectory.SAMPLED, count)]
+        delta = protocols.TokenDelta(
+            cast(Any, trajectory.Runs(runs)),
+            cast(Any, trajectory.Runs([(LOG_PROB, count)])),
+            cast(Any, trajectory.Runs(request.spans)),
+            request.reason if done else None,
+        )
+        request.spans = []
+        request.deltas.append(delta)
+        if done:
+            if request.state == "decoding":
+                self._leaving.append(request)
+            request.state = "gone"
+        request.rouse()
+
+    def _stood(self) -> None:
+        """The last step before a pause has ended."""
+
+    # Steps ------------------------------------------------------------------------------------------------------
+
+    def _admit_at_next_boundary(self) -> None:
+        if self._pace is None:
+            self._plan_soon()
+        elif self._prefill is None:
+            self._interrupt()
+
+    def _plan_soon(self) -> None:
+        """Begins a step at this very instant, once everything that arrives in it has arrived."""
+        if self._timer is None and not self._paused and self._alive:
+            self._timer = self._loop.call_soon(self._begin)
+
+    def _interrupt(self) -> None:
+        """Ends the present run of steps at the next boundary."""
+        if self._pace is None:
+            return
+        done = self._done()
+        if done + 1 < self._planned:
+            self._plan(done + 1)
+
+    def _plan(self, steps: int) -> None:
+        assert self._pace is not None
+        if self._timer is not None:
+            self._timer.cancel()
+        self._planned = steps
+        self._timer = self._loop.call_at(self._began + self._pace.seconds(steps) * self._factor, self._boundary)
+
+    def _rest(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._pace = None
+
+    def _boundary(self) -> None:
+        """The planned steps are over: tokens are counted, prefills end, requests come and go."""
+        assert self._pace is not None
+        steps, decoding = self._planned, len(self._decoding)
+        self.counters.busy_seconds += self._loop.time() - self._began
+        self._steps += steps
+        self._used += steps * decoding
+        self._context += steps * decoding
+        self._timer = self._pace = None
+        if self._prefill is not None:
+            self._prefill.steps -= steps
+            if self._prefill.steps <= 0:
+                self._end_prefill(self._prefill)
+        while self._due and self._due[0][0] <= self._steps:
+            due, _, _, request = heapq.heappop(self._due)
+            if request.due == due and request.state == "decoding":
+                self._settle(request, self._steps)
+                self._stream(request)
+        self._retire_leaving()
+        if self._paused:
+            self._stood()
+        else:
+            self._begin()
+
+    def _begin(self) -> None:
+        """Plans steps up to the next moment at which anything changes."""
+        self._timer = None
+        if self._paused or not self._alive or self._pace is not None:
+            return
+        if self._prefill is None:
+            self._admit()
+        steps = self._make_room()
+        decoding = len(self._decoding)
+        if not decoding and self._prefill is None:
+            return
+        if self._prefill is None:
+            fixed = self._fixed.get(decoding) or self._fixed.setdefault(
+                decoding, self._model.fixed_seconds(self._degree, decoding)
+            )
+        else:
+            fixed = self._model.fixed_seconds(self._degree, decoding, self._prefill.tokens) + self._prefill.seconds
+        self._pace = pace.Pace(fixed, self._per_context, self._context, decoding)
+        self._began, self._factor = self._loop.time(), self.slowdown
+        self._plan(steps)
+
+    def _stream(self, request: records.Request) -> None:
+        """A decoding request's tokens are due: its last ones, or as many as one delta holds."""
+        self._emit(request)
+        if request.state != "gone":
+            self._make_due(request)
+
+    def _make_due(self, request: records.Request) -> None:
+        request.due = self._steps + max(1, min(request.left, self._interval - request.unstreamed))
+        self._pushes += 1
+        heapq.heappush(self._due, (request.due, request.number, self._pushes, request))
+
+    # The cache --------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Takes waiting requests, oldest first, as far as slots, room and one chunk of prefill go."""
+        chunk, tokens, seconds = self._model.coefficients.chunk_tokens, 0, 0.0
+        requests: list[records.Request] = []
+        while self._waiting and len(self._decoding) + len(requests) < self._slots:
+            request = self._waiting[0]
+            held = min(self._held.get(request.key, 0), request.length)
+            new = max(1, request.length - held)
+            idle = not self._decoding and not requests
+            spare = 0 if idle else int(WATERMARK * self._capacity)
+            if (requests and tokens + new > chunk) or self._used + request.length + spare > self._capacity:
+                break
+            self._waiting.popleft()
+            self._release(request.key)
+            self._used += request.length
+            self._evict(self._capacity - self._used)
+            self.counters.prefilled += new
+            self.counters.prefilled_again += max(0, new - max(1, request.fresh))
+            if request.trajectory.served_by not in ("", self.name):
+                self.counters.moved_in += request.length - request.fresh
+            request.trajectory.served_by = self.name
+            request.state, request.fresh = "prefilling", 0
+            requests.append(request)
+            tokens += new
+            seconds += self._model.attention_seconds(self._degree, new, request.length - new)
+        if requests:
+            steps = -(-tokens // chunk)
+            self._prefill = records.Prefill(requests, steps, tokens / steps, seconds / steps)
+
+    def _end_prefill(self, prefill: records.Prefill) -> None:
+        """The last chunk's step samples each request's first token."""
+        self._prefill = None
+        for request in prefill.requests:
+            if request.state == "gone":
+                self._used -= request.length
+                self._hold(request)
+                continue
+            self._sample(request, 1)
+            self._used += 1
+            self._context += request.length
+            request.state, request.since = "decoding", self._steps
+            self._decoding[request] = None
+            if request.left <= 0 or request.unstreamed >= self._interval:
+                self._emit(request)
+            if request.state != "gone":
+                self._make_due(request)
+
+    def _retire_leaving(self) -> None:
+        """Requests that have ended or left go out of the batch; their prefixes are held for their return."""
+        for request in self._leaving:
+            del self._decoding[request]
+            request.length += self._steps - request.since  # the step under way when it left
+            self._used -= request.length
+            self._context -= request.length
+            self._hold(request)
+        self._leaving.clear()
+
+    def _make_room(self) -> int:
+        """Room for at least one more step, by dropping held prefixes and then the latest arrivals; steps it allows."""
+        while True:
+            growth = len(self._decoding) + (len(self._prefill.requests) if self._prefill is not None else 0)
+            if not growth:
+                return 0
+            if self._used + growth <= self._capacity or growth == 1:
+                break
+            self._preempt(max(self._running(), key=lambda request: request.number))
+        decoding = len(self._decoding)
+        room = self._capacity - self._used - (growth - decoding)  # prefills that end take a token each
+        steps = min(max(1, room // max(1, decoding)), self._next_change())
+        self._evict(room - steps * decoding)
+        return steps
+
+    def _next_change(self) -> int:
+        """Steps until a prefill ends or a decoding request has tokens due."""
+        while self._due and (self._due[0][3].due != self._due[0][0] or self._due[0][3].state != "decoding"):
+            heapq.heappop(self._due)
+        until = [self._due[0][0] - self._steps] if self._due else []
+        return min([*until, self._prefill.steps] if self._prefill is not None else until)
+
+    def _preempt(self, request: records.Request) -> None:
+        self.counters.preempted += 1
+        if request.state == "decoding":
+            self._settle(request, self._steps)
+            del self._decoding[request]
+            self._context -= request.length
+        elif self._prefill is not None:
+            self._prefill.requests.remove(request)
+            if not self._prefill.requests:
+                self._prefill = None
+        self._used -= request.length
+        request.state, request.due = "waiting", -1
+        self._waiting.appendleft(request)
+
+    def _hold(self, request: records.Request) -> None:
+        self._release(request.key)
+        self._held[request.key] = request.length
+        self._held_tokens += request.length
+        self._evict(self._capacity - self._used)
+
+    def _release(self, key: tuple[str, int]) -> None:
+        self._held_tokens -= self._held.pop(key, 0)
+
+    def _evict(self, room: int) -> None:
+        """Drops held prefixes, least recently used first, until they fit into `room` tokens."""
+        while self._held_tokens > room:
+            self._held_tokens -= self._held.popitem(last=False)[1]
+
+    def _drop_cache(self) -> None:
+        """New weights make keys and values worthless: whoever was running is prefilled again, oldest first."""
+        for request in self._running():
+            if request.state == "decoding":
+                self._settle(request, self._steps)
+            request.state = "waiting"
+        self._waiting = collections.deque(sorted(self._requests(), key=lambda request: request.number))
+        self._decoding.clear()
+        self._prefill = None
+        self._due.clear()
+        self._held.clear()
+        self._held_tokens = self._used = self._context = 0
+        self._stale = False
