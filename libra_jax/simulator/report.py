@@ -132,7 +132,15 @@ def write_picture(entries: Sequence[Entry], bound_seconds: float, path: Path, ti
     with rc_context({"svg.hashsalt": "libra-jax", "font.size": 10}):
         picture = figure.Figure(figsize=(7.0, 1.2 + 0.42 * len(names)), layout="constrained")
         axes = picture.add_subplot()
-        axes.barh(names, means, xerr=spreads if any(spreads) else None, color="#4c78a8", ecolor="#333333", capsize=3, height=0.65)
+        axes.barh(
+            names,
+            means,
+            xerr=spreads if any(spreads) else None,
+            color="#4c78a8",
+            ecolor="#333333",
+            capsize=3,
+            height=0.65,
+        )
         axes.axvline(bound_seconds, color="#c44e52", linewidth=1.5, label=f"bound {bound_seconds:.0f} s")
         axes.invert_yaxis()
         axes.set_xlabel("seconds a training step (mean over seeds, +- one standard deviation)")
