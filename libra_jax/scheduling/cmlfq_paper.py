@@ -2,8 +2,9 @@
 
 A request starts in the narrowest bucket. At a tool return the deepest known node on its path is looked up, in its
 prompt's tree first, then in the one of all prompts; if the mean and the 90th percentile of the remaining tokens there
-fall into the same bucket, and it is not the present one, the request goes there; else it stays. Buckets serve their own
-queue only, so a slot may idle while requests wait for another bucket, but never longer than `scheduler.ageing_seconds`.
+fall into the same bucket, and it is not the present one, the request goes there; else it stays, and waits for the
+instance that holds its context. So a slot may idle while requests wait for another, but none waits longer than
+`scheduler.ageing_seconds` for one that is free.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class CmlfqPaper(slots.SlotScheduler):
             request.level = bucket
 
     def route(self, request: state.Request, now: float) -> int:
-        return min(request.level, len(self.buckets) - 1)
+        level = min(request.level, len(self.buckets) - 1)
+        request.wanted = self.home(request, level)
+        return level
 
     def finished(self, request: state.Request) -> None:
         track, total = request.track, request.generated_tokens

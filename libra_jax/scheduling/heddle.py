@@ -7,7 +7,8 @@
 - Placement: live requests, sorted by predicted length, are cut into consecutive runs, one an instance, the longest on
   the widest; dynamic programming finds the cuts that minimise the largest run time, interference included. The cuts are
   computed again as the population turns over.
-- A request whose rank has come to lie in another instance's run goes there at its next tool return.
+- A request whose rank has come to lie in the run of an instance of another degree goes there at its next tool return;
+  between instances that are as fast as each other it stays where its context is.
 
 What the paper leaves to its hardware, the choice of parallelism, is fixed here by the layout.
 """
@@ -75,8 +76,11 @@ class Heddle(slots.SlotScheduler):
         return 0
 
     def pick(self, request: state.Request, bucket: buckets.Bucket) -> state.Server:
-        server = self._run_of(request)
-        return server if server.load < server.instance.slots else bucket.least()
+        server, home = self._run_of(request), self.home(request, bucket.level)
+        if home is None or home.full:
+            return bucket.least() if server.full else server
+        alike = home.instance.tensor_parallel == server.instance.tensor_parallel
+        return home if alike or server.full else server
 
     def snapshot(self) -> Mapping[str, Any]:
         return self.evidence.snapshot()

@@ -45,6 +45,10 @@ class LengthPredictor(slots.SlotScheduler):
         request.remaining = self._truth(request.request_id) * self._errors[request.request_id]
         return self.levels.of_length(request.remaining)
 
+    def pick(self, request: state.Request, bucket: buckets.Bucket) -> state.Server:
+        home = self.home(request, bucket.level)
+        return bucket.least() if home is None or home.full else home
+
     def serves(self, bucket: buckets.Bucket, request: state.Request) -> bool:
         return True
 

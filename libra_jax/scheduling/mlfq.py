@@ -2,8 +2,9 @@
 
 The top level is the narrowest bucket. A request that has used up its quantum of tokens there is demoted at that point
 to the next: it migrates at once, or gives its place up and waits where the next bucket is full (Corbato, Daggett and
-Daley, 1962, with buckets of instances in place of one processor's queues). Buckets serve their own queue only, so a
-slot may idle while requests wait for another bucket, but never longer than `scheduler.ageing_seconds`.
+Daley, 1962, with buckets of instances in place of one processor's queues). Until then it stays with the instance that
+holds its context. So a slot may idle while requests wait for another, but none waits longer than
+`scheduler.ageing_seconds` for one that is free.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ class Mlfq(slots.SlotScheduler):
 
     def route(self, request: state.Request, now: float) -> int:
         request.remaining = float(request.generated_tokens)
-        return min(request.level, len(self.buckets) - 1)
+        level = min(request.level, len(self.buckets) - 1)
+        request.wanted = self.home(request, level)
+        return level
 
     def on_tool_call(self, request_id: str, generated_tokens: int, now: float) -> list[protocols.Placement]:
         request = self.requests[request_id]

@@ -189,6 +189,11 @@ class SlotScheduler:
         self._wait(request, level, now)
         return protocols.Placement(request.request_id, "")
 
+    def home(self, request: state.Request, level: int) -> state.Server | None:
+        """The live instance that served the request last, if it is in the bucket."""
+        server = self.servers.get(request.last)
+        return server if server is not None and server.level == level else None
+
     def _wait(self, request: state.Request, level: int, now: float) -> None:
         self._tickets += 1
         request.ticket = self._tickets
