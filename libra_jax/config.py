@@ -275,7 +275,7 @@ ORDERINGS = ("auto", "fcfs", "longest_first", "shortest_first", "group_completio
 class SchedulerConfig:
     """Which rollout instance serves a request next (libra_jax/scheduling). Tokens are generated ones."""
 
-    policy: str = "least_loaded"
+    policy: str = "cmlfq"
     max_remaining_tokens: tuple[int, ...] = ()  # bounds of the buckets: one a tensor-parallel degree but the largest
     ordering: str = "auto"  # inside a bucket: auto (as the policy was published), fcfs, longest_first, ...
     ageing_seconds: float = 900.0  # who has waited that long goes before all others, to any instance

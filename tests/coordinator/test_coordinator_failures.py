@@ -330,7 +330,9 @@ class Alternating(doubles.TwoTurns):
 
 def test_groups_without_variance_are_replaced_and_counted(tmp_path):
     Alternating.easy = {4, 8}
-    config = doubles.make_config(coordinator={"filter_zero_variance": True}, rollout={"slots": 1})
+    config = doubles.make_config(
+        coordinator={"filter_zero_variance": True}, rollout={"slots": 1}, scheduler={"ordering": "fcfs"}
+    )
     bench = doubles.Bench(config, tmp_path, make_environment=Alternating, specs=doubles.engine_specs(config, 1))
     summary = bench.run()
     assert summary.replaced["zero_variance"] >= 2
