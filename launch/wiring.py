@@ -21,6 +21,7 @@ from libra_jax.coordinator import checkpoints
 from libra_jax.coordinator import run as coordinator
 from libra_jax.models import config as model_config
 from libra_jax.rollout import logprob_contract
+from libra_jax.scheduling import costs
 from libra_jax.scheduling import registry as schedulers
 from libra_jax.telemetry import recorder as telemetry
 from libra_jax.telemetry import report, resume
@@ -82,7 +83,7 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
         )
     if need_weights or not config.task.path or Path(config.task.path).exists():
         factories.task_source(config.task, config.seed).task(0)
-    schedulers.create(config.scheduler, degrees=config.rollout.tensor_parallel)
+    scheduler(config)
     factories.environment_factory(config.task)
     factories.reward(config.task)
     if need_weights:
@@ -116,9 +117,9 @@ def describe(config: libra_config.RunConfig) -> str:
         f"  trainer   {_ordinals(parts.trainer)}: {per_device:.2f} GiB of parameters and optimizer a device",
     ]
     lines += [
-        f"  rollout-{index} {_ordinals(devices)}: tensor parallel {len(devices)}, {config.rollout.slots} slots, "
+        f"  rollout-{index} {_ordinals(devices)}: tensor parallel {len(devices)}, {slots} slots, "
         f"{parameters * wire / len(devices) / 2**30:.2f} GiB of weights a device"
-        for index, devices in enumerate(parts.instances)
+        for index, (devices, slots) in enumerate(zip(parts.instances, config.rollout.instance_slots, strict=True))
     ]
     batch = config.coordinator.groups_per_step * config.coordinator.group_size
     lines.append(
@@ -200,8 +201,9 @@ def trainer_spec(config: libra_config.RunConfig, workdir: Path) -> protocols.Act
 def engine_specs(
     config: libra_config.RunConfig, shape: model_config.TransformerConfig, workdir: Path
 ) -> list[protocols.ActorSpec]:
-    """One actor a rollout instance."""
+    """One actor a rollout instance, each with its own slots."""
     on_gpu = config.trainer.platform == "cuda"
+    rollout = {**libra_config.to_dict(config.rollout), "slots_by_instance": ()}
     return [
         protocols.ActorSpec(
             name=f"rollout-{index}",
@@ -209,7 +211,7 @@ def engine_specs(
             arguments={
                 "name": f"rollout-{index}",
                 "model_config": model_config.to_hf(shape),
-                "rollout": libra_config.to_dict(config.rollout),
+                "rollout": {**rollout, "slots": slots},
                 "tensor_parallel": len(devices),
                 "seed": config.seed + index,
                 "log_path": str(workdir.resolve() / f"rollout-{index}.log"),
@@ -217,8 +219,24 @@ def engine_specs(
             gpus=len(devices) if on_gpu else 0,
             environment={"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if on_gpu else {},
         )
-        for index, devices in enumerate(partition(config).instances)
+        for index, (devices, slots) in enumerate(
+            zip(partition(config).instances, config.rollout.instance_slots, strict=True)
+        )
     ]
+
+
+def scheduler(config: libra_config.RunConfig) -> protocols.Scheduler:
+    """The run's scheduler, with the costs of its engines and the degrees of its layout.
+
+    Raises:
+      ConfigError: the policy is for simulations only, or its buckets do not fit the layout.
+    """
+    return schedulers.create(
+        config.scheduler,
+        costs=costs.LinearCosts(config.scheduler.costs, transfers=config.rollout.kv_transfer != "none"),
+        seed=config.seed,
+        degrees=config.rollout.tensor_parallel,
+    )
 
 
 async def train(config: libra_config.RunConfig, workdir: Path) -> None:
@@ -239,7 +257,7 @@ async def train(config: libra_config.RunConfig, workdir: Path) -> None:
             make_environment=factories.environment_factory(config.task),
             demonstrator=factories.demonstrator(config.task),
             tokenizer=tokenizers.create(config.task, config.model.path),
-            scheduler=schedulers.create(config.scheduler, seed=config.seed, degrees=config.rollout.tensor_parallel),
+            scheduler=scheduler(config),
             recorder=recorder,
             workdir=workdir,
             reward=factories.reward(config.task),

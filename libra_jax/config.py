@@ -84,6 +84,7 @@ class RolloutConfig:
     engine: str = "vllm"  # vllm; fake is the test double
     tensor_parallel: tuple[int, ...] = (1,)  # one instance an entry: devices that share its weights
     slots: int = 64  # requests an instance decodes at once (vLLM's max_num_seqs)
+    slots_by_instance: tuple[int, ...] = ()  # the same, one entry an instance of tensor_parallel; empty: slots for all
     max_context: int = 512  # longest context, in tokens (prompt, tools and generated)
     max_tokens: int = 96  # generated tokens a turn
     temperature: float = 1.0  # sampling temperature; the trainer scores with the same
@@ -97,6 +98,7 @@ class RolloutConfig:
     transport: str = "memfd"  # weight bytes: memfd (any device, same host), ipc (same GPU), nccl (one other GPU group)
     bucket_mib: int = 256  # bytes of a weight bucket
     checksum: bool = False  # digest each bucket on both sides
+    kv_transfer: str = "none"  # a request that moves: none (prefills again), nixl (vLLM's connector brings its KV; GPU)
     generation_retries: int = 8  # times a request may be resumed after its engine failed
     restarts: int = 3  # times an engine that died is started again
     health_seconds: float = 10.0  # between two health checks of an instance
@@ -110,6 +112,14 @@ class RolloutConfig:
             check(getattr(self, name) > 0, f"rollout.{name}", f"must be positive, not {getattr(self, name)}")
         for name in ("generation_retries", "restarts", "top_k"):
             check(getattr(self, name) >= 0, f"rollout.{name}", f"must not be negative, not {getattr(self, name)}")
+        given, instances = self.slots_by_instance, len(self.tensor_parallel)
+        check(
+            len(given) in (0, instances),
+            "rollout.slots_by_instance",
+            f"has {len(given)} entries for the {instances} instances of tensor_parallel; give one each, or none",
+        )
+        check(all(slots > 0 for slots in given), "rollout.slots_by_instance", f"must be positive, not {given}")
+        check_choice(self.kv_transfer, ("none", "nixl"), "rollout.kv_transfer")
         check(self.health_seconds > 0, "rollout.health_seconds", f"must be positive, not {self.health_seconds}")
         check(self.temperature > 0, "rollout.temperature", f"must be positive to train on, not {self.temperature}")
         check(0 < self.top_p <= 1, "rollout.top_p", f"must lie in (0, 1], not {self.top_p}")
@@ -122,6 +132,11 @@ class RolloutConfig:
             f"{self.transport} serves one rollout instance, and tensor_parallel asks for {len(self.tensor_parallel)}; "
             "use memfd",
         )
+
+    @property
+    def instance_slots(self) -> tuple[int, ...]:
+        """Slots of each instance."""
+        return self.slots_by_instance or (self.slots,) * len(self.tensor_parallel)
 
 
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
@@ -272,6 +287,29 @@ ORDERINGS = ("auto", "fcfs", "longest_first", "shortest_first", "group_completio
 
 
 @dataclass(frozen=True)
+class CostConfig:
+    """What serving costs over real engines, as the scheduler sees it (libra_jax/scheduling/costs.py).
+
+    The defaults are of the order of a 14-billion-parameter model on 80 GB GPUs. The simulator has its own model.
+    """
+
+    step_seconds: float = 0.02  # one decode step of one request with no context, at tensor-parallel degree 1
+    request_seconds: float = 1e-4  # what each further request adds to the step
+    context_seconds: float = 1e-7  # what each token of context adds to the step
+    scaling: float = 0.7  # share of each further device that tensor parallelism turns into speed; 1 is perfect
+    prefill_tokens_per_second: float = 6000.0  # at degree 1; a move prefills the context again ...
+    transfer_tokens_per_second: float = 50_000.0  # ... or with rollout.kv_transfer brings its KV, whichever is less
+
+    def __post_init__(self) -> None:
+        for name in ("step_seconds", "prefill_tokens_per_second", "transfer_tokens_per_second"):
+            check(getattr(self, name) > 0, f"scheduler.costs.{name}", f"must be positive, not {getattr(self, name)}")
+        for name in ("request_seconds", "context_seconds"):
+            value = getattr(self, name)
+            check(value >= 0, f"scheduler.costs.{name}", f"must not be negative, not {value}")
+        check(0 <= self.scaling <= 1, "scheduler.costs.scaling", f"must lie in [0, 1], not {self.scaling}")
+
+
+@dataclass(frozen=True)
 class SchedulerConfig:
     """Which rollout instance serves a request next (libra_jax/scheduling). Tokens are generated ones."""
 
@@ -291,6 +329,7 @@ class SchedulerConfig:
     quanta: tuple[int, ...] = ()  # mlfq: tokens a level but the last serves a request; empty: max_remaining_tokens
     predictor_sigma: float = 0.5  # length_predictor: standard deviation of the log of predicted / true length
     preempt_ratio: float = 2.0  # heddle: a waiting request displaces one predicted this many times shorter
+    costs: CostConfig = field(default_factory=CostConfig)
 
     def __post_init__(self) -> None:
         check_choice(self.policy, POLICIES, "scheduler.policy")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from libra_jax import config as configuration
 from libra_jax import protocols
 
 
@@ -37,34 +38,31 @@ class Costs(Protocol):
 class LinearCosts:
     """Costs from a few coefficients: a step is a fixed part (weights) and a part for each request and its context.
 
-    The defaults are of the order of a 14-billion-parameter model on 80 GB GPUs; only their ratios decide anything.
-
     Attributes:
-      step_seconds: one decode step of one request with no context, at tensor-parallel degree 1.
-      request_seconds: what each further request adds to the step.
-      context_seconds: what each token of context adds to the step.
-      scaling: share of every further device that tensor parallelism turns into speed (1: perfect).
-      prefill_tokens_per_second: at degree 1.
+      coefficients: `scheduler.costs`, with their units.
+      transfers: engines hand keys and values over (`rollout.kv_transfer`), where that takes less than a prefill.
     """
 
-    step_seconds: float = 0.02
-    request_seconds: float = 1e-4
-    context_seconds: float = 1e-7
-    scaling: float = 0.7
-    prefill_tokens_per_second: float = 6000.0
+    coefficients: configuration.CostConfig = field(default_factory=configuration.CostConfig)
+    transfers: bool = False
 
     def speed(self, degree: int) -> float:
         """How many times faster an instance of this degree is than one device."""
-        return 1.0 + (degree - 1) * self.scaling
+        return 1.0 + (degree - 1) * self.coefficients.scaling
 
     def decode_seconds(self, instance: protocols.Instance, decoding: int, context_tokens: int, tokens: int) -> float:
+        known = self.coefficients
         mean_context = context_tokens + tokens / 2
         step = (
-            self.step_seconds + (decoding - 1) * self.request_seconds + decoding * mean_context * self.context_seconds
+            known.step_seconds
+            + (decoding - 1) * known.request_seconds
+            + decoding * mean_context * known.context_seconds
         )
         return tokens * step / self.speed(instance.tensor_parallel)
 
     def move_seconds(self, source: str | None, target: protocols.Instance, context_tokens: int) -> float:
         if source is None or source == target.name:
             return 0.0
-        return context_tokens / (self.prefill_tokens_per_second * self.speed(target.tensor_parallel))
+        known = self.coefficients
+        prefill = context_tokens / (known.prefill_tokens_per_second * self.speed(target.tensor_parallel))
+        return min(prefill, context_tokens / known.transfer_tokens_per_second) if self.transfers else prefill

@@ -37,7 +37,7 @@ def create(
 
     Args:
       config: names the policy and sets its choices.
-      costs: of decoding and moving; `costs.LinearCosts()` if none are handed in.
+      costs: of decoding and moving; `costs.LinearCosts` of `scheduler.costs` if none are handed in.
       remaining: the truth, for the policies that need it.
       seed: of what a policy draws.
       degrees: tensor-parallel degrees of the layout, so that bounds that do not fit it are refused here.
@@ -48,7 +48,7 @@ def create(
     if degrees:
         buckets.check(config.max_remaining_tokens, degrees)
     if costs is None:
-        costs = cost_model.LinearCosts()
+        costs = cost_model.LinearCosts(config.costs)
     match config.policy:
         case "cmlfq":
             return cmlfq.Cmlfq(config, costs, degrees=degrees)

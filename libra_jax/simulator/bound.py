@@ -154,7 +154,7 @@ def _slots(config: configuration.RunConfig, simulation: world.SimulationConfig) 
     """Most slots of any instance of each degree."""
     degrees = config.rollout.tensor_parallel
     most: dict[int, int] = {}
-    for degree, slots in zip(degrees, simulation.slots or (config.rollout.slots,) * len(degrees), strict=True):
+    for degree, slots in zip(degrees, simulation.slots or config.rollout.instance_slots, strict=True):
         most[degree] = max(slots, most.get(degree, 0))
     return most
 

@@ -123,9 +123,10 @@ def check_fits(workload: scripts.Workload, config: configuration.RunConfig, simu
         if limit < needed:
             raise protocols.ConfigError(f"config.{field}: {limit} cuts attempts of the workload short; give {needed}")
     first = int(statistics.median(_first_context(workload.script(task, 0)) for task in sampled))
-    name = "simulation.slots" if simulation.slots else "rollout.slots"
+    given = (("simulation.slots", simulation.slots), ("rollout.slots_by_instance", config.rollout.slots_by_instance))
+    name = next((field for field, slots in given if slots), "rollout.slots")
     model, degrees = simulation.cost_model(), config.rollout.tensor_parallel
-    for degree, slots in zip(degrees, simulation.slots or (config.rollout.slots,) * len(degrees), strict=False):
+    for degree, slots in zip(degrees, simulation.slots or config.rollout.instance_slots, strict=False):
         room = max(0, model.kv_tokens(degree))
         if slots * first > room:
             raise protocols.ConfigError(

@@ -37,8 +37,8 @@ class SimulationConfig:
       hardware: name of an accelerator's sheet.
       model: preset whose shape the costs are computed from.
       train_devices: accelerators that train.
-      slots: requests that each instance decodes at once, in the order of `rollout.tensor_parallel`; empty:
-        `rollout.slots` for every instance.
+      slots: requests that each instance decodes at once, in the order of `rollout.tensor_parallel`; empty: as
+        `rollout` says.
       coefficients: shares of the sheet's peaks, and fixed times.
       longest_seconds: virtual time after which the run is taken for a deadlock.
     """
@@ -269,7 +269,7 @@ def _engine_specs(
     counters: Sequence[engine.Counters],
 ) -> list[protocols.ActorSpec]:
     rollout = config.rollout
-    slots = simulation.slots or (rollout.slots,) * len(rollout.tensor_parallel)
+    slots = simulation.slots or rollout.instance_slots
     return [
         protocols.ActorSpec(
             f"engine-{index}",

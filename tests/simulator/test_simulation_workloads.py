@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.simulator import synthetic, traces, workloads
+from libra_jax.simulator import synthetic, traces, workloads, world
 
 TASKS = 320
 EARLY, LATE = range(200), range(1_000_000, 1_000_200)
@@ -239,7 +239,7 @@ def test_limits_that_would_cut_attempts_short_are_named_with_the_value_they_need
     )
     workload = workloads.create(workloads.WorkloadConfig(), seed=0, tasks=64, max_context=4_096)
     with pytest.raises(protocols.ConfigError, match=r"rollout.max_context: 4096 cuts attempts .*; give \d+"):
-        workloads.check_fits(workload, config)
+        workloads.check_fits(workload, config, world.SimulationConfig())
 
 
 def test_an_unknown_shape_is_answered_with_the_nearest():
