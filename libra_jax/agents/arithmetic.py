@@ -12,6 +12,9 @@ from collections.abc import Callable
 from libra_jax import protocols
 
 TOOL = "calculator"
+SIMPLIFIER = "simplifier"
+"""The tool that carries out one operation and returns what is left of the expression."""
+
 FAILED = "error"
 """What a failed calculation's answer is, and how its tool return begins."""
 
@@ -92,6 +95,56 @@ def calculate(expression: str, max_characters: int) -> tuple[protocols.ToolStatu
         return "failure", f"{FAILED}: {failure}"
 
 
+def simplify(expression: str, max_characters: int) -> tuple[str, bool]:
+    """Carries out one operation: the first of the innermost ones.
+
+    Args:
+      expression: e.g. "12*(345-6)".
+      max_characters: a longer expression fails.
+
+    Returns:
+      What is left ("12*339"), and if that is the expression's value. It is where one operation was left, and where the
+      operation's own value is no whole number: there is no shorter way to write it.
+
+    Raises:
+      CalculationFailed: the expression has no value; see `evaluate`.
+    """
+    expression = expression.strip()
+    value = evaluate(expression, max_characters)
+    operations = [node for node in ast.walk(ast.parse(expression, mode="eval")) if isinstance(node, ast.BinOp)]
+    inner = [node for node in operations if _is_number(node.left) and _is_number(node.right)]
+    if len(operations) < 2:
+        return str(value), True
+    first = min(inner, key=lambda node: node.col_offset)
+    result = _value(first, expression)
+    if result.denominator != 1:
+        return str(value), True
+    assert first.end_col_offset is not None
+    before, after = expression[: first.col_offset].rstrip(), expression[first.end_col_offset :].lstrip()
+    while before.endswith("(") and after.startswith(")"):
+        before, after = before[:-1].rstrip(), after[1:].lstrip()
+    return before + (str(result) if result >= 0 else f"({result})") + after, False
+
+
+def _is_number(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) or (isinstance(node, ast.UnaryOp) and _is_number(node.operand))
+
+
+def carry_out(expression: str, max_characters: int, *, stepwise: bool) -> protocols.ToolReturn:
+    """What the tool returns for an expression.
+
+    Args:
+      expression: what was asked for.
+      max_characters: a longer expression fails.
+      stepwise: one operation at a time: while several are left, the return is the simplifier's.
+    """
+    status, content = calculate(expression, max_characters)
+    if stepwise and status == "success":
+        left, done = simplify(expression, max_characters)
+        return protocols.ToolReturn(TOOL if done else SIMPLIFIER, status, left)
+    return protocols.ToolReturn(TOOL, status, content)
+
+
 def read_call(output: str) -> str | None:
     """The expression that a model output asks the calculator for; None for an output that calls no tool.
 
@@ -117,13 +170,10 @@ def read_call(output: str) -> str | None:
     return expression
 
 
-def answer_call(output: str, max_characters: int) -> protocols.ToolReturn | None:
+def answer_call(output: str, max_characters: int, *, stepwise: bool = False) -> protocols.ToolReturn | None:
     """Runs the calculator for a model output, its thinking left aside; None where the output calls no tool."""
     try:
         expression = read_call(output.rpartition("</think>")[2])
     except CalculationFailed as failure:
         return protocols.ToolReturn(TOOL, "failure", f"{FAILED}: {failure}")
-    if expression is None:
-        return None
-    status, content = calculate(expression, max_characters)
-    return protocols.ToolReturn(TOOL, status, content)
+    return None if expression is None else carry_out(expression, max_characters, stepwise=stepwise)

@@ -4,6 +4,9 @@ The prompt is an expression. The policy calls `<tool_call>EXPRESSION</tool_call>
 with the value, or with "error" where the tool failed (a division by zero, an expression too long for it). The reward
 is 1 for an exact match, else 0.
 
+Stepwise, the tool carries out one operation a call. While several are left, its return is what they are now, under the
+name of the simplifier: several calls lead to the answer, and what came back tells how much is still to be generated.
+
 Made to be learned on a CPU by a character model of half a million parameters: dialogues stay below 100 characters, and
 prompts and tool returns are filled up with spaces to fixed widths. What is copied then lies at a constant distance, and
 copying is learned in a fraction of the steps that it takes without.
@@ -104,8 +107,9 @@ class CalculatorTasks:
 class CalculatorEnvironment:
     """One attempt; also the demonstrator of solved ones."""
 
-    def __init__(self, system: str, delay: float, prompt_width: int, return_width: int) -> None:
+    def __init__(self, system: str, delay: float, prompt_width: int, return_width: int, stepwise: bool) -> None:
         self._system = system
+        self._stepwise = stepwise
         self._delay = delay
         self._prompt_width = prompt_width
         self._return_width = return_width
@@ -122,7 +126,7 @@ class CalculatorEnvironment:
         if self._task is None:
             raise RuntimeError("step before reset")
         payload = self._task.payload
-        tool_return = arithmetic.answer_call(output, payload["max_characters"])
+        tool_return = arithmetic.answer_call(output, payload["max_characters"], stepwise=self._stepwise)
         if tool_return is None:
             return protocols.StepResult(done=True, reward=float(question.final_answer(output) == payload["answer"]))
         if self._delay > 0:
@@ -134,15 +138,18 @@ class CalculatorEnvironment:
         """Nothing is held."""
 
     def demonstration(self, task: protocols.Task) -> Sequence[protocols.Message]:
-        """The solved dialogue: the expression, the call, its return, the answer."""
-        expression = task.payload["expression"]
-        _, content = arithmetic.calculate(expression, task.payload["max_characters"])
-        return [
-            *self._opening(task),
-            protocols.Message("assistant", f"<tool_call>{expression}</tool_call>"),
-            protocols.Message("tool", content.ljust(self._return_width)),
-            protocols.Message("assistant", task.payload["answer"]),
-        ]
+        """The solved dialogue: the expression, the calls and their returns, the answer."""
+        messages, left = self._opening(task), task.payload["expression"]
+        while True:
+            call = left
+            answer = arithmetic.carry_out(call, task.payload["max_characters"], stepwise=self._stepwise)
+            left = answer.content
+            messages += [
+                protocols.Message("assistant", f"<tool_call>{call}</tool_call>"),
+                protocols.Message("tool", left.ljust(self._return_width)),
+            ]
+            if answer.tool == arithmetic.TOOL:
+                return [*messages, protocols.Message("assistant", task.payload["answer"])]
 
     def _opening(self, task: protocols.Task) -> list[protocols.Message]:
         system = [protocols.Message("system", self._system)] if self._system else []
@@ -171,7 +178,7 @@ def task_source(
 
 
 def environment(
-    system: str = "", delay: float = 0.0, prompt_width: int = 20, return_width: int = 8
+    system: str = "", delay: float = 0.0, prompt_width: int = 20, return_width: int = 8, stepwise: bool = False
 ) -> CalculatorEnvironment:
     """A fresh attempt.
 
@@ -180,5 +187,6 @@ def environment(
       delay: seconds that each tool call takes.
       prompt_width: characters to which prompts are filled up with spaces; 0 for pretrained models, which need none.
       return_width: likewise for tool returns.
+      stepwise: the tool carries out one operation a call; set `return_width` to `prompt_width`, as expressions return.
     """
-    return CalculatorEnvironment(system, delay, prompt_width, return_width)
+    return CalculatorEnvironment(system, delay, prompt_width, return_width, stepwise)

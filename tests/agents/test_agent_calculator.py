@@ -90,6 +90,43 @@ def test_decimals_are_exact():
     assert arithmetic.calculate("1.5*4", 20) == ("success", "6")
 
 
+@pytest.mark.parametrize(
+    ("expression", "left"),
+    [
+        ("(12-3)*(4+5)", "9*(4+5)"),
+        ("((101+10)*2)-300", "(111*2)-300"),
+        ("3-(4-9)", "3-(-5)"),
+        ("2-3-4", "(-1)-4"),
+        ("2**3**2", "2**9"),
+        (" ( 3 + 4 ) * 2 ", "7* 2"),
+    ],
+)
+def test_one_operation_at_a_time_is_the_first_of_the_innermost_ones(expression, left):
+    assert arithmetic.simplify(expression, 120) == (left, False)
+
+
+@pytest.mark.parametrize(("expression", "value"), [("12*3", "36"), ("-5", "-5"), ("7/3", "7/3"), ("(1/3)*6", "2")])
+def test_the_last_operation_and_one_that_leaves_a_fraction_give_the_value(expression, value):
+    assert arithmetic.simplify(expression, 120) == (value, True)
+
+
+@given(EXPRESSIONS)
+@settings(deadline=None)
+def test_simplifying_keeps_the_value_and_ends_there(expression):
+    try:
+        value = arithmetic.evaluate(expression, 10_000)
+    except arithmetic.CalculationFailed:
+        with pytest.raises(arithmetic.CalculationFailed):
+            arithmetic.simplify(expression, 10_000)
+        return
+    for _ in range(len(expression) + 1):
+        expression, done = arithmetic.simplify(expression, 10_000)
+        assert arithmetic.evaluate(expression, 10_000) == value
+        if done:
+            break
+    assert (done, expression) == (True, str(value))
+
+
 def test_a_call_may_be_plain_or_json_and_may_follow_text():
     assert arithmetic.read_call("42") is None
     assert arithmetic.read_call("let me see <tool_call> 1+2 </tool_call>") == "1+2"
@@ -189,6 +226,26 @@ def test_what_is_copied_lies_at_a_constant_distance():
     assert {len(prompt.content) for prompt, *_ in dialogues} == {20}
     answered = [returned for *_, returned, answer in dialogues if answer.content != "error"]
     assert {len(returned.content) for returned in answered} == {8}
+
+
+STEPWISE = {"stepwise": True, "return_width": 20}
+
+
+def test_stepwise_every_operation_is_a_call_and_the_tools_name_tells_if_the_answer_follows():
+    source, environment = calculator.task_source(seed=1), calculator.environment(**STEPWISE)
+    for index in range(320):
+        task = source.task(index)
+        _, *messages, answer = environment.demonstration(task)
+        expression, calls = task.payload["expression"], messages[::2]
+        asyncio.run(environment.reset(task))
+        steps = [asyncio.run(environment.step(call.content)).tool_return for call in calls]
+        assert [step.content for step in steps] == [message.content for message in messages[1::2]]
+        assert [step.tool for step in steps] == ["simplifier"] * (len(steps) - 1) + ["calculator"]
+        assert {len(step.content) for step in steps if step.status == "success"} <= {20}
+        assert asyncio.run(environment.step(answer.content)).reward == 1.0
+        if answer.content != "error":
+            assert len(calls) == len(re.findall(r"[-+*/]", expression))
+            assert steps[-1].content.strip() == answer.content
 
 
 def test_a_system_message_comes_first():
