@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.scheduling import buckets, heddle, least_loaded, registry, round_robin
+from libra_jax.scheduling import buckets, cmlfq_paper, heddle, least_loaded, registry, round_robin
 
 INSTANCES = tuple(
     protocols.Instance(f"engine-{index}", degree, slots)
@@ -239,25 +239,25 @@ def test_mlfq_demotes_at_the_quantum_and_migrates_right_there():
     assert scheduler.on_finish("r0", 130, 0.0) == [protocols.Placement("r1", "wide")]
 
 
-def test_the_published_rule_jumps_where_mean_and_p90_agree():
+def after_its_first_return(scheduler, name: str, causal: protocols.CausalState) -> str:
+    """The instance that serves a new request of the prompt once its first tool has returned."""
+    assert scheduler.on_arrival(protocols.RequestInfo(name, "p", 0, 10), 0.0)[0].instance == "narrow"
+    scheduler.on_tool_call(name, 10, 0.0)
+    return scheduler.on_tool_return(name, causal, 30, 0.0)[0].instance
+
+
+def test_the_published_rule_jumps_where_mean_and_p90_of_enough_samples_agree():
     scheduler = create("cmlfq_paper", (100,))
     scheduler.on_instance_change([protocols.Instance("narrow", 1, 9), protocols.Instance("wide", 4, 9)], 0.0)
-    short, long = (protocols.CausalState("bash", 10, status) for status in ("success", "failure"))
-    for index, (causal, total) in enumerate(((short, 50), (long, 900), (short, 60), (long, 800))):
-        name = f"past-{index}"
-        assert scheduler.on_arrival(protocols.RequestInfo(name, "p", 0, 10), 0.0)[0].instance == "narrow"
-        scheduler.on_tool_call(name, 10, 0.0)
-        scheduler.on_finish(name, total, 0.0)  # without its return: nothing of a path is learnt
-        name = f"taught-{index}"
-        scheduler.on_arrival(protocols.RequestInfo(name, "p", 0, 10), 0.0)
-        scheduler.on_tool_call(name, 10, 0.0)
-        scheduler.on_tool_return(name, causal, 30, 0.0)
-        scheduler.on_finish(name, total, 0.0)
-    for causal, expected in ((short, "narrow"), (long, "wide")):
-        name = f"new-{expected}"
-        scheduler.on_arrival(protocols.RequestInfo(name, "p", 0, 10), 0.0)
-        scheduler.on_tool_call(name, 10, 0.0)
-        assert scheduler.on_tool_return(name, causal, 30, 0.0) == [protocols.Placement(name, expected)]
+    short, long, mixed = (protocols.CausalState("bash", 10, status) for status in ("success", "failure", "timeout"))
+    for index in range(cmlfq_paper.KNOWN_SAMPLES):
+        for causal, total in ((short, 50), (long, 900), (mixed, 300 if index < 2 else 20)):
+            name = f"past-{index}-{causal.status}"
+            assert after_its_first_return(scheduler, name, causal) == "narrow"
+            scheduler.on_finish(name, total + index, 0.0)
+    served = {state.status: after_its_first_return(scheduler, state.status, state) for state in (short, long, mixed)}
+    assert served == {"success": "narrow", "failure": "wide", "timeout": "narrow"}
+    assert scheduler.servers["wide"].load == 1
 
 
 def test_heddle_gives_the_place_of_a_short_request_to_a_long_one():
