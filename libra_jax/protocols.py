@@ -107,7 +107,8 @@ class Trajectory:
       turns: one entry a model output.
       reward: scalar reward, None until the environment has scored the attempt.
       finish: why it ended: "answered", "max_turns", "max_context", "length", ...
-      metrics: numbers the environment reports, averaged into the step's metrics under `agent/`.
+      metrics: numbers the environment reports, averaged into the step's metrics under `agent/`; and `moves`, the times
+        that another instance went on with it.
       start_seconds: event-loop time at which the attempt began.
     """
 

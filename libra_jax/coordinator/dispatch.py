@@ -33,7 +33,9 @@ class _Stream:
     engine: instances.Engine
     life: int
     broken: asyncio.Future[BaseException | None]
+    begin: float
     last_delta: float
+    answered: bool = False
     closed: bool = False
     finish: protocols.FinishReason | None = None
 
@@ -139,6 +141,7 @@ class Dispatcher:
             request.displace()
             if request.trajectory.finish is not None and request.group_id != EVALUATION_GROUP:
                 self.routing.finished(request.route, request.generated)
+                request.trajectory.metrics["moves"] = float(request.route.moves)
             self._apply(self._scheduler.on_finish(trajectory_id, request.generated, now), now)
 
     def take_counts(self) -> Counts:
@@ -228,7 +231,7 @@ class Dispatcher:
     async def _stream(self, request: _Request, sampling: protocols.SamplingParams) -> protocols.FinishReason | None:
         """Takes tokens from the request's instance until it finishes, or until it has to go on elsewhere (None)."""
         engine, begin = self._engines.engines[request.instance], self._loop.time()
-        stream = _Stream(engine, engine.life, self._loop.create_future(), begin)
+        stream = _Stream(engine, engine.life, self._loop.create_future(), begin, begin)
         request.stream = stream
         before = request.generated
         self.routing.served(request.route, engine.name, len(request.trajectory.token_ids))
@@ -266,6 +269,9 @@ class Dispatcher:
     def _take(self, request: _Request, stream: _Stream, delta: protocols.TokenDelta) -> None:
         now = self._loop.time()
         stream.last_delta = now
+        if not stream.answered:
+            stream.answered = True
+            self.routing.answered(request.route, now - stream.begin)
         request.trajectory.append_sampled(delta)
         request.generated += len(delta.token_ids)
         if request.group_id != EVALUATION_GROUP:

@@ -1,4 +1,4 @@
-"""What routing did: moves between instances, and whether the first routed tool return named the right bucket.
+"""What routing did: moves between instances, what they cost, and whether the first decision named the right bucket.
 
 Measured where requests are dispatched, so a simulated run and a real one report the same numbers.
 """
@@ -6,7 +6,7 @@ Measured where requests are dispatched, so a simulated run and a real one report
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from libra_jax import config as configuration
 from libra_jax import protocols
@@ -21,11 +21,28 @@ class Route:
       served_by: instance that sent it tokens last; empty before the first.
       asked_at: tokens generated at its first tool return; None before.
       level: bucket of the first instance decided on after that return; None before.
+      moves: times that another instance went on with it.
+      moving: the instance asked last is another than the one that served it before; None if it is the first.
     """
 
     served_by: str = ""
     asked_at: int | None = None
     level: int | None = None
+    moves: int = 0
+    moving: bool | None = None
+
+
+@dataclass
+class Waits:
+    """Seconds from asking an instance for tokens to its first ones, in sum and in number."""
+
+    seconds: float = 0.0
+    count: int = 0
+
+    def add(self, seconds: float) -> None:
+        """One more wait."""
+        self.seconds += seconds
+        self.count += 1
 
 
 @dataclass
@@ -37,19 +54,30 @@ class RoutingCounts:
       moved_tokens: context tokens of those requests, whose keys and values the new instance did not have.
       judged: finished attempts whose first tool return was followed by a decision.
       right: of these, those whose decision named the bucket that their true remaining length asked for.
+      moved: waits for the first tokens of an instance that has to prefill (or fetch) the context first.
+      stayed: the same where the instance had served the request before, so that its prefix cache may hold the context.
     """
 
     moves: int = 0
     moved_tokens: int = 0
     judged: int = 0
     right: int = 0
+    moved: Waits = field(default_factory=Waits)
+    stayed: Waits = field(default_factory=Waits)
 
     def metrics(self) -> dict[str, float]:
-        """A training step's numbers; accuracy only where anything was judged."""
+        """A training step's numbers; those that are means only where there was anything.
+
+        A move's cost is `routing/move_seconds` less `routing/stay_seconds`: the mean waits for first tokens after a
+        move and without one. It is what the new instance spends on prefilling the context again, and on its queue.
+        """
         values = {"routing/moves": float(self.moves), "routing/moved_tokens": float(self.moved_tokens)}
         if self.judged:
             values["routing/judged"] = float(self.judged)
             values["routing/one_shot_accuracy"] = self.right / self.judged
+        for name, waits in (("move", self.moved), ("stay", self.stayed)):
+            if waits.count:
+                values[f"routing/{name}_seconds"] = waits.seconds / waits.count
         return values
 
 
@@ -82,10 +110,17 @@ class Routing:
 
     def served(self, route: Route, instance: str, context_tokens: int) -> None:
         """A stream begins."""
-        if route.served_by not in ("", instance):
+        route.moving = route.served_by != instance if route.served_by else None
+        if route.moving:
+            route.moves += 1
             self.counts.moves += 1
             self.counts.moved_tokens += context_tokens
         route.served_by = instance
+
+    def answered(self, route: Route, seconds: float) -> None:
+        """The stream's first tokens have come, so many seconds after they were asked for."""
+        if route.moving is not None:
+            (self.counts.moved if route.moving else self.counts.stayed).add(seconds)
 
     def finished(self, route: Route, generated: int) -> None:
         """The attempt has come to its own end, with so many tokens generated."""

@@ -102,6 +102,8 @@ class Learner:
             batch["advantages"] = np.zeros(shape, np.float32)
             if self.layout.state.reference is not None:
                 batch["reference"] = np.zeros(shape, np.float32)
+            if len(self._config.rollout.tensor_parallel) > 1:
+                batch["moved"] = np.zeros(shape, np.float32)
         self.programs.compile(loss, batch)
 
     def reference_log_probs(self, packed: packing.Packed) -> list[jax.Array]:
@@ -122,7 +124,7 @@ class Learner:
           loss: `POLICY` or `SUPERVISED`.
           packed: the global batch.
           learning_rate: of this step.
-          extras: further [B, T] arrays of each micro-batch: `advantages`, `reference`.
+          extras: further [B, T] arrays of each micro-batch: `advantages`, `reference`, `moved`.
 
         Returns:
           The step's metrics; a mean or a maximum over nothing is left out.

@@ -72,7 +72,8 @@ def policy(
 
     Args:
       params: the policy's parameters.
-      batch: arrays [B, T] of `packing.MicroBatch`, `advantages`, and `reference` where there is a reference model.
+      batch: arrays [B, T] of `packing.MicroBatch`, `advantages`, `reference` where there is a reference model, and
+        `moved` where there are several instances: above 0 on the tokens of trajectories that several have served.
       scorer: how tokens are scored.
       algorithm: the objective.
       temperature: at which the tokens were sampled.
@@ -98,7 +99,23 @@ def policy(
     older_BxT = batch["mask"] & ~batch["on_version"]
     distance_BxT = kl.k3(batch["behaviour"], jax.lax.stop_gradient(log_probs_BxT))
     offpolicy = jnp.sum(jnp.where(older_BxT, distance_BxT, 0.0)), jnp.sum(older_BxT, dtype=jnp.float32)
-    return sums._replace(metrics={**sums.metrics, "offpolicy/kl": offpolicy})
+    sums = sums._replace(metrics={**sums.metrics, "offpolicy/kl": offpolicy})
+    return _with_moved(sums, batch, log_probs_BxT) if "moved" in batch else sums
+
+
+def _with_moved(sums: objective.ObjectiveSums, batch: Batch, log_probs_BxT: jax.Array) -> objective.ObjectiveSums:
+    """Adds `mismatch/moved_kl` and `mismatch/moved_log_prob_max`, the largest |difference| of log-probabilities.
+
+    Over tokens of the scoring version, in trajectories that several instances have served.
+    """
+    moved_BxT = batch["mask"] & batch["on_version"] & (batch["moved"] > 0)
+    log_probs_BxT = jax.lax.stop_gradient(log_probs_BxT)
+    kl_BxT = jnp.where(moved_BxT, kl.k3(batch["behaviour"], log_probs_BxT), 0.0)
+    difference_BxT = jnp.where(moved_BxT, jnp.abs(log_probs_BxT - batch["behaviour"]), 0.0)
+    return sums._replace(
+        metrics={**sums.metrics, "mismatch/moved_kl": (jnp.sum(kl_BxT), jnp.sum(moved_BxT, dtype=jnp.float32))},
+        maxima={**sums.maxima, "mismatch/moved_log_prob_max": jnp.max(difference_BxT)},
+    )
 
 
 def score(params: Any, batch: Batch, *, scorer: Scorer, temperature: float) -> jax.Array:

@@ -133,6 +133,10 @@ class TrainerActor:
         advantages = batch_lib.token_advantages(self._config.algorithm, batch.groups, examples, references)
         for extra, array in zip(extras, packed.scatter(advantages), strict=True):
             extra["advantages"] = array
+        if len(self._config.rollout.tensor_parallel) > 1:
+            moved = [float(trajectory.metrics.get("moves", 0) > 0) for trajectory in trajectories]
+            for extra, array in zip(extras, packed.scatter(moved), strict=True):
+                extra["moved"] = array
         rate = float(self._schedule(self._version))
         metrics = learner.update(learner_lib.POLICY, packed, rate, extras)
         self._version += 1

@@ -48,11 +48,26 @@ def test_moves_are_counted_with_their_context_when_another_instance_serves():
     assert made.take_counts().metrics() == {"routing/moves": 2.0, "routing/moved_tokens": 190.0}
 
 
+def test_waits_for_first_tokens_are_told_apart_by_whether_the_request_moved():
+    made, route = make(), routing.Route()
+    for instance, seconds in (("narrow", 9.0), ("narrow", 1.0), ("wide", 4.0), ("wide", 2.0), ("narrow", 6.0)):
+        made.served(route, instance, 10)
+        made.answered(route, seconds)
+    metrics = made.take_counts().metrics()
+    assert route.moves == 2
+    assert (metrics["routing/move_seconds"], metrics["routing/stay_seconds"]) == (5.0, 1.5), "first waits are neither"
+
+
 def test_a_run_reports_its_routing(tmp_path):
     config = doubles.make_config(scheduler={"policy": "round_robin"})
     bench = doubles.Bench(config, tmp_path, specs=doubles.engine_specs(config, count=3))
     bench.run()
     steps = [scalars for _, scalars in bench.recorder.steps]
     assert sum(step["routing/moves"] for step in steps) > 0
+    moves = [step["agent/moves"] * 3 * 2 for step in steps]
+    assert moves == pytest.approx([step["routing/moves"] for step in steps]), (
+        "synchronous: none is left to a later step"
+    )
+    assert all(step["routing/move_seconds"] > 0 for step in steps if step["routing/moves"])
     assert sum(step["routing/judged"] for step in steps) == 4 * 3 * 2, "every attempt called a tool once"
     assert all(step["routing/one_shot_accuracy"] == 1.0 for step in steps), "there is one bucket"

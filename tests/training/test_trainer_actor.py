@@ -1,5 +1,6 @@
 """The trainer through its protocol: warm start, steps, metrics, refusals, publication, resume."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -113,25 +114,53 @@ def test_start_tells_what_it_is_and_a_step_reports_its_metrics(small, start):
     assert all(isinstance(value, float) and np.isfinite(value) for value in metrics.values())
 
 
+def _scored_by_transformers(batch, model_directory):
+    """The batch's trajectories, their log-probabilities those of the model, at the small config's temperature."""
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32)
+    trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
+    for trajectory in trajectories:
+        with torch.no_grad():
+            logits = reference(torch.tensor([trajectory.token_ids])).logits[0] / 0.8
+        scores = torch.log_softmax(logits, -1)[:-1].gather(1, torch.tensor(trajectory.token_ids)[1:, None])[:, 0]
+        for index in np.flatnonzero(trajectory.loss_mask):
+            trajectory.log_probs[index] = float(scores[index - 1])
+    return trajectories
+
+
 def test_mismatch_is_measured_on_the_scoring_versions_tokens_only_against_transformers(small, start, model_directory):
     actor = start()
-    reference = transformers.AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32)
     batch = _batch(small)
-    for group in batch.groups:
-        for trajectory in group.trajectories:
-            with torch.no_grad():
-                logits = (
-                    reference(torch.tensor([trajectory.token_ids])).logits[0] / 0.8
-                )  # the small config's temperature
-            scores = torch.log_softmax(logits, -1)[:-1].gather(1, torch.tensor(trajectory.token_ids)[1:, None])[:, 0]
-            for index in np.flatnonzero(trajectory.loss_mask):
-                older = index % 3 == 0
-                trajectory.log_probs[index] = float(scores[index - 1]) - (0.5 if older else 0.0)
-                trajectory.policy_versions[index] = -5 if older else 0
+    for trajectory in _scored_by_transformers(batch, model_directory):
+        for index in np.flatnonzero(trajectory.loss_mask)[1::3]:
+            trajectory.log_probs[index] -= 0.5
+            trajectory.policy_versions[index] = -5
     metrics = actor.train_step(batch)
     assert metrics["mismatch/kl"] < 1e-9
     assert metrics["mismatch/ratio_max"] == pytest.approx(1.0, abs=1e-4)
     assert metrics["offpolicy/kl"] == pytest.approx(np.expm1(0.5) - 0.5, rel=1e-3)
+
+
+def test_the_mismatch_of_trajectories_that_moved_is_told_apart(small, start, model_directory, request):
+    start()  # compiles fast from here on
+    config = small.config(model={"path": model_directory})
+    rollout = dataclasses.replace(config.rollout, tensor_parallel=(1, 2))
+    actor = trainer.create(config_lib.to_dict(dataclasses.replace(config, rollout=rollout)), workdir="unused")
+    request.addfinalizer(actor.shutdown)
+    actor.start()
+    batch = _batch(small)
+    stayed, moved, *_ = trajectories = _scored_by_transformers(batch, model_directory)
+    for trajectory in trajectories:
+        trajectory.metrics["moves"] = 0.0
+    stayed.log_probs[4] -= 0.5
+    moved.log_probs[4] += 0.25
+    moved.metrics["moves"] = 2.0
+    metrics = actor.train_step(batch)
+    assert metrics["mismatch/moved_log_prob_max"] == pytest.approx(0.25, abs=1e-4)
+    assert metrics["mismatch/moved_kl"] == pytest.approx((np.expm1(-0.25) + 0.25) / moved.generated_tokens, rel=1e-3)
+    assert metrics["mismatch/ratio_max"] == pytest.approx(np.exp(0.5), rel=1e-3)
+    unmoved = actor.train_step(_batch(small, version=1))
+    assert "mismatch/kl" in unmoved
+    assert not [name for name in unmoved if name.startswith("mismatch/moved")]
 
 
 def test_without_a_token_of_the_scoring_version_no_mismatch_is_reported(small, start):
