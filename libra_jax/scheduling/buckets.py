@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 from libra_jax import protocols
@@ -68,88 +69,116 @@ class Levels:
         return min(bisect.bisect_left(self.bounds, tokens), self.count - 1)
 
 
-class Bucket:
-    """One level: its instances, by load, and the requests that wait for it."""
+def share_in_use(server: state.Server) -> float:
+    """The share of an instance's slots in use."""
+    return server.load / server.slots
 
-    def __init__(self, level: int, queue: ordering.Queue) -> None:
+
+class Bucket:
+    """One level: its instances, by how busy they are, and the requests that wait for it.
+
+    A heap holds the instances that have a free slot, and is put right lazily: of each there is an entry whose value is
+    not above its present one, so that the first entry that tells the truth is the least of all.
+
+    Args:
+      level: its place among the buckets.
+      queue: of those who wait for it.
+      busy: how busy an instance is.
+    """
+
+    def __init__(self, level: int, queue: ordering.Queue, busy: Callable[[state.Server], float] = share_in_use) -> None:
         self.level = level
         self.queue = queue
         self.servers: list[state.Server] = []
         self.slots = 0
         self.free = 0
-        self._by_load: list[tuple[float, int, int, int, state.Server]] = []
+        self._busy = busy
+        self._heap: list[tuple[float, int, int, state.Server]] = []
 
     def add(self, server: state.Server) -> None:
         """Takes an instance in, with the load that it has."""
         server.level = self.level
+        server.noted = math.inf
         self.servers.append(server)
-        self.slots += server.instance.slots
-        self.free += server.instance.slots - server.load
-        self._note(server)
+        self.slots += server.slots
+        self.free += server.slots - server.load
+        self.eased(server)
 
     def least(self) -> state.Server:
-        """The instance with the smallest share of its slots in use, then the one with more slots, then the first.
+        """The least busy instance that has a free slot, then the one with more slots, then the first.
 
         Only where `free` is positive.
         """
-        heap = self._by_load
-        while heap[0][3] != heap[0][4].load:
-            heapq.heappop(heap)
-        return heap[0][4]
+        heap = self._heap
+        while True:
+            value, _, _, server = heap[0]
+            if server.load >= server.slots:  # it is noted again when a slot comes free
+                server.noted = math.inf
+                heapq.heappop(heap)
+                continue
+            busy = self._busy(server)
+            if busy == value:
+                return server
+            server.noted = busy
+            heapq.heapreplace(heap, (busy, -server.slots, server.place, server))
 
     def occupy(self, server: state.Server) -> None:
         """A request begins to decode on the instance."""
         server.load += 1
         self.free -= 1
-        self._note(server)
 
     def release(self, server: state.Server) -> None:
         """A request no longer decodes on the instance."""
         server.load -= 1
         self.free += 1
-        self._note(server)
+        self.eased(server)
 
-    def _note(self, server: state.Server) -> None:
-        load, slots = server.load, server.instance.slots
-        if load < slots:
-            heapq.heappush(self._by_load, (load / slots, -slots, server.place, load, server))
-            if len(self._by_load) > 8 * len(self.servers) + 64:
-                self._by_load = [
-                    (item.load / item.instance.slots, -item.instance.slots, item.place, item.load, item)
-                    for item in self.servers
-                    if item.load < item.instance.slots
+    def eased(self, server: state.Server) -> None:
+        """The instance may have become less busy."""
+        if server.load >= server.slots:
+            return
+        busy = self._busy(server)
+        if busy < server.noted:
+            server.noted = busy
+            heap = self._heap
+            heapq.heappush(heap, (busy, -server.slots, server.place, server))
+            if len(heap) > 8 * len(self.servers) + 64:
+                self._heap = [
+                    (item.noted, -item.slots, item.place, item) for item in self.servers if item.noted < math.inf
                 ]
-                heapq.heapify(self._by_load)
+                heapq.heapify(self._heap)
 
 
-class Index:
-    """The instance with the least value of something that changes all the time: a heap, cleared of the past lazily.
-
-    A value must be pushed whenever it has changed.
-    """
+class Crowds:
+    """The instances that requests wait for in particular, the longest queue first: a heap that is put right lazily."""
 
     def __init__(self, servers: Sequence[state.Server]) -> None:
         self._servers = servers
-        self._heap: list[tuple[float, int, state.Server]] = []
+        self._heap: list[tuple[int, int, state.Server]] = []
+        for server in servers:
+            server.crowd = 0
 
-    def push(self, server: state.Server, value: float) -> None:
-        """The server's value is now this."""
-        heapq.heappush(self._heap, (value, server.place, server))
+    def joined(self, server: state.Server) -> None:
+        """A request began to wait for the instance."""
+        size = server.queue.size
+        if size > server.crowd:
+            server.crowd = size
+            heapq.heappush(self._heap, (-size, server.place, server))
+            if len(self._heap) > 8 * len(self._servers) + 64:
+                self._heap = [(-item.crowd, item.place, item) for item in self._servers if item.crowd]
+                heapq.heapify(self._heap)
 
-    def first(self, value: Callable[[state.Server], float | None]) -> state.Server | None:
-        """The server with the least value; None says that a server has none at present."""
+    def longest(self) -> state.Server | None:
+        """The instance that most wait for, if anyone waits for any."""
         heap = self._heap
-        if len(heap) > 16 * len(self._servers) + 64:
-            now = [(value(server), server.place, server) for server in self._servers]
-            heap[:] = [(least, place, server) for least, place, server in now if least is not None]
-            heapq.heapify(heap)
         while heap:
-            least, place, server = heap[0]
-            actual = value(server)
-            if actual == least:
+            noted, place, server = heap[0]
+            size = server.queue.size
+            if size == -noted:
                 return server
-            if actual is None or actual < least:  # a fresher entry is, or will be, pushed
-                heapq.heappop(heap)
+            server.crowd = size
+            if size:
+                heapq.heapreplace(heap, (-size, place, server))
             else:
-                heapq.heapreplace(heap, (actual, place, server))
+                heapq.heappop(heap)
         return None

@@ -19,7 +19,8 @@ LARGEST_CLASS = 12
 
 def size_class(payload_tokens: int) -> int:
     """Octave of a payload size in tokens, from 0 to `LARGEST_CLASS`."""
-    return min(LARGEST_CLASS, max(0, payload_tokens.bit_length() - SMALLEST_BITS))
+    octave = payload_tokens.bit_length() - SMALLEST_BITS
+    return 0 if octave < 0 else LARGEST_CLASS if octave > LARGEST_CLASS else octave
 
 
 def key(state: protocols.CausalState) -> Key:

@@ -20,6 +20,7 @@ waits on while that costs it less than a turn at the narrower pace.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -74,8 +75,8 @@ class Rates:
 
 def rounded(context_tokens: int) -> int:
     """The context to three significant bits."""
-    shift = max(0, context_tokens.bit_length() - 3)
-    return (context_tokens >> shift) << shift
+    shift = context_tokens.bit_length() - 3
+    return context_tokens >> shift << shift if shift > 0 else context_tokens
 
 
 class Cmlfq(slots.SlotScheduler):
@@ -97,11 +98,14 @@ class Cmlfq(slots.SlotScheduler):
         self._urgency = 0.0
         self._events = 0
 
-    def expect(self, request: state.Request) -> Sequence[tuple[float, float]]:
-        """The distribution of the tokens still to be generated: (tokens, probability mass) pairs."""
+    masses: Sequence[float] = prefix_tree.MASSES
+    """Probability mass of each point of what `expect` returns."""
+
+    def expect(self, request: state.Request) -> Sequence[float]:
+        """The distribution of the tokens still to be generated: so many with each of `masses`."""
         track = request.track
         assert track is not None
-        return tuple(zip(self.evidence.predict(track, request.generated_tokens), prefix_tree.MASSES, strict=True))
+        return self.evidence.predict(track, request.generated_tokens)
 
     def on_instance_change(self, instances: Sequence[protocols.Instance], now: float) -> list[protocols.Placement]:
         self.rates.clear()
@@ -143,7 +147,7 @@ class Cmlfq(slots.SlotScheduler):
 
     def route(self, request: state.Request, now: float) -> int:
         points = self.expect(request)
-        request.remaining = sum([tokens * mass for tokens, mass in points])
+        request.remaining = sum(map(operator.mul, points, self.masses))
         level = self._cheapest(request, points, now)
         bounds = self.levels.bounds
         if bounds:  # it is judged again once it has generated as much again as its bucket is for
@@ -152,18 +156,27 @@ class Cmlfq(slots.SlotScheduler):
 
     def pick(self, request: state.Request, bucket: buckets.Bucket) -> state.Server:
         home = request.home
-        return self._calmest(bucket) if home is None or home.level != bucket.level or home.full else home
+        return bucket.least() if home is None or home.level != bucket.level or home.full else home
+
+    @staticmethod
+    def busy(server: state.Server) -> float:
+        return server.context
 
     def seated(self, request: state.Request, server: state.Server) -> None:
-        if request.home is not None:
+        context, urgency, remaining = request.context_now, request.urgency, request.remaining
+        if request.home is server:
+            context_then, urgency_then, remaining_then = request.held
+            server.context += context - context_then
+            server.urgency += urgency - urgency_then
+            server.urgent_tokens += urgency * remaining - urgency_then * remaining_then
+        else:
             self._evict(request)
-        request.home = server
-        request.held = request.context_now, request.urgency, request.remaining
-        server.residents += 1
-        server.context += request.context_now
-        server.urgency += request.urgency
-        server.urgent_tokens += request.urgency * request.remaining
-        self._calm[server.level].push(server, server.context)
+            request.home = server
+            server.residents += 1
+            server.context += context
+            server.urgency += urgency
+            server.urgent_tokens += urgency * remaining
+        request.held = context, urgency, remaining
 
     def _evict(self, request: state.Request) -> None:
         """The request is no longer a resident of its home."""
@@ -178,11 +191,7 @@ class Cmlfq(slots.SlotScheduler):
         server.urgent_tokens -= urgency * remaining
         if not server.residents:  # so that rounding does not add up
             server.context, server.urgency, server.urgent_tokens = 0, 0.0, 0.0
-        if server.level < len(self._calm):
-            self._calm[server.level].push(server, server.context)
-
-    def left(self, request: state.Request, server: state.Server) -> None:
-        self._calm[server.level].push(server, server.context)
+        self.buckets[server.level].eased(server)
 
     def overflow(self, placements: list[protocols.Placement]) -> None:
         self._events += 1
@@ -190,7 +199,7 @@ class Cmlfq(slots.SlotScheduler):
             return
         super().overflow(placements)
         for bucket in self.buckets:
-            while bucket.free > 0 and (crowded := self._crowded.first(_unattended)) is not None:
+            while bucket.free > 0 and (crowded := self._crowds.longest()) is not None:
                 request = crowded.queue.head()
                 if request is None or not self.serves(bucket, request):
                     break
@@ -200,7 +209,7 @@ class Cmlfq(slots.SlotScheduler):
         own, wanted = self.buckets[request.level], request.wanted
         if own.level < bucket.level and bucket.free <= self.config.reserve * bucket.slots:
             return False
-        server = self._calmest(bucket)
+        server = bucket.least()
         context = rounded(request.context_tokens)
         move = self.config.move_margin * self.rates.move(request.last, server.instance, context)
         here = self._pace(server, server.residents + 1, request.context_tokens)
@@ -221,7 +230,7 @@ class Cmlfq(slots.SlotScheduler):
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         self.evidence.restore(snapshot)
 
-    def _cheapest(self, request: state.Request, points: Sequence[tuple[float, float]], now: float) -> int:
+    def _cheapest(self, request: state.Request, points: Sequence[float], now: float) -> int:
         """The cheapest bucket; `request.wanted` is the instance in it, if it is to be a particular one."""
         elapsed = now - request.arrived
         home = request.home
@@ -230,7 +239,7 @@ class Cmlfq(slots.SlotScheduler):
         if home is not None:
             wait = 0.0
             if request.server is None and home.full:
-                wait = self._wait_at(home.queue.ahead(request), home, home.instance.slots)
+                wait = self._wait_at(home.queue.ahead(request), home, home.slots)
             best = self._cost(request, home, points, elapsed, wait)
             level, request.wanted = home.level, home
             urgency = self._urgency
@@ -238,7 +247,7 @@ class Cmlfq(slots.SlotScheduler):
             if not bucket.slots:
                 continue
             if bucket.free > 0:
-                server, wait = self._calmest(bucket), 0.0
+                server, wait = bucket.least(), 0.0
                 if server is home:
                     continue
             elif home is not None:
@@ -256,20 +265,12 @@ class Cmlfq(slots.SlotScheduler):
 
     def _rebuild(self, instances: Sequence[protocols.Instance]) -> None:
         super()._rebuild(instances)
-        self._crowded = buckets.Index(list(self.servers.values()))
-        self._calm = [buckets.Index(bucket.servers) for bucket in self.buckets]
-        for bucket, index in zip(self.buckets, self._calm, strict=True):
-            for server in bucket.servers:
-                index.push(server, server.context)
+        self._crowds = buckets.Crowds(list(self.servers.values()))
 
     def _enqueue(self, request: state.Request, level: int) -> None:
         super()._enqueue(request, level)
         if request.wanted is not None:
-            self._crowded.push(request.wanted, -request.wanted.queue.size)
-
-    def _calmest(self, bucket: buckets.Bucket) -> state.Server:
-        """The instance with a free slot whose residents have the least context."""
-        return self._calm[bucket.level].first(_context_if_free) or bucket.least()
+            self._crowds.joined(request.wanted)
 
     def _wait_at(self, ahead: float, server: state.Server, count: int) -> float:
         """Seconds until a slot comes free for who has so many before it, `count` slots turning over."""
@@ -277,14 +278,14 @@ class Cmlfq(slots.SlotScheduler):
 
     def _pace(self, server: state.Server, decoding: int, joining: int) -> float:
         """Seconds a token on the server with so many decoding, a context of `joining` tokens come to those there."""
-        decoding = min(max(1, decoding), server.instance.slots)
+        decoding = 1 if decoding < 1 else server.slots if decoding > server.slots else decoding
         return self.rates.decode(server.instance, decoding, rounded((server.context + joining) // decoding))
 
     def _cost(
         self,
         request: state.Request,
         server: state.Server,
-        points: Sequence[tuple[float, float]],
+        points: Sequence[float],
         elapsed: float,
         wait: float,
     ) -> float:
@@ -300,9 +301,10 @@ class Cmlfq(slots.SlotScheduler):
         start = elapsed + wait + move
         own = urgency = shared = 0.0
         theirs = server.urgent_tokens / server.urgency if server.urgency > 0 else 0.0
-        for tokens, mass in points:
+        exponent = power - 1.0
+        for tokens, mass in zip(points, self.masses):  # noqa: B905 (they are as many)
             seconds = start + tokens * pace
-            weight = mass * seconds ** (power - 1.0)
+            weight = mass * seconds**exponent
             own += weight * seconds
             urgency += weight
             shared += mass * (tokens if tokens < theirs else theirs)
@@ -311,13 +313,3 @@ class Cmlfq(slots.SlotScheduler):
             return own
         slower = pace - self._pace(server, others, -request.held[0] if here else 0)
         return own + server.urgency * (max(0.0, slower) * shared + move)
-
-
-def _context_if_free(server: state.Server) -> int | None:
-    """Its residents' context, unless all its slots are taken."""
-    return server.context if server.load < server.instance.slots else None
-
-
-def _unattended(server: state.Server) -> int | None:
-    """Minus the number who wait for it, if any do."""
-    return -server.queue.size or None

@@ -15,7 +15,7 @@ Tokens generated since the last tool return condition all of it: only samples th
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +32,24 @@ FRAILTY_RANGE = (0.25, 4.0)
 
 UNKNOWN_TOKENS = 1024.0
 """Mean of the exponential distribution that is assumed before anything has finished."""
+
+UNKNOWN = tuple(-UNKNOWN_TOKENS * math.log(1.0 - level) for level in prefix_tree.LEVELS)
+"""Its quantiles."""
+
+DROWNING = 8.0
+"""A node with so many times `prior_count` samples drowns what lies behind it."""
+
+RENEWALS = 32
+"""What is made of a node is made anew when the tree has seen this share of its trajectories (1 / 32) since."""
+
+MOST_TRAJECTORIES = 64
+"""But after so many at the latest."""
+
+LESSONS = 2
+"""Samples taken in at an event: what a finished path teaches is spread over as many returns as it had."""
+
+MOST_FAILURES = 4
+"""Of a path, as its evidence counts them."""
 
 LINDY = (0.11, 0.43, 1.0, 2.3, 7.0, 39.0)
 """Quantiles of what is left of a length beyond all samples, in units of what it has reached (Pareto, exponent 1)."""
@@ -83,6 +101,7 @@ class Evidence:
         self.by_suffix = prefix_tree.PrefixTree(window, nodes, 4, half_life)
         self._depth = config.path_depth
         self._prompts: OrderedDict[str, Prompt] = OrderedDict()
+        self._lessons: deque[tuple[tuple[Any, ...], int]] = deque()  # of the suffixes: path and sample
 
     def start(self, prompt_id: str, generated_tokens: int) -> Track:
         """A request has arrived."""
@@ -99,10 +118,14 @@ class Evidence:
         """A tool returned after so many generated tokens."""
         failures, largest = track.counts[-1] if track.counts else (0, 0)
         key = causal.key(causal_state)
+        if key[2] != "success" and failures < MOST_FAILURES:
+            failures += 1
         track.path.append(key)
         track.marks.append(generated_tokens)
-        track.counts.append((min(4, failures + (key[2] != "success")), max(largest, key[1])))
+        track.counts.append((failures, largest if largest > key[1] else key[1]))
         self._survived(track, generated_tokens)
+        if self._lessons:
+            self._learn(LESSONS)
 
     def finish(self, track: Track, generated_tokens: int, *, learn: bool = True) -> None:
         """The request is over; `learn` if its length says something of others."""
@@ -115,21 +138,27 @@ class Evidence:
         prompt.finished += 1
         remaining = [generated_tokens, *(generated_tokens - mark for mark in track.marks)]
         self.by_prompt.add((track.prompt_id, *track.path), (generated_tokens, *remaining))
-        suffixes = self.by_suffix
-        suffixes.add((), (generated_tokens,))
+        self.by_suffix.add((), (generated_tokens,))
         for place in range(min(len(track.path), 2 * self._depth)):
-            suffixes.add_below(_suffix(track, place), remaining[place + 1])
+            self._lessons.append((_suffix(track, place), remaining[place + 1]))
 
     def predict(self, track: Track, generated_tokens: int) -> prefix_tree.Sketch:
         """Quantiles at `prefix_tree.LEVELS` of the tokens it has still to generate."""
         since = generated_tokens - (track.marks[-1] if track.marks else track.start)
         tree = self.by_suffix
-        node, _ = tree.find(_suffix(track, len(track.path) - 1)) if track.path else (tree.root, 0)
-        sketch = self._blend((), self._chain(tree, node), tree, since)
+        node = tree.peek(_suffix(track, len(track.path) - 1)) if track.path else tree.root
+        if since:
+            sketch = self._blend((), self._chain(tree, node), tree, since)
+        else:
+            if tree.clock >= node.due:
+                tree.use(node)
+                self._renew(tree, node)
+            sketch = node.blend
         if not sketch:
-            sketch = tuple(share * since for share in LINDY) if since and tree.clock else _unknown()
+            sketch = tuple(share * since for share in LINDY) if since and tree.clock else UNKNOWN
         factor = self._frailty(track)
-        sketch = tuple([factor * tokens for tokens in sketch])
+        if factor != 1.0:
+            sketch = tuple([factor * tokens for tokens in sketch])
         if track.prompt.finished:
             node, depth = self.by_prompt.find((track.prompt_id, *track.path))
             if depth == len(track.path) + 1:
@@ -138,6 +167,7 @@ class Evidence:
 
     def snapshot(self) -> dict[str, Any]:
         """JSON-able statistics; live requests arrive anew after a restart."""
+        self._learn(len(self._lessons))
         return {"by_prompt": self.by_prompt.snapshot(), "by_suffix": self.by_suffix.snapshot()}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
@@ -149,8 +179,17 @@ class Evidence:
 
     def merge(self, other: Evidence) -> None:
         """Adds what another coordinator has learnt."""
+        for known in (self, other):
+            known._learn(len(known._lessons))
         self.by_prompt.merge(other.by_prompt)
         self.by_suffix.merge(other.by_suffix)
+
+    def _learn(self, count: int) -> None:
+        """Takes so many samples in."""
+        lessons, add = self._lessons, self.by_suffix.add_below
+        while count and lessons:
+            add(*lessons.popleft())
+            count -= 1
 
     def _oldest(self) -> Prompt:
         return next(iter(self._prompts.values()))
@@ -164,12 +203,23 @@ class Evidence:
     def _frailty(track: Track) -> float:
         siblings = max(0.0, track.prompt.hazard - track.hazard)  # its own survival is conditioned on elsewhere
         low, high = FRAILTY_RANGE
-        return min(high, max(low, (siblings + FRAILTY) / (track.prompt.finished + FRAILTY)))
+        factor = (siblings + FRAILTY) / (track.prompt.finished + FRAILTY)
+        return low if factor < low else high if factor > high else factor
+
+    def _renew(self, tree: prefix_tree.PrefixTree, node: prefix_tree.Node) -> None:
+        """Makes the node's blend anew: its own sketch, shrunk towards the blend of the node behind it."""
+        parent, clock = node.parent, tree.clock
+        node.blend = node.sketch() if node.samples else ()
+        if parent is not None and len(node.samples) < DROWNING * self._prior:
+            if clock >= parent.due:
+                self._renew(tree, parent)
+            node.blend = _shrunk(node.blend, parent.blend, tree.weight(node), self._prior)
+        node.due = clock + 1 + min(MOST_TRAJECTORIES, clock // RENEWALS)
 
     def _chain(self, tree: prefix_tree.PrefixTree, node: prefix_tree.Node) -> list[prefix_tree.Node]:
         """From what lies far enough behind the node to be drowned by it, down to the node."""
         chain = [node]
-        while node.parent is not None and node.count < 8 * self._prior:
+        while node.parent is not None and node.count < DROWNING * self._prior:
             node = node.parent
             chain.append(node)
         chain.reverse()
@@ -189,13 +239,7 @@ class Evidence:
                 weight *= node.above(since)
             else:
                 mine = node.sketch() if node.samples else ()
-            if not mine:
-                continue
-            if not sketch:
-                sketch = mine
-                continue
-            share = weight / (weight + self._prior)
-            sketch = tuple([old + share * (new - old) for old, new in zip(sketch, mine, strict=True)])
+            sketch = _shrunk(mine, sketch, weight, self._prior)
         return sketch
 
 
@@ -206,5 +250,9 @@ def _suffix(track: Track, place: int) -> tuple[Any, ...]:
     return path[place], track.counts[place], track.marks[place].bit_length(), before
 
 
-def _unknown() -> prefix_tree.Sketch:
-    return tuple(-UNKNOWN_TOKENS * math.log(1.0 - level) for level in prefix_tree.LEVELS)
+def _shrunk(mine: prefix_tree.Sketch, behind: prefix_tree.Sketch, weight: float, prior: float) -> prefix_tree.Sketch:
+    """A node's own sketch and that of the evidence behind it, either of which may be empty, as one."""
+    if not mine or not behind:
+        return mine or behind
+    share = weight / (weight + prior)
+    return tuple([old + share * (new - old) for old, new in zip(behind, mine, strict=True)])

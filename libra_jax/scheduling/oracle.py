@@ -30,5 +30,7 @@ class Oracle(cmlfq.Cmlfq):
         super().__init__(config, costs, degrees=degrees)
         self._truth = remaining
 
-    def expect(self, request: state.Request) -> Sequence[tuple[float, float]]:
-        return ((float(self._truth(request.request_id)), 1.0),)
+    masses = (1.0,)
+
+    def expect(self, request: state.Request) -> Sequence[float]:
+        return (float(self._truth(request.request_id)),)

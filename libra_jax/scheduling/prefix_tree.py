@@ -25,10 +25,31 @@ Sketch = tuple[float, ...]
 """Tokens at each of `LEVELS`, ascending."""
 
 
-class Node:
-    """One path's statistics. Reading them costs a sort only after the window has changed."""
+SETTLED_SAMPLES = 64
+"""A node with fewer samples changes with each of them."""
 
-    __slots__ = ("_changes", "_next", "_ordered", "_sketch", "children", "edge", "parent", "samples", "stamp")
+
+class Node:
+    """One path's statistics. Reading them costs a sort only after the window has changed.
+
+    Attributes:
+      blend: what a reader of the tree made of the node and those behind it.
+      due: the tree's clock at which that is to be made anew; a sample brings it forward while the node has few.
+    """
+
+    __slots__ = (
+        "_changes",
+        "_next",
+        "_ordered",
+        "_sketch",
+        "blend",
+        "children",
+        "due",
+        "edge",
+        "parent",
+        "samples",
+        "stamp",
+    )
 
     def __init__(self, edge: Hashable = None, parent: Node | None = None) -> None:
         self.edge = edge
@@ -40,12 +61,16 @@ class Node:
         self._changes = 0
         self._ordered: list[int] | None = None
         self._sketch: Sketch = ()
+        self.blend: Sketch = ()
+        self.due = 0
 
     def add(self, sample: int, window: int, stamp: int) -> None:
         """Adds a sample (tokens) seen as the tree's trajectory number `stamp`; the oldest leaves a full window."""
         samples = self.samples
         if len(samples) < window:
             samples.append(sample)
+            if len(samples) < SETTLED_SAMPLES:
+                self.due = 0
         else:
             samples[self._next] = sample
             self._next = (self._next + 1) % window
@@ -137,7 +162,7 @@ class PrefixTree:
         for edge, sample in zip(path[: self.depth], remaining[1:], strict=False):
             node = self._child(node, edge)
             node.add(sample, window, clock)
-        self._touch(node)
+        self.use(node)
         self._shrink()
 
     def add_below(self, path: Sequence[Hashable], sample: int) -> None:
@@ -146,7 +171,7 @@ class PrefixTree:
         for edge in path[: self.depth]:
             node = self._child(node, edge)
             node.add(sample, window, clock)
-        self._touch(node)
+        self.use(node)
         self._shrink()
 
     def find(self, path: Sequence[Hashable]) -> tuple[Node, int]:
@@ -157,8 +182,17 @@ class PrefixTree:
             if child is None:
                 break
             node, depth = child, depth + 1
-        self._touch(node)
+        self.use(node)
         return node, depth
+
+    def peek(self, path: Sequence[Hashable]) -> Node:
+        """The deepest known node on the path, which does not count as used by that."""
+        node = self.root
+        for edge in path:
+            if not (children := node.children) or (child := children.get(edge)) is None:
+                break
+            node = child
+        return node
 
     def weight(self, node: Node) -> float:
         """Samples of the node, discounted for their age."""
@@ -178,7 +212,7 @@ class PrefixTree:
                 mine.samples, mine._next, mine._sketch = [], 0, ()
                 for sample in both:
                     mine.add(sample, self.window, stamp)
-            self._touch(mine)
+            self.use(mine)
         self._shrink()
 
     def snapshot(self) -> dict[str, Any]:
@@ -227,7 +261,8 @@ class PrefixTree:
             self._used[child] = None
         return child
 
-    def _touch(self, node: Node) -> None:
+    def use(self, node: Node) -> None:
+        """The node and those above it are the most recently used now."""
         move = self._used.move_to_end
         while node.parent is not None:
             move(node)

@@ -26,7 +26,7 @@ class RoundRobin(slots.SlotScheduler):
             self._cycle = servers[first:] + servers[:first]
             self._turn = 0
         server = self._cycle[self._turn]
-        while server.load >= server.instance.slots:
+        while server.load >= server.slots:
             self._turn = (self._turn + 1) % len(self._cycle)
             server = self._cycle[self._turn]
         self._turn = (self._turn + 1) % len(self._cycle)

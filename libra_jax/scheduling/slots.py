@@ -53,7 +53,7 @@ class SlotScheduler:
         self._front = 0
         self._waiting = 0
         self._ages: deque[tuple[float, int, state.Request]] = deque()
-        self._touched: dict[state.Server, None] = {}  # a slot came free, or someone began to wait for it in particular
+        self._touched: list[state.Server] = []  # a slot came free, or someone began to wait for it in particular
         self._rebuild([])
 
     # What a policy decides.
@@ -66,6 +66,11 @@ class SlotScheduler:
     def pick(self, request: state.Request, bucket: buckets.Bucket) -> state.Server:
         """The instance of the bucket, which has a free slot, that takes the request."""
         return bucket.least()
+
+    @staticmethod
+    def busy(server: state.Server) -> float:
+        """How busy an instance is, to find the least busy of a bucket."""
+        return buckets.share_in_use(server)
 
     def serves(self, bucket: buckets.Bucket, request: state.Request) -> bool:
         """Whether a free slot of the bucket may go to a request that waits for another, none waiting for its own."""
@@ -208,7 +213,7 @@ class SlotScheduler:
         if wanted is not None:
             request.level = wanted.level
             self._waiting += 1
-            self._touched[wanted] = None
+            self._touched.append(wanted)
             wanted.queue.push(request)
             return
         if not self.buckets[level].slots:  # its instances are lost or still to come: the nearest bucket stands in
@@ -229,12 +234,14 @@ class SlotScheduler:
             request.server = None
             del self.decoding[request]
             self.buckets[server.level].release(server)
-            self._touched[server] = None
+            self._touched.append(server)
             self.left(request, server)
 
     def _leave(self, request: state.Request) -> None:
-        self._unwait(request)
-        self._vacate(request)
+        if request.queue is not None:
+            self._unwait(request)
+        else:
+            self._vacate(request)
 
     def _seat(self, request: state.Request, server: state.Server) -> protocols.Placement:
         request.server = server
@@ -243,21 +250,23 @@ class SlotScheduler:
         self.decoding[request] = None
         self.buckets[server.level].occupy(server)
         self.seated(request, server)
-        return protocols.Placement(request.request_id, server.name)
+        return protocols.Placement(request.info.request_id, server.name)
 
     # Filling free slots.
 
     def _rebuild(self, instances: Sequence[protocols.Instance]) -> None:
         """New buckets of the live instances; requests that decode on one keep their place."""
         old, self.servers = self.servers, {}
-        self.buckets = [buckets.Bucket(level, ordering.Queue(self._order)) for level in range(self.levels.count)]
+        self.buckets = [
+            buckets.Bucket(level, ordering.Queue(self._order), self.busy) for level in range(self.levels.count)
+        ]
         self._near = [
             sorted(self.buckets, key=lambda item, level=level: abs(item.level - level))  # type: ignore[misc]
             for level in range(len(self.buckets))
         ]
         for place, instance in enumerate(instances):
             server = old.get(instance.name) or state.Server(instance, place, ordering.Queue(self._order))
-            server.instance, server.place = instance, place
+            server.announce(instance, place)
             self.servers[instance.name] = server
             self.buckets[self.levels.of_degree(instance.tensor_parallel)].add(server)
 
@@ -271,9 +280,12 @@ class SlotScheduler:
         if self._waiting:
             self._place_aged(now, placements)
             for server in self._touched:
-                self._serve_own(server, placements)
+                if server.queue.size and server.load < server.slots:
+                    self._serve_own(server, placements)
             for bucket in self.buckets:
-                while bucket.free > 0 and (request := bucket.queue.head()) is not None:
+                while bucket.free > 0 and bucket.queue.size:
+                    request = bucket.queue.head()
+                    assert request is not None
                     self.take(request, self.pick(request, bucket), placements)
             if self._waiting:
                 self.overflow(placements)

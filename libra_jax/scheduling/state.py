@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,32 +27,41 @@ class Server:
       instance: as it was announced.
       place: its place among the instances.
       queue: requests that wait for this very instance.
+      name: the instance's.
+      slots: the instance's.
       level: its bucket.
       load: requests decoding there.
+      residents: requests whose context is there, decoding or away (`cmlfq`).
       context: their context tokens.
-      urgency: sum of their urgencies (`cmlfq`).
+      urgency: sum of their urgencies.
       urgent_tokens: sum of urgency times expected tokens.
+      noted: the least value under which its bucket's heap has it; infinite if it is not there.
+      crowd: the longest queue under which the heap of crowded instances has it; 0 if it is not there.
     """
 
     instance: protocols.Instance
     place: int
     queue: ordering.Queue
+    name: str = ""
+    slots: int = 0
     level: int = 0
     load: int = 0
     residents: int = 0
     context: int = 0
     urgency: float = 0.0
     urgent_tokens: float = 0.0
+    noted: float = math.inf
+    crowd: int = 0
 
-    @property
-    def name(self) -> str:
-        """The instance's name."""
-        return self.instance.name
+    def announce(self, instance: protocols.Instance, place: int) -> None:
+        """The instance is live, at this place among the others."""
+        self.instance, self.place = instance, place
+        self.name, self.slots = instance.name, instance.slots
 
     @property
     def full(self) -> bool:
         """No slot is free."""
-        return self.load >= self.instance.slots
+        return self.load >= self.slots
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +85,8 @@ class Request:
       mark: generated tokens at which its policy looks at it again, or last did.
       wanted: the instance it waits for, if not any of its bucket.
       urgency: what a second costs that it loses, as of its last decision (`cmlfq`).
-      held: its urgency and remaining tokens as `server` counts them.
+      home: the instance that counts it among its residents (`cmlfq`).
+      held: its context, urgency and remaining tokens as `home` counts them.
       track: what the evidence knows of its path.
     """
 

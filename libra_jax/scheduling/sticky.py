@@ -10,7 +10,7 @@ class Sticky(slots.SlotScheduler):
 
     def pick(self, request: state.Request, bucket: buckets.Bucket) -> state.Server:
         least, home = bucket.least(), self.servers.get(request.last)
-        if home is None or home.load >= home.instance.slots:
+        if home is None or home.load >= home.slots:
             return least
-        excess = home.load / home.instance.slots - least.load / least.instance.slots
+        excess = home.load / home.slots - least.load / least.slots
         return home if excess <= self.config.sticky_threshold else least
