@@ -41,25 +41,29 @@ OVERFLOW_EVERY = 4
 
 
 class Rates:
-    """Seconds a token, by degree, number decoding and context (to an eighth): each asked of the costs once."""
+    """Seconds a token, by degree, number decoding and context (to an eighth): each asked of the costs once.
+
+    Attributes:
+      known: (degree, number decoding, rounded context) to seconds.
+    """
 
     def __init__(self, costs: cost_model.Costs) -> None:
         self._costs = costs
-        self._decode: dict[tuple[int, int, int], float] = {}
+        self.known: dict[tuple[int, int, int], float] = {}
         self._move: dict[tuple[int, int], float] = {}
 
     def clear(self) -> None:
         """Forgets, so that costs that were recalibrated are asked again."""
-        self._decode.clear()
+        self.known.clear()
         self._move.clear()
 
     def decode(self, instance: protocols.Instance, decoding: int, context: int) -> float:
         """Seconds a token of one of `decoding` requests with this (rounded) context each."""
         key = instance.tensor_parallel, decoding, context
-        rate = self._decode.get(key)
+        rate = self.known.get(key)
         if rate is None:
             seconds = self._costs.decode_seconds(instance, decoding, context, RATE_TOKENS)
-            rate = self._decode[key] = seconds / RATE_TOKENS
+            rate = self.known[key] = seconds / RATE_TOKENS
         return rate
 
     def move(self, source: str, target: protocols.Instance, context: int) -> float:
@@ -94,6 +98,7 @@ class Cmlfq(slots.SlotScheduler):
         super().__init__(config, bounds=config.max_remaining_tokens, order="group_completion", degrees=degrees)
         self.evidence = evidence.Evidence(config)
         self.rates = Rates(costs)
+        self._paces = self.rates.known
         self._turn_tokens = 256.0
         self._urgency = 0.0
         self._events = 0
@@ -240,6 +245,10 @@ class Cmlfq(slots.SlotScheduler):
             wait = 0.0
             if request.server is None and home.full:
                 wait = self._wait_at(home.queue.ahead(request), home, home.slots)
+            if self._full():  # it stays where its context is, whatever that costs
+                request.wanted = home
+                request.urgency = self._urgency_at(request, home, points, elapsed + wait)
+                return home.level
             best = self._cost(request, home, points, elapsed, wait)
             level, request.wanted = home.level, home
             urgency = self._urgency
@@ -272,6 +281,13 @@ class Cmlfq(slots.SlotScheduler):
         if request.wanted is not None:
             self._crowds.joined(request.wanted)
 
+    def _full(self) -> bool:
+        """No slot is free."""
+        for bucket in self.buckets:  # noqa: SIM110 (a generator costs more than the rest)
+            if bucket.free > 0:
+                return False
+        return True
+
     def _wait_at(self, ahead: float, server: state.Server, count: int) -> float:
         """Seconds until a slot comes free for who has so many before it, `count` slots turning over."""
         return (ahead + 1.0) * self._turn_tokens * self._pace(server, server.residents, 0) / count
@@ -279,7 +295,21 @@ class Cmlfq(slots.SlotScheduler):
     def _pace(self, server: state.Server, decoding: int, joining: int) -> float:
         """Seconds a token on the server with so many decoding, a context of `joining` tokens come to those there."""
         decoding = 1 if decoding < 1 else server.slots if decoding > server.slots else decoding
-        return self.rates.decode(server.instance, decoding, rounded((server.context + joining) // decoding))
+        context = (server.context + joining) // decoding
+        shift = context.bit_length() - 3
+        if shift > 0:
+            context = context >> shift << shift
+        pace = self._paces.get((server.degree, decoding, context))
+        return self.rates.decode(server.instance, decoding, context) if pace is None else pace
+
+    def _urgency_at(self, request: state.Request, home: state.Server, points: Sequence[float], start: float) -> float:
+        """What a second costs that a resident loses; see `_cost`, of which this is a part."""
+        power = self.config.tail_power
+        exponent, pace = power - 1.0, self._pace(home, home.residents, request.context_now - request.held[0])
+        urgency = 0.0
+        for tokens, mass in zip(points, self.masses):  # noqa: B905 (they are as many)
+            urgency += mass * (start + tokens * pace) ** exponent
+        return power * urgency
 
     def _cost(
         self,

@@ -13,10 +13,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from typing import Any
 
 from libra_jax.scheduling import state
 
 Rank = tuple[float, ...]
+Entry = tuple[Any, ...]
+"""A rank's numbers, the ticket, the request: compared from the left, the ticket at the latest tells two apart."""
+
 Order = Callable[[state.Request], Rank]
 """Smaller goes first; ties go to who began to wait first. Taken once, when the request begins to wait."""
 
@@ -54,7 +58,7 @@ class Queue:
 
     def __init__(self, order: Order) -> None:
         self._order = order
-        self._heap: list[tuple[Rank, int, state.Request]] = []
+        self._heap: list[Entry] = []
         self._versions: dict[int, int] = {}
         self.size = 0
 
@@ -64,9 +68,9 @@ class Queue:
         self.size += 1
         versions, version = self._versions, request.dispatch_version
         versions[version] = versions.get(version, 0) + 1
-        heapq.heappush(self._heap, (self._order(request), request.ticket, request))
+        heapq.heappush(self._heap, (*self._order(request), request.ticket, request))
         if len(self._heap) > 4 * self.size + 64:
-            self._heap = [entry for entry in self._heap if entry[2].queue is self and entry[2].ticket == entry[1]]
+            self._heap = [entry for entry in self._heap if entry[-1].queue is self and entry[-1].ticket == entry[-2]]
             heapq.heapify(self._heap)
 
     def discard(self, request: state.Request) -> None:
@@ -83,22 +87,24 @@ class Queue:
         """About how many would go before a request that began to wait here now."""
         if self._order is not group_completion:
             return float(self.size)
-        mine = request.dispatch_version
-        return sum(
-            count if version < mine else count / 2 for version, count in self._versions.items() if version <= mine
-        )
+        mine, ahead = request.dispatch_version, 0.0
+        for version, count in self._versions.items():
+            if version <= mine:
+                ahead += count if version < mine else count / 2
+        return ahead
 
-    def first(self) -> tuple[Rank, int, state.Request] | None:
-        """Rank, ticket and who goes next; it stays."""
+    def first(self) -> Entry | None:
+        """Who goes next, behind his rank and ticket; he stays."""
         heap = self._heap
         while heap:
-            _, ticket, request = heap[0]
-            if request.queue is self and request.ticket == ticket:
-                return heap[0]
+            first = heap[0]
+            request = first[-1]
+            if request.queue is self and request.ticket == first[-2]:
+                return first
             heapq.heappop(heap)
         return None
 
     def head(self) -> state.Request | None:
         """Who goes next; it stays."""
-        first = self.first()
-        return None if first is None else first[2]
+        first = self.first() if self.size else None
+        return None if first is None else first[-1]

@@ -278,7 +278,8 @@ class SlotScheduler:
     def _place(self, now: float) -> list[protocols.Placement]:
         placements: list[protocols.Placement] = []
         if self._waiting:
-            self._place_aged(now, placements)
+            if self._ages[0][0] <= now - self.config.ageing_seconds:
+                self._place_aged(now, placements)
             for server in self._touched:
                 if server.queue.size and server.load < server.slots:
                     self._serve_own(server, placements)
@@ -296,9 +297,9 @@ class SlotScheduler:
         """Fills an instance's free slots while anyone waits for it in particular; the rest of its bucket competes."""
         queue = self.buckets[server.level].queue
         while server.queue.size and not server.full:
-            mine, other = server.queue.first(), queue.first()
+            mine, other = server.queue.first(), queue.first() if queue.size else None
             assert mine is not None
-            self.take(mine[2] if other is None or mine < other else other[2], server, placements)
+            self.take(mine[-1] if other is None or mine < other else other[-1], server, placements)
 
     def _place_aged(self, now: float, placements: list[protocols.Placement]) -> None:
         ages, limit = self._ages, now - self.config.ageing_seconds

@@ -29,6 +29,7 @@ class Server:
       queue: requests that wait for this very instance.
       name: the instance's.
       slots: the instance's.
+      degree: its tensor-parallel degree.
       level: its bucket.
       load: requests decoding there.
       residents: requests whose context is there, decoding or away (`cmlfq`).
@@ -44,6 +45,7 @@ class Server:
     queue: ordering.Queue
     name: str = ""
     slots: int = 0
+    degree: int = 1
     level: int = 0
     load: int = 0
     residents: int = 0
@@ -56,7 +58,7 @@ class Server:
     def announce(self, instance: protocols.Instance, place: int) -> None:
         """The instance is live, at this place among the others."""
         self.instance, self.place = instance, place
-        self.name, self.slots = instance.name, instance.slots
+        self.name, self.slots, self.degree = instance.name, instance.slots, instance.tensor_parallel
 
     @property
     def full(self) -> bool:
