@@ -264,13 +264,11 @@ class Bench:
                 "trainer", "coordinator_doubles:make_trainer", {"log": str(log), **(trainer or {})}
             ),
             engine_specs=engine_specs(config) if specs is None else specs,
-            tasks=tasks,
             make_environment=make_environment,
-            tokenizer=TokenText(),
             scheduler=registry.create(config.scheduler),
             recorder=self.recorder,
             workdir=workdir,
-            **{"demonstrator": tasks, **further},
+            **{"demonstrator": tasks, "tasks": tasks, "tokenizer": TokenText(), **further},
         )
 
     def run(self) -> run_module.RunSummary:

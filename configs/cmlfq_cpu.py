@@ -1,0 +1,66 @@
+"""C-MLFQ over real vLLM engines on two CPU cores: one instance of tensor-parallel degree 1 and one of degree 2.
+
+The calculator carries out one operation a call. While several are left, what comes back is the rest of the expression,
+from the tool `simplifier`, and further calls follow; once the `calculator` returns the value or an error, only the
+answer does. So a tool return tells how much is still to be generated, and C-MLFQ moves requests by it: after a
+`simplifier` towards the wide instance, after a `calculator` to the narrow one. A request that moves goes on from its
+own tokens: the new instance prefills them again.
+
+On two cores the wide instance is no faster, and both share the cores with the trainer. What the scheduler reckons with
+(`scheduler.costs`) is therefore a layout on devices of its own. The default policy goes by expected cost: a request
+stays where it is unless what is left of it is worth the move. Under the published rule each goes to its length's bucket.
+
+  python launch/train.py --config=configs/cmlfq_cpu.py
+  python launch/train.py --config=configs/cmlfq_cpu.py:cmlfq_paper  # the published rule, or any other policy
+"""
+
+import ml_collections
+
+from libra_jax import config as libra_config
+
+
+def get_config(policy: str = "cmlfq") -> ml_collections.ConfigDict:
+    """The run under a scheduling policy (`scheduler.policy`)."""
+    config = ml_collections.ConfigDict(libra_config.to_dict(libra_config.RunConfig()))
+    config.name = f"{policy}_cpu"
+    config.steps = 16
+
+    config.model.preset = "libra-tiny"
+    config.model.attention_chunk = 64  # dialogues are short: small blocks skip most of a packed row
+
+    config.task.source = "libra_jax.agents.calculator:task_source"
+    config.task.environment = "libra_jax.agents.calculator:environment"
+    config.task.arguments = {"levels": ("plain", "nested")}  # one operation, or two and three
+    # Returns are expressions too, so they are as wide as prompts: what is copied lies at one distance in every turn.
+    # A tool that takes its time lets others have the slot meanwhile.
+    config.task.environment_arguments = {"stepwise": True, "return_width": 20, "delay": 0.05}
+    config.task.max_turns = 5
+
+    config.rollout.tensor_parallel = (1, 2)
+    config.rollout.slots_by_instance = (256, 48)
+    config.rollout.max_context = 192
+    config.rollout.max_tokens = 24
+    config.rollout.kv_cache_gib = 0.25
+
+    config.scheduler.policy = policy
+    config.scheduler.max_remaining_tokens = (12,)  # an answer has 2 to 9 tokens, a call and an answer 12 and more
+    config.scheduler.costs.request_seconds = 1e-3  # beside 20e-3 for the step itself: a full batch takes its time
+    config.scheduler.move_margin = 1.0  # contexts of a hundred tokens are soon prefilled
+
+    config.optimizer.learning_rate = 1e-3
+    config.optimizer.warmup_steps = 5
+
+    config.trainer.platform = "cpu"
+    config.trainer.row_tokens = 256
+    config.trainer.rows_per_micro_batch = 16
+
+    config.warm_start.steps = 150
+    config.warm_start.batch_size = 64
+    config.warm_start.learning_rate = 1e-3
+    config.warm_start.target_loss = 0.11
+
+    config.coordinator.groups_per_step = 32
+    config.coordinator.group_size = 8
+
+    config.checkpoint.every = 0
+    return config
