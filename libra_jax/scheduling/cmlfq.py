@@ -174,6 +174,8 @@ class Cmlfq(slots.SlotScheduler):
             server.context += context - context_then
             server.urgency += urgency - urgency_then
             server.urgent_tokens += urgency * remaining - urgency_then * remaining_then
+            if context < context_then:
+                self.buckets[server.level].eased(server)
         else:
             self._evict(request)
             request.home = server

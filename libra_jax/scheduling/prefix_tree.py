@@ -194,6 +194,17 @@ class PrefixTree:
             node = child
         return node
 
+    def below(self, edge: Hashable, path: Sequence[Hashable]) -> Node | None:
+        """The node at the end of an edge and a path after it, or None if unknown; it does not count as used by that."""
+        children = self.root.children
+        node = children.get(edge) if children else None
+        if node is None or len(path) >= self.depth:
+            return None
+        for step in path:
+            if not (children := node.children) or (node := children.get(step)) is None:
+                return None
+        return node
+
     def weight(self, node: Node) -> float:
         """Samples of the node, discounted for their age."""
         age = self.clock - node.stamp

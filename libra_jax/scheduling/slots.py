@@ -134,6 +134,7 @@ class SlotScheduler:
             request.generated_tokens,
             turn_start=request.generated_tokens,
             mark=request.generated_tokens,
+            request_id=request.request_id,
             dispatch_version=request.dispatch_version,
         )
         self.requests[request.request_id] = item
@@ -250,7 +251,7 @@ class SlotScheduler:
         self.decoding[request] = None
         self.buckets[server.level].occupy(server)
         self.seated(request, server)
-        return protocols.Placement(request.info.request_id, server.name)
+        return protocols.Placement(request.request_id, server.name)
 
     # Filling free slots.
 

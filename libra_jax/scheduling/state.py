@@ -110,12 +110,9 @@ class Request:
     urgency: float = 0.0
     home: Server | None = None
     held: tuple[int, float, float] = (0, 0.0, 0.0)
+    request_id: str = ""
     dispatch_version: int = 0
     track: evidence.Track | None = None
-
-    @property
-    def request_id(self) -> str:
-        return self.info.request_id
 
     @property
     def context_now(self) -> int:
