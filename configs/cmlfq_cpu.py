@@ -8,7 +8,7 @@ own tokens: the new instance prefills them again.
 
 On two cores the wide instance is no faster, and both share the cores with the trainer. What the scheduler reckons with
 (`scheduler.costs`) is therefore a layout on devices of its own. The default policy goes by expected cost: a request
-stays where it is unless what is left of it is worth the move. Under the published rule each goes to its length's bucket.
+stays where it is unless what is left of it is worth the move. Under the published rule it goes to its length's bucket.
 
   python launch/train.py --config=configs/cmlfq_cpu.py
   python launch/train.py --config=configs/cmlfq_cpu.py:cmlfq_paper  # the published rule, or any other policy

@@ -89,6 +89,9 @@ def step_line(step: int, pace: Pace, scalars: Mapping[str, float]) -> str:
         parts.append(f"loss {loss:.4g}")
     if (mismatch := scalars.get("mismatch/kl")) is not None:
         parts.append(f"mismatch {mismatch:.1e}")
+    if moves := scalars.get("routing/moves"):
+        right = scalars.get("routing/one_shot_accuracy")
+        parts.append(f"{moves:.0f} moves" + ("" if right is None else f", {right:.0%} routed right"))
     times = [
         f"{part} {seconds_text(scalars[f'{part}/seconds'])}"
         for part in ("rollout", "train", "sync")

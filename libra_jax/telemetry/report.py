@@ -33,6 +33,11 @@ REPLACED = "groups/replaced_"
 
 PARTS_NOTE = "Rollout is the time that training waited for it; generation that overlaps training costs no step time."
 
+MOVES_NOTE = (
+    "Requests that another instance went on with, a step. routing/move_seconds is their mean wait for first tokens, "
+    "routing/stay_seconds that of requests that the same instance went on with; the difference is what a move costs."
+)
+
 REASONS = {
     "environment": "the environment kept crashing",
     "zero_variance": "all rewards of the group were equal",
@@ -158,9 +163,29 @@ def sentences(run: Run) -> list[str]:
     if ages := run.curve("staleness/max"):
         age = max(ages.values())
         out.append(f"No group was older than {age:.0f} version{'' if age == 1 else 's'} when it was trained on.")
+    if moves := moves_sentence(run):
+        out.append(moves)
     if skipped := sum(run.curve("skipped").values()):
         out.append(f"{skipped:.0f} steps were skipped because a number was not finite.")
     return out
+
+
+def moves_sentence(run: Run) -> str:
+    """What moves between instances came to; empty where there were none."""
+    moves = run.curve("routing/moves")
+    if not (count := sum(moves.values())):
+        return ""
+    tokens = sum(run.curve("routing/moved_tokens").values())
+    text = f"Requests moved to another instance <b>{count:,.0f} times</b>, with {tokens / count:,.0f} tokens of context"
+    moved, stayed = run.curve("routing/move_seconds"), run.curve("routing/stay_seconds")
+    if moved and stayed:
+        after_move, without = (1e3 * _median(list(waits.values())) for waits in (moved, stayed))
+        text += f"; first tokens came after {after_move:,.0f} ms, those of requests that stayed after {without:,.0f} ms"
+    if right := run.curve("routing/one_shot_accuracy"):
+        judged = run.curve("routing/judged")
+        share = sum(value * judged[step] for step, value in right.items()) / sum(judged[step] for step in right)
+        text += f". The first decision after a tool return named the right bucket for {share:.0%}"
+    return text + "."
 
 
 def sections(run: Run) -> list[page.Section]:
@@ -179,6 +204,8 @@ def sections(run: Run) -> list[page.Section]:
     if mismatch := run.curve("mismatch/kl"):
         note = "KL between what the engines and the trainer say of the same tokens under the same weights."
         out.append(page.Section("Mismatch", figures.curve(mismatch, colour=figures.ORANGE, log=True), note))
+    if any((moves := run.curve("routing/moves")).values()):
+        out.append(page.Section("Moves between instances", figures.curve(moves, colour=figures.TEAL), MOVES_NOTE))
     if run.lengths:
         out.append(page.Section("Trajectory lengths", figures.lengths(run.lengths)))
     if loss := run.curve("loss"):

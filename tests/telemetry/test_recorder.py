@@ -139,6 +139,14 @@ def test_a_full_disk_is_warned_about_once_a_file_and_the_run_goes_on(tmp_path, m
     json.loads((tmp_path / "timeline.json").read_text())
 
 
+def test_a_step_line_tells_moves_where_there_were_any():
+    pace = console.Pace(12, 0.0)
+    assert console.step_line(3, pace, {"routing/moves": 0.0}) == "step  3/12"
+    assert console.step_line(3, pace, {"routing/moves": 23.0}) == "step  3/12  23 moves"
+    moved = {"routing/moves": 23.0, "routing/one_shot_accuracy": 0.906}
+    assert console.step_line(3, pace, moved) == "step  3/12  23 moves, 91% routed right"
+
+
 @pytest.mark.parametrize("make", [console.PlainConsole, live.LiveConsole])
 def test_a_lost_viewer_is_warned_about_once_and_leaves_the_standard_streams_alone(make):
     class Gone:
