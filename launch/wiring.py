@@ -17,7 +17,7 @@ from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.agents import factories, tokenizers
 from libra_jax.cluster import create as cluster
-from libra_jax.coordinator import checkpoints
+from libra_jax.coordinator import checkpoints, signals
 from libra_jax.coordinator import run as coordinator
 from libra_jax.models import config as model_config
 from libra_jax.rollout import logprob_contract
@@ -81,6 +81,8 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
             f"config.rollout.max_context: {config.rollout.max_context} exceeds the model's "
             f"{shape.max_position_embeddings} positions; lower it or use another model"
         )
+    if need_weights and config.model.path and not any(Path(config.model.path).glob("*.safetensors")):
+        raise protocols.DataError(f"{config.model.path}: holds no *.safetensors; give a directory with the weights")
     if need_weights or not config.task.path or Path(config.task.path).exists():
         factories.task_source(config.task, config.seed).task(0)
     scheduler(config)
@@ -140,6 +142,15 @@ def open_workdir(config: libra_config.RunConfig, workdir: str | None) -> Path:
       ConfigError: the workdir's config differs; the fields are named.
     """
     path = Path(workdir or f"runs/{config.name}-{libra_config.digest(config)}")
+    try:
+        return _open(path, config)
+    except OSError as error:
+        raise protocols.ConfigError(
+            f"--workdir={path} cannot be used ({error.strerror or error}); choose a folder that can be written"
+        ) from error
+
+
+def _open(path: Path, config: libra_config.RunConfig) -> Path:
     if path.exists():
         _lock(path)
     resolved = json.loads(json.dumps(libra_config.to_dict(config), default=list))
@@ -162,7 +173,7 @@ def open_workdir(config: libra_config.RunConfig, workdir: str | None) -> Path:
 
 def _lock(workdir: Path) -> None:
     """Holds the workdir for as long as this process lives: two runs in it would cut each other's records back."""
-    descriptor = os.open(workdir / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
+    descriptor = os.open(workdir / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -263,16 +274,17 @@ async def train(config: libra_config.RunConfig, workdir: Path) -> None:
             reward=factories.reward(config.task),
             export=workdir / "model",
         )
-        summary = await run.run()
+        await run.run()
         _add_tokenizer(config, workdir / "model")
     finally:
         await actors.shutdown()
         recorder.close()
     if config.telemetry.report:
-        try:
-            print(f"{summary.sentence} Report: {report.write_report(workdir)}")
-        except protocols.DataError as error:  # a run stopped before it began has recorded nothing
-            print(f"{summary.sentence} No report: {error}")
+        with signals.caught(lambda: None):  # the run is over: one signal more does not lose its report
+            try:
+                print(f"Report: {report.write_report(workdir)}")
+            except protocols.DataError as error:  # a run stopped before it began has recorded nothing
+                print(f"No report: {error}")
 
 
 def _add_tokenizer(config: libra_config.RunConfig, model: Path) -> None:

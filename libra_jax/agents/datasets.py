@@ -104,6 +104,8 @@ def task_source(
     config.check(bool(path), "task.path", "is empty: name a .jsonl or .parquet file of tasks")
     config.check(0 <= holdout < 1, "task.arguments.holdout", f"must lie in [0, 1), not {holdout}")
     file = pathlib.Path(path)
+    if file.is_dir():
+        raise protocols.DataError(f"{path}: is a folder; name one .jsonl or .parquet file of tasks in it")
     if not file.is_file():
         near = difflib.get_close_matches(file.name, _names_in(file.parent), n=1)
         hint = f"; did you mean {file.parent / near[0]}?" if near else ""

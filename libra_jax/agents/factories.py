@@ -76,6 +76,8 @@ def _call(factory: Callable[..., Any], name: str, arguments: Mapping[str, Any], 
     except TypeError as error:
         unknown = [key for key in arguments if key not in signature.parameters]
         hint = _nearest(unknown[0], signature.parameters) if unknown else ""
+        if unknown and not signature.parameters:
+            hint = "; it takes none: clear them with --config." + field + "={}"
         raise protocols.ConfigError(f"config.{field}: {name} cannot be called with these ({error}){hint}") from error
     except ValueError:  # a callable without a readable signature
         pass

@@ -61,16 +61,16 @@ async def run_attempt(
 
     At the end `trajectory.reward` and `trajectory.finish` are set. An attempt whose policy did not answer within its
     limits (finish "max_turns", "max_context" or "length") has reward 0, unless `reward` says otherwise. Its metrics,
-    besides the environment's: `turns`, `tool_calls`, `answered`, `tool_success` (1 if the last tool call succeeded),
-    `rewarded_after_tool` (1 if rewarded, with a successful tool call before the answer) and `replay_differs` (1 if
-    retained tokens had to be dropped). `environment` is closed in every case.
+    besides the environment's: `turns`, `tool_calls`, `tool_timeouts`, `answered`, `tool_success` (1 if the last tool
+    call succeeded), `rewarded_after_tool` (1 if rewarded, with a successful tool call before the answer) and
+    `replay_differs` (1 if retained tokens had to be dropped). `environment` is closed in every case.
 
     Args:
       trajectory: empty for a new attempt; else what a killed one left, cut anywhere.
       task: what is attempted.
       environment: fresh. Its `reset` is called a second time if a replay differed. Methods that are plain functions run
-        on threads, so that the deadlines hold for them too. An attribute `running_tool`, if it has one, names the tool
-        of a step that timed out.
+        on threads, so that the deadlines hold for them too. While a step runs a tool, its attribute `running_tool`
+        names it: only such a step may time out as a tool does. One that hangs without is a crash.
       tokenizer: its template is applied to increments only.
       sampler: where tokens come from. `tool_called` follows each output that was sampled here, and `tool_returned`
         the step after it unless that ended the attempt.
@@ -243,7 +243,13 @@ class _Attempt:
         try:
             result = await self._call("step", self.limits.tool_seconds, output)
         except deadlines.Overdue:
-            tool = str(getattr(self.environment, "running_tool", "") or "tool")
+            tool = str(getattr(self.environment, "running_tool", "") or "")
+            if not tool:  # it may have been scoring, and what failed is never scored as zero
+                raise self._crash(
+                    "step",
+                    f"took more than {self.limits.tool_seconds:g} s (config.task.tool_seconds); it ran no tool, or "
+                    "did not name it in the environment's attribute running_tool",
+                ) from None
             result = protocols.StepResult(tool_return=protocols.ToolReturn(tool, "timeout", "timeout"))
         if not isinstance(result, protocols.StepResult):
             raise self._crash("step", f"returned {type(result).__name__} instead of a StepResult")
@@ -306,6 +312,7 @@ class _Attempt:
         trajectory.metrics.update(
             turns=float(len(trajectory.turns)),
             tool_calls=float(len(calls)),
+            tool_timeouts=float(sum(turn.status == "timeout" for turn in calls)),
             tool_success=float(bool(calls) and calls[-1].status == "success"),
             rewarded_after_tool=float(after_tool),
             answered=float(finish == "answered"),

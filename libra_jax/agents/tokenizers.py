@@ -204,6 +204,10 @@ class HuggingFaceTokenizer:
         return True
 
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+"""Files that hold a vocabulary; a directory with none of them gets an empty tokenizer from `transformers`."""
+
+
 def load(path: str) -> HuggingFaceTokenizer:
     """Loads a Hugging Face tokenizer directory, from local files only.
 
@@ -212,6 +216,8 @@ def load(path: str) -> HuggingFaceTokenizer:
     """
     if not pathlib.Path(path).is_dir():
         raise protocols.DataError(f"{path}: no such tokenizer directory; give one that holds tokenizer.json")
+    if not any((pathlib.Path(path) / name).is_file() for name in TOKENIZER_FILES):
+        raise protocols.DataError(f"{path}: holds no tokenizer; it needs one of {', '.join(TOKENIZER_FILES)}")
     import transformers  # here, so that a run on the character tokenizer never pays for it
 
     try:

@@ -14,7 +14,7 @@ SLICES = 8
 """A deadline is waited for in this many slices, so that a stall of the event loop uses up one of them at most."""
 
 
-async def within(seconds: float, awaitable: Awaitable[T], worker_and_what: str) -> T:
+async def within(seconds: float, awaitable: Awaitable[T], worker_and_what: str, field: str) -> T:
     """Awaits, for at most `seconds` of the event loop's own time.
 
     A slice that took more than twice its length was a stall of this process, not of the worker: it does not count,
@@ -24,6 +24,7 @@ async def within(seconds: float, awaitable: Awaitable[T], worker_and_what: str) 
       seconds: the deadline.
       awaitable: what to wait for; cancelled when the deadline passes.
       worker_and_what: subject of the error's sentence, such as "engine-1's weight update".
+      field: the limit's name under `config.deadlines`, for the error.
 
     Raises:
       DeadlineMissed: `seconds` passed; the message names the worker.
@@ -43,8 +44,8 @@ async def within(seconds: float, awaitable: Awaitable[T], worker_and_what: str) 
     finally:
         abandon(task)
     raise protocols.DeadlineMissed(
-        f"{worker_and_what} did not finish within {seconds:g} s: look at that worker's log, or raise its limit under "
-        "config.deadlines."
+        f"{worker_and_what} did not finish within {seconds:g} s: look at its log in the workdir, or raise "
+        f"config.deadlines.{field}."
     )
 
 

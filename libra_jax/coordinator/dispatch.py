@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
@@ -116,6 +117,7 @@ class Dispatcher:
     ) -> None:
         self._retries = config.rollout.generation_retries
         self._deadline = config.deadlines.first_token
+        self._transfers = config.rollout.kv_transfer != "none"
         self._scheduler = scheduler
         self._engines = engines
         self._recorder = recorder
@@ -257,6 +259,8 @@ class Dispatcher:
             token_ids=request.trajectory.context(),
             sampling=sampling,
         )
+        if self._transfers and request.route.moving:
+            asked = replace(asked, kv_source=await self._kv_source(request, stream, asked))
         async with contextlib.aclosing(stream.engine.proxy.generate(asked)) as deltas:
             async for delta in deltas:
                 if stream.closed:
@@ -266,11 +270,31 @@ class Dispatcher:
                     return
         raise protocols.WorkerLost(f"the stream of {request.name} from {stream.engine.name} ended without a finish")
 
+    async def _kv_source(
+        self, request: _Request, stream: _Stream, asked: protocols.GenerationRequest
+    ) -> Mapping[str, Any] | None:
+        """Keys and values that the instance before keeps for this one; None where they have to be computed again."""
+        source, version = self._engines.engines[request.route.came_from], stream.engine.policy_version
+        proxy, life = source.proxy, source.life
+        if proxy is None or source.policy_version != version:
+            return None
+        try:
+            kept: Mapping[str, Any] = await proxy.hand_over(asked)
+        except protocols.WorkerLost as error:
+            self._engines.lost(source, life, error)
+            return None
+        except protocols.LibraError:  # counted: routing/transferred stays behind routing/moves
+            return None
+        if not version == source.policy_version == stream.engine.policy_version:  # updated meanwhile
+            return None
+        self.routing.counts.transferred += 1
+        return kept
+
     def _take(self, request: _Request, stream: _Stream, delta: protocols.TokenDelta) -> None:
         now = self._loop.time()
         stream.last_delta = now
         if not stream.answered:
-            stream.answered = True
+            stream.answered = stream.engine.sampled = True
             self.routing.answered(request.route, now - stream.begin)
         request.trajectory.append_sampled(delta)
         request.generated += len(delta.token_ids)

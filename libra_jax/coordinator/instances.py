@@ -27,6 +27,8 @@ class Engine:
       paused: decoding is frozen for a weight update.
       restarts: times it was started again.
       life: counts its starts, so that an error of an earlier life is not blamed on the present one.
+      sampled: it has streamed tokens in its present life.
+      last_loss: what ended its last life, if that had streamed none.
     """
 
     spec: protocols.ActorSpec
@@ -37,6 +39,8 @@ class Engine:
     paused: bool = False
     restarts: int = 0
     life: int = 0
+    sampled: bool = False
+    last_loss: str = ""
 
     @property
     def name(self) -> str:
@@ -105,38 +109,51 @@ class Instances:
         self.changed()
         if self._ending.called:  # nothing asks for tokens any more
             return
-        self._recorder.note(f"Engine {engine.name} was lost ({error}); its requests resume elsewhere.")
-        self._ending.start(self._restart(engine, error), f"restart {engine.name}")
+        left = self._config.rollout.restarts - engine.restarts
+        hopeless = not engine.sampled and engine.last_loss == str(error)
+        engine.last_loss, engine.sampled = "" if engine.sampled else str(error), False
+        what_next = "its requests resume elsewhere" if self.serving() else "its requests wait"
+        if left and not hopeless:
+            what_next += f", and it is started again (restart {engine.restarts + 1} of {self._config.rollout.restarts})"
+        self._recorder.note(f"Engine {engine.name} was lost ({error}); {what_next}.")
+        self._ending.start(self._restart(engine, error, give_up=hopeless), f"restart {engine.name}")
 
     async def _start(self, engine: Engine) -> None:
         engine.state = "starting"
         self._recorder.status(engine.name, "starting")
         life, limits = engine.life, self._config.deadlines
         try:
+            making = self._cluster.spawn(engine.spec)
             proxy = await deadlines.within(
-                limits.engine_start, self._cluster.spawn(engine.spec), f"The making of engine {engine.name}"
+                limits.engine_start, making, f"The making of engine {engine.name}", "engine_start"
             )
-            engine.info = await deadlines.within(limits.engine_start, proxy.start(), f"The start of {engine.name}")
+            engine.info = await deadlines.within(
+                limits.engine_start, proxy.start(), f"The start of {engine.name}", "engine_start"
+            )
             transport = {"kind": self._config.rollout.transport}
-            await deadlines.within(
-                limits.publish, proxy.init_weight_transfer(transport), f"Opening {engine.name}'s weight transport"
-            )
+            opening = proxy.init_weight_transfer(transport)
+            await deadlines.within(limits.publish, opening, f"Opening {engine.name}'s weight transport", "publish")
         except (protocols.WorkerLost, protocols.DeadlineMissed) as error:
             self.lost(engine, life, error)
             return
         engine.proxy, engine.state = proxy, "loaded"
         self._recorder.status(engine.name, "started")
 
-    async def _restart(self, engine: Engine, error: BaseException) -> None:
+    async def _restart(self, engine: Engine, error: BaseException, *, give_up: bool) -> None:
+        """Starts it again, unless it died twice of the same before its first token: another life would be no other."""
         await self._stop(engine)
-        if engine.restarts >= self._config.rollout.restarts:
+        if give_up or engine.restarts >= self._config.rollout.restarts:
             engine.state = "dead"
             self._recorder.status(engine.name, "dead")
             if all(other.state == "dead" for other in self.engines.values()):
+                why = (
+                    "it died twice of the same before its first token"
+                    if give_up
+                    else f"it was started again {engine.restarts} times (config.rollout.restarts)"
+                )
                 self._ending.call(
                     protocols.WorkerLost(
-                        f"No rollout engine is left: each died and was started again {self._config.rollout.restarts} "
-                        f"times (config.rollout.restarts); the last, {engine.name}, ended with: {error}"
+                        f"No rollout engine is left: the last was {engine.name}, {why}, and ended with: {error}"
                     )
                 )
             return
@@ -147,9 +164,9 @@ class Instances:
 
     async def _stop(self, engine: Engine) -> None:
         try:
-            await deadlines.within(
-                self._config.deadlines.shutdown, self._cluster.stop(engine.name), f"The end of engine {engine.name}"
-            )
+            stopping = self._cluster.stop(engine.name)
+            seconds = self._config.deadlines.shutdown
+            await deadlines.within(seconds, stopping, f"The end of engine {engine.name}", "shutdown")
         except protocols.LibraError as error:
             self._recorder.note(f"Engine {engine.name} could not be stopped cleanly: {error}")
 
@@ -163,9 +180,9 @@ class Instances:
         if proxy is None:  # lost since the check was due
             return
         try:
-            health = await deadlines.within(
-                self._config.deadlines.first_token, proxy.health(), f"Engine {engine.name}'s health check"
-            )
+            seconds = self._config.deadlines.first_token
+            asking = proxy.health()
+            health = await deadlines.within(seconds, asking, f"Engine {engine.name}'s health check", "first_token")
         except protocols.LibraError as error:
             self.lost(engine, life, error)
             return

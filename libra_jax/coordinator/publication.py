@@ -87,7 +87,7 @@ class Publisher:
                 self._engines.serve(update.engine)
 
     async def _ask(self, work: Coroutine[Any, Any, Any], what: str) -> Any:
-        return await deadlines.within(self._seconds, work, f"The trainer, asked to {what},")
+        return await deadlines.within(self._seconds, work, f"The trainer, asked to {what},", "publish")
 
     async def _each(self, updates: Sequence[_Update], verb: Callable[[_Update], Coroutine[Any, Any, None]]) -> None:
         async def guarded(update: _Update) -> None:
@@ -124,7 +124,7 @@ class _Update:
         return self.engine.life == self.life
 
     async def ask(self, work: Coroutine[Any, Any, Any], what: str) -> None:
-        await deadlines.within(self._seconds, work, f"Engine {self.engine.name}, asked to {what},")
+        await deadlines.within(self._seconds, work, f"Engine {self.engine.name}, asked to {what},", "publish")
 
     async def begin(self) -> None:
         self._start = asyncio.get_running_loop().time()

@@ -18,7 +18,8 @@ class Route:
     """Where a request has been.
 
     Attributes:
-      served_by: instance that sent it tokens last; empty before the first.
+      served_by: instance that was asked for its tokens last; empty before the first.
+      came_from: the one before that; empty before the second.
       asked_at: tokens generated at its first tool return; None before.
       level: bucket of the first instance decided on after that return; None before.
       moves: times that another instance went on with it.
@@ -26,6 +27,7 @@ class Route:
     """
 
     served_by: str = ""
+    came_from: str = ""
     asked_at: int | None = None
     level: int | None = None
     moves: int = 0
@@ -52,6 +54,7 @@ class RoutingCounts:
     Attributes:
       moves: requests that began to be served by another instance than before.
       moved_tokens: context tokens of those requests, whose keys and values the new instance did not have.
+      transferred: moves whose keys and values the instance before kept for the new one, instead of a second prefill.
       judged: finished attempts whose first tool return was followed by a decision.
       right: of these, those whose decision named the bucket that their true remaining length asked for.
       moved: waits for the first tokens of an instance that has to prefill (or fetch) the context first.
@@ -60,6 +63,7 @@ class RoutingCounts:
 
     moves: int = 0
     moved_tokens: int = 0
+    transferred: int = 0
     judged: int = 0
     right: int = 0
     moved: Waits = field(default_factory=Waits)
@@ -72,6 +76,8 @@ class RoutingCounts:
         move and without one. It is what the new instance spends on prefilling the context again, and on its queue.
         """
         values = {"routing/moves": float(self.moves), "routing/moved_tokens": float(self.moved_tokens)}
+        if self.transferred:
+            values["routing/transferred"] = float(self.transferred)
         if self.judged:
             values["routing/judged"] = float(self.judged)
             values["routing/one_shot_accuracy"] = self.right / self.judged
@@ -115,7 +121,7 @@ class Routing:
             route.moves += 1
             self.counts.moves += 1
             self.counts.moved_tokens += context_tokens
-        route.served_by = instance
+        route.came_from, route.served_by = route.served_by, instance
 
     def answered(self, route: Route, seconds: float) -> None:
         """The stream's first tokens have come, so many seconds after they were asked for."""

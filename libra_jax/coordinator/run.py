@@ -138,11 +138,11 @@ class Coordinator:
             self._step = newest
             self._summarise(f"This run has taken its {newest} steps already: nothing is left to do.")
             return self._summary
-        try:
-            with signals.caught(self.request_stop):
+        with signals.caught(self.request_stop):
+            try:
                 await self._run(newest)
-        finally:
-            await self._close()
+            finally:
+                await self._close()
         return self._summary
 
     def request_stop(self) -> None:
@@ -177,8 +177,9 @@ class Coordinator:
     async def _start_trainer(self) -> Any:
         name, seconds = self._trainer_spec.name, self._config.deadlines.trainer_start
         self._recorder.status(name, "starting")
-        trainer = await deadlines.within(seconds, self._cluster.spawn(self._trainer_spec), f"The making of {name}")
-        info = await deadlines.within(seconds, trainer.start(), f"The start of {name}")
+        making = self._cluster.spawn(self._trainer_spec)
+        trainer = await deadlines.within(seconds, making, f"The making of {name}", "trainer_start")
+        info = await deadlines.within(seconds, trainer.start(), f"The start of {name}", "trainer_start")
         mesh = ", ".join(f"{axis} {size}" for axis, size in info.mesh.items())
         self._recorder.note(f"The trainer holds {info.parameters:,} parameters on {info.platform} ({mesh}).")
         self._recorder.status(name, "idle")
@@ -257,7 +258,7 @@ class Coordinator:
     async def _take_warm_start_step(self, batch: list[protocols.Trajectory]) -> Mapping[str, float]:
         async with self._trainer_lock:
             work = self._trainer.warm_start_step(batch)
-            return await self._ask_trainer(self._config.deadlines.train_step, work, "take a warm-start step")
+            return await self._ask_trainer("train_step", work, "take a warm-start step")
 
     # One step ---------------------------------------------------------------------------------------------------
 
@@ -329,7 +330,7 @@ class Coordinator:
         async with self._trainer_lock:
             self._recorder.status(name, f"training step {self._step + 1}")
             work = self._trainer.train_step(protocols.TrainBatch(self._step, batch))
-            metrics = await self._ask_trainer(self._config.deadlines.train_step, work, "take a training step")
+            metrics = await self._ask_trainer("train_step", work, "take a training step")
             self._step += 1
             self._publisher.version = self._step
         self._groups.trained += len(batch)
@@ -378,8 +379,9 @@ class Coordinator:
         if self._export is not None:
             async with self._trainer_lock:
                 work = self._trainer.export(str(self._export))
-                await self._ask_trainer(self._config.deadlines.checkpoint, work, "export its parameters")
-        self._summarise(f"Trained {self._step} steps on {self._groups.trained} groups.")
+                await self._ask_trainer("checkpoint", work, "export its parameters")
+        plural = "" if self._step == 1 else "s"
+        self._summarise(f"Trained {self._step} step{plural} on {self._groups.trained} groups.")
 
     async def _stop(self) -> None:
         self._summary.stopped = True
@@ -398,8 +400,9 @@ class Coordinator:
             summary.trained, summary.replaced = self._groups.trained, dict(self._groups.replaced)
         self._recorder.note(sentence)
 
-    async def _ask_trainer(self, seconds: float, work: Any, what: str) -> Any:
-        return await deadlines.within(seconds, work, f"The trainer {self._trainer_spec.name}, asked to {what},")
+    async def _ask_trainer(self, field: str, work: Any, what: str) -> Any:
+        seconds = getattr(self._config.deadlines, field)
+        return await deadlines.within(seconds, work, f"The trainer {self._trainer_spec.name}, asked to {what},", field)
 
     async def _close(self) -> None:
         """Ends everything, whatever state it is in; what fails here is noted and hides nothing."""
@@ -407,6 +410,7 @@ class Coordinator:
         await self._ending.cancel_background(seconds)
         workers = 1 + len(self._engine_specs)
         try:
-            await deadlines.within(seconds * workers, self._cluster.shutdown(), "The shutdown of the workers")
+            ending = self._cluster.shutdown()
+            await deadlines.within(seconds * workers, ending, "The shutdown of the workers", "shutdown")
         except protocols.LibraError as error:
             self._recorder.note(f"Not everything ended cleanly: {error}")

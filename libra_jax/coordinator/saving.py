@@ -101,7 +101,7 @@ class Saver:
         self._count(begin, "commit", step)
 
     async def _ask(self, work: Any, what: str) -> Any:
-        return await deadlines.within(self._deadline, work, f"The trainer, asked to {what},")
+        return await deadlines.within(self._deadline, work, f"The trainer, asked to {what},", "checkpoint")
 
     def _count(self, begin: float, what: str, step: int) -> None:
         end = asyncio.get_running_loop().time()

@@ -27,7 +27,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import async_llm, exceptions
 
 from libra_jax import config, protocols
-from libra_jax.rollout import vllm_launch, vllm_update
+from libra_jax.rollout import vllm_kv_transfer, vllm_launch, vllm_update
 
 T = TypeVar("T")
 
@@ -63,6 +63,7 @@ def create(
         raise protocols.ConfigError(
             f"config.rollout.transport: {settings.transport!r} needs CUDA, which torch does not find here; use 'memfd'"
         )
+    vllm_kv_transfer.check(settings)
     launch = vllm_launch.Launch(name, model_config, settings, tensor_parallel, seed, cpu_cores, log_path)
     return VllmEngine(name, settings, tensor_parallel, launch, vllm_update.Checker(name, model_config))
 
@@ -100,7 +101,8 @@ class VllmEngine:
         loop = asyncio.get_running_loop()
         self._death: asyncio.Future[None] = loop.create_future()
         self._starting = loop.run_in_executor(vllm_launch.STARTER, self._launch.start)
-        # Cancelled by a deadline, the start goes on in its thread; shutdown ends what it makes.
+        # Cancelled by a deadline, the start goes on in its thread; shutdown ends what it makes, and nobody asks why.
+        self._starting.add_done_callback(lambda start: start.cancelled() or start.exception())
         self._engine = await asyncio.shield(self._starting)
         for process in self._launch.processes:
             self._watch(process.pid)
@@ -138,7 +140,7 @@ class VllmEngine:
         self._unwatch()
 
     def _lost(self) -> protocols.WorkerLost:
-        return protocols.WorkerLost(f"engine {self.name} is gone ({self._reason}); its requests may resume on another")
+        return protocols.WorkerLost(f"engine {self.name} is gone ({self._reason})")
 
     def _serving(self) -> async_llm.AsyncLLM:
         if self._engine is None or self._death.done():
@@ -192,7 +194,7 @@ class VllmEngine:
                 f"{self._update.vocab_size} does not have: use the tokenizer the model was made with"
             )
         prompt = engine_inputs.tokens_input(list(request.token_ids))
-        params = _sampling(request.sampling, room)
+        params = _sampling(request.sampling, room, request.kv_source)
         queue, finished = None, False
         self._running += 1
         try:
@@ -222,6 +224,27 @@ class VllmEngine:
                 queue.close()
                 if not finished and not self._death.done():
                     await engine.abort(queue.request_id, internal=True)
+
+    async def hand_over(self, request: protocols.GenerationRequest) -> Mapping[str, Any]:
+        """Keeps the context's keys and values for another engine; see `vllm_kv_transfer`, which has not been run.
+
+        Raises:
+          WorkerLost: the engine died.
+          LibraError: it keeps nothing.
+        """
+        prompt = engine_inputs.tokens_input(list(request.token_ids))
+        try:
+            outputs = self._serving().generate(prompt, vllm_kv_transfer.giving(), request.request_id)
+            kept = [output.kv_transfer_params async for output in outputs][-1]
+        except exceptions.EngineDeadError:
+            raise self._lost() from None
+        except (ValueError, vllm_exceptions.VLLMClientError, exceptions.EngineGenerateError) as error:
+            raise protocols.LibraError(
+                f"engine {self.name} could not hand {request.request_id} over: {_sentence(error.__cause__ or error)}"
+            ) from None
+        if not kept:
+            raise protocols.LibraError(f"engine {self.name} keeps no keys and values of {request.request_id}")
+        return dict(kept)
 
     async def pause(self) -> None:
         """Freezes decoding with requests kept, and drops all KV: it is recomputed after `resume`."""
@@ -307,7 +330,9 @@ class VllmEngine:
         gc.collect()
 
 
-def _sampling(sampling: protocols.SamplingParams, room: int) -> vllm.SamplingParams:
+def _sampling(
+    sampling: protocols.SamplingParams, room: int, kv_source: Mapping[str, Any] | None
+) -> vllm.SamplingParams:
     """vLLM's parameters under the log-prob contract.
 
     Never a per-request seed: on CPU the engine crashes when a seeded sample is discarded (vLLM 0.32).
@@ -321,6 +346,7 @@ def _sampling(sampling: protocols.SamplingParams, room: int) -> vllm.SamplingPar
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
+        extra_args=vllm_kv_transfer.taking(kv_source),
         skip_clone=True,
     )
 

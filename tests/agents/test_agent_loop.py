@@ -198,11 +198,20 @@ def test_a_tool_that_hangs_returns_timeout_to_the_policy_and_is_cancelled():
         return protocols.StepResult(done=True, reward=0.5)
 
     environment = Probe(step)
+    environment.running_tool = "search"
     trajectory, sampler = attempt(["slow", "answer"], environment=environment, limits=SHORT)
     assert tool_text(trajectory) == "<|tool|>timeout<|im_end|><|assistant|>"
     assert trajectory.turns[0].status == sampler.events[2].status == "timeout"
     assert trajectory.turns[0].tool_seconds >= SHORT.tool_seconds
     assert (trajectory.reward, environment.cancelled, environment.closed) == (0.5, 1, 1)
+
+
+def test_a_step_that_hangs_without_running_a_tool_is_a_crash_not_a_reward_of_zero():
+    async def score(_):
+        await forever()
+
+    with pytest.raises(protocols.EnvironmentCrashed, match=r"config\.task\.tool_seconds.*running_tool"):
+        attempt(["answer"], environment=Probe(score), limits=SHORT)
 
 
 def test_a_hung_calculator_names_itself_in_the_causal_state():
@@ -291,6 +300,8 @@ def test_a_plain_step_that_blocks_times_out_without_blocking_other_attempts():
     blocked = threading.Event()
 
     class Blocking(Probe):
+        running_tool = "search"
+
         def step(self, output):
             if output == "slow":
                 blocked.wait()

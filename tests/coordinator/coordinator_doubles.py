@@ -82,6 +82,7 @@ class TwoTurns:
     """A tool call, its return, an answer; the reward is 1 for an odd last token."""
 
     tool_seconds: Callable[[int], float] = staticmethod(lambda index: 0.01)
+    running_tool = "echo"
 
     def __init__(self) -> None:
         self._turns = 0

@@ -17,12 +17,14 @@ async def answer_after(seconds: float) -> str:
 
 
 def test_an_answer_in_time_is_returned():
-    assert doubles.run_on_clock(deadlines.within(10.0, answer_after(9.9), "engine-1's update")) == "answer"
+    assert doubles.run_on_clock(deadlines.within(10.0, answer_after(9.9), "engine-1's update", "publish")) == "answer"
 
 
 def test_a_missed_deadline_names_the_worker():
-    with pytest.raises(protocols.DeadlineMissed, match=r"engine-1's update did not finish within 10 s"):
-        doubles.run_on_clock(deadlines.within(10.0, answer_after(30.0), "engine-1's update"))
+    with pytest.raises(
+        protocols.DeadlineMissed, match=r"engine-1's update did not finish within 10 s.*deadlines\.publish"
+    ):
+        doubles.run_on_clock(deadlines.within(10.0, answer_after(30.0), "engine-1's update", "publish"))
 
 
 def test_an_error_of_the_worker_is_its_own():
@@ -30,7 +32,7 @@ def test_an_error_of_the_worker_is_its_own():
         raise protocols.WorkerLost("engine-1 is gone")
 
     with pytest.raises(protocols.WorkerLost, match="engine-1 is gone"):
-        doubles.run_on_clock(deadlines.within(10.0, fail(), "engine-1's update"))
+        doubles.run_on_clock(deadlines.within(10.0, fail(), "engine-1's update", "publish"))
 
 
 @pytest.mark.parametrize("stalled_at", [0.5, 5.0, 9.8])
@@ -46,7 +48,7 @@ def test_a_stall_of_the_event_loop_causes_no_false_deadline(stalled_at):
         # The answer is on its way when the stall ends, but needs the loop a few more times to get here.
         answer = loop.create_future()
         loop.call_later(stalled_at + 1000.0 + 0.5, answer.set_result, "answer")
-        return await deadlines.within(10.0, answer, "engine-1's update")
+        return await deadlines.within(10.0, answer, "engine-1's update", "publish")
 
     assert doubles.run_on_clock(main()) == "answer"
 
@@ -64,7 +66,7 @@ def test_what_missed_its_deadline_is_cancelled_but_not_waited_for():
                 events.append("ended")
 
         with pytest.raises(protocols.DeadlineMissed):
-            await deadlines.within(10.0, deaf(), "engine-1")
+            await deadlines.within(10.0, deaf(), "engine-1", "publish")
         await asyncio.sleep(1.0)
         return events
 
