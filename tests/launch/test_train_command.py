@@ -142,3 +142,15 @@ def test_a_workdir_of_another_config_is_refused_with_the_fields_that_differ(tmp_
     (workdir / "config.json").write_text(json.dumps(stored))
     result = train(QUICKSTART, f"--workdir={workdir}")
     assert_one_sentence(result, str(workdir), "config.name is 'run' there and 'quickstart' here")
+
+
+def test_a_workdir_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "notes").write_text("not a folder")
+    result = train(QUICKSTART, f"--workdir={tmp_path / 'notes'}")
+    assert_one_sentence(result, "--workdir=", "choose a folder that can be written")
+
+
+def test_a_model_directory_without_weights_is_refused_before_anything_starts(model_directory, tmp_path):
+    result = train(QUICKSTART, f"--config.model.path={model_directory}", f"--workdir={tmp_path / 'run'}")
+    assert_one_sentence(result, str(model_directory), "holds no *.safetensors")
+    assert not (tmp_path / "run").exists()
