@@ -328,11 +328,19 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """Tokens to continue. `token_ids` is the whole context, retained tokens of a failed attempt included."""
+    """Tokens to continue.
+
+    Attributes:
+      request_id: unique among the engine's requests.
+      token_ids: the whole context, retained tokens of a failed attempt included.
+      sampling: how tokens are drawn.
+      kv_source: what `RolloutEngine.hand_over` of another engine returned for this context; None: it is prefilled.
+    """
 
     request_id: str
     token_ids: Sequence[int]
     sampling: SamplingParams
+    kv_source: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -414,6 +422,13 @@ class RolloutEngine(Protocol):
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
         """Streams the continuation; the last delta has a finish reason. Closing the iterator aborts the request."""
+        ...
+
+    async def hand_over(self, request: GenerationRequest) -> Mapping[str, Any]:
+        """Keeps the keys and values of the context for another engine; returns the other's `kv_source`.
+
+        Called only where `rollout.kv_transfer` says that engines can.
+        """
         ...
 
     async def pause(self) -> None:

@@ -33,7 +33,7 @@ from vllm.platforms import current_platform
 from vllm.v1.engine import async_llm
 
 from libra_jax import config, protocols
-from libra_jax.rollout import logprob_contract, vllm_plugin
+from libra_jax.rollout import logprob_contract, vllm_kv_transfer, vllm_plugin
 
 STARTER = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm-start")
 """The thread on which engines start."""
@@ -177,6 +177,7 @@ class Launch:
             "VLLM_CONFIGURE_LOGGING": "1",
             "VLLM_LOGGING_CONFIG_PATH": str(self._directory / "logging.json"),
         }
+        variables |= vllm_kv_transfer.variables(self._rollout)
         if self._rollout.enforce_eager:
             # Its sampler would still compile one comparison with the C++ compiler: 16 s before the first token.
             variables["TORCH_COMPILE_DISABLE"] = "1"
@@ -213,6 +214,7 @@ class Launch:
                 configure_logging=False, log_level="WARNING", pylogging_config_file=None
             ),
             **memory,
+            **vllm_kv_transfer.engine_arguments(rollout),
         )
 
     def _record(self) -> None:

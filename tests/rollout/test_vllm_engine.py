@@ -6,6 +6,7 @@ The tests of a degree share its engine and end with its death, so they run in th
 import asyncio
 import dataclasses
 import functools
+import importlib.util
 import json
 import os
 import pathlib
@@ -27,7 +28,7 @@ from libra_jax import config, protocols
 from libra_jax.interop import dlpack, publication
 from libra_jax.models import config as models_config
 from libra_jax.models import transformer
-from libra_jax.rollout import vllm_engine
+from libra_jax.rollout import vllm_engine, vllm_kv_transfer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -460,6 +461,34 @@ def test_more_workers_than_cores_are_refused_by_field(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3})
     with pytest.raises(protocols.ConfigError, match="tensor_parallel: 2 workers on CPU need a core each, and only 1"):
         vllm_engine.create("wide", models_config.to_hf(QWEN3), config.to_dict(ROLLOUT), 2, seed=0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+def test_a_transfer_of_keys_and_values_without_cuda_is_refused_by_field():
+    rollout = config.to_dict(dataclasses.replace(ROLLOUT, kv_transfer="nixl"))
+    with pytest.raises(protocols.ConfigError, match=r"rollout.kv_transfer: 'nixl' needs CUDA.*use 'none'"):
+        vllm_engine.create("remote", models_config.to_hf(QWEN3), rollout, 1, seed=0)
+
+
+def test_a_transfer_without_its_package_is_refused_by_field(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(protocols.ConfigError, match=r"rollout\.kv_transfer: the nixl package is not installed"):
+        vllm_kv_transfer.check(dataclasses.replace(ROLLOUT, kv_transfer="nixl"))
+
+
+def test_a_transfer_is_vllms_own_connector_and_its_parameters_go_with_the_request():
+    rollout = dataclasses.replace(ROLLOUT, kv_transfer="nixl")
+    connector = vllm_kv_transfer.engine_arguments(rollout)["kv_transfer_config"]
+    assert (connector.kv_connector, connector.is_kv_producer, connector.is_kv_consumer) == ("NixlConnector", True, True)
+    ports = {vllm_kv_transfer.variables(rollout)["VLLM_NIXL_SIDE_CHANNEL_PORT"] for _ in range(3)}
+    assert all(1024 < int(port) < 65536 for port in ports)
+    giving = vllm_kv_transfer.giving()
+    assert (giving.max_tokens, giving.extra_args["kv_transfer_params"]["do_remote_decode"]) == (1, True)
+    assert vllm_kv_transfer.taking({"remote_port": 7}) == {"kv_transfer_params": {"remote_port": 7}}
+    assert vllm_kv_transfer.taking(None) is None
+    assert not vllm_kv_transfer.engine_arguments(ROLLOUT)
+    assert not vllm_kv_transfer.variables(ROLLOUT)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
