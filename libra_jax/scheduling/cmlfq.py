@@ -121,7 +121,7 @@ class Cmlfq(slots.SlotScheduler):
         return super().on_instance_change(instances, now)
 
     def arrived(self, request: state.Request, now: float) -> None:
-        request.track = self.evidence.start(request.info.prompt_id, request.generated_tokens)
+        request.track = self.evidence.start(request.prompt_id, request.generated_tokens)
 
     def returned(self, request: state.Request, causal_state: protocols.CausalState) -> None:
         assert request.track is not None
@@ -130,13 +130,15 @@ class Cmlfq(slots.SlotScheduler):
     def finished(self, request: state.Request) -> None:
         assert request.track is not None
         self._evict(request)
-        learn = request.info.group_id != slots.EVALUATION_GROUP
+        learn = request.group_id != slots.EVALUATION_GROUP
         self.evidence.finish(request.track, request.generated_tokens, learn=learn)
 
     def on_tool_call(self, request_id: str, generated_tokens: int, now: float) -> list[protocols.Placement]:
-        turn = generated_tokens - self.requests[request_id].turn_start
-        self._turn_tokens += TURN_SHARE * (turn - self._turn_tokens)
-        return super().on_tool_call(request_id, generated_tokens, now)
+        request = self.requests[request_id]
+        request.generated_tokens = generated_tokens
+        self._turn_tokens += TURN_SHARE * (generated_tokens - request.turn_start - self._turn_tokens)
+        self._leave(request)
+        return self._place(now)
 
     def on_progress(self, request_id: str, generated_tokens: int, now: float) -> list[protocols.Placement]:
         request = self.requests[request_id]
@@ -245,7 +247,7 @@ class Cmlfq(slots.SlotScheduler):
         request.wanted = None
         if home is not None:
             wait = 0.0
-            if request.server is None and home.full:
+            if request.server is None and home.load >= home.slots:
                 wait = self._wait_at(home.queue.ahead(request), home, home.slots)
             if self._full():  # it stays where its context is, whatever that costs
                 request.wanted = home

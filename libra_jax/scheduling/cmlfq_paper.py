@@ -34,7 +34,7 @@ class CmlfqPaper(slots.SlotScheduler):
         self.shared = prefix_tree.PrefixTree(*limits, config.path_depth, config.half_life)
 
     def arrived(self, request: state.Request, now: float) -> None:
-        request.track = evidence.Track(request.info.prompt_id, evidence.Prompt(), request.generated_tokens)
+        request.track = evidence.Track(request.prompt_id, evidence.Prompt(), request.generated_tokens)
         request.remaining = float(request.generated_tokens)
 
     def returned(self, request: state.Request, causal_state: protocols.CausalState) -> None:
@@ -60,7 +60,7 @@ class CmlfqPaper(slots.SlotScheduler):
     def finished(self, request: state.Request) -> None:
         track, total = request.track, request.generated_tokens
         assert track is not None
-        if track.start or not total or request.info.group_id == slots.EVALUATION_GROUP:
+        if track.start or not total or request.group_id == slots.EVALUATION_GROUP:
             return
         remaining = [total, *(total - mark for mark in track.marks)]
         self.by_prompt.add((track.prompt_id, *track.path), (total, *remaining))

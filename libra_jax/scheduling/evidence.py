@@ -106,7 +106,7 @@ class Evidence:
         self.by_suffix = prefix_tree.PrefixTree(window, nodes, 4, half_life)
         self._depth = config.path_depth
         self._prompts: OrderedDict[str, Prompt] = OrderedDict()
-        self._keys: dict[causal.Key, causal.Key] = {}
+        self._keys: dict[tuple[str, int, str], causal.Key] = {}  # by tool, bits of the payload's size, status
         self._lessons: deque[tuple[tuple[Any, ...], int]] = deque()  # of the suffixes: path and sample
 
     def start(self, prompt_id: str, generated_tokens: int) -> Track:
@@ -122,10 +122,12 @@ class Evidence:
 
     def observe(self, track: Track, causal_state: protocols.CausalState, generated_tokens: int) -> None:
         """A tool returned after so many generated tokens."""
-        key = causal.key(causal_state)
-        key = self._keys.setdefault(key, key)
-        if len(self._keys) > MOST_KEYS:
-            self._keys.clear()
+        seen = causal_state.tool, causal_state.payload_tokens.bit_length(), causal_state.status
+        key = self._keys.get(seen)
+        if key is None:
+            if len(self._keys) >= MOST_KEYS:
+                self._keys.clear()
+            key = self._keys[seen] = causal.key(causal_state)
         track.path.append(key)
         track.marks.append(generated_tokens)
         track.failures, track.largest = _counted(key, track.failures, track.largest)
@@ -209,7 +211,7 @@ class Evidence:
         return next(iter(self._prompts.values()))
 
     def _survived(self, track: Track, generated_tokens: int) -> None:
-        hazard = -math.log(self.by_suffix.root.above(generated_tokens))
+        hazard = self.by_suffix.root.hazard(generated_tokens)
         track.prompt.hazard += hazard - track.hazard
         track.hazard = hazard
 

@@ -57,7 +57,7 @@ class Heddle(slots.SlotScheduler):
         return super().on_instance_change(instances, now)
 
     def arrived(self, request: state.Request, now: float) -> None:
-        request.track = self.evidence.start(request.info.prompt_id, request.generated_tokens)
+        request.track = self.evidence.start(request.prompt_id, request.generated_tokens)
 
     def returned(self, request: state.Request, causal_state: protocols.CausalState) -> None:
         assert request.track is not None
@@ -65,7 +65,7 @@ class Heddle(slots.SlotScheduler):
 
     def finished(self, request: state.Request) -> None:
         assert request.track is not None
-        learn = request.info.group_id != slots.EVALUATION_GROUP
+        learn = request.group_id != slots.EVALUATION_GROUP
         self.evidence.finish(request.track, request.generated_tokens, learn=learn)
 
     def route(self, request: state.Request, now: float) -> int:

@@ -106,9 +106,13 @@ class Node:
 
     def above(self, tokens: float) -> float:
         """Share of the window above `tokens`, no less than half a sample: unseen is not impossible."""
-        ordered = self.ordered()
+        ordered = self._ordered or self.ordered()
         count = len(ordered)
-        return max(0.5, count - bisect.bisect_right(ordered, tokens)) / count if count else 1.0
+        return (count - bisect.bisect_right(ordered, tokens) or 0.5) / count if count else 1.0
+
+    def hazard(self, tokens: float) -> float:
+        """Cumulative hazard of a length of `tokens`: minus the logarithm of the share above it."""
+        return -math.log(self.above(tokens))
 
     def sketch(self) -> Sketch:
         """Quantiles at `LEVELS`; may lag behind by an eighth of the window, which spares a sort a sample."""

@@ -127,15 +127,16 @@ class SlotScheduler:
             group = self._groups[request.group_id] = state.Group()
         group.live += 1
         item = state.Request(
-            request,
+            request.request_id,
+            request.prompt_id,
+            request.group_id,
+            request.dispatch_version,
             group,
             now,
             request.context_tokens,
             request.generated_tokens,
             turn_start=request.generated_tokens,
             mark=request.generated_tokens,
-            request_id=request.request_id,
-            dispatch_version=request.dispatch_version,
         )
         self.requests[request.request_id] = item
         self.arrived(item, now)
@@ -171,7 +172,7 @@ class SlotScheduler:
         self._leave(request)
         request.group.live -= 1
         if not request.group.live:
-            self._groups.pop(request.info.group_id, None)
+            self._groups.pop(request.group_id, None)
         self.finished(request)
         return self._place(now)
 
@@ -297,7 +298,7 @@ class SlotScheduler:
     def _serve_own(self, server: state.Server, placements: list[protocols.Placement]) -> None:
         """Fills an instance's free slots while anyone waits for it in particular; the rest of its bucket competes."""
         queue = self.buckets[server.level].queue
-        while server.queue.size and not server.full:
+        while server.queue.size and server.load < server.slots:
             mine, other = server.queue.first(), queue.first() if queue.size else None
             assert mine is not None
             self.take(mine[-1] if other is None or mine < other else other[-1], server, placements)

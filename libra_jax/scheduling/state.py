@@ -71,7 +71,10 @@ class Request:
     """A live request.
 
     Attributes:
-      info: what arrived.
+      request_id: its name.
+      prompt_id: its prompt's.
+      group_id: its group's.
+      dispatch_version: its group's.
       group: its group's live members, itself included.
       arrived: when it arrived, in seconds.
       context_tokens: its context at its arrival or last tool return.
@@ -92,7 +95,10 @@ class Request:
       track: what the evidence knows of its path.
     """
 
-    info: protocols.RequestInfo
+    request_id: str
+    prompt_id: str
+    group_id: int
+    dispatch_version: int
     group: Group
     arrived: float
     context_tokens: int
@@ -110,8 +116,6 @@ class Request:
     urgency: float = 0.0
     home: Server | None = None
     held: tuple[int, float, float] = (0, 0.0, 0.0)
-    request_id: str = ""
-    dispatch_version: int = 0
     track: evidence.Track | None = None
 
     @property
