@@ -67,9 +67,9 @@ class Node:
     def add(self, sample: int, window: int, stamp: int) -> None:
         """Adds a sample (tokens) seen as the tree's trajectory number `stamp`; the oldest leaves a full window."""
         samples = self.samples
-        if len(samples) < window:
+        if (count := len(samples)) < window:
             samples.append(sample)
-            if len(samples) < SETTLED_SAMPLES:
+            if count < SETTLED_SAMPLES:
                 self.due = 0
         else:
             samples[self._next] = sample
@@ -173,7 +173,8 @@ class PrefixTree:
         """Adds one sample to every node of a path but the root: more evidence of the trajectory added last."""
         node, window, clock = self.root, self.window, self.clock
         for edge in path[: self.depth]:
-            node = self._child(node, edge)
+            child = node.children.get(edge) if node.children else None
+            node = child or self._child(node, edge)
             node.add(sample, window, clock)
         self.use(node)
         self._shrink()
@@ -278,10 +279,10 @@ class PrefixTree:
 
     def use(self, node: Node) -> None:
         """The node and those above it are the most recently used now."""
-        move = self._used.move_to_end
-        while node.parent is not None:
+        move, parent = self._used.move_to_end, node.parent
+        while parent is not None:
             move(node)
-            node = node.parent
+            node, parent = parent, parent.parent
 
     def _shrink(self) -> None:
         while len(self._used) >= self.nodes:

@@ -85,6 +85,18 @@ def test_lookups_windows_and_evictions_are_those_of_the_reference(operations):
     assert len(tree) == len(reference.samples) <= NODES
 
 
+@hypothesis.given(OPERATIONS, PATHS)
+def test_a_look_finds_what_a_lookup_finds_and_uses_nothing(operations, path):
+    tree, _ = fill(operations)
+    before = tree.snapshot()
+    peeked, below = tree.peek(path), tree.below(path[0], path[1:]) if path else None
+    assert tree.snapshot() == before
+    node, depth = tree.find(path)
+    assert peeked is node
+    if path:
+        assert below is (node if depth == len(path) else None)
+
+
 @hypothesis.given(OPERATIONS)
 def test_a_snapshot_survives_json_and_goes_on_alike(operations):
     tree, _ = fill(operations)
@@ -222,3 +234,34 @@ def test_who_is_given_up_teaches_nothing():
     known.finish(track, 100, learn=False)
     known.finish(known.start("resumed", 50), 100)
     assert known.snapshot() == before
+
+
+def test_a_long_path_is_learnt_over_the_next_returns_and_before_any_snapshot():
+    def finish_long(known: evidence.Evidence) -> None:
+        track = known.start("long", 0)
+        for index in range(20):
+            known.observe(track, SHORT, 10 * (index + 1))
+        known.finish(track, 1_000)
+
+    known, other = (evidence.Evidence(configuration.SchedulerConfig()) for _ in range(2))
+    finish_long(known)
+    finish_long(other)
+    track = known.start("later", 0)
+    for _ in range(10):
+        known.observe(track, SHORT, 5)
+    learnt = [len(item.by_suffix.snapshot()["nodes"]) for item in (known, other)]
+    assert learnt[1] == 1 < learnt[0]
+    assert known.snapshot() == other.snapshot()
+
+
+def test_a_prediction_follows_what_is_learnt_within_a_few_trajectories():
+    known = taught()
+    track = known.start("unseen", 0)
+    known.observe(track, SHORT, 100)
+    before = mean(known.predict(track, 100))
+    for index in range(evidence.MOST_TRAJECTORIES + 200):
+        other = known.start(f"drifted-{index}", 0)
+        known.observe(other, SHORT, 100)
+        known.finish(other, 9_100)
+    assert before < 900
+    assert mean(known.predict(track, 100)) > 8_000
