@@ -23,7 +23,7 @@ def get_config(policy: str = "cmlfq") -> ml_collections.ConfigDict:
     """The run under a scheduling policy (`scheduler.policy`)."""
     config = ml_collections.ConfigDict(libra_config.to_dict(libra_config.RunConfig()))
     config.name = f"{policy}_cpu"
-    config.steps = 16
+    config.steps = 24
 
     config.model.preset = "libra-tiny"
     config.model.attention_chunk = 64  # dialogues are short: small blocks skip most of a packed row
@@ -57,7 +57,7 @@ def get_config(policy: str = "cmlfq") -> ml_collections.ConfigDict:
     config.warm_start.steps = 150
     config.warm_start.batch_size = 64
     config.warm_start.learning_rate = 1e-3
-    config.warm_start.target_loss = 0.11
+    config.warm_start.target_loss = 0.06
 
     config.coordinator.groups_per_step = 32
     config.coordinator.group_size = 8

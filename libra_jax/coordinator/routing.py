@@ -46,6 +46,11 @@ class Waits:
         self.seconds += seconds
         self.count += 1
 
+    @property
+    def mean(self) -> float:
+        """Seconds a wait; only where there were any."""
+        return self.seconds / self.count
+
 
 @dataclass
 class RoutingCounts:
@@ -57,8 +62,9 @@ class RoutingCounts:
       transferred: moves whose keys and values the instance before kept for the new one, instead of a second prefill.
       judged: finished attempts whose first tool return was followed by a decision.
       right: of these, those whose decision named the bucket that their true remaining length asked for.
-      moved: waits for the first tokens of an instance that has to prefill (or fetch) the context first.
-      stayed: the same where the instance had served the request before, so that its prefix cache may hold the context.
+      moved: waits for first tokens, by instance, of requests that it had not served before: it prefills or fetches
+        their context first.
+      stayed: those of requests that it served last, whose context its prefix cache may hold.
     """
 
     moves: int = 0
@@ -66,14 +72,15 @@ class RoutingCounts:
     transferred: int = 0
     judged: int = 0
     right: int = 0
-    moved: Waits = field(default_factory=Waits)
-    stayed: Waits = field(default_factory=Waits)
+    moved: dict[str, Waits] = field(default_factory=dict)
+    stayed: dict[str, Waits] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
         """A training step's numbers; those that are means only where there was anything.
 
-        A move's cost is `routing/move_seconds` less `routing/stay_seconds`: the mean waits for first tokens after a
-        move and without one. It is what the new instance spends on prefilling the context again, and on its queue.
+        `routing/move_wait_seconds` is the mean wait for first tokens after a move. `routing/move_seconds` is what of it
+        the move cost: less the mean wait of requests that stayed, on the same instance in the same step, so that loads
+        cancel out. It is measured, so it may come out below 0 where queues differ by more than a prefill takes.
         """
         values = {"routing/moves": float(self.moves), "routing/moved_tokens": float(self.moved_tokens)}
         if self.transferred:
@@ -81,9 +88,12 @@ class RoutingCounts:
         if self.judged:
             values["routing/judged"] = float(self.judged)
             values["routing/one_shot_accuracy"] = self.right / self.judged
-        for name, waits in (("move", self.moved), ("stay", self.stayed)):
-            if waits.count:
-                values[f"routing/{name}_seconds"] = waits.seconds / waits.count
+        if self.moved:
+            waited = sum(waits.seconds for waits in self.moved.values())
+            values["routing/move_wait_seconds"] = waited / sum(waits.count for waits in self.moved.values())
+        if both := self.moved.keys() & self.stayed.keys():
+            extra = sum(self.moved[name].seconds - self.moved[name].count * self.stayed[name].mean for name in both)
+            values["routing/move_seconds"] = extra / sum(self.moved[name].count for name in both)
         return values
 
 
@@ -126,7 +136,8 @@ class Routing:
     def answered(self, route: Route, seconds: float) -> None:
         """The stream's first tokens have come, so many seconds after they were asked for."""
         if route.moving is not None:
-            (self.counts.moved if route.moving else self.counts.stayed).add(seconds)
+            waits = self.counts.moved if route.moving else self.counts.stayed
+            waits.setdefault(route.served_by, Waits()).add(seconds)
 
     def finished(self, route: Route, generated: int) -> None:
         """The attempt has come to its own end, with so many tokens generated."""

@@ -34,8 +34,8 @@ REPLACED = "groups/replaced_"
 PARTS_NOTE = "Rollout is the time that training waited for it; generation that overlaps training costs no step time."
 
 MOVES_NOTE = (
-    "Requests that another instance went on with, a step. routing/move_seconds is their mean wait for first tokens, "
-    "routing/stay_seconds that of requests that the same instance went on with; the difference is what a move costs."
+    "Requests that another instance went on with, a step. What a move costs is routing/move_seconds: how much longer "
+    "they waited for first tokens than requests that the same instance had served before."
 )
 
 REASONS = {
@@ -177,10 +177,8 @@ def moves_sentence(run: Run) -> str:
         return ""
     tokens = sum(run.curve("routing/moved_tokens").values())
     text = f"Requests moved to another instance <b>{count:,.0f} times</b>, with {tokens / count:,.0f} tokens of context"
-    moved, stayed = run.curve("routing/move_seconds"), run.curve("routing/stay_seconds")
-    if moved and stayed:
-        after_move, without = (1e3 * _median(list(waits.values())) for waits in (moved, stayed))
-        text += f"; first tokens came after {after_move:,.0f} ms, those of requests that stayed after {without:,.0f} ms"
+    if costs := list(run.curve("routing/move_seconds").values()):
+        text += f"; a move delayed first tokens by {1e3 * _median(costs):,.0f} ms (median of the steps' means)"
     if right := run.curve("routing/one_shot_accuracy"):
         judged = run.curve("routing/judged")
         share = sum(value * judged[step] for step, value in right.items()) / sum(judged[step] for step in right)
