@@ -29,6 +29,9 @@ from libra_jax.telemetry import report, resume
 ENGINES = {"vllm": "libra_jax.rollout.vllm_engine:create", "fake": "libra_jax.rollout.fake_engine:create"}
 TRAINER = "libra_jax.training.trainer:create"
 
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""What vLLM 0.32 serves on CPU (vllm/v1/attention/backends/cpu_attn.py): others die at their first token."""
+
 
 @dataclass(frozen=True)
 class Partition:
@@ -76,6 +79,11 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
     model_config.check_mesh(shape, {"fsdp": config.trainer.fsdp, "tensor": config.trainer.tensor})
     for degree in config.rollout.tensor_parallel:
         model_config.check_tensor_parallel(shape, degree)
+    if config.rollout.engine == "vllm" and config.trainer.platform == "cpu" and shape.head_dim not in CPU_HEAD_SIZES:
+        raise protocols.ConfigError(
+            f"config.model: vLLM's CPU attention has no kernel for the model's head_dim {shape.head_dim}; it has "
+            f"{', '.join(map(str, CPU_HEAD_SIZES))}"
+        )
     if config.rollout.max_context > shape.max_position_embeddings:
         raise protocols.ConfigError(
             f"config.rollout.max_context: {config.rollout.max_context} exceeds the model's "

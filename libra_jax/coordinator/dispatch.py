@@ -294,7 +294,7 @@ class Dispatcher:
         now = self._loop.time()
         stream.last_delta = now
         if not stream.answered:
-            stream.answered = stream.engine.sampled = True
+            stream.answered = True
             self.routing.answered(request.route, now - stream.begin)
         request.trajectory.append_sampled(delta)
         request.generated += len(delta.token_ids)

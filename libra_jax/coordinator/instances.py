@@ -27,8 +27,6 @@ class Engine:
       paused: decoding is frozen for a weight update.
       restarts: times it was started again.
       life: counts its starts, so that an error of an earlier life is not blamed on the present one.
-      sampled: it has streamed tokens in its present life.
-      last_loss: what ended its last life, if that had streamed none.
     """
 
     spec: protocols.ActorSpec
@@ -39,8 +37,6 @@ class Engine:
     paused: bool = False
     restarts: int = 0
     life: int = 0
-    sampled: bool = False
-    last_loss: str = ""
 
     @property
     def name(self) -> str:
@@ -110,13 +106,11 @@ class Instances:
         if self._ending.called:  # nothing asks for tokens any more
             return
         left = self._config.rollout.restarts - engine.restarts
-        hopeless = not engine.sampled and engine.last_loss == str(error)
-        engine.last_loss, engine.sampled = "" if engine.sampled else str(error), False
         what_next = "its requests resume elsewhere" if self.serving() else "its requests wait"
-        if left and not hopeless:
+        if left:
             what_next += f", and it is started again (restart {engine.restarts + 1} of {self._config.rollout.restarts})"
         self._recorder.note(f"Engine {engine.name} was lost ({error}); {what_next}.")
-        self._ending.start(self._restart(engine, error, give_up=hopeless), f"restart {engine.name}")
+        self._ending.start(self._restart(engine, error), f"restart {engine.name}")
 
     async def _start(self, engine: Engine) -> None:
         engine.state = "starting"
@@ -139,21 +133,16 @@ class Instances:
         engine.proxy, engine.state = proxy, "loaded"
         self._recorder.status(engine.name, "started")
 
-    async def _restart(self, engine: Engine, error: BaseException, *, give_up: bool) -> None:
-        """Starts it again, unless it died twice of the same before its first token: another life would be no other."""
+    async def _restart(self, engine: Engine, error: BaseException) -> None:
         await self._stop(engine)
-        if give_up or engine.restarts >= self._config.rollout.restarts:
+        if engine.restarts >= self._config.rollout.restarts:
             engine.state = "dead"
             self._recorder.status(engine.name, "dead")
             if all(other.state == "dead" for other in self.engines.values()):
-                why = (
-                    "it died twice of the same before its first token"
-                    if give_up
-                    else f"it was started again {engine.restarts} times (config.rollout.restarts)"
-                )
                 self._ending.call(
                     protocols.WorkerLost(
-                        f"No rollout engine is left: the last was {engine.name}, {why}, and ended with: {error}"
+                        f"No rollout engine is left: the last was {engine.name}; it was started again "
+                        f"{engine.restarts} times (config.rollout.restarts) and ended with: {error}"
                     )
                 )
             return

@@ -111,24 +111,11 @@ def test_the_only_engine_is_restarted_with_the_current_weights_before_it_serves(
     assert turns_of(bench) == reference_tokens(tmp_path)
 
 
-def test_an_engine_that_dies_twice_of_the_same_before_its_first_token_is_given_up(tmp_path, monkeypatch):
-    async def die_at_the_first_request(engine: Faulty, verb: str) -> None:
-        if verb == "generate":
-            engine.kill()
-            engine._check_alive()
-
-    specs = faulty_specs(monkeypatch, die_at_the_first_request, count=1)
-    bench = doubles.Bench(doubles.make_config(rollout={"restarts": 5}), tmp_path, specs=specs)
-    with pytest.raises(protocols.WorkerLost, match=r"engine-0, it died twice of the same before its first token"):
-        bench.run()
-    assert bench.cluster.spawned.count("engine-0") == 2
-
-
 def test_engines_that_die_again_and_again_end_the_run_with_a_sentence(tmp_path):
     specs = doubles.engine_specs(doubles.make_config(), 2, fail_after_tokens=3)
     bench = doubles.Bench(doubles.make_config(rollout={"restarts": 2}), tmp_path, specs=specs)
     with pytest.raises(
-        protocols.WorkerLost, match=r"No rollout engine is left.*engine-\d, it was started again 2 times"
+        protocols.WorkerLost, match=r"No rollout engine is left.*engine-\d; it was started again 2 times"
     ):
         bench.run()
     assert sorted(bench.cluster.spawned) == ["engine-0"] * 3 + ["engine-1"] * 3 + ["trainer"]

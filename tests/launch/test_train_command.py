@@ -154,3 +154,10 @@ def test_a_model_directory_without_weights_is_refused_before_anything_starts(mod
     result = train(QUICKSTART, f"--config.model.path={model_directory}", f"--workdir={tmp_path / 'run'}")
     assert_one_sentence(result, str(model_directory), "holds no *.safetensors")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_vllm_cannot_serve_on_cpu_is_refused(model_directory, tmp_path):
+    shape = json.loads((model_directory / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**shape, "head_dim": 16}))
+    result = train(QUICKSTART, f"--config.model.path={tmp_path}", "--dry_run")
+    assert_one_sentence(result, "head_dim 16", "32, 64")
