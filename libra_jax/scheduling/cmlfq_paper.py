@@ -3,8 +3,9 @@
 A request starts in the narrowest bucket. At a tool return the deepest known node on its path is looked up, in its
 prompt's tree first, then in the one of all prompts; if the mean and the 90th percentile of the remaining tokens there
 fall into the same bucket, and it is not the present one, the request goes there; else it stays, and waits for the
-instance that holds its context. So a slot may idle while requests wait for another, but none waits longer than
-`scheduler.ageing_seconds` for one that is free.
+instance that holds its context. Where the narrowest bucket is full, a new request starts in the nearest that is not: it
+has no context yet that a wait could spare. So a slot may idle only while requests wait for their own context, and none
+waits longer than `scheduler.ageing_seconds` for one that is free.
 
 "Known" takes `KNOWN_SAMPLES`: of one or two, mean and percentile agree whatever they say, and a request would follow a
 single sibling, there and back at each return. On the search workload that moves 31% of tokens and sets 87% of requests
@@ -18,7 +19,7 @@ from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.scheduling import causal, evidence, prefix_tree, slots, state
+from libra_jax.scheduling import buckets, causal, evidence, prefix_tree, slots, state
 
 KNOWN_SAMPLES = 10
 """Samples of a known node: of fewer, the 90th percentile is the largest."""
@@ -56,6 +57,12 @@ class CmlfqPaper(slots.SlotScheduler):
         level = min(request.level, len(self.buckets) - 1)
         request.wanted = self.home(request, level)
         return level
+
+    def serves(self, bucket: buckets.Bucket, request: state.Request) -> bool:
+        return not request.last
+
+    def seated(self, request: state.Request, server: state.Server) -> None:
+        request.level = server.level
 
     def finished(self, request: state.Request) -> None:
         track, total = request.track, request.generated_tokens
