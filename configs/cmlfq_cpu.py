@@ -47,7 +47,7 @@ def get_config(policy: str = "cmlfq") -> ml_collections.ConfigDict:
     config.scheduler.costs.request_seconds = 1e-3  # beside 20e-3 for the step itself: a full batch takes its time
     config.scheduler.move_margin = 1.0  # contexts of a hundred tokens are soon prefilled
 
-    config.optimizer.learning_rate = 1e-3
+    config.optimizer.learning_rate = 4e-4
     config.optimizer.warmup_steps = 5
 
     config.trainer.platform = "cpu"

@@ -101,11 +101,12 @@ class Routing:
     """Watches decisions and streams.
 
     Args:
-      config: the run's configuration (`scheduler.max_remaining_tokens`).
+      config: the run's configuration (`scheduler.max_remaining_tokens`, `rollout.tensor_parallel`).
     """
 
     def __init__(self, config: configuration.RunConfig) -> None:
-        self._levels = buckets.Levels(config.scheduler.max_remaining_tokens)
+        # All degrees of the layout: with an instance lost or late, there are still as many buckets to be right about.
+        self._levels = buckets.Levels(config.scheduler.max_remaining_tokens, config.rollout.tensor_parallel)
         self._degrees: dict[str, int] = {}
         self.counts = RoutingCounts()
 

@@ -15,7 +15,8 @@ INSTANCES = [protocols.Instance("narrow", 1, 4), protocols.Instance("wide", 2, 4
 
 
 def make() -> routing.Routing:
-    made = routing.Routing(doubles.make_config(scheduler={"max_remaining_tokens": (100,)}))
+    config = doubles.make_config(scheduler={"max_remaining_tokens": (100,)}, rollout={"tensor_parallel": (1, 2)})
+    made = routing.Routing(config)
     made.instances(INSTANCES)
     return made
 
@@ -34,6 +35,15 @@ def test_the_first_decision_after_the_first_tool_return_is_judged_by_the_true_re
     counts = made.take_counts()
     assert (counts.judged, counts.right) == (1, right)
     assert made.take_counts() == routing.RoutingCounts()
+
+
+def test_while_the_wide_instance_is_away_long_requests_are_judged_wrong():
+    made, route = make(), routing.Route()
+    made.instances(INSTANCES[:1])
+    made.returned(route, 10)
+    made.decided(route, "narrow")
+    made.finished(route, 500)
+    assert (made.counts.judged, made.counts.right) == (1, 0)
 
 
 def test_an_attempt_without_a_tool_return_is_not_judged():
