@@ -15,6 +15,7 @@ class ScriptedEnvironment:
     def __init__(self, book: trajectory.Book) -> None:
         self._book = book
         self._turn = 0
+        self.running_tool = ""
 
     async def reset(self, task: protocols.Task) -> Sequence[protocols.Message]:
         """Shows a prompt of the scripted length."""
@@ -28,6 +29,7 @@ class ScriptedEnvironment:
         if at >= len(turns):  # a tool that timed out took the place of the script's end
             return _end(output)
         turn = turns[at]
+        self.running_tool = turn.tool or ""
         if turn.tool_seconds > 0:
             await asyncio.sleep(turn.tool_seconds)
         if self._turn == len(turns):

@@ -91,6 +91,11 @@ class Environment(_Wrapped):
 
     _inner: environment.ScriptedEnvironment
 
+    @property
+    def running_tool(self) -> str:
+        """The scripted tool that runs."""
+        return self._inner.running_tool
+
     async def reset(self, task: protocols.Task) -> Sequence[protocols.Message]:
         """Opens the attempt."""
         return await self._inner.reset(task)
@@ -100,7 +105,7 @@ class Environment(_Wrapped):
         if self._rng.random() < self._config.environment_crash:
             raise protocols.EnvironmentCrashed(f"the environment of {output} was made to crash (config.faults)")
         result = await self._inner.step(output)
-        if self._rng.random() < self._config.tool_hang:
+        if self._rng.random() < self._config.tool_hang and result.tool_return is not None:
             await asyncio.get_running_loop().create_future()  # until the step's deadline cancels it
         return result
 
