@@ -46,11 +46,6 @@ class Waits:
         self.seconds += seconds
         self.count += 1
 
-    @property
-    def mean(self) -> float:
-        """Seconds a wait; only where there were any."""
-        return self.seconds / self.count
-
 
 @dataclass
 class RoutingCounts:
@@ -62,9 +57,8 @@ class RoutingCounts:
       transferred: moves whose keys and values the instance before kept for the new one, instead of a second prefill.
       judged: finished attempts whose first tool return was followed by a decision.
       right: of these, those whose decision named the bucket that their true remaining length asked for.
-      moved: waits for first tokens, by instance, of requests that it had not served before: it prefills or fetches
-        their context first.
-      stayed: those of requests that it served last, whose context its prefix cache may hold.
+      moved: waits for first tokens of requests that moved: the new instance prefills or fetches their context first.
+      stayed: those of requests that went on where they were, whose context the prefix cache may hold.
     """
 
     moves: int = 0
@@ -72,15 +66,16 @@ class RoutingCounts:
     transferred: int = 0
     judged: int = 0
     right: int = 0
-    moved: dict[str, Waits] = field(default_factory=dict)
-    stayed: dict[str, Waits] = field(default_factory=dict)
+    moved: Waits = field(default_factory=Waits)
+    stayed: Waits = field(default_factory=Waits)
 
     def metrics(self) -> dict[str, float]:
         """A training step's numbers; those that are means only where there was anything.
 
-        `routing/move_wait_seconds` is the mean wait for first tokens after a move. `routing/move_seconds` is what of it
-        the move cost: less the mean wait of requests that stayed, on the same instance in the same step, so that loads
-        cancel out. It is measured, so it may come out below 0 where queues differ by more than a prefill takes.
+        `routing/move_seconds` is the mean time from asking the new instance for tokens to its first ones: the prefill
+        of the whole context, and what the instance does besides. So it bounds what a move costs from above.
+        `routing/stay_seconds` is the same without a move, for comparison: requests move to where there is room, so
+        they may well wait for less than those that stay in a crowd.
         """
         values = {"routing/moves": float(self.moves), "routing/moved_tokens": float(self.moved_tokens)}
         if self.transferred:
@@ -88,12 +83,9 @@ class RoutingCounts:
         if self.judged:
             values["routing/judged"] = float(self.judged)
             values["routing/one_shot_accuracy"] = self.right / self.judged
-        if self.moved:
-            waited = sum(waits.seconds for waits in self.moved.values())
-            values["routing/move_wait_seconds"] = waited / sum(waits.count for waits in self.moved.values())
-        if both := self.moved.keys() & self.stayed.keys():
-            extra = sum(self.moved[name].seconds - self.moved[name].count * self.stayed[name].mean for name in both)
-            values["routing/move_seconds"] = extra / sum(self.moved[name].count for name in both)
+        for name, waits in (("move", self.moved), ("stay", self.stayed)):
+            if waits.count:
+                values[f"routing/{name}_seconds"] = waits.seconds / waits.count
         return values
 
 
@@ -137,8 +129,7 @@ class Routing:
     def answered(self, route: Route, seconds: float) -> None:
         """The stream's first tokens have come, so many seconds after they were asked for."""
         if route.moving is not None:
-            waits = self.counts.moved if route.moving else self.counts.stayed
-            waits.setdefault(route.served_by, Waits()).add(seconds)
+            (self.counts.moved if route.moving else self.counts.stayed).add(seconds)
 
     def finished(self, route: Route, generated: int) -> None:
         """The attempt has come to its own end, with so many tokens generated."""

@@ -34,8 +34,8 @@ REPLACED = "groups/replaced_"
 PARTS_NOTE = "Rollout is the time that training waited for it; generation that overlaps training costs no step time."
 
 MOVES_NOTE = (
-    "Requests that another instance went on with, a step. What a move costs is routing/move_seconds: how much longer "
-    "they waited for first tokens than requests that the same instance had served before."
+    "Requests that another instance went on with, a step. routing/move_seconds is how long they waited for its first "
+    "tokens, the prefill of their context included; routing/stay_seconds how long those that did not move waited."
 )
 
 REASONS = {
@@ -177,8 +177,10 @@ def moves_sentence(run: Run) -> str:
         return ""
     tokens = sum(run.curve("routing/moved_tokens").values())
     text = f"Requests moved to another instance <b>{count:,.0f} times</b>, with {tokens / count:,.0f} tokens of context"
-    if costs := list(run.curve("routing/move_seconds").values()):
-        text += f"; a move delayed first tokens by {1e3 * _median(costs):,.0f} ms (median of the steps' means)"
+    waits = [list(run.curve(f"routing/{name}_seconds").values()) for name in ("move", "stay")]
+    if all(waits):
+        after_move, without = (f"{1e3 * _median(seconds):,.0f} ms" for seconds in waits)
+        text += f"; first tokens came after {after_move}, those of requests that stayed after {without}"
     if right := run.curve("routing/one_shot_accuracy"):
         judged = run.curve("routing/judged")
         share = sum(value * judged[step] for step, value in right.items()) / sum(judged[step] for step in right)

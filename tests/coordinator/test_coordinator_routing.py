@@ -69,18 +69,8 @@ def test_waits_for_first_tokens_are_told_apart_by_whether_the_request_moved():
         made.answered(route, seconds)
     metrics = made.take_counts().metrics()
     assert route.moves == 3
-    assert metrics["routing/move_wait_seconds"] == pytest.approx((14 + 6 + 19) / 3), "first waits do not count"
-    assert metrics["routing/move_seconds"] == pytest.approx(((14 - 12) + (6 - 1) + (19 - 12)) / 3)
-
-
-def test_a_move_to_an_instance_where_nobody_stayed_has_a_wait_and_no_cost():
-    made, route = make(), routing.Route()
-    for instance in ("narrow", "wide"):
-        made.served(route, instance, 10)
-        made.answered(route, 3.0)
-    metrics = made.take_counts().metrics()
-    assert metrics["routing/move_wait_seconds"] == 3.0
-    assert "routing/move_seconds" not in metrics
+    assert metrics["routing/move_seconds"] == pytest.approx((14 + 6 + 19) / 3)
+    assert metrics["routing/stay_seconds"] == pytest.approx((1 + 12) / 2), "the very first wait is neither"
 
 
 def test_a_run_reports_its_routing(tmp_path):
@@ -93,7 +83,7 @@ def test_a_run_reports_its_routing(tmp_path):
     assert moves == pytest.approx([step["routing/moves"] for step in steps]), (
         "synchronous: none is left to a later step"
     )
-    assert all(step["routing/move_wait_seconds"] > 0 for step in steps if step["routing/moves"])
+    assert all(step["routing/move_seconds"] > 0 for step in steps if step["routing/moves"])
     assert sum(step["routing/judged"] for step in steps) == 4 * 3 * 2, "every attempt called a tool once"
     assert all(step["routing/one_shot_accuracy"] == 1.0 for step in steps), "there is one bucket"
 

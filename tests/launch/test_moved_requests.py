@@ -39,4 +39,4 @@ def test_log_probabilities_of_moved_trajectories_are_the_trainers(tmp_path):
     assert sum(step["routing/judged"] for step in steps) > 0
     moved = [step["mismatch/moved_log_prob_max"] for step in steps if step["agent/moves"] > 0]
     assert max(moved) < 1e-3
-    assert all(step["routing/move_wait_seconds"] > 0 for step in steps if step["routing/moves"])
+    assert all(step["routing/move_seconds"] > 0 for step in steps if step["routing/moves"])

@@ -82,7 +82,7 @@ def workdir(tmp_path):
             "routing/moved_tokens": 160.0 * (step % 2),
             "routing/judged": 6.0,
             "routing/one_shot_accuracy": 0.5,
-            **({"routing/move_seconds": 0.025 + 0.001 * step} if step % 2 else {}),
+            **({"routing/move_seconds": 0.025 + 0.001 * step, "routing/stay_seconds": 0.02} if step % 2 else {}),
             "step/seconds": 2.5,
             "rollout/seconds": 2.0,
             "rollout/wait_seconds": 1.0,
@@ -108,8 +108,8 @@ def test_a_report_tells_the_run_and_needs_nothing_else(workdir):
         "It generated 2,520 tokens in 72 trajectories , with 72 tool calls (100% successful).",
         "The median step generated 9,007 tokens a second .",
         "No group was older than 1 version when it was trained on.",
-        "Requests moved to another instance 12 times , with 80 tokens of context; a move delayed first "
-        "tokens by 32 ms (median of the steps' means). The first decision after a tool return named the right bucket "
+        "Requests moved to another instance 12 times , with 80 tokens of context; first tokens came after 32 ms, those "
+        "of requests that stayed after 20 ms. The first decision after a tool return named the right bucket "
         "for 50%.",
     ):
         assert re.sub(r"\s", "", sentence) in re.sub(r"\s", "", text)
