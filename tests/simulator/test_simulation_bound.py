@@ -52,6 +52,7 @@ def test_the_bound_is_tight_where_one_attempt_has_the_machines_to_itself(eta):
     config = doubles.run_config(
         steps=6,
         rollout={"tensor_parallel": (2,), "slots": 1},
+        scheduler={"max_remaining_tokens": ()},
         coordinator={"groups_per_step": 1, "group_size": 1, "staleness": eta},
     )
     least = bound.lower_bound(config, doubles.SIMULATION, OneAttempt(attempt))
