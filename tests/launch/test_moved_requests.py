@@ -1,0 +1,42 @@
+"""A real run (vLLM and JAX) over a narrow and a wide instance: what moves keeps its tokens and log-probabilities."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SETTINGS = (
+    "--config.steps=3",
+    "--config.coordinator.groups_per_step=8",
+    "--config.coordinator.group_size=4",
+    "--config.rollout.slots_by_instance=(32,8)",
+    "--config.warm_start.steps=60",  # the policy must know what a tool call is
+    "--config.warm_start.batch_size=32",
+    "--config.trainer.rows_per_micro_batch=4",
+    "--config.telemetry.report=False",
+)
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.multiprocess]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a wide instance needs two cores")
+def test_log_probabilities_of_moved_trajectories_are_the_trainers(tmp_path):
+    command = [sys.executable, "launch/train.py", "--config=configs/cmlfq_cpu.py:cmlfq_paper", *SETTINGS]
+    run = subprocess.run(
+        [*command, f"--workdir={tmp_path / 'run'}"], cwd=ROOT, capture_output=True, text=True, timeout=580
+    )
+    assert run.returncode == 0, run.stderr
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [step for step in map(json.loads, lines) if "loss" in step]
+    assert len(steps) == 3
+    assert sum(step["routing/moves"] for step in steps) > 0
+    assert sum(step["agent/moves"] for step in steps) > 0, "trained trajectories have moved"
+    assert sum(step["routing/judged"] for step in steps) > 0
+    moved = [step["mismatch/moved_log_prob_max"] for step in steps if step["agent/moves"] > 0]
+    assert max(moved) < 1e-3
+    assert all(step["routing/move_seconds"] > 0 for step in steps if step["routing/moves"])
