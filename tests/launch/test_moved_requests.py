@@ -12,10 +12,9 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 SETTINGS = (
     "--config.steps=3",
     "--config.coordinator.groups_per_step=8",
-    "--config.coordinator.group_size=4",
-    "--config.rollout.slots_by_instance=(32,8)",
-    "--config.warm_start.steps=60",  # the policy must know what a tool call is
-    "--config.warm_start.batch_size=32",
+    "--config.rollout.slots_by_instance=(64,8)",
+    # Until the policy calls tools well, nothing it does tells how much is left, and nothing moves.
+    "--config.warm_start.steps=100",
     "--config.trainer.rows_per_micro_batch=4",
     "--config.telemetry.report=False",
 )
