@@ -146,6 +146,8 @@ def _ordinals(devices: tuple[int, ...]) -> str:
 def open_workdir(config: libra_config.RunConfig, workdir: str | None) -> Path:
     """Makes the workdir and writes `config.json`; refuses one that belongs to another config.
 
+    How many steps a run takes may change from one start to the next, but not to fewer than it has taken.
+
     Raises:
       ConfigError: the workdir's config differs; the fields are named.
     """
@@ -159,24 +161,38 @@ def open_workdir(config: libra_config.RunConfig, workdir: str | None) -> Path:
 
 
 def _open(path: Path, config: libra_config.RunConfig) -> Path:
-    if path.exists():
+    existed = path.exists()
+    if existed:  # locked before it is read; a refused config leaves no new folder behind
         _lock(path)
     resolved = json.loads(json.dumps(libra_config.to_dict(config), default=list))
     stored_file = path / "config.json"
     if stored_file.exists():
-        differing = _differences(json.loads(stored_file.read_text()), resolved)
-        if differing:
-            raise protocols.ConfigError(
-                f"--workdir={path} belongs to another config: {'; '.join(differing)}. "
-                "Use another workdir, or the old settings"
-            )
-        return path
-    path.mkdir(parents=True, exist_ok=True)
-    _lock(path)
+        stored = json.loads(stored_file.read_text())
+        _check_same_run(path, stored, resolved)
+        if stored == resolved:
+            return path
+    if not existed:
+        path.mkdir(parents=True, exist_ok=True)
+        _lock(path)
     partial = stored_file.with_suffix(".partial")
     partial.write_text(json.dumps(resolved, indent=2))
     partial.rename(stored_file)
     return path
+
+
+def _check_same_run(path: Path, stored: dict[str, Any], resolved: dict[str, Any]) -> None:
+    steps, taken = resolved["steps"], checkpoints.newest_step(path)
+    differing = _differences({**stored, "steps": steps}, resolved)
+    if differing:
+        raise protocols.ConfigError(
+            f"--workdir={path} belongs to another config: {'; '.join(differing)}. "
+            "Use another workdir, or the old settings"
+        )
+    if steps < taken:
+        raise protocols.ConfigError(
+            f"config.steps: {steps} is fewer than the {taken} steps that the run in {path} has taken; give more to "
+            "go on, or use another --workdir"
+        )
 
 
 def _lock(workdir: Path) -> None:

@@ -428,7 +428,7 @@ class RunConfig:
 
     name: str = "run"  # names the default workdir
     seed: int = 0
-    steps: int = 100  # training steps
+    steps: int = 100  # training steps; a workdir whose run has ended goes on when more are asked for
     model: ModelConfig = field(default_factory=ModelConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -509,7 +509,14 @@ def _coerce(value: Any, kind: Any, name: str) -> Any:
     return dict(value)
 
 
+def identity(config: RunConfig) -> dict[str, Any]:
+    """What makes two configs the same run, as nested plain dicts: all but how many steps it takes."""
+    values = to_dict(config)
+    del values["steps"]
+    return values
+
+
 def digest(config: RunConfig) -> str:
-    """Eight hex digits that change when any field does; names the default workdir."""
-    text = json.dumps(to_dict(config), sort_keys=True, default=list)
+    """Eight hex digits that change when any field of the run's identity does; names the default workdir."""
+    text = json.dumps(identity(config), sort_keys=True, default=list)
     return hashlib.sha256(text.encode()).hexdigest()[:8]

@@ -31,6 +31,12 @@ def newest_step(workdir: Path) -> int:
     return max(_complete(workdir / FOLDER), default=-1)
 
 
+def is_exported(workdir: Path, step: int, model: Path) -> bool:
+    """Whether `model`, written after the last checkpoint, is of `step`: one from before the run went on is older."""
+    manifest, exported = _directory(workdir / FOLDER, step) / MANIFEST, model / "config.json"
+    return exported.exists() and exported.stat().st_mtime_ns >= manifest.stat().st_mtime_ns
+
+
 class Checkpoints:
     """The checkpoints of one run.
 

@@ -134,9 +134,14 @@ class Coordinator:
         self._loop = asyncio.get_running_loop()
         self._ending = failure.Ending()
         newest = checkpoints.newest_step(self._workdir)
-        if newest >= self._config.steps and (self._export is None or self._export.exists()):
+        if newest >= self._config.steps and (
+            self._export is None or checkpoints.is_exported(self._workdir, newest, self._export)
+        ):
             self._step = newest
-            self._summarise(f"This run has taken its {newest} steps already: nothing is left to do.")
+            self._summarise(
+                f"This run has taken its {newest} steps already: nothing is left to do. More config.steps go on from "
+                "there."
+            )
             return self._summary
         with signals.caught(self.request_stop):
             try:

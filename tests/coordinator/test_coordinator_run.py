@@ -295,7 +295,38 @@ def test_an_evaluation_that_a_stop_cut_short_is_made_when_the_run_goes_on(tmp_pa
 
 def test_a_finished_run_says_so_and_starts_nothing(tmp_path):
     config = doubles.make_config(checkpoint={"every": 2})
-    doubles.Bench(config, tmp_path).run()
-    again = doubles.Bench(config, tmp_path)
-    assert again.run().sentence == "This run has taken its 4 steps already: nothing is left to do."
+    doubles.Bench(config, tmp_path, export=tmp_path / "model").run()
+    again = doubles.Bench(config, tmp_path, export=tmp_path / "model")
+    assert again.run().sentence.startswith("This run has taken its 4 steps already: nothing is left to do.")
     assert again.cluster.spawned == []
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_finished_run_goes_on_when_more_steps_are_asked_for(tmp_path, staleness):
+    for steps in (3, 5):
+        config = doubles.make_config(
+            steps=steps, coordinator={"staleness": staleness}, checkpoint={"every": 4}, evaluation={"every": 2}
+        )
+        bench = doubles.Bench(config, tmp_path)
+        assert bench.run().steps == steps
+    assert [step for step, _ in bench.recorder.steps] == [4, 5]
+    assert sorted(bench.trained["prompts"]) == prompts(15)
+    assert max(bench.trained["staleness"]) <= staleness
+
+
+def test_a_run_that_died_before_it_exported_its_further_steps_exports_them(tmp_path):
+    class Fails(doubles.RecordingTrainer):
+        async def export(self, path: str) -> None:
+            raise protocols.DataError("the disk is full")
+
+    model = tmp_path / "model"
+    doubles.Bench(doubles.make_config(checkpoint={"every": 1}), tmp_path, export=model).run()
+    first = (model / "config.json").stat().st_mtime_ns
+    config = doubles.make_config(steps=5, checkpoint={"every": 1})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(doubles, "make_trainer", lambda log: Fails(0.05, 3, log))
+        with pytest.raises(protocols.DataError, match="the disk is full"):
+            doubles.Bench(config, tmp_path, export=model).run()
+    again = doubles.Bench(config, tmp_path, export=model)
+    assert again.run().sentence == "Trained 5 steps on 15 groups."
+    assert (model / "config.json").stat().st_mtime_ns > first

@@ -1,0 +1,52 @@
+"""What a workdir lets go on in it: the same run, with as many steps or more."""
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import pytest
+
+import wiring
+from libra_jax import config, protocols
+
+
+def with_checkpoint(workdir: pathlib.Path, step: int) -> None:
+    folder = workdir / "checkpoints" / f"step-{step:08d}"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}")
+
+
+def settings(**changes: Any) -> config.RunConfig:
+    return dataclasses.replace(config.RunConfig(), **changes)
+
+
+@pytest.fixture(autouse=True)
+def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lock is held until its process ends, and here one process stands for several."""
+    monkeypatch.setattr(wiring, "_lock", lambda workdir: None)
+
+
+@pytest.mark.parametrize("steps", [5, 7, 100])
+def test_a_run_may_be_given_other_steps_than_it_began_with(tmp_path, steps):
+    wiring.open_workdir(settings(steps=50), str(tmp_path))
+    with_checkpoint(tmp_path, 5)
+    wiring.open_workdir(settings(steps=steps), str(tmp_path))
+    assert json.loads((tmp_path / "config.json").read_text())["steps"] == steps
+
+
+def test_fewer_steps_than_a_run_has_taken_are_refused(tmp_path):
+    wiring.open_workdir(settings(steps=5), str(tmp_path))
+    with_checkpoint(tmp_path, 5)
+    with pytest.raises(protocols.ConfigError, match=r"config\.steps: 3 is fewer than the 5 steps.*another --workdir"):
+        wiring.open_workdir(settings(steps=3), str(tmp_path))
+    assert json.loads((tmp_path / "config.json").read_text())["steps"] == 5
+
+
+def test_any_other_field_makes_it_another_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first = wiring.open_workdir(settings(steps=5), None)
+    assert wiring.open_workdir(settings(steps=9), None) == first
+    assert wiring.open_workdir(settings(steps=9, seed=1), None) != first
+    with pytest.raises(protocols.ConfigError, match=r"another config: config\.seed is 0 there and 1 here\."):
+        wiring.open_workdir(settings(steps=9, seed=1), str(first))
