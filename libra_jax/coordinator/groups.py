@@ -49,6 +49,7 @@ class Groups:
         self.replaced: collections.Counter[str] = collections.Counter()
         self.replaced_tokens = 0
         self.trained = 0
+        self.scored = 0  # groups with an attempt that the environment ended, rather than a limit
 
     @property
     def outstanding(self) -> int:
@@ -83,6 +84,7 @@ class Groups:
         """What a checkpoint keeps: groups that wait, groups in flight with their tokens so far, and the counts."""
         return {
             "trained": self.trained,
+            "scored": self.scored,
             "replaced": dict(self.replaced),
             "replaced_tokens": self.replaced_tokens,
             "first_replacement": self._first_replacement,
@@ -92,7 +94,7 @@ class Groups:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Takes up what `state` returned; groups that were in flight go on from their tokens."""
-        self.trained = state["trained"]
+        self.trained, self.scored = state["trained"], state.get("scored", state["trained"])
         self.replaced.update(state["replaced"])
         self.replaced_tokens = state["replaced_tokens"]
         self._first_replacement = state["first_replacement"]
@@ -130,6 +132,7 @@ class Groups:
         finally:
             await _cancel(tasks)
         self._leave(group)
+        self.scored += any(trajectory.finish == "answered" for trajectory in group.trajectories)
         if crash is not None:
             self._count(group, ENVIRONMENT, str(crash))
         elif self._config.coordinator.filter_zero_variance and _same_rewards(group):
@@ -150,17 +153,27 @@ class Groups:
         if reason == ENVIRONMENT:  # the other reasons are the config's wish and may come by the thousand
             self._recorder.note(f"Prompt {group.task.prompt_id} was replaced ({reason}): {why}")
         self._first_replacement = self._first_replacement or why
-        limits = self._config.coordinator
-        if self.replaced.total() > limits.max_replacements * (self.trained + limits.groups_per_step):
-            reasons = ", ".join(f"{name} {count}" for name, count in sorted(self.replaced.items()))
-            task = self._config.task
-            raise protocols.LibraError(
-                f"{self.replaced.total()} groups were replaced ({reasons}) and {self.trained} trained, more than "
-                f"config.coordinator.max_replacements = {limits.max_replacements:g} allows; environment "
-                f"{task.environment}{f', reward {task.reward}' if task.reward else ''}; the first: "
-                f"{self._first_replacement}"
-            )
+        self._check_replacements()
         self._settled()
+
+    def _check_replacements(self) -> None:
+        """Ends the run when too many groups were replaced.
+
+        Groups cut off at their limits train without being scored by the environment, so that one which always crashes
+        would stay below the share of the groups trained: crashes are held against the groups it scored, too.
+        """
+        limits, task, crashed = self._config.coordinator, self._config.task, self.replaced[ENVIRONMENT]
+        crashes = crashed > limits.max_replacements * (self.scored + limits.groups_per_step)
+        if not crashes and self.replaced.total() <= limits.max_replacements * (self.trained + limits.groups_per_step):
+            return
+        reasons = ", ".join(f"{name} {count}" for name, count in sorted(self.replaced.items()))
+        unscored = f" (the environment scored attempts of {self.scored} groups)" if crashes else ""
+        raise protocols.LibraError(
+            f"{self.replaced.total()} groups were replaced ({reasons}) and {self.trained} trained{unscored}, more than "
+            f"config.coordinator.max_replacements = {limits.max_replacements:g} allows; environment "
+            f"{task.environment}{f', reward {task.reward}' if task.reward else ''}; the first: "
+            f"{self._first_replacement}"
+        )
 
 
 def _same_rewards(group: protocols.Group) -> bool:

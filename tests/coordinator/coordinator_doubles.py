@@ -205,6 +205,11 @@ def chatter(token_ids: Sequence[int], sampling: protocols.SamplingParams) -> int
     return sampling.stop_token_ids[0] if stops else 3 + digest // 4 % 97
 
 
+def rambling(token_ids: Sequence[int], sampling: protocols.SamplingParams) -> int:
+    """A script that stops at once for tasks whose last digit is 3 and after a tool return, and never for the others."""
+    return sampling.stop_token_ids[0] if token_ids[-2:] in ([13, 1], [51, 1]) else 7
+
+
 def make_config(**changes: Any) -> configuration.RunConfig:
     """A tiny run; nested groups are given as dicts."""
     values: dict[str, Any] = {

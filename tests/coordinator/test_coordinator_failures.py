@@ -304,6 +304,25 @@ def test_an_environment_factory_that_always_raises_ends_the_run_with_one_sentenc
         bench.run()
 
 
+class NeverScoring(doubles.TwoTurns):
+    """Breaks wherever it would score an attempt."""
+
+    async def step(self, output: str) -> protocols.StepResult:
+        result = await super().step(output)
+        if result.done:
+            raise RuntimeError("no display here")
+        return result
+
+
+def test_an_environment_that_always_raises_ends_a_run_whose_attempts_are_mostly_cut_off(tmp_path):
+    """Nine groups of ten run into max_tokens and would train, each reward 0, and the tenth is replaced."""
+    config = doubles.make_config(steps=40)
+    specs = doubles.engine_specs(config, 1, script="coordinator_doubles:rambling")
+    bench = doubles.Bench(config, tmp_path, specs=specs, make_environment=NeverScoring)
+    with pytest.raises(protocols.LibraError, match=r"\(environment 4\).*scored attempts of 0 groups.*no display here"):
+        bench.run()
+
+
 def test_a_tool_that_hangs_is_a_timeout_that_the_policy_sees(tmp_path):
     class Hanging(doubles.TwoTurns):
         tool_seconds = staticmethod(lambda index: 1e6 if index == 5 else 0.01)
