@@ -13,19 +13,20 @@ from absl import flags
 from ml_collections import config_flags
 
 import cli
+import dry_run
 import wiring
 from libra_jax import config as libra_config
 
 _CONFIG = config_flags.DEFINE_config_file("config", "configs/quickstart.py", "The run's config file.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run writes; default runs/<config>-<hash of config>.")
-_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print the resolved config, the device mesh and the partition; stop.")
+_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print the resolved config, tasks, mesh and partition; stop.")
 
 
 def main() -> None:
     config = libra_config.parse(libra_config.RunConfig, _CONFIG.value.to_dict())
     if _DRY_RUN.value:
         wiring.validate(config, need_weights=False)
-        print(wiring.describe(config))
+        print(dry_run.describe(config))
         return
     wiring.validate(config, need_weights=True)
     workdir = wiring.open_workdir(config, _WORKDIR.value)

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.agents import factories, tokenizers
@@ -84,6 +82,7 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
             f"config.model: vLLM's CPU attention has no kernel for the model's head_dim {shape.head_dim}; it has "
             f"{', '.join(map(str, CPU_HEAD_SIZES))}"
         )
+    _check_attention(config, shape)
     if config.rollout.max_context > shape.max_position_embeddings:
         raise protocols.ConfigError(
             f"config.rollout.max_context: {config.rollout.max_context} exceeds the model's "
@@ -105,42 +104,15 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
             )
 
 
-def describe(config: libra_config.RunConfig) -> str:
-    """The resolved config, the device mesh and the partition, for `--dry_run`."""
-    shape = policy_shape(config, need_weights=False)
-    parts = partition(config)
-    parameters = model_config.parameter_count(shape)
-    trainer = config.trainer
-    state_bytes = {"float32": 4, "bfloat16": 2}[config.model.param_dtype] * parameters * 3  # parameters and two moments
-    per_device = state_bytes / (trainer.fsdp * trainer.tensor) / 2**30
-    wire = {"float32": 4, "bfloat16": 2, "float16": 2}[config.rollout.dtype]
-    lines = [
-        yaml.safe_dump(json.loads(json.dumps(libra_config.to_dict(config), default=list)), sort_keys=False),
-        f"policy      {shape.architecture}, {parameters / 1e6:,.1f} M parameters"
-        + (
-            ""
-            if not config.model.path or Path(config.model.path).exists()
-            else f" (weights not at {config.model.path})"
-        ),
-        f"mesh        data={trainer.data} fsdp={trainer.fsdp} tensor={trainer.tensor} context={trainer.context}",
-        f"partition   {parts.total} devices",
-        f"  trainer   {_ordinals(parts.trainer)}: {per_device:.2f} GiB of parameters and optimizer a device",
-    ]
-    lines += [
-        f"  rollout-{index} {_ordinals(devices)}: tensor parallel {len(devices)}, {slots} slots, "
-        f"{parameters * wire / len(devices) / 2**30:.2f} GiB of weights a device"
-        for index, (devices, slots) in enumerate(zip(parts.instances, config.rollout.instance_slots, strict=True))
-    ]
-    batch = config.coordinator.groups_per_step * config.coordinator.group_size
-    lines.append(
-        f"step        {config.coordinator.groups_per_step} prompts x {config.coordinator.group_size} attempts = "
-        f"{batch} trajectories, staleness at most {config.coordinator.staleness}"
-    )
-    return "\n".join(lines)
-
-
-def _ordinals(devices: tuple[int, ...]) -> str:
-    return f"device {devices[0]}" if len(devices) == 1 else f"devices {devices[0]}-{devices[-1]}"
+def _check_attention(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> None:
+    """What the trainer would find out when it compiles for a row length, where the config says its platform."""
+    platform = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}.get(config.trainer.platform)
+    if platform is None:
+        return
+    for tokens in (config.trainer.row_tokens, *config.trainer.row_buckets):
+        model_config.choose_attention(
+            config.model.attention, platform, tokens, shape.head_dim, config.model.compute_dtype
+        )
 
 
 def open_workdir(config: libra_config.RunConfig, workdir: str | None) -> Path:

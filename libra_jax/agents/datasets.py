@@ -32,6 +32,10 @@ class FileTasks:
         self._evaluation = [row for row in rows if _key(row[1]) in held_out]
         self._order = functools.lru_cache(maxsize=2)(self._permutation)
 
+    def __len__(self) -> int:
+        """Training tasks of an epoch."""
+        return len(self._train)
+
     def task(self, index: int) -> protocols.Task:
         """The index-th training task, over as many epochs as it takes."""
         epoch, place = divmod(index, len(self._train))

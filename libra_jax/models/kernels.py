@@ -12,9 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention
 
-from libra_jax.protocols import ConfigError
-
-_LANES = 128  # Splash works on head widths and block lengths that are multiples of this
+from libra_jax.models import config as model_config
 
 
 class LocalAttention(Protocol):
@@ -26,10 +24,10 @@ class LocalAttention(Protocol):
 
 
 def choose(kernel: str, query_shape: tuple[int, ...], dtype: Any) -> str:
-    """The kernel to run: "chunked", "splash" or "cudnn".
+    """The kernel to run here: "chunked", "splash" or "cudnn" (`models.config.choose_attention`).
 
     Args:
-      kernel: what the config asks for; "auto" takes the platform's own kernel where it can compute the case.
+      kernel: what the config asks for.
       query_shape: [B, T, H, K].
       dtype: of the queries.
 
@@ -37,23 +35,7 @@ def choose(kernel: str, query_shape: tuple[int, ...], dtype: Any) -> str:
       ConfigError: the kernel asked for cannot run on this platform, or not with these shapes and dtype.
     """
     _, tokens, _, head_dim = query_shape
-    platform = jax.default_backend()
-    problems = {
-        "splash": (
-            "needs a TPU" if platform != "tpu" else f"needs rows of a multiple of {_LANES} tokens, not {tokens}",
-            platform == "tpu" and tokens % _LANES == 0,
-        ),
-        "cudnn": (
-            "needs a GPU" if platform != "gpu" else f"needs bfloat16 and heads of at most 128, not {dtype}, {head_dim}",
-            platform == "gpu" and dtype == jnp.bfloat16 and head_dim <= 128 and head_dim % 8 == 0,
-        ),
-    }
-    if kernel == "auto":
-        return next((name for name, (_, fits) in problems.items() if fits), "chunked")
-    if kernel in problems and not problems[kernel][1]:
-        reason = problems[kernel][0]
-        raise ConfigError(f"config.model.attention: {kernel} {reason} (this is {platform}); use auto or chunked.")
-    return kernel
+    return model_config.choose_attention(kernel, jax.default_backend(), tokens, head_dim, jnp.dtype(dtype).name)
 
 
 def splash(
@@ -71,7 +53,7 @@ def splash(
     kernel = _splash_kernel(tokens, heads, interpret)
 
     def by_head(x_BxTxHxK: jax.Array) -> jax.Array:
-        widened = jnp.pad(x_BxTxHxK, ((0, 0), (0, 0), (0, 0), (0, -head_dim % _LANES)))
+        widened = jnp.pad(x_BxTxHxK, ((0, 0), (0, 0), (0, 0), (0, -head_dim % model_config.SPLASH_LANES)))
         return widened.transpose(0, 2, 1, 3)
 
     segment_ids = splash_attention.SegmentIds(q=segments_BxT, kv=segments_BxT)

@@ -46,6 +46,7 @@ def test_dry_run_prints_the_config_the_mesh_and_the_partition():
     result = train(QUICKSTART, "--dry_run", "--config.rollout.tensor_parallel=(1,2)", "--config.trainer.fsdp=2")
     assert result.returncode == 0, result.stderr
     assert "learning_rate: " in result.stdout
+    assert "tasks       libra_jax.agents.calculator:task_source, generated; the first: " in result.stdout
     assert "mesh        data=1 fsdp=2 tensor=1 context=1" in result.stdout
     assert "trainer   devices 0-1" in result.stdout
     assert "rollout-0 device 2: tensor parallel 1" in result.stdout
@@ -56,8 +57,20 @@ def test_dry_run_validates_the_real_size_config_without_its_weights():
     result = train(REAL_SIZE, "--dry_run")
     assert result.returncode == 0, result.stderr
     assert "qwen3, 1,720.6 M parameters (weights not at models/Qwen3-1.7B)" in result.stdout
+    assert "tasks       libra_jax.agents.datasets:task_source (no tasks at data/questions.jsonl)" in result.stdout
     assert "mesh        data=1 fsdp=4 tensor=1 context=1" in result.stdout
     assert "partition   8 devices" in result.stdout
+
+
+def test_dry_run_counts_the_tasks_and_shows_the_first_prompt(tmp_path):
+    tasks = tmp_path / "tasks.jsonl"
+    question = "How long is a piece of string " + "that is cut in half and " * 5
+    tasks.write_text("".join(json.dumps({"prompt": f"{question}{n}?", "answer": "2"}) + "\n" for n in range(40)))
+    result = train("--config=configs/questions.py", f"--config.task.path={tasks}", "--dry_run")
+    assert result.returncode == 0, result.stderr
+    shown = next(line for line in result.stdout.splitlines() if line.startswith("tasks "))
+    assert f"{tasks}, 38 to train on; the first: How long is a piece of string" in shown
+    assert shown.endswith(" ...")
 
 
 @pytest.mark.parametrize(
@@ -76,6 +89,7 @@ def test_dry_run_validates_the_real_size_config_without_its_weights():
         ("--config.task.environment=libra_jax.agents.calculator:enviroment", ("task.environment", "environment")),
         ("--config.task.source=no_such_package.tasks:source", ("task.source", "no_such_package")),
         ("--config.rollout.max_context=100000", ("max_context",)),
+        ("--config.model.attention=cudnn", ("model.attention: cudnn needs a GPU (this is cpu); use auto or chunked",)),
         ("--steps=3", ("steps",)),
     ],
 )
