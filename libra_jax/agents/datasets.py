@@ -141,9 +141,11 @@ def _jsonl_rows(file: pathlib.Path) -> Iterator[tuple[int, str, dict[str, Any]]]
                 continue
             where = f"{file}, line {number}"
             try:
-                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip())
             except UnicodeDecodeError as error:
                 raise protocols.DataError(f"{where}: not UTF-8 text ({error.reason})") from error
+            except json.JSONDecodeError as error:  # its own text counts lines, too, from this one
+                raise protocols.DataError(f"{where}: not a JSON object ({error.msg}, column {error.colno})") from error
             except (ValueError, RecursionError) as error:
                 raise protocols.DataError(f"{where}: not a JSON object ({error})") from error
             if not isinstance(row, dict):

@@ -16,8 +16,8 @@ from libra_jax import config, protocols
 from libra_jax.agents import loop
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1)
+def _nearest(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=likeness)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
@@ -42,7 +42,8 @@ def resolve(name: str, field: str) -> Callable[..., Any]:
             raise protocols.ConfigError(
                 f"config.{field}: {module_name} needs the module {error.name}, which is not installed"
             ) from error
-        hint = _nearest(module_name, _siblings(module_name))
+        # Among everything that is installed, something is like any short name.
+        hint = _nearest(module_name, _siblings(module_name), likeness=0.6 if "." in module_name else 0.8)
         raise protocols.ConfigError(f"config.{field}: there is no module {module_name!r}{hint}") from error
     except Exception as error:  # the user's own code runs here
         raise protocols.ConfigError(

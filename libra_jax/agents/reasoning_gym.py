@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,9 +34,12 @@ def _dataset(name: str, arguments: str, seed: int) -> Any:
         ) from error
 
 
+@functools.cache
 def _package() -> Any:
     try:
-        import reasoning_gym  # here: it is optional, and takes a second to import
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # a package that it needs compares with literals by "is"
+            import reasoning_gym  # here: it is optional, and takes a second to import
     except ModuleNotFoundError as error:
         raise protocols.ConfigError(
             "config.task.source: these tasks need the package reasoning-gym; install it with pip"

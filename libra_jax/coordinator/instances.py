@@ -177,4 +177,6 @@ class Instances:
             return
         if engine.life == life and "running" in health:
             running = f"{health['running']:.0f} requests running"
-            self._recorder.status(engine.name, f"serving version {engine.policy_version}, {running}")
+            loaded = engine.policy_version != protocols.NO_VERSION
+            held = f"serving version {engine.policy_version}" if loaded else "no weights yet"
+            self._recorder.status(engine.name, f"{held}, {running}")

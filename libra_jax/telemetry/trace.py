@@ -49,22 +49,24 @@ def read(path: Path) -> list[dict[str, Any]]:
     """
     records = []
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    records.append(_parse(line, f"{path}, line {number}"))
+                    records.append(_parse(line.rstrip(), f"{path}, line {number}"))
     except OSError as error:
         raise DataError(f"{path}: the trace cannot be read ({error.strerror or error})") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: the trace is not UTF-8 text ({error.reason} at byte {error.start})") from error
     if not records:
         raise DataError(f"{path}: the trace holds no trajectory; give a file with one JSON object a line")
     return records
 
 
-def _parse(line: str, where: str) -> dict[str, Any]:
+def _parse(line: bytes, where: str) -> dict[str, Any]:
     try:
-        record = json.loads(line)
+        record = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: this is not UTF-8 text ({error.reason} at byte {error.start})") from None
+    except json.JSONDecodeError as error:  # its own text counts lines, too, from this one
+        raise DataError(f"{where}: this is not JSON ({error.msg}, column {error.colno})") from None
     except ValueError as error:
         raise DataError(f"{where}: this is not JSON ({error})") from None
     _check(isinstance(record, dict), where, "a record must be a JSON object")

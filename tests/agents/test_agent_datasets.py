@@ -87,7 +87,8 @@ GOOD = '{"prompt": "q", "answer": 1}\n'
     [
         ("", "holds no tasks"),
         ("\n\n", "holds no tasks"),
-        (GOOD + '{"prompt": "q", "answ', "line 2: not a JSON object"),
+        (GOOD + '{"prompt": "q", "answ', "line 2: not a JSON object (Unterminated string starting at, column 17)"),
+        (GOOD + '{"prompt": \n' + GOOD, "line 2: not a JSON object (Expecting value, column 11)"),
         (GOOD + "\n[1, 2]\n", "line 3: a JSON object is expected, not list"),
         (GOOD + '{"promt": "q", "answer": 1}', "line 2: no column 'prompt'; did you mean 'promt'"),
         ('{"text": "q", "solution": 1}', "line 1: no column 'prompt'; it has 'text', 'solution'"),
@@ -206,6 +207,19 @@ def test_reasoning_gym_names_and_arguments_are_checked():
         gym.task_source(name="chain_sum", max_term=3)
 
 
+def test_what_reasoning_gym_says_as_it_is_compiled_is_not_shown(tmp_path, monkeypatch, recwarn):
+    (tmp_path / "reasoning_gym.py").write_text('KIND = "is"\nif KIND is "literal":\n    pass\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "reasoning_gym", raising=False)
+    gym._package.cache_clear()
+    try:
+        assert gym._package().KIND == "is"
+    finally:
+        gym._package.cache_clear()
+        sys.modules.pop("reasoning_gym")
+    assert not [warning for warning in recwarn if issubclass(warning.category, SyntaxWarning)]
+
+
 # Factories ------------------------------------------------------------------------------------------------------------
 
 
@@ -232,6 +246,16 @@ def test_the_default_config_resolves_to_the_calculator():
 def test_a_factory_that_cannot_be_found_is_named_with_its_field(name, problem):
     with pytest.raises(protocols.ConfigError, match=rf"config\.task\.source: .*{problem}"):
         factories.task_source(config.TaskConfig(source=name), seed=0)
+
+
+@pytest.mark.parametrize(("name", "hint"), [("tasckets", "; did you mean 'taskets'?"), ("zzdeps", "")])
+def test_a_module_at_the_top_is_offered_only_what_is_much_like_it(tmp_path, monkeypatch, name, hint):
+    for module in ("taskets", "zzdepyfine"):
+        (tmp_path / f"{module}.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(protocols.ConfigError) as caught:
+        factories.task_source(config.TaskConfig(source=f"{name}:make"), seed=0)
+    assert str(caught.value) == f"config.task.source: there is no module {name!r}{hint}"
 
 
 def test_an_argument_that_a_factory_does_not_take_is_offered_the_nearest():

@@ -175,6 +175,16 @@ def test_warm_start_and_evaluations_come_where_the_config_says(tmp_path):
     assert len(set(summary.accuracies.values())) == 1, "the double's answers do not depend on its weights"
 
 
+def test_an_engine_that_waits_for_its_first_weights_says_so(tmp_path):
+    config = doubles.make_config(warm_start={"steps": 3, "batch_size": 2})
+    bench = doubles.Bench(config, tmp_path, trainer={"seconds": 20.0})
+    bench.run()
+    told = [text for name, text in bench.recorder.statuses if name == "engine-0"]
+    assert "no weights yet, 0 requests running" in told
+    assert not [text for text in told if "-1" in text]
+    assert [text for text in told if text.startswith("serving version 1")]
+
+
 def test_a_warm_start_without_demonstrations_is_refused():
     config = doubles.make_config(warm_start={"steps": 3})
     with pytest.raises(protocols.ConfigError, match=r"warm_start\.steps.*calculator:environment offers no demonstr"):

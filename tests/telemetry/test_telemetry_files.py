@@ -159,7 +159,9 @@ def test_values_of_array_libraries_and_odd_ones_are_written_as_plain_json():
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("{", "not JSON"),
+        ("{", r"not JSON \(Expecting property name enclosed in double quotes, column 2\)"),
+        ('{"trajectory_id": "0/0"}', "prompt_id"),
+        (json.dumps({key: value for key, value in record().items() if key != "turns"}), '"turns" must be a list'),
         ("[]", "object"),
         (json.dumps(record(prompt_id=3)), "prompt_id"),
         (json.dumps(record(prompt_tokens=-1)), "prompt_tokens"),
@@ -174,6 +176,13 @@ def test_a_malformed_trace_is_refused_with_its_line(tmp_path, line, problem):
     path = tmp_path / "trace.jsonl"
     path.write_text(json.dumps(record()) + "\n" + line + "\n")
     with pytest.raises(DataError, match=rf"trace\.jsonl, line 2.*{problem}"):
+        trace.read(path)
+
+
+def test_bytes_that_are_no_text_are_named_with_their_line(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(json.dumps(record()).encode() + b'\n{"trajectory_id": "\xff"}\n')
+    with pytest.raises(DataError, match=r"trace\.jsonl, line 2: this is not UTF-8 text \(invalid start byte"):
         trace.read(path)
 
 
