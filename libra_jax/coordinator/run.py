@@ -17,6 +17,7 @@ from libra_jax import protocols
 from libra_jax.agents import loop as agent_loop
 from libra_jax.coordinator import (
     attempts,
+    batches,
     checkpoints,
     deadlines,
     dispatch,
@@ -30,7 +31,6 @@ from libra_jax.coordinator import (
     signals,
     warm_start,
 )
-from libra_jax.scheduling import admission
 
 
 @dataclass
@@ -110,14 +110,10 @@ class Coordinator:
         self._export = export
         self._make_trajectory = make_trajectory
         self._warm_start = warm_start.WarmStart(config, tasks=tasks, demonstrator=demonstrator, tokenizer=tokenizer)
-        limits = config.coordinator
-        self._bound = admission.Bound(limits.groups_per_step, limits.staleness, config.steps)
         self._summary = RunSummary()
         self._ready = False  # workers are up, and a checkpoint has been restored if there was one
         self._step = 0  # training steps taken, which is also the trainer's version
         self._evaluated = protocols.NO_VERSION  # the version evaluated last
-        self._next_step = 0  # the version at which the next batch to be selected will train
-        self._data_position = 0
         self._reported: collections.Counter[str] = collections.Counter()
         self._reported_tokens = 0
 
@@ -193,7 +189,6 @@ class Coordinator:
     def _build(self, trainer: Any) -> None:
         config, recorder, ending = self._config, self._recorder, self._ending
         self._trainer, self._trainer_lock = trainer, asyncio.Lock()
-        self._settled = asyncio.Event()
         self._saver = saving.Saver(
             config,
             trainer=trainer,
@@ -217,16 +212,24 @@ class Coordinator:
             make_trajectory=self._make_trajectory,
         )
         self._groups = groups.Groups(
-            config, runner=self._runner, recorder=recorder, ending=ending, settled=self._on_settled
+            config, runner=self._runner, recorder=recorder, ending=ending, settled=lambda: self._batches.settled()
+        )
+        self._batches = batches.Batches(
+            config,
+            tasks=self._tasks,
+            groups=self._groups,
+            publisher=self._publisher,
+            saver=self._saver,
+            recorder=recorder,
         )
 
     async def _restore(self, step: int) -> None:
         """Takes up a checkpoint. Groups that were in flight go on; they get tokens once weights are published."""
         state = await self._saver.restore(step)
         self._recorder.note(f"Going on from the checkpoint at step {step}.")
-        self._step = self._next_step = step
+        self._step = self._batches.next_step = step
         self._evaluated = state["evaluated"]
-        self._data_position = state["data_position"]
+        self._batches.data_position = state["data_position"]
         self._warm_start.taken = state["warm_start_steps"]
         self._scheduler.restore(state["scheduler"])
         self._groups.restore(state["groups"])
@@ -237,7 +240,7 @@ class Coordinator:
         return {
             "step": self._step,
             "evaluated": self._evaluated,
-            "data_position": self._data_position,
+            "data_position": self._batches.data_position,
             "warm_start_steps": self._warm_start.taken,
             "scheduler": dict(self._scheduler.snapshot()),
             "allocation": [{"name": item.name, "slots": item.slots} for item in self._engines.serving()],
@@ -269,7 +272,7 @@ class Coordinator:
 
     async def _train_one_step(self) -> None:
         times, waiting_since = reports.StepTimes(), self._loop.time()
-        batch = await self._ending.race(self._next_batch())
+        batch = await self._ending.race(self._batches.next())
         begin = self._loop.time()
         times.wait = begin - waiting_since
         metrics = await self._ending.race(self._train(batch), through_stop=True)
@@ -282,53 +285,6 @@ class Coordinator:
             self._record(report)
         await self._saver.at_step(self._step)
         self._ending.check()
-
-    def _admit(self) -> None:
-        """Dispatches as many new groups as the staleness bound lets in."""
-        if self._publisher.served == protocols.NO_VERSION:  # a restored group may settle before the first publication
-            return
-        for _ in range(
-            admission.admissible(
-                self._bound,
-                version=self._publisher.served,
-                next_step=self._next_step,
-                outstanding=self._groups.outstanding,
-            )
-        ):
-            task = self._tasks.task(self._data_position)
-            self._groups.dispatch(self._data_position, task, self._publisher.served)
-            self._data_position += 1
-
-    def _on_settled(self) -> None:
-        self._settled.set()
-        self._admit()
-
-    async def _next_batch(self) -> tuple[protocols.Group, ...]:
-        """Waits until a batch may be trained, replacing groups that would pass the bound where the config says so."""
-        self._admit()
-        while True:
-            self._settled.clear()
-            selection = admission.select(
-                self._bound,
-                step=self._step,
-                finished={key: group.dispatch_version for key, group in self._groups.finished.items()},
-                running={key: group.dispatch_version for key, group in self._groups.running.items()},
-            )
-            if selection.batch:
-                # In one go: a group that settled between the two would be admitted at the wrong age.
-                batch, self._next_step = self._groups.take(selection.batch), self._step + 1
-                self._admit()
-                return batch
-            if selection.binding and self._config.coordinator.stale == "replace":
-                for group_id in selection.binding:
-                    self._groups.replace(group_id, groups.STALE, "it would have passed the staleness bound")
-                continue
-            await self._saver.commit()  # the trainer has nothing to do anyway
-            if self._settled.is_set():
-                continue
-            ready, size = len(self._groups.finished), self._bound.groups_per_step
-            self._recorder.status("rollout", f"{ready} groups ready of {size}, {len(self._groups.running)} running")
-            await self._settled.wait()
 
     async def _train(self, batch: tuple[protocols.Group, ...]) -> Mapping[str, float]:
         name, begin = self._trainer_spec.name, self._loop.time()
@@ -345,7 +301,7 @@ class Coordinator:
 
     async def _publish(self) -> float:
         seconds = await self._publisher.publish(self._step)
-        self._admit()
+        self._batches.admit()
         return seconds
 
     async def _evaluate_if_due(self) -> dict[str, float]:
