@@ -1,0 +1,127 @@
+"""What the tests of the multi-turn loop share: a sampler that plays a script, and an environment with loose parts."""
+
+import asyncio
+
+from libra_jax import protocols
+from libra_jax.agents import calculator, loop, tokenizers
+
+TOKENIZER = tokenizers.CharacterTokenizer()
+STOP = TOKENIZER.stop_token_ids[0]
+LIMITS = loop.Limits(max_turns=4, max_tokens=40, max_context=200, tool_seconds=5.0, temperature=1.0)
+SHORT = loop.Limits(max_turns=4, max_tokens=40, max_context=200, tool_seconds=0.02, temperature=1.0, reset_seconds=0.05)
+
+
+class ScriptedSampler:
+    """Plays model outputs by turn, however much of a turn is already there; the log-prob of a token tells its place."""
+
+    def __init__(self, outputs: list[str], stop: bool = True) -> None:
+        self.outputs = [[*TOKENIZER.encode(text), *([STOP] if stop else [])] for text in outputs]
+        self.events: list[object] = []
+        self.requests: list[protocols.SamplingParams] = []
+
+    async def sample(self, trajectory, sampling):
+        self.requests.append(sampling)
+        start = len(trajectory.token_ids)
+        while start and trajectory.sources[start - 1] == protocols.TokenSource.MODEL:
+            start -= 1
+        turn = sum(
+            source != protocols.TokenSource.MODEL and after == protocols.TokenSource.MODEL
+            for source, after in zip(trajectory.sources[:start], trajectory.sources[1:start], strict=False)
+        )
+        have = len(trajectory.token_ids) - start
+        tokens = self.outputs[turn][have : have + sampling.max_tokens]
+        self.events.append("sample")
+        await asyncio.sleep(0)
+        places = range(len(trajectory.token_ids), len(trajectory.token_ids) + len(tokens))
+        ended = bool(tokens) and tokens[-1] == STOP
+        reason = "stop" if ended else "length"
+        delta = protocols.TokenDelta(
+            tuple(tokens), tuple(-0.01 * place for place in places), (7,) * len(tokens), reason
+        )
+        trajectory.append_sampled(delta)
+        return reason
+
+    async def tool_called(self, trajectory):
+        self.events.append("called")
+
+    async def tool_returned(self, trajectory, causal_state):
+        self.events.append(causal_state)
+
+
+def task_of(expression="12*34", answer="408"):
+    return protocols.Task("t", {"expression": expression, "answer": answer, "max_characters": 18})
+
+
+def attempt(outputs, *, task=None, environment=None, limits=LIMITS, trajectory=None, sampler=None, **arguments):
+    sampler = sampler or ScriptedSampler(outputs)
+    trajectory = trajectory if trajectory is not None else protocols.Trajectory("t/0", "t")
+    result = asyncio.run(
+        loop.run_attempt(
+            trajectory=trajectory,
+            task=task or task_of(),
+            environment=environment or calculator.environment(prompt_width=0, return_width=0),
+            tokenizer=TOKENIZER,
+            sampler=sampler,
+            limits=limits,
+            **arguments,
+        )
+    )
+    assert result is trajectory
+    return result, sampler
+
+
+def check_books(trajectory):
+    """Per-token lists agree with each other and with the turns."""
+    lengths = {
+        len(values)
+        for values in (
+            trajectory.token_ids,
+            trajectory.sources,
+            trajectory.loss_mask,
+            trajectory.log_probs,
+            trajectory.policy_versions,
+        )
+    }
+    assert len(lengths) == 1
+    sampled = [source == protocols.TokenSource.MODEL for source in trajectory.sources]
+    assert sampled == trajectory.loss_mask
+    assert [version != protocols.NO_VERSION for version in trajectory.policy_versions] == sampled
+    assert sum(turn.generated_tokens for turn in trajectory.turns) == trajectory.generated_tokens
+    shown = sum(source == protocols.TokenSource.TOOL for source in trajectory.sources)
+    assert sum(turn.payload_tokens for turn in trajectory.turns) == shown
+
+
+def tool_text(trajectory):
+    """What the policy was shown after its outputs."""
+    pairs = zip(trajectory.token_ids, trajectory.sources, strict=True)
+    return TOKENIZER.decode([token for token, source in pairs if source == protocols.TokenSource.TOOL])
+
+
+class Probe:
+    """An environment whose parts can be replaced; remembers what was called."""
+
+    def __init__(self, step=None, reset=None, close=None):
+        self._step, self._reset, self._close = step, reset, close
+        self.closed = self.resets = self.cancelled = 0
+
+    async def reset(self, task):
+        self.resets += 1
+        if self._reset:
+            return await self._reset(task)
+        return [protocols.Message("user", "q")]
+
+    async def step(self, output):
+        try:
+            return await self._step(output)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+    async def close(self):
+        self.closed += 1
+        if self._close:
+            await self._close()
+
+
+async def forever(*_):
+    await asyncio.Event().wait()

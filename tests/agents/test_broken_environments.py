@@ -1,0 +1,152 @@
+"""Environments that hang, raise or answer nonsense: a tool's time-out is data, all else a crash, never a reward."""
+
+import asyncio
+import contextlib
+import math
+import threading
+
+import loop_doubles as doubles
+import pytest
+
+from libra_jax import protocols
+from libra_jax.agents import calculator
+
+
+def test_a_tool_that_hangs_returns_timeout_to_the_policy_and_is_cancelled():
+    async def step(output):
+        if output == "slow":
+            await doubles.forever()
+        return protocols.StepResult(done=True, reward=0.5)
+
+    environment = doubles.Probe(step)
+    environment.running_tool = "search"
+    trajectory, sampler = doubles.attempt(["slow", "answer"], environment=environment, limits=doubles.SHORT)
+    assert doubles.tool_text(trajectory) == "<|tool|>timeout<|im_end|><|assistant|>"
+    assert trajectory.turns[0].status == sampler.events[2].status == "timeout"
+    assert trajectory.turns[0].tool_seconds >= doubles.SHORT.tool_seconds
+    assert (trajectory.reward, environment.cancelled, environment.closed) == (0.5, 1, 1)
+
+
+def test_a_step_that_hangs_without_running_a_tool_is_a_crash_not_a_reward_of_zero():
+    async def score(_):
+        await doubles.forever()
+
+    with pytest.raises(protocols.EnvironmentCrashed, match=r"config\.task\.tool_seconds.*running_tool"):
+        doubles.attempt(["answer"], environment=doubles.Probe(score), limits=doubles.SHORT)
+
+
+def test_a_hung_calculator_names_itself_in_the_causal_state():
+    environment = calculator.environment(delay=60.0)
+    trajectory, sampler = doubles.attempt(
+        ["<tool_call>1+1</tool_call>", "408"], environment=environment, limits=doubles.SHORT
+    )
+    assert (sampler.events[2].tool, sampler.events[2].status) == ("calculator", "timeout")
+    assert trajectory.metrics["rewarded_after_tool"] == 0.0
+
+
+def test_a_step_deaf_to_cancellation_is_a_crash(monkeypatch):
+    monkeypatch.setattr("libra_jax.agents.deadlines.REAP_SECONDS", 0.02)
+
+    async def step(output):
+        with contextlib.suppress(asyncio.CancelledError):
+            await doubles.forever()
+        await doubles.forever()  # ends when the test's event loop does
+
+    environment = doubles.Probe(step)
+    with pytest.raises(protocols.EnvironmentCrashed, match="did not end when it was cancelled"):
+        doubles.attempt(["x"], environment=environment, limits=doubles.SHORT)
+    assert environment.closed == 1
+
+
+def test_a_reset_that_hangs_is_a_crash():
+    environment = doubles.Probe(reset=doubles.forever)
+    with pytest.raises(protocols.EnvironmentCrashed, match=r"Probe, task t: reset took more than 0\.05 s"):
+        doubles.attempt(["x"], environment=environment, limits=doubles.SHORT)
+    assert environment.closed == 1
+
+
+@pytest.mark.parametrize("reward", [None, math.nan, math.inf, -math.inf, "1", [1.0]])
+def test_a_reward_that_is_no_finite_number_is_a_crash_that_names_environment_and_task(reward):
+    async def step(output):
+        return protocols.StepResult(done=True, reward=reward)
+
+    trajectory = protocols.Trajectory("t/0", "t")
+    environment = doubles.Probe(step)
+    with pytest.raises(protocols.EnvironmentCrashed, match=r"Probe, task t: step gave the reward .* not a finite"):
+        doubles.attempt(["x"], environment=environment, trajectory=trajectory)
+    assert trajectory.reward is None
+    assert environment.closed == 1
+
+
+def test_an_environment_that_raises_is_a_crash_never_a_reward():
+    async def step(output):
+        raise KeyError("lost")
+
+    trajectory = protocols.Trajectory("t/0", "t")
+    environment = doubles.Probe(step)
+    with pytest.raises(protocols.EnvironmentCrashed, match="step raised KeyError: 'lost'"):
+        doubles.attempt(["x"], environment=environment, trajectory=trajectory)
+    assert trajectory.reward is None
+    assert environment.closed == 1
+
+
+def test_a_step_that_answers_nothing_is_a_crash():
+    async def step(output):
+        return None
+
+    with pytest.raises(protocols.EnvironmentCrashed, match="NoneType instead of a StepResult"):
+        doubles.attempt(["x"], environment=doubles.Probe(step))
+
+
+def test_a_timeout_error_of_the_environments_own_is_a_crash_not_a_deadline():
+    async def step(output):
+        raise TimeoutError("database")
+
+    with pytest.raises(protocols.EnvironmentCrashed, match="raised TimeoutError: database"):
+        doubles.attempt(["x"], environment=doubles.Probe(step))
+
+
+def test_a_close_that_fails_is_counted_and_the_attempt_stands():
+    async def step(output):
+        return protocols.StepResult(done=True, reward=1.0, metrics={"score": 3.0})
+
+    async def close():
+        raise OSError("gone")
+
+    trajectory, _ = doubles.attempt(["x"], environment=doubles.Probe(step, close=close))
+    assert trajectory.reward == 1.0
+    assert trajectory.metrics["close_failures"] == 1.0
+    assert trajectory.metrics["score"] == 3.0
+
+
+def test_a_plain_step_that_blocks_times_out_without_blocking_other_attempts():
+    blocked = threading.Event()
+
+    class Blocking(doubles.Probe):
+        running_tool = "search"
+
+        def step(self, output):
+            if output == "slow":
+                blocked.wait()
+            return protocols.StepResult(done=True, reward=1.0)
+
+    try:
+        trajectory, _ = doubles.attempt(["slow", "x"], environment=Blocking(), limits=doubles.SHORT)
+    finally:
+        blocked.set()
+    assert [turn.status for turn in trajectory.turns] == ["timeout", None]
+    assert trajectory.reward == 1.0
+
+
+def test_an_environment_whose_methods_are_plain_functions_works():
+    class Plain:
+        def reset(self, task):
+            return [protocols.Message("user", "q")]
+
+        def step(self, output):
+            return protocols.StepResult(done=True, reward=True)
+
+        def close(self):
+            pass
+
+    assert doubles.attempt(["x"], environment=Plain())[0].reward == 1.0
