@@ -4,9 +4,13 @@ Letters: B rows, T tokens.
 """
 
 import dataclasses
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # the reference that the tests compare with
 
 FIELDS = ("log_probs", "behaviour", "proximal", "reference", "advantages", "entropy", "mask", "same_version")
 

@@ -9,6 +9,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import policy_reference as reference
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,115 +37,13 @@ CONFIGS = st.builds(
 SEEDS = st.integers(0, 10**6)
 
 
-def evaluate(config, batch, *, untrained=0.0, keep=slice(None), log_probs=None):
-    """The objective of the batch, or of the rows in `keep` with the others left as padding."""
-    fields, segments = batch.packed(untrained)
-    kept = np.zeros_like(segments)
-    kept[keep] = 1
-    arrays = {name: jnp.asarray(value) for name, value in fields.items()}
-    return objective.policy_objective(
-        config,
-        log_probs_BxT=arrays["log_probs"] if log_probs is None else log_probs,
-        behaviour_log_probs_BxT=arrays["behaviour"],
-        proximal_log_probs_BxT=arrays["proximal"],
-        reference_log_probs_BxT=arrays["reference"],
-        advantages_BxT=arrays["advantages"],
-        entropy_BxT=arrays["entropy"],
-        mask_BxT=arrays["mask"],
-        segments_BxT=jnp.asarray(segments * kept),
-        same_version_BxT=arrays["same_version"] == 1.0,
-        max_segments=batch.max_segments,
-    )
-
-
-# --- the reference: plain Python over trajectories and tokens --------------------------------------------------------
-
-
-def token_policy_loss(config, ratio, frozen_ratio, advantage, log_prob):
-    """Loss of one token from its importance ratio; what is written with `frozen_ratio` carries no gradient."""
-    low, high = 1 - config.clip_low, 1 + config.clip_high
-    if config.loss == "cispo":
-        return -min(max(frozen_ratio, low), high) * advantage * log_prob
-    loss = max(-ratio * advantage, -min(max(ratio, low), high) * advantage)
-    if config.dual_clip and advantage < 0:
-        loss = min(loss, -config.dual_clip * advantage)
-    return loss
-
-
-def sequence_ratio(anchor, log_probs, trained):
-    return math.exp(sum(log_probs[t] - anchor[t] for t in trained) / len(trained))
-
-
-def kl_value(kind, log_prob, reference):
-    d = reference - log_prob
-    return {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - 1 - d}[kind]
-
-
-def kl_with_gradient(estimator, log_prob, frozen, reference):
-    if not estimator.endswith("+"):
-        return kl_value(estimator, log_prob, reference)
-    gradient_part = kl_value("k2", log_prob, reference) - kl_value("k2", frozen, reference)
-    return kl_value(estimator[:2], frozen, reference) + gradient_part
-
-
-def sequence_terms(config, trajectory, log_probs, frozen):
-    """(policy, kl, entropy) per trained token of one trajectory."""
-    trained = [t for t in range(len(log_probs)) if trajectory["mask"][t] > 0]
-    behaviour, proximal = trajectory["behaviour"], trajectory["proximal"]
-    decoupled = config.objective == "decoupled"
-    anchor = proximal if decoupled else behaviour
-    cap = config.correction_cap
-    for t in trained:
-        if config.loss == "gspo":
-            ratio = sequence_ratio(anchor, log_probs, trained)
-            frozen_ratio = sequence_ratio(anchor, frozen, trained)
-            importance = sequence_ratio(behaviour, proximal, trained) if decoupled else frozen_ratio
-        else:
-            ratio, frozen_ratio = math.exp(log_probs[t] - anchor[t]), math.exp(frozen[t] - anchor[t])
-            importance = math.exp(proximal[t] - behaviour[t]) if decoupled else frozen_ratio
-        weight = {"none": 1.0, "truncated": min(importance, cap), "masked": importance * (importance <= cap)}[
-            config.correction
-        ]
-        if not decoupled and config.correction != "none":  # the ratio is the weight: replace it, do not repeat it
-            if config.correction == "truncated":
-                ratio, frozen_ratio = ratio * weight / importance, weight
-                weight = 1.0
-            else:
-                weight = float(weight > 0)
-        policy = weight * token_policy_loss(config, ratio, frozen_ratio, trajectory["advantages"][t], log_probs[t])
-        kl = kl_with_gradient(config.kl_estimator, log_probs[t], frozen[t], trajectory["reference"][t])
-        yield policy, kl, trajectory["entropy"][t]
-
-
-def reference_loss(config, batch, log_probs=None):
-    """(loss_sum, count); `log_probs` replaces the current log-probs, trajectory by trajectory."""
-    log_probs = [item["log_probs"] for item in batch.trajectories] if log_probs is None else log_probs
-    total, count = 0.0, 0
-    for trajectory, values in zip(batch.trajectories, log_probs, strict=True):
-        terms = list(sequence_terms(config, trajectory, values, trajectory["log_probs"]))
-        if not terms:
-            continue
-        kl_coefficient = 0.0 if config.kl_in_reward else config.kl_coefficient
-        token_losses = [p + kl_coefficient * k - config.entropy_coefficient * e for p, k, e in terms]
-        if config.aggregation == "token_mean":
-            total, count = total + sum(token_losses), count + len(token_losses)
-        elif config.aggregation == "sequence_mean":
-            total, count = total + sum(token_losses) / len(token_losses), count + 1
-        else:
-            total, count = total + sum(token_losses) / config.sequence_length_constant, count + 1
-    return total, count
-
-
-# --- tests -----------------------------------------------------------------------------------------------------------
-
-
 @settings(max_examples=40, deadline=None)
 @given(CONFIGS, SEEDS)
 def test_objective_equals_the_formula(batch_of, config, seed):
     batch = batch_of(seed)
     with jax.enable_x64(True):
-        sums = evaluate(config, batch)
-    total, count = reference_loss(config, batch)
+        sums = reference.evaluate(config, batch)
+    total, count = reference.reference_loss(config, batch)
     assert float(sums.count) == count
     np.testing.assert_allclose(float(sums.loss_sum), total, rtol=1e-10, atol=1e-10)
 
@@ -155,20 +54,14 @@ def test_gradient_equals_finite_differences(batch_of, differences, config, seed)
     batch = batch_of(seed)
     lengths = np.cumsum([len(item["mask"]) for item in batch.trajectories])[:-1]
     flat = np.concatenate([item["log_probs"] for item in batch.trajectories])
-    expected = differences(lambda point: reference_loss(config, batch, np.split(point, lengths))[0], flat)
+    expected = differences(lambda point: reference.reference_loss(config, batch, np.split(point, lengths))[0], flat)
     fields, segments = batch.packed()
     with jax.enable_x64(True):
-        gradient = jax.grad(lambda x: evaluate(config, batch, log_probs=x).loss_sum)(jnp.asarray(fields["log_probs"]))
-    taken = [np.asarray(gradient)[row][segments[row] == s] for row, s in places(batch)]
+        gradient = jax.grad(lambda x: reference.evaluate(config, batch, log_probs=x).loss_sum)(
+            jnp.asarray(fields["log_probs"])
+        )
+    taken = [np.asarray(gradient)[row][segments[row] == s] for row, s in reference.places(batch)]
     np.testing.assert_allclose(np.concatenate(taken), expected, rtol=1e-5, atol=1e-7)
-
-
-def places(batch):
-    """(row, segment) of each trajectory."""
-    seen = [0] * batch.shape[0]
-    for row in batch.rows:
-        seen[row] += 1
-        yield row, seen[row]
 
 
 @settings(max_examples=12, deadline=None)
@@ -176,7 +69,7 @@ def places(batch):
 def test_packed_rows_equal_one_trajectory_a_row(batch_of, config, seed):
     batch = batch_of(seed)
     with jax.enable_x64(True):
-        packed, unpacked = evaluate(config, batch), evaluate(config, batch.unpacked())
+        packed, unpacked = reference.evaluate(config, batch), reference.evaluate(config, batch.unpacked())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), packed, unpacked)
 
 
@@ -185,8 +78,11 @@ def test_packed_rows_equal_one_trajectory_a_row(batch_of, config, seed):
 def test_the_parts_of_any_split_add_up(batch_of, config, seed, cut):
     batch = batch_of(seed)
     with jax.enable_x64(True):
-        first, second = evaluate(config, batch, keep=slice(cut)), evaluate(config, batch, keep=slice(cut, None))
-        whole = evaluate(config, batch)
+        first, second = (
+            reference.evaluate(config, batch, keep=slice(cut)),
+            reference.evaluate(config, batch, keep=slice(cut, None)),
+        )
+        whole = reference.evaluate(config, batch)
     added = jax.tree.map(np.add, first, second)._replace(maxima=jax.tree.map(np.maximum, first.maxima, second.maxima))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), added, whole)
 
@@ -204,9 +100,9 @@ def test_what_stands_at_untrained_tokens_changes_neither_loss_nor_gradient(batch
         fields, _ = batch.packed(untrained)
         with jax.enable_x64(True):
             results.append(
-                jax.value_and_grad(lambda x, u=untrained: evaluate(config, batch, untrained=u, log_probs=x).loss_sum)(
-                    jnp.asarray(fields["log_probs"])
-                )
+                jax.value_and_grad(
+                    lambda x, u=untrained: reference.evaluate(config, batch, untrained=u, log_probs=x).loss_sum
+                )(jnp.asarray(fields["log_probs"]))
             )
     jax.tree.map(np.testing.assert_array_equal, *results)
     assert np.all(np.isfinite(results[0][1]))
@@ -224,8 +120,8 @@ def test_a_batch_without_trained_tokens_gives_zero_loss_and_zero_gradient(batch_
     )
     fields, _ = batch.packed(math.nan)
     with jax.enable_x64(True):
-        sums = evaluate(config, batch, untrained=math.nan)
-        gradient = jax.grad(lambda x: evaluate(config, batch, untrained=math.nan, log_probs=x).loss_sum)(
+        sums = reference.evaluate(config, batch, untrained=math.nan)
+        gradient = jax.grad(lambda x: reference.evaluate(config, batch, untrained=math.nan, log_probs=x).loss_sum)(
             jnp.asarray(fields["log_probs"])
         )
     assert all(np.all(np.asarray(leaf) == 0) for leaf in jax.tree.leaves((sums, gradient)))
@@ -235,7 +131,7 @@ def test_a_batch_without_trained_tokens_gives_zero_loss_and_zero_gradient(batch_
 @given(CONFIGS, SEEDS)
 def test_the_parts_of_the_loss_are_reported_and_add_up_to_it(batch_of, config, seed):
     with jax.enable_x64(True):
-        sums = evaluate(config, batch_of(seed))
+        sums = reference.evaluate(config, batch_of(seed))
     parts = [value for name, value in sums.metrics.items() if name.startswith("loss/")]
     assert all(float(count) == float(sums.count) for _, count in parts)
     np.testing.assert_allclose(sum(float(part) for part, _ in parts), float(sums.loss_sum), rtol=1e-10, atol=1e-12)
@@ -257,14 +153,14 @@ def test_metrics_count_what_their_names_say(batch_of):
             expected["capped"] += ratio > 1.5
             behaviour_kl = ratio - 1 - math.log(ratio)
             expected["kl"] += behaviour_kl
-            expected["reference"] += kl_value("k3", item["log_probs"][t], item["reference"][t])
+            expected["reference"] += reference.kl_value("k3", item["log_probs"][t], item["reference"][t])
             expected["entropy"] += item["entropy"][t]
             if item["same_version"][t]:
                 expected["mismatch"] += behaviour_kl
                 same_ratios.append(ratio)
     assert min(expected[name] for name in ("low", "high", "dual", "capped")) > 0, "the batch must exercise each count"
     with jax.enable_x64(True):
-        sums = evaluate(config, batch)
+        sums = reference.evaluate(config, batch)
     names = {
         "clip/low_fraction": "low",
         "clip/high_fraction": "high",
@@ -291,9 +187,9 @@ def test_extreme_log_probs_stay_finite(batch_of):
     for loss, correction in zip(config_lib.LOSSES, config_lib.CORRECTIONS, strict=True):
         config = config_lib.AlgorithmConfig(loss=loss, correction=correction, kl_coefficient=0.1)
         fields, _ = batch.packed()
-        value, gradient = jax.jit(jax.value_and_grad(lambda x, c=config: evaluate(c, batch, log_probs=x).loss_sum))(
-            np.float32(fields["log_probs"])
-        )
+        value, gradient = jax.jit(
+            jax.value_and_grad(lambda x, c=config: reference.evaluate(c, batch, log_probs=x).loss_sum)
+        )(np.float32(fields["log_probs"]))
         assert np.isfinite(value)
         assert np.all(np.isfinite(gradient))
 
@@ -367,7 +263,9 @@ def test_gspo_moves_every_token_of_a_trajectory_by_the_same_gradient(batch_of):
     )
     with jax.enable_x64(True):
         gradient = np.asarray(
-            jax.grad(lambda x: evaluate(config, batch, log_probs=x).loss_sum)(jnp.asarray(fields["log_probs"]))
+            jax.grad(lambda x: reference.evaluate(config, batch, log_probs=x).loss_sum)(
+                jnp.asarray(fields["log_probs"])
+            )
         )
         log_ratio = losses.sequence_log_ratio(
             jnp.asarray(fields["log_probs"] - fields["behaviour"]),
@@ -375,11 +273,11 @@ def test_gspo_moves_every_token_of_a_trajectory_by_the_same_gradient(batch_of):
             jnp.asarray(segments),
             max_segments=batch.max_segments,
         )
-    for item, (row, segment) in zip(batch.trajectories, places(batch), strict=True):
+    for item, (row, segment) in zip(batch.trajectories, reference.places(batch), strict=True):
         own = (segments[row] == segment) & (fields["mask"][row] > 0)
         if not own.any():
             continue
-        ratio = sequence_ratio(item["behaviour"], item["log_probs"], np.flatnonzero(item["mask"]))
+        ratio = reference.sequence_ratio(item["behaviour"], item["log_probs"], np.flatnonzero(item["mask"]))
         np.testing.assert_allclose(np.exp(np.asarray(log_ratio)[row][own]), ratio, rtol=1e-12)
         np.testing.assert_allclose(gradient[row][own], -item["advantages"][0] * ratio / own.sum(), rtol=1e-10)
 
