@@ -18,7 +18,8 @@ from libra_jax import config as config_lib
 from libra_jax.algorithms import kl, objective
 from libra_jax.models import config as model_config
 from libra_jax.models import transformer
-from libra_jax.training import logprobs, packing
+from libra_jax.planning import rows
+from libra_jax.training import logprobs
 
 Batch = Mapping[str, jax.Array]
 
@@ -89,7 +90,7 @@ def policy(
         advantages_BxT=batch["advantages"],
         mask_BxT=batch["mask"],
         segments_BxT=batch["segments"],
-        max_segments=packing.max_segments(batch["tokens"].shape[1], packed),
+        max_segments=rows.max_segments(batch["tokens"].shape[1], packed),
         entropy_BxT=entropy_BxT,
         proximal_log_probs_BxT=log_probs_BxT if algorithm.objective == "decoupled" else None,
         reference_log_probs_BxT=batch.get("reference"),

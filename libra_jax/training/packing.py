@@ -3,8 +3,8 @@
 A sequence of N tokens makes N - 1 predictions and takes N - 1 columns of one row: column j holds token j, and what is
 said about its prediction (target, mask, behaviour log-probability, ...) is that of token j + 1. Columns after the last
 trained prediction have no effect and are left out. Several sequences share a row, told apart by segment ids (1, 2, ...;
-0 is padding), and each starts again at position 0. Rows are filled longest sequence first, each into the first row with
-room (first-fit decreasing: at most 11/9 of the optimum plus 6/9 of a row, Dosa 2007). Numpy only, deterministic.
+0 is padding), and each starts again at position 0. `planning/rows.py` says which row a sequence
+goes to, because a step is predicted by it, too. Numpy only, deterministic.
 
 Letters: B rows of a micro-batch, T columns of a row.
 """
@@ -18,9 +18,7 @@ import numpy as np
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-
-COLUMNS_PER_SEGMENT = 8
-"""A row of T columns holds at most T / 8 sequences: the objective's per-sequence sums need a fixed bound."""
+from libra_jax.planning import rows
 
 
 @dataclass(frozen=True)
@@ -133,11 +131,6 @@ def row_lengths(config: config_lib.TrainerConfig) -> tuple[int, ...]:
     return (config.row_tokens, *config.row_buckets)
 
 
-def max_segments(columns: int, packed: bool) -> int:
-    """Most sequences that a row of `columns` holds."""
-    return max(1, columns // COLUMNS_PER_SEGMENT) if packed else 1
-
-
 def pack(examples: Sequence[Example], config: config_lib.TrainerConfig) -> Packed:
     """Packs `examples` into micro-batches of `config.rows_per_micro_batch` rows; the last is filled up with empty rows.
 
@@ -154,64 +147,31 @@ def pack(examples: Sequence[Example], config: config_lib.TrainerConfig) -> Packe
                 f"config.trainer.row_buckets: {example.sequence_id} needs a row of {count} tokens and the longest row "
                 f"has {lengths[-1]}; add a longer row or lower rollout.max_context"
             )
-    row_of, start_of, segment_of, length_of_row = _fit(columns, lengths, config.pack)
-    return _lay_out(examples, columns, row_of, start_of, segment_of, length_of_row, config)
-
-
-def _fit(
-    columns: np.ndarray, lengths: tuple[int, ...], packed: bool
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[int]]:
-    """First-fit decreasing. Returns row, first column and segment id of each sequence, and the length of each row."""
-    count = len(columns)
-    row_of, start_of, segment_of = (np.full(count, -1, np.int64) for _ in range(3))
-    room = np.zeros(count, np.int64)  # columns left in each open row
-    free = np.zeros(count, np.int64)  # segments left in each open row
-    length_of_row: list[int] = []
-    for index in np.argsort(-columns, kind="stable"):
-        need = columns[index]
-        if need == 0:
-            break
-        opened = len(length_of_row)
-        fits = (room[:opened] >= need) & (free[:opened] > 0)
-        row = int(fits.argmax()) if fits.any() else opened
-        if row == opened:
-            length = next(length for length in lengths if length >= need)
-            length_of_row.append(length)
-            room[row] = length
-            free[row] = max_segments(length, packed)
-        row_of[index] = row
-        start_of[index] = length_of_row[row] - room[row]
-        segment_of[index] = max_segments(length_of_row[row], packed) - free[row] + 1
-        room[row] -= need
-        free[row] -= 1
-    return row_of, start_of, segment_of, length_of_row
+    return _lay_out(examples, columns, rows.fit(columns, lengths, config.pack), config)
 
 
 def _lay_out(
     examples: Sequence[Example],
     columns: np.ndarray,
-    row_of: np.ndarray,
-    start_of: np.ndarray,
-    segment_of: np.ndarray,
-    length_of_row: list[int],
+    fit: rows.Fit,
     config: config_lib.TrainerConfig,
 ) -> Packed:
-    rows = config.rows_per_micro_batch
+    each = config.rows_per_micro_batch
     micro_batches: list[MicroBatch] = []
     slot: dict[int, tuple[int, int]] = {}  # row -> (micro-batch, row in it)
-    for length in sorted(set(length_of_row)):
-        members = [row for row, its_length in enumerate(length_of_row) if its_length == length]
+    for length in sorted(set(fit.length)):
+        members = [row for row, its_length in enumerate(fit.length) if its_length == length]
         for position, row in enumerate(members):
-            slot[row] = (len(micro_batches) + position // rows, position % rows)
-        micro_batches.extend(empty((rows, length)) for _ in range(-(-len(members) // rows)))
+            slot[row] = (len(micro_batches) + position // each, position % each)
+        micro_batches.extend(empty((each, length)) for _ in range(-(-len(members) // each)))
     places: list[Place | None] = []
     for index, example in enumerate(examples):
         if columns[index] == 0:
             places.append(None)
             continue
-        micro_batch, row = slot[int(row_of[index])]
-        place = Place(micro_batch, row, int(start_of[index]), int(columns[index]))
-        _write(micro_batches[micro_batch], example, place, int(segment_of[index]))
+        micro_batch, row = slot[int(fit.row[index])]
+        place = Place(micro_batch, row, int(fit.start[index]), int(columns[index]))
+        _write(micro_batches[micro_batch], example, place, int(fit.segment[index]))
         places.append(place)
     total = sum(micro_batch.tokens.size for micro_batch in micro_batches)
     padding = 1.0 - float(columns.sum()) / total if total else 0.0

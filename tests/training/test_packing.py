@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
+from libra_jax.planning import rows
 from libra_jax.training import packing
 
 
@@ -56,7 +57,7 @@ def test_every_trained_prediction_appears_once_with_all_that_precedes_it(case):
             assert (np.diff(segments_T[:used]) >= 0).all()
             assert (segments_T[used:] == 0).all()
             assert not micro_batch.mask[row, used:].any()
-            assert segments_T.max() <= packing.max_segments(len(segments_T), config.pack)
+            assert segments_T.max() <= rows.max_segments(len(segments_T), config.pack)
             for segment in range(1, segments_T.max() + 1):
                 columns = segments_T == segment
                 tokens = micro_batch.tokens[row, columns]
