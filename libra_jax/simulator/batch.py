@@ -45,7 +45,7 @@ class Batch:
         degree: int,
         slots: int,
         stream_interval: int,
-        model: costs.CostModel,
+        model: costs.Costs,
         kv_tokens: int,
         counters: records.Counters,
     ) -> None:
@@ -232,7 +232,7 @@ class Batch:
 
     def _admit(self) -> None:
         """Takes waiting requests, oldest first, as far as slots, room and one chunk of prefill go."""
-        chunk, tokens, seconds = self._model.coefficients.chunk_tokens, 0, 0.0
+        chunk, tokens, seconds = self._model.chunk_tokens, 0, 0.0
         requests: list[records.Request] = []
         while self._waiting and len(self._decoding) + len(requests) < self._slots:
             request = self._waiting[0]

@@ -127,8 +127,7 @@ def _release(ends: Sequence[float], block: int, eta: int) -> float:
 
 
 def _train_seconds(group: Sequence[scripts.Script], devices: int, model: costs.CostModel) -> float:
-    lengths = [_context(script) for script in group]
-    return model.train_seconds(sum(lengths), float(sum(length * length for length in lengths)), devices)
+    return model.train_seconds([_context(script) for script in group], devices)
 
 
 def _context(script: scripts.Script) -> int:

@@ -8,7 +8,9 @@ Lengths are tokens, sizes bytes, times seconds.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from libra_jax import protocols
 from libra_jax.models import config as model_config
@@ -58,6 +60,68 @@ class Coefficients:
     load_overhead: float = 0.5
 
 
+class Costs(Protocol):
+    """What simulated machines ask: `CostModel` computes it, `planning.calibration.Calibration` has measured it.
+
+    `degree` is an instance's tensor-parallel degree throughout.
+    """
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the model."""
+        ...
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the published weights."""
+        ...
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Prefill tokens that share one engine step."""
+        ...
+
+    def kv_tokens(self, degree: int) -> int:
+        """Tokens that an instance's key-value cache holds."""
+        ...
+
+    def context_seconds(self, degree: int) -> float:
+        """Seconds that each token of decoding context adds to a step."""
+        ...
+
+    def fixed_seconds(self, degree: int, decoding: int, prefill: float = 0.0) -> float:
+        """Seconds of one step of `decoding` requests and `prefill` tokens, apart from attention over contexts."""
+        ...
+
+    def attention_seconds(self, degree: int, new: int, cached: int) -> float:
+        """Seconds, besides those of `fixed_seconds`, of prefilling one request's `new` tokens behind `cached` ones."""
+        ...
+
+    def prefill_seconds(self, degree: int, new: int, cached: int = 0) -> float:
+        """Seconds of prefilling `new` tokens on an idle instance."""
+        ...
+
+    def step_seconds(self, degree: int, decoding: int, context: float) -> float:
+        """Seconds in which `decoding` requests with `context` tokens in all get one token each."""
+        ...
+
+    def train_seconds(self, lengths: Sequence[int], devices: int) -> float:
+        """Seconds of one training step on sequences of these lengths."""
+        ...
+
+    def gather_seconds(self, devices: int) -> float:
+        """Seconds in which the trainer puts a snapshot together."""
+        ...
+
+    def load_seconds(self, degree: int) -> float:
+        """Seconds in which an instance receives a snapshot and puts it in place."""
+        ...
+
+    def transfer_seconds(self, degree: int, context: int) -> float:
+        """Seconds of moving a request's key-value cache to an instance."""
+        ...
+
+
 @dataclass(frozen=True)
 class CostModel:
     """Costs of one model on one accelerator. `degree` is an instance's tensor-parallel degree throughout."""
@@ -82,6 +146,11 @@ class CostModel:
     def kv_bytes_per_token(self) -> int:
         """Key-value cache of one token over all layers."""
         return 2 * self.shape.num_layers * self.shape.num_kv_heads * self.shape.head_dim * BYTES_PER_VALUE
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Prefill tokens that share one engine step."""
+        return self.coefficients.chunk_tokens
 
     def kv_tokens(self, degree: int) -> int:
         """Tokens that an instance's key-value cache holds; 0 or less where the weights alone do not fit."""
@@ -150,15 +219,15 @@ class CostModel:
 
     # Training and weights ---------------------------------------------------------------------------------------
 
-    def train_seconds(self, tokens: int, squares: float, devices: int) -> float:
+    def train_seconds(self, lengths: Sequence[int], devices: int) -> float:
         """Seconds of one training step.
 
         Args:
-          tokens: of the batch, prompts and tool returns included.
-          squares: sum of the squared lengths of its trajectories (causal attention).
+          lengths: tokens of each trajectory, prompts and tool returns included.
           devices: that share the work.
         """
-        shape = self.shape
+        shape, tokens = self.shape, sum(lengths)
+        squares = float(sum(length * length for length in lengths))  # causal attention
         attention = 6 * shape.num_layers * shape.num_heads * shape.head_dim * squares
         return (6.0 * self.parameters * tokens + attention) / (
             devices * self.sheet.flops * self.coefficients.train_flops_share
@@ -190,7 +259,7 @@ class SchedulingCosts:
       transfer: key-value caches may be moved between instances; else a moved request is prefilled again.
     """
 
-    model: CostModel
+    model: Costs
     transfer: bool = False
 
     def decode_seconds(self, instance: protocols.Instance, decoding: int, context_tokens: int, tokens: int) -> float:

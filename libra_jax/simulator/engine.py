@@ -202,7 +202,7 @@ def create(
     slots: int,
     max_context: int,
     stream_interval: int,
-    model: costs.CostModel,
+    model: costs.Costs,
     counters: Counters | None = None,
     kv_tokens: int | None = None,
 ) -> Engine:

@@ -36,7 +36,7 @@ class Trainer:
       log: where it writes down what it is given.
     """
 
-    def __init__(self, model: costs.CostModel, devices: int, log: TrainingLog) -> None:
+    def __init__(self, model: costs.Costs, devices: int, log: TrainingLog) -> None:
         self._model = model
         self._devices = devices
         self._log = log
@@ -63,8 +63,7 @@ class Trainer:
         return {"loss": 0.0}
 
     async def _train(self, lengths: Sequence[int]) -> None:
-        squares = float(sum(length * length for length in lengths))
-        seconds = self._model.train_seconds(sum(lengths), squares, self._devices)
+        seconds = self._model.train_seconds(lengths, self._devices)
         await asyncio.sleep(seconds)
         self._log.busy_seconds += seconds
 

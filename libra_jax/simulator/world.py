@@ -193,6 +193,7 @@ def run(
     *,
     parts: Parts | None = None,
     recorder: StepRecorder | None = None,
+    model: costs.Costs | None = None,
 ) -> Result:
     """Simulates a whole run.
 
@@ -203,13 +204,14 @@ def run(
       make_scheduler: the policy.
       parts: wraps the machines, to break some.
       recorder: kept from the run, for those who want to look on; None makes one.
+      model: what everything costs; None takes the cost model of `simulation`.
 
     Raises:
       ConfigError: the run asks for what a simulation cannot do, or the cluster cannot hold it.
       LibraError: what ended the run, in one sentence.
     """
     _check(config, simulation)
-    model, parts, recorder = simulation.cost_model(), parts or Parts(), recorder or StepRecorder()
+    model, parts, recorder = model or simulation.cost_model(), parts or Parts(), recorder or StepRecorder()
     book, log = trajectory.Book(workload), trainer.TrainingLog()
     counters = [engine.Counters() for _ in config.rollout.tensor_parallel]
     makers = parts.environment
@@ -265,7 +267,7 @@ def _check(config: configuration.RunConfig, simulation: SimulationConfig) -> Non
 def _engine_specs(
     config: configuration.RunConfig,
     simulation: SimulationConfig,
-    model: costs.CostModel,
+    model: costs.Costs,
     counters: Sequence[engine.Counters],
 ) -> list[protocols.ActorSpec]:
     rollout = config.rollout
