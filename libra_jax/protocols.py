@@ -80,7 +80,7 @@ class Turn:
       tool: name of the tool called, or None for a turn without a call.
       status: outcome of the call, or None without a call.
       payload_tokens: tokens that the tool return appended to the context.
-      tool_seconds: time the tool took.
+      tool_seconds: time the tool took; after an output that calls none, the environment's step, scoring for example.
       start_seconds: event-loop time at which the turn's generation was asked for.
     """
 

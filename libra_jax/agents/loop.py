@@ -259,7 +259,8 @@ class _Attempt:
         answer, turn = result.tool_return, self.trajectory.turns[self.turn]
         if answer is not None:
             turn.tool, turn.status = answer.tool, answer.status
-            turn.tool_seconds = turn.tool_seconds or answer.seconds or loop.time() - began
+        told = answer.seconds if answer is not None else 0.0
+        turn.tool_seconds = turn.tool_seconds or told or loop.time() - began
         return result
 
     async def _show(self, result: protocols.StepResult, sampled: bool) -> bool:
