@@ -59,7 +59,7 @@ class CalculatorTasks:
     which is by turns a division by zero and an overlong expression. Training and evaluation never share an expression.
     """
 
-    def __init__(self, seed: int, levels: Sequence[str], max_characters: int) -> None:
+    def __init__(self, seed: int, levels: Sequence[str], max_characters: int, period: int) -> None:
         unknown = [level for level in levels if level not in _PATTERNS]
         if unknown or not levels:
             raise protocols.ConfigError(
@@ -71,8 +71,11 @@ class CalculatorTasks:
                 f"config.task.arguments.max_characters: {max_characters} must lie in 16..18, so that the solvable "
                 "expressions fit and the overlong ones do not"
             )
+        if period < 0:
+            raise protocols.ConfigError(f"config.task.arguments.period: {period} must be 0 (never) or more")
         self._seed = seed
         self._max_characters = max_characters
+        self._period = period
 
     def task(self, index: int) -> protocols.Task:
         """The index-th training task."""
@@ -84,8 +87,9 @@ class CalculatorTasks:
 
     def _make(self, split: str, index: int) -> protocols.Task:
         held_out = split == "evaluation"
-        rng = splits.generator("calculator", 0 if held_out else self._seed, split, index)
-        pattern = self._pattern(index, rng)
+        place = index % self._period if self._period and not held_out else index
+        rng = splits.generator("calculator", 0 if held_out else self._seed, split, place)
+        pattern = self._pattern(place, rng)
         expression = _draw(pattern, rng)
         while splits.held_out(expression) != held_out:
             expression = _draw(pattern, rng)
@@ -157,7 +161,11 @@ class CalculatorEnvironment:
 
 
 def task_source(
-    path: str = "", seed: int = 0, levels: Sequence[str] = tuple(_PATTERNS), max_characters: int = 16
+    path: str = "",
+    seed: int = 0,
+    levels: Sequence[str] = tuple(_PATTERNS),
+    max_characters: int = 16,
+    period: int = 0,
 ) -> CalculatorTasks:
     """Procedurally generated arithmetic.
 
@@ -166,6 +174,7 @@ def task_source(
       seed: of the training stream; the held-out stream is the same for all seeds.
       levels: of "plain", "mixed" and "nested", those to draw from.
       max_characters: longest expression the tool accepts (16 to 18).
+      period: training tasks after which the same expressions come again, under new prompt ids; 0: never.
 
     Raises:
       ConfigError: a path is given, or an argument is out of range.
@@ -174,7 +183,7 @@ def task_source(
         raise protocols.ConfigError(
             "config.task.path: the calculator reads no file; set task.source to libra_jax.agents.datasets:task_source"
         )
-    return CalculatorTasks(seed, levels, max_characters)
+    return CalculatorTasks(seed, levels, max_characters, period)
 
 
 def environment(

@@ -170,6 +170,15 @@ def test_tasks_depend_on_seed_and_index_only_and_their_ids_are_unique():
     assert len({task.prompt_id for task in tasks}) == 400
 
 
+def test_with_a_period_the_same_expressions_come_again_under_new_names():
+    source, plain = calculator.task_source(seed=5, period=6), calculator.task_source(seed=5)
+    assert [source.task(index).payload for index in range(18)] == [plain.task(i % 6).payload for i in range(18)]
+    assert len({source.task(index).prompt_id for index in range(18)}) == 18
+    assert source.evaluation_task(40) == plain.evaluation_task(40)
+    with pytest.raises(protocols.ConfigError, match="period: -1 must be 0"):
+        calculator.task_source(period=-1)
+
+
 def test_the_answers_are_pythons():
     source = calculator.task_source(seed=11)
     for index in range(160):
