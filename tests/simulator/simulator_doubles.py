@@ -104,7 +104,7 @@ def run_config(**changes: Any) -> configuration.RunConfig:
         "deadlines": {"first_token": 3600.0},
     }
     for name, change in changes.items():
-        values[name] = {**values[name], **change} if isinstance(change, dict) else change
+        values[name] = {**values.get(name, {}), **change} if isinstance(change, dict) else change
     return configuration.parse(configuration.RunConfig, values)
 
 

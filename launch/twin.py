@@ -1,0 +1,43 @@
+"""Predicts the second half of a recorded run from its first: a table, a JSON file and a picture.
+
+  python launch/train.py --config=configs/twin.py --workdir=runs/twin    # records a run made for this
+  python launch/twin.py --workdir=runs/twin
+
+Costs are fitted to the first half of the steps of any finished run. Its own coordinator, agent loop and scheduler then
+replay the recorded attempts on a virtual clock, and the predicted step times are compared with the measured ones.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from absl import flags
+
+import cli
+from libra_jax import protocols
+from libra_jax.simulator import recording, twin, twin_report
+
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the finished run.", required=True)
+_OUTPUT = flags.DEFINE_string(
+    "output", None, "JSON file to write; the picture lies beside it, as .svg. Default: twin.json in the workdir."
+)
+
+
+def main() -> None:
+    workdir = Path(_WORKDIR.value)
+    output = workdir / "twin.json" if _OUTPUT.value is None else Path(_OUTPUT.value)
+    recorded = recording.read(workdir)
+    made = twin.make(recorded)
+    print(twin_report.table(made))
+    picture = output.with_suffix(".svg")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(twin_report.to_json(made))
+        twin_report.write_picture(made, picture, f"{recorded.config.name}: steps and their twin")
+    except OSError as error:
+        raise protocols.DataError(f"--output: {output} cannot be written ({error.strerror or error})") from error
+    print(f"wrote {output} and {picture}")
+
+
+if __name__ == "__main__":
+    cli.run(main)

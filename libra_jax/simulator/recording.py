@@ -1,0 +1,251 @@
+"""A run as its files tell it, ready to be calibrated from and replayed: config, steps, groups, streams of tokens.
+
+A replay needs every group that took the machines' time, and its times on one uninterrupted timeline. So runs that
+replaced groups, or that did steps a second time after a crash, are refused.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from libra_jax import config as configuration
+from libra_jax import protocols
+from libra_jax.planning import streams
+from libra_jax.simulator import scripts, traces
+from libra_jax.telemetry import metrics, timeline, trace
+
+LEAST_STEPS = 4
+"""Steps of a recording: half of them calibrate, the others are predicted."""
+
+CONFIG_FILE = "config.json"
+
+Work = tuple[tuple[int, tuple[tuple[int, int, str | None], ...]], ...]
+"""What a step was made of: of each trajectory, prompt tokens, and of its turns generated tokens, payload and tool."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of a training step.
+
+    Attributes:
+      total: from the end of the step before to its own, evaluations and checkpoints left out.
+      rollout: in which at least one group ran.
+      train: of the trainer's step.
+      sync: of the publication of its weights.
+    """
+
+    total: float
+    rollout: float
+    train: float
+    sync: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step.
+
+    Attributes:
+      number: from 1.
+      parts: its seconds.
+      lengths: tokens of each trajectory that it trained on.
+      work: the same for steps that did the same work.
+    """
+
+    number: int
+    parts: Parts
+    lengths: tuple[int, ...]
+    work: Work
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A finished run.
+
+    Attributes:
+      config: its configuration.
+      steps: in order.
+      groups: scripts of each group's attempts, in the order of dispatch.
+      streams: on all instances, in order of their starts; those that a weight update interrupted are not `known`.
+      loads: (end, seconds) of each instance's part in each weight update.
+      ends: when each step's training ended, on the clock of the streams.
+    """
+
+    config: configuration.RunConfig
+    steps: tuple[Step, ...]
+    groups: tuple[tuple[scripts.Script, ...], ...]
+    streams: tuple[streams.Stream, ...]
+    loads: tuple[tuple[float, float], ...]
+    ends: tuple[float, ...]
+
+    def script(self, task_index: int, sample: int) -> scripts.Script:
+        """The recorded attempt: a recording is a `scripts.Workload`."""
+        return self.groups[task_index][sample]
+
+    def degree(self, instance: str) -> int:
+        """Tensor-parallel degree of an instance, which is named by its place in the layout.
+
+        Raises:
+          DataError: the layout has no such instance.
+        """
+        place, degrees = instance.rpartition("-")[2], self.config.rollout.tensor_parallel
+        if not place.isdecimal() or int(place) >= len(degrees):
+            raise protocols.DataError(
+                f"{timeline.TIMELINE_FILE}: tokens came from {instance!r}, and rollout.tensor_parallel has "
+                f"{len(degrees)} instances; give the files of one run"
+            )
+        return degrees[int(place)]
+
+
+def read(workdir: Path) -> Recording:
+    """Reads a finished run's files.
+
+    Raises:
+      DataError: a file is missing, or the run cannot be replayed from its files; the message says why and what to do.
+    """
+    config = _config(workdir / CONFIG_FILE)
+    numbers = _numbers(workdir / metrics.METRICS_FILE, config)
+    records = trace.read(workdir / trace.TRACE_FILE)
+    groups = _groups(workdir / trace.TRACE_FILE, records, config)
+    spans = list(timeline.read(workdir / timeline.TIMELINE_FILE))
+    found = streams.read(spans, records)
+    if not found:
+        raise protocols.DataError(
+            f"{workdir / timeline.TIMELINE_FILE}: no stream of tokens is in it; a run writes one, so take the file "
+            "over with the others of its workdir"
+        )
+    by_step = collections.defaultdict(list)
+    for record in records:
+        by_step[record["step"]].append(record)
+    steps = [_step(number, parts, by_step[number]) for number, parts in numbers.items()]
+    updates = [span for span in spans if span.track == "weights"]
+    return Recording(
+        config=config,
+        steps=tuple(steps),
+        groups=tuple(groups),
+        streams=tuple(_undisturbed(found, updates)),
+        loads=tuple((span.end, span.end - span.start) for span in updates),
+        ends=_ends(workdir / timeline.TIMELINE_FILE, spans, config),
+    )
+
+
+def _config(path: Path) -> configuration.RunConfig:
+    try:
+        values = json.loads(path.read_text())
+        return configuration.parse(configuration.RunConfig, values)
+    except OSError as error:
+        raise protocols.DataError(
+            f"{path}: cannot be read ({error.strerror or error}); give the --workdir of a finished run"
+        ) from error
+    except (ValueError, AttributeError, protocols.ConfigError) as error:
+        raise protocols.DataError(f"{path}: is not the config of a run of this version ({error})") from error
+
+
+def _numbers(path: Path, config: configuration.RunConfig) -> dict[int, Parts]:
+    """Each step's seconds."""
+    table = metrics.read(path)
+    taken = [number for number in table if number > 0]
+    if not taken:
+        raise protocols.DataError(f"{path}: holds no training step; give the --workdir of a finished run")
+    if taken != list(range(1, config.steps + 1)):
+        raise protocols.DataError(
+            f"{path}: {len(taken)} of the run's {config.steps} steps are recorded; let it finish, with the same command"
+        )
+    if config.steps < LEAST_STEPS:
+        raise protocols.DataError(
+            f"{path}: {config.steps} steps are too few, as half of them calibrate and the others are predicted; "
+            f"record at least {LEAST_STEPS} (--config.steps)"
+        )
+    replaced = sum(table[number].get("groups/replaced", 0.0) for number in taken)
+    if replaced:
+        raise protocols.DataError(
+            f"{path}: {replaced:.0f} groups were replaced, and what they took of the machines is in no trace; record a "
+            "run without (coordinator.stale=wait, filter_zero_variance=False)"
+        )
+    return {number: _parts(path, number, table[number]) for number in taken}
+
+
+def _parts(path: Path, number: int, scalars: Mapping[str, float]) -> Parts:
+    def value(name: str) -> float:
+        seconds = scalars.get(name, math.nan)
+        if not math.isfinite(seconds):
+            raise protocols.DataError(f'{path}: step {number} has no "{name}"; give the metrics of a run')
+        return seconds
+
+    besides = scalars.get("evaluation/seconds", 0.0) + scalars.get("checkpoint/seconds", 0.0)
+    total = max(0.0, value("step/seconds") - besides)
+    return Parts(total, value("rollout/seconds"), value("train/seconds"), value("sync/seconds"))
+
+
+def _groups(
+    path: Path, records: Sequence[Mapping[str, Any]], config: configuration.RunConfig
+) -> list[tuple[scripts.Script, ...]]:
+    """The groups in the order of dispatch, their attempts in the order of their samples."""
+    rows: dict[int, dict[int, scripts.Script]] = collections.defaultdict(dict)
+    for record, script in zip(records, traces.read(path), strict=True):
+        sample = record["trajectory_id"].rpartition("/")[2]
+        numbered = all(isinstance(record.get(name), int) for name in ("group_id", "step"))
+        if not (numbered and sample.isdecimal()):
+            raise protocols.DataError(
+                f'{path}: {record["trajectory_id"]} has no "group_id", "step" or number of its sample; only the trace '
+                "that a run wrote tells what was dispatched when"
+            )
+        rows[record["group_id"]][int(sample)] = script
+    limits = config.coordinator
+    count, size = config.steps * limits.groups_per_step, limits.group_size
+    if sorted(rows) != list(range(count)) or any(sorted(row) != list(range(size)) for row in rows.values()):
+        raise protocols.DataError(
+            f"{path}: holds {sum(map(len, rows.values()))} trajectories of {len(rows)} groups, and the run's "
+            f"{config.steps} steps trained {count} groups of {size}; give trace and config of the same run"
+        )
+    return [tuple(rows[group][sample] for sample in range(size)) for group in range(count)]
+
+
+def _step(number: int, parts: Parts, records: Sequence[Mapping[str, Any]]) -> Step:
+    return Step(number, parts, tuple(map(_trained_tokens, records)), tuple(sorted(map(_work, records), key=repr)))
+
+
+def _trained_tokens(record: Mapping[str, Any]) -> int:
+    """Tokens up to the last sampled one: what follows it is not trained."""
+    turns = record["turns"]
+    payload = sum(turn["payload_tokens"] for turn in turns[:-1])
+    return int(record["prompt_tokens"] + sum(turn["generated_tokens"] for turn in turns) + payload)
+
+
+def _work(record: Mapping[str, Any]) -> tuple[int, tuple[tuple[int, int, str | None], ...]]:
+    turns = ((turn["generated_tokens"], turn["payload_tokens"], turn["tool"]) for turn in record["turns"])
+    return record["prompt_tokens"], tuple(turns)
+
+
+def _undisturbed(found: Sequence[streams.Stream], updates: Sequence[timeline.Span]) -> list[streams.Stream]:
+    """A stream that an update interrupted tells nothing about steps."""
+    return [
+        dataclasses.replace(stream, known=False)
+        if any(update.start < stream.end and stream.start < update.end for update in updates)
+        else stream
+        for stream in found
+    ]
+
+
+def _ends(path: Path, spans: Sequence[timeline.Span], config: configuration.RunConfig) -> tuple[float, ...]:
+    ends = collections.defaultdict(list)
+    for span in spans:
+        if span.name == "train step" and isinstance(span.arguments.get("step"), int):
+            ends[span.arguments["step"]].append(span.end)
+    twice = sorted(number for number, times in ends.items() if len(times) > 1)
+    if twice:
+        raise protocols.DataError(
+            f"{path}: step {twice[0]} was taken twice, because the run was resumed; record one that is not interrupted"
+        )
+    if sorted(ends) != list(range(1, config.steps + 1)):
+        raise protocols.DataError(
+            f"{path}: shows {len(ends)} training steps of the run's {config.steps}; give timeline and config of the "
+            "same run"
+        )
+    return tuple(ends[number][0] for number in sorted(ends))

@@ -1,0 +1,71 @@
+"""Simulated runs that leave the files of a real one: what they cost is known, so a twin of theirs can be judged."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import simulator_doubles as doubles
+
+from libra_jax import config as configuration
+from libra_jax.planning import calibration, rows
+from libra_jax.scheduling import costs as scheduling_costs
+from libra_jax.scheduling import registry
+from libra_jax.simulator import world
+from libra_jax.telemetry import recorder as telemetry
+
+ENGINES = {
+    1: calibration.EngineCosts(4e-3, 50e-6, 0.1e-6, 20e-6, 10e-6, 300e-6),
+    2: calibration.EngineCosts(3e-3, 30e-6, 0.05e-6, 12e-6, 6e-6, 200e-6),
+}
+TRAIN = calibration.TrainCosts(0.2, 40e-6)
+UPDATE = calibration.UpdateCosts(0.03, 0.05)
+MODEL = calibration.Calibration(ENGINES, TRAIN, UPDATE, rows.Shape((8192,), 1))
+
+
+class FileRecorder(world.StepRecorder):
+    """Keeps what `StepRecorder` keeps, and writes a run's files."""
+
+    def __init__(self, config: configuration.RunConfig, workdir: pathlib.Path) -> None:
+        super().__init__()
+        self._files = telemetry.create(config, workdir, lambda: 0.0)
+
+    def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
+        super().metrics(step, scalars)
+        self._files.metrics(step, scalars)
+
+    def span(self, track: str, name: str, start: float, end: float, arguments: Mapping[str, Any] | None = None) -> None:
+        self._files.span(track, name, start, end, arguments)
+
+    def trajectory(self, record: Mapping[str, Any]) -> None:
+        self._files.trajectory(record)
+
+    def close(self) -> None:
+        self._files.close()
+
+
+def record(workdir: pathlib.Path, workload: Any = None, **changes: Any) -> configuration.RunConfig:
+    """Simulates a run among machines of known costs, and leaves its files."""
+    changes = {
+        "steps": 8,
+        "trainer": {"rows_per_micro_batch": 1},
+        "telemetry": {"console": False, "tensorboard": False},
+        **changes,
+    }
+    config = doubles.run_config(**changes)
+    recorder = FileRecorder(config, workdir)
+    costs = scheduling_costs.LinearCosts(config.scheduler.costs, transfers=False)
+    world.run(
+        config,
+        world.SimulationConfig(train_devices=config.trainer.devices),
+        workload or doubles.SeededWorkload(),
+        lambda *_: registry.create(config.scheduler, costs=costs, degrees=config.rollout.tensor_parallel),
+        recorder=recorder,
+        model=MODEL,
+    )
+    recorder.close()
+    text = json.dumps(configuration.to_dict(config), default=list)
+    (workdir / "config.json").write_text(text)
+    return config
