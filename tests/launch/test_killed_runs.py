@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
+import scripts
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 STEPS, GROUPS, ATTEMPTS = 6, 4, 2
 DEADLINE_SECONDS = 240.0
 SETTINGS = (
@@ -39,7 +39,7 @@ def start(workdir: pathlib.Path) -> subprocess.Popen[bytes]:
     # JAX's compilation cache spares the second start its compilations.
     environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(workdir.with_suffix(".cache"))}
     with log:
-        return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=environment)
+        return subprocess.Popen(command, cwd=scripts.ROOT, stdout=log, stderr=log, env=environment)
 
 
 def wait_for(condition: Callable[[], bool], run: subprocess.Popen[bytes] | None, what: str) -> None:

@@ -2,13 +2,10 @@
 
 import json
 import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
+import scripts
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 SETTINGS = (
     "--config.steps=3",
     "--config.coordinator.groups_per_step=8",
@@ -25,10 +22,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.multiprocess]
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a wide instance needs two cores")
 def test_log_probabilities_of_moved_trajectories_are_the_trainers(tmp_path):
-    command = [sys.executable, "launch/train.py", "--config=configs/cmlfq_cpu.py:cmlfq_paper", *SETTINGS]
-    run = subprocess.run(
-        [*command, f"--workdir={tmp_path / 'run'}"], cwd=ROOT, capture_output=True, text=True, timeout=580
-    )
+    policy = "--config=configs/cmlfq_cpu.py:cmlfq_paper"
+    run = scripts.run("train.py", policy, *SETTINGS, f"--workdir={tmp_path / 'run'}", seconds=580)
     assert run.returncode == 0, run.stderr
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     steps = [step for step in map(json.loads, lines) if "loss" in step]

@@ -1,15 +1,13 @@
 """`launch/simulate.py` as a user meets it: its files, that they repeat, and one sentence for each kind of bad input."""
 
+import functools
 import json
-import os
 import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
+import scripts
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 KEYS = [
     "policy",
     "seed",
@@ -31,17 +29,7 @@ SMALL = (
     "--config.steps=3",
 )
 
-
-def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "launch/simulate.py", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONWARNINGS": "ignore"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+simulate = functools.partial(scripts.run, "simulate.py")
 
 
 def record(index: int, tokens: tuple[int, ...]) -> str:
@@ -116,18 +104,9 @@ def bad_trace(path: pathlib.Path, tokens: int) -> str:
     ],
 )  # fmt: skip
 def test_nonsense_is_answered_with_one_sentence(flags, fragments):
-    assert_one_sentence(simulate(*flags), *fragments)
+    scripts.assert_one_sentence(simulate(*flags), *fragments)
 
 
 def test_a_turn_with_negative_tokens_is_named_by_file_and_line(tmp_path):
     result = simulate(bad_trace(tmp_path / "bad.jsonl", -6))
-    assert_one_sentence(result, "bad.jsonl, line 2, turn 1", "generated_tokens", "-6")
-
-
-def assert_one_sentence(result: subprocess.CompletedProcess[str], *fragments: str) -> None:
-    assert result.returncode != 0
-    assert "Traceback" not in result.stderr, result.stderr
-    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1, result.stderr
-    for fragment in fragments:
-        assert fragment in errors[0], errors[0]
+    scripts.assert_one_sentence(result, "bad.jsonl, line 2, turn 1", "generated_tokens", "-6")

@@ -1,43 +1,22 @@
 """`launch/train.py` as a user meets it: dry runs, and one sentence for each kind of bad input."""
 
+import functools
 import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
+import scripts
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 QUICKSTART = "--config=configs/quickstart.py"
 REAL_SIZE = "--config=configs/qwen3_1p7b_8gpu.py"
 
-
-def train(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "launch/train.py", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONWARNINGS": "ignore"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
-def assert_one_sentence(result: subprocess.CompletedProcess[str], *fragments: str) -> None:
-    assert result.returncode != 0
-    assert "Traceback" not in result.stderr, result.stderr
-    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1, result.stderr
-    for fragment in fragments:
-        assert fragment in errors[0], errors[0]
+train = functools.partial(scripts.run, "train.py")
 
 
 @pytest.fixture(scope="module")
 def model_directory(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     directory = tmp_path_factory.mktemp("model")
-    preset = json.loads((ROOT / "libra_jax/models/presets/libra-tiny.json").read_text())
+    preset = json.loads((scripts.ROOT / "libra_jax/models/presets/libra-tiny.json").read_text())
     (directory / "config.json").write_text(json.dumps(preset))
     return directory
 
@@ -94,16 +73,16 @@ def test_dry_run_counts_the_tasks_and_shows_the_first_prompt(tmp_path):
     ],
 )
 def test_a_bad_setting_is_refused_with_one_sentence_that_names_it(flag: str, fragments: tuple[str, ...], tmp_path):
-    assert_one_sentence(train(QUICKSTART, flag, f"--workdir={tmp_path / 'run'}"), *fragments)
+    scripts.assert_one_sentence(train(QUICKSTART, flag, f"--workdir={tmp_path / 'run'}"), *fragments)
     assert not (tmp_path / "run").exists(), "a refused config must leave no workdir behind"
 
 
 def test_a_missing_config_file_is_named(tmp_path):
-    assert_one_sentence(train(f"--config={tmp_path / 'absent.py'}"), "absent.py")
+    scripts.assert_one_sentence(train(f"--config={tmp_path / 'absent.py'}"), "absent.py")
 
 
 def test_top_p_with_a_ratio_is_refused_by_the_log_prob_contract():
-    assert_one_sentence(train(QUICKSTART, "--config.rollout.top_p=0.9", "--dry_run"), "rollout.top_p")
+    scripts.assert_one_sentence(train(QUICKSTART, "--config.rollout.top_p=0.9", "--dry_run"), "rollout.top_p")
 
 
 @pytest.mark.parametrize(
@@ -126,7 +105,7 @@ def test_a_bad_task_file_is_refused_naming_file_and_line(content: str, fragments
         "--config.warm_start.steps=0",
         f"--workdir={tmp_path / 'run'}",
     )
-    assert_one_sentence(result, *fragments)
+    scripts.assert_one_sentence(result, *fragments)
 
 
 def test_a_model_of_an_unknown_architecture_is_refused(model_directory, tmp_path):
@@ -136,7 +115,9 @@ def test_a_model_of_an_unknown_architecture_is_refused(model_directory, tmp_path
     (other / "config.json").write_text(
         json.dumps({**config, "architectures": ["MambaForCausalLM"], "model_type": "mamba"})
     )
-    assert_one_sentence(train(QUICKSTART, f"--config.model.path={other}", "--dry_run"), "mamba", "llama, qwen2, qwen3")
+    scripts.assert_one_sentence(
+        train(QUICKSTART, f"--config.model.path={other}", "--dry_run"), "mamba", "llama, qwen2, qwen3"
+    )
 
 
 def test_a_truncated_model_directory_is_refused(model_directory, tmp_path):
@@ -144,7 +125,7 @@ def test_a_truncated_model_directory_is_refused(model_directory, tmp_path):
     truncated.mkdir()
     text = (model_directory / "config.json").read_text()
     (truncated / "config.json").write_text(text[: len(text) // 2])
-    assert_one_sentence(train(QUICKSTART, f"--config.model.path={truncated}", "--dry_run"), "config.json")
+    scripts.assert_one_sentence(train(QUICKSTART, f"--config.model.path={truncated}", "--dry_run"), "config.json")
 
 
 def test_a_workdir_of_another_config_is_refused_with_the_fields_that_differ(tmp_path):
@@ -155,18 +136,18 @@ def test_a_workdir_of_another_config_is_refused_with_the_fields_that_differ(tmp_
     stored = json.loads(json.dumps(config.to_dict(config.RunConfig()), default=list))
     (workdir / "config.json").write_text(json.dumps(stored))
     result = train(QUICKSTART, f"--workdir={workdir}")
-    assert_one_sentence(result, str(workdir), "config.name is 'run' there and 'quickstart' here")
+    scripts.assert_one_sentence(result, str(workdir), "config.name is 'run' there and 'quickstart' here")
 
 
 def test_a_workdir_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "notes").write_text("not a folder")
     result = train(QUICKSTART, f"--workdir={tmp_path / 'notes'}")
-    assert_one_sentence(result, "--workdir=", "choose a folder that can be written")
+    scripts.assert_one_sentence(result, "--workdir=", "choose a folder that can be written")
 
 
 def test_a_model_directory_without_weights_is_refused_before_anything_starts(model_directory, tmp_path):
     result = train(QUICKSTART, f"--config.model.path={model_directory}", f"--workdir={tmp_path / 'run'}")
-    assert_one_sentence(result, str(model_directory), "holds no *.safetensors")
+    scripts.assert_one_sentence(result, str(model_directory), "holds no *.safetensors")
     assert not (tmp_path / "run").exists()
 
 
@@ -174,4 +155,4 @@ def test_a_model_that_vllm_cannot_serve_on_cpu_is_refused(model_directory, tmp_p
     shape = json.loads((model_directory / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**shape, "head_dim": 16}))
     result = train(QUICKSTART, f"--config.model.path={tmp_path}", "--dry_run")
-    assert_one_sentence(result, "head_dim 16", "32, 64")
+    scripts.assert_one_sentence(result, "head_dim 16", "32, 64")
