@@ -253,7 +253,8 @@ async def train(config: libra_config.RunConfig, workdir: Path) -> None:
     # What a killed run recorded after its last checkpoint will be done again, so it goes before the recorder opens.
     resume.cut_back(workdir, checkpoints.newest_step(workdir))
     recorder = telemetry.create(config, workdir, loop.time)
-    actors = cluster.create(config.cluster, shutdown_seconds=config.deadlines.shutdown)
+    limits = config.deadlines
+    actors = cluster.create(config.cluster, start_seconds=limits.cluster_start, shutdown_seconds=limits.shutdown)
     try:
         run = coordinator.Coordinator(
             config,

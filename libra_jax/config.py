@@ -411,6 +411,7 @@ class DeadlineConfig:
 
     engine_start: float = 300.0
     trainer_start: float = 600.0
+    cluster_start: float = 60.0  # Ray: it comes up or is joined, and then places an actor
     first_token: float = 300.0  # between two deltas of a request that holds a slot
     train_step: float = 1800.0
     publish: float = 300.0  # each verb of a weight update

@@ -14,7 +14,7 @@ def create(config: ClusterConfig, *, start_seconds: float = 60.0, shutdown_secon
 
     Args:
       config: the backend and, for Ray, the address of the cluster to join.
-      start_seconds: deadline for reaching or starting Ray.
+      start_seconds: deadline for reaching or starting Ray, and for it to place an actor.
       shutdown_seconds: deadline for an actor to stop.
 
     Raises:

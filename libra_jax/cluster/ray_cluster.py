@@ -169,7 +169,8 @@ class RayCluster:
             spec, left = actor.spec, ray_runtime.resources()
             raise DeadlineMissed(
                 f"actor {spec.name!r} was not placed within {self._start_seconds:g} s: it asks for {spec.cpus:g} CPUs "
-                f"and {spec.gpus:g} GPUs, and {left.get('CPU', 0):g} and {left.get('GPU', 0):g} are free in all"
+                f"and {spec.gpus:g} GPUs, and {left.get('CPU', 0):g} and {left.get('GPU', 0):g} are free in all; "
+                "ask for less, or raise config.deadlines.cluster_start"
             ) from None
 
     async def stop(self, name: str) -> None:

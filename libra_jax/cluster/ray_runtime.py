@@ -72,7 +72,8 @@ class RayRuntime:
             except TimeoutError:
                 where = f"the cluster at {self._address!r}" if self._address else "an embedded cluster"
                 raise DeadlineMissed(
-                    f"Ray did not come up with {where} within {self._start_seconds:g} s; see whether it is overloaded"
+                    f"Ray did not come up with {where} within {self._start_seconds:g} s; see whether it is "
+                    "overloaded, or raise config.deadlines.cluster_start"
                 ) from None
 
     def _start(self) -> None:

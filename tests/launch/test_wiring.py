@@ -1,0 +1,26 @@
+"""What the run is built from: settings reach the rooms that they are for."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+import wiring
+from libra_jax import config, protocols
+
+
+def test_the_clusters_deadlines_are_the_configs(tmp_path, monkeypatch):
+    given: dict[str, Any] = {}
+
+    def create(cluster: config.ClusterConfig, **deadlines: float) -> protocols.Cluster:
+        given.update(deadlines)
+        raise protocols.ConfigError("seen enough")
+
+    monkeypatch.setattr(wiring.cluster, "create", create)
+    run = config.RunConfig(
+        telemetry=config.TelemetryConfig(console=False, tensorboard=False),
+        deadlines=config.DeadlineConfig(cluster_start=7.0, shutdown=8.0),
+    )
+    with pytest.raises(protocols.ConfigError, match="seen enough"):
+        asyncio.run(wiring.train(run, tmp_path))
+    assert given == {"start_seconds": 7.0, "shutdown_seconds": 8.0}
