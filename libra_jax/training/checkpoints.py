@@ -13,6 +13,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import tempfile
 from typing import Any
 
 import jax
@@ -44,6 +45,7 @@ class Checkpointer:
         if (target / SEAL).exists():
             raise protocols.LibraError(f"{target}: holds a checkpoint already; save to a new directory.")
         try:
+            _check_writable(target.parent)
             self._orbax.save(target, _tree(state), force=True)
         except (OSError, ValueError) as error:
             raise protocols.LibraError(f"{target}: the checkpoint cannot be written ({_line(error)}).") from error
@@ -90,6 +92,13 @@ class Checkpointer:
             self.wait()
         finally:
             self._orbax.close()
+
+
+def _check_writable(directory: pathlib.Path) -> None:
+    """Raises OSError now: Orbax's threads would wait minutes for a directory that nobody can make, at exit too."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=directory):
+        pass
 
 
 def _tree(state: state_lib.TrainState) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 
 import jax
 import numpy as np
@@ -141,9 +142,11 @@ def test_a_place_that_cannot_be_written_is_one_sentence(learners, checkpointer, 
         checkpointer.save(str(tmp_path / "file" / "a"), learners["one"].state)
         checkpointer.wait()
 
+    before = set(threading.enumerate())
     with pytest.raises(protocols.LibraError, match="the checkpoint cannot be written") as raised:
         save_and_wait()
     assert "\n" not in str(raised.value)
+    assert set(threading.enumerate()) <= before, "no thread is left that the interpreter would wait for at its end"
 
 
 CHILD = """
