@@ -78,7 +78,7 @@ class CharacterTokenizer:
                 raise protocols.DataError(
                     f"the character tokenizer has no role {message.role!r}: use system, user, assistant or tool"
                 )
-            tokens += [role, *self.encode(message.content), self.stop_token_ids[0]]
+            tokens += [role, *self.encode(message.content), _SPECIAL["<|im_end|>"]]
         if generation_prompt:
             tokens.append(_SPECIAL["<|assistant|>"])
         return tokens

@@ -206,3 +206,12 @@ def test_the_config_names_the_tokenizer(tmp_path):
         tokenizers.create(config.TaskConfig(tokenizer=""), "")
     with pytest.raises(protocols.ConfigError, match="did you mean 'character'"):
         tokenizers.create(config.TaskConfig(tokenizer="charcter"), "")
+
+
+def test_a_tokenizer_that_never_stops_writes_the_template_all_the_same():
+    class NeverStops(tokenizers.CharacterTokenizer):
+        stop_token_ids: tuple[int, ...] = ()
+
+    messages = [protocols.Message("user", "1+1")]
+    plain = tokenizers.CharacterTokenizer().render(messages, first=True, generation_prompt=True)
+    assert NeverStops().render(messages, first=True, generation_prompt=True) == plain
