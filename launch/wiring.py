@@ -74,6 +74,9 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
     """
     shape = policy_shape(config, need_weights=need_weights)
     logprob_contract.check(config.rollout, config.algorithm)
+    if config.cluster.backend == "inprocess":  # elsewhere the cores are those of another host
+        libra_config.check_cores(config.trainer.cores, "trainer.cores")
+        libra_config.check_cores(config.rollout.cores, "rollout.cores")
     model_config.check_mesh(shape, {"fsdp": config.trainer.fsdp, "tensor": config.trainer.tensor})
     for degree in config.rollout.tensor_parallel:
         model_config.check_tensor_parallel(shape, degree)
@@ -222,6 +225,7 @@ def engine_specs(
                 "tensor_parallel": len(devices),
                 "seed": config.seed + index,
                 "log_path": str(workdir.resolve() / f"rollout-{index}.log"),
+                "cpu_cores": _cpu_cores(config.rollout, index),
             },
             gpus=len(devices) if on_gpu else 0,
             environment={"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if on_gpu else {},
@@ -230,6 +234,12 @@ def engine_specs(
             zip(partition(config).instances, config.rollout.instance_slots, strict=True)
         )
     ]
+
+
+def _cpu_cores(rollout: libra_config.RolloutConfig, index: int) -> str:
+    """An instance's cores as vLLM takes them (`vllm_launch.core_binding`)."""
+    first = sum(rollout.tensor_parallel[:index])
+    return "|".join(map(str, rollout.cores[first : first + rollout.tensor_parallel[index]])) or "auto"
 
 
 def scheduler(config: libra_config.RunConfig) -> protocols.Scheduler:

@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, get_type_hints
@@ -30,6 +31,13 @@ def check_choice(value: str, choices: tuple[str, ...], field_name: str) -> None:
         near = difflib.get_close_matches(value, choices, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"config.{field_name}: {value!r} is not one of {', '.join(choices)}{hint}")
+
+
+def check_cores(cores: tuple[int, ...], field_name: str) -> None:
+    """Raises ConfigError unless this process may run on each of the CPU cores."""
+    here = sorted(os.sched_getaffinity(0))
+    for core in cores:
+        check(core in here, field_name, f"there is no core {core} for this process; it has {', '.join(map(str, here))}")
 
 
 @dataclass(frozen=True)
@@ -92,6 +100,7 @@ class RolloutConfig:
     top_k: int = 0  # 0 is off; refused above 0, likewise
     dtype: str = "float32"  # engine weights, and the wire dtype of publication
     kv_cache_gib: float = 0.5  # KV cache of an instance on CPU
+    cores: tuple[int, ...] = ()  # on CPU: the core of each worker, instance by instance; empty: not pinned
     gpu_memory_fraction: float = 0.85  # of a device, for the engine (CUDA)
     stream_interval: int = 16  # tokens between two deltas of a request
     enforce_eager: bool = True  # no compiled graphs: starts faster; False on GPU
@@ -119,6 +128,12 @@ class RolloutConfig:
             f"has {len(given)} entries for the {instances} instances of tensor_parallel; give one each, or none",
         )
         check(all(slots > 0 for slots in given), "rollout.slots_by_instance", f"must be positive, not {given}")
+        check(
+            len(self.cores) in (0, sum(self.tensor_parallel)),
+            "rollout.cores",
+            f"has {len(self.cores)} entries for the {sum(self.tensor_parallel)} workers of tensor_parallel; give one "
+            "each, or none",
+        )
         check_choice(self.kv_transfer, ("none", "nixl"), "rollout.kv_transfer")
         check(self.health_seconds > 0, "rollout.health_seconds", f"must be positive, not {self.health_seconds}")
         check(self.temperature > 0, "rollout.temperature", f"must be positive to train on, not {self.temperature}")
@@ -215,6 +230,7 @@ class TrainerConfig:
     row_buckets: tuple[int, ...] = ()  # further row lengths, ascending, all above row_tokens
     rows_per_micro_batch: int = 8  # rows in a micro-batch, over all data and fsdp shards
     pack: bool = True  # several trajectories a row, kept apart by segment ids
+    cores: tuple[int, ...] = ()  # CPU cores that the trainer's threads are pinned to; empty: not pinned
     max_skipped_steps: int = 10  # non-finite steps in a row after which the run stops
 
     def __post_init__(self) -> None:

@@ -62,8 +62,10 @@ def core_binding(cpu_cores: str, workers: int) -> str:
       workers: worker processes (the tensor-parallel degree).
 
     Raises:
-      ConfigError: fewer cores than workers.
+      ConfigError: fewer cores than workers, or a core that does not exist.
     """
+    if cpu_cores not in ("auto", "nobind"):
+        config.check_cores(tuple(int(core) for core in re.findall(r"\d+", cpu_cores)), "rollout.cores")
     if cpu_cores != "auto":
         return cpu_cores
     if workers == 1:

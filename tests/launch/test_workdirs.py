@@ -9,6 +9,7 @@ import pytest
 
 import wiring
 from libra_jax import config, protocols
+from libra_jax.models import config as model_config
 
 
 def with_checkpoint(workdir: pathlib.Path, step: int) -> None:
@@ -25,6 +26,18 @@ def settings(**changes: Any) -> config.RunConfig:
 def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lock is held until its process ends, and here one process stands for several."""
     monkeypatch.setattr(wiring, "_lock", lambda workdir: None)
+
+
+def test_cores_go_to_the_instances_in_order_and_ones_that_are_not_there_are_refused_early(tmp_path):
+    rollout = config.RolloutConfig(tensor_parallel=(1, 2), cores=(3, 0, 1))
+    specs = wiring.engine_specs(settings(rollout=rollout), model_config.load_preset("libra-tiny"), tmp_path)
+    assert [spec.arguments["cpu_cores"] for spec in specs] == ["3", "0|1"]
+    unpinned = wiring.engine_specs(settings(), model_config.load_preset("libra-tiny"), tmp_path)
+    assert [spec.arguments["cpu_cores"] for spec in unpinned] == ["auto"]
+    with pytest.raises(protocols.ConfigError, match=r"config\.rollout\.cores: has 2 entries for the 1 workers"):
+        config.RolloutConfig(cores=(0, 1))
+    with pytest.raises(protocols.ConfigError, match=r"config\.trainer\.cores: there is no core 4095"):
+        wiring.validate(settings(trainer=config.TrainerConfig(cores=(4095,))), need_weights=False)
 
 
 @pytest.mark.parametrize("steps", [5, 7, 100])

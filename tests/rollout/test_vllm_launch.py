@@ -2,7 +2,18 @@
 
 import os
 
+import pytest
+
+from libra_jax import protocols
 from libra_jax.rollout import vllm_launch
+
+
+def test_named_cores_are_bound_and_one_that_is_not_there_is_refused():
+    core = min(os.sched_getaffinity(0))
+    assert vllm_launch.core_binding(str(core), 1) == str(core)
+    assert vllm_launch.core_binding("auto", 1) == vllm_launch.core_binding("nobind", 1) == "nobind"
+    with pytest.raises(protocols.ConfigError, match=r"config\.rollout\.cores: there is no core 4095"):
+        vllm_launch.core_binding(f"{core}|4095", 2)
 
 
 def test_the_environment_is_put_back_but_for_what_another_actor_changed_meanwhile(monkeypatch):
