@@ -6,6 +6,7 @@ its own, as JAX's thread-local mesh contexts require.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -63,10 +64,14 @@ class TrainerActor:
         """Builds mesh and train state and compiles the steps over the shortest rows.
 
         Raises:
-          ConfigError: too few devices, or the model does not divide over the mesh.
+          ConfigError: too few devices, a core that does not exist, or the model does not divide over the mesh.
           DataError: the model directory cannot be used.
         """
         config = self._config
+        if config.trainer.cores:
+            # Of this thread, and so of those that XLA makes from it.
+            config_lib.check_cores(config.trainer.cores, "trainer.cores")
+            os.sched_setaffinity(0, config.trainer.cores)
         learner = learner_lib.Learner(config, self._model, jax.devices())
         where = learner.layout
         if config.model.path:

@@ -307,6 +307,19 @@ def test_a_mesh_that_cannot_be_is_refused(start, groups, sentence):
         start(**groups)
 
 
+def test_a_pinned_trainer_runs_on_its_cores_and_a_core_that_is_not_there_is_refused(start):
+    before = os.sched_getaffinity(0)
+    core = min(before)
+    try:
+        start(trainer={"cores": (core,)})
+        assert os.sched_getaffinity(0) == {core}
+    finally:
+        os.sched_setaffinity(0, before)
+    with pytest.raises(protocols.ConfigError, match=r"config\.trainer\.cores: there is no core 4095 for this process"):
+        start(trainer={"cores": (4095,)})
+    assert os.sched_getaffinity(0) == before
+
+
 def test_a_missing_model_directory_is_refused(small):
     config = small.config(model={"path": "no/such/model"})
     with pytest.raises(protocols.DataError, match="no/such/model: no such model directory"):
