@@ -23,11 +23,18 @@ SENDER = "libra_jax.rollout.vllm_publish"
 class DevicePublisher:
     """`publication.Publisher`'s methods over the ipc and nccl transports; one bucket holds the whole model."""
 
-    def __init__(self, model_config: models_config.TransformerConfig, dtype: str, transport: str, workers: int) -> None:
+    def __init__(
+        self,
+        model_config: models_config.TransformerConfig,
+        dtype: str,
+        transport: str,
+        workers: int,
+        publish_seconds: float,
+    ) -> None:
         self._sources = publication.published_entries(model_config)
         self._dtype_name = dtype
         self._dtype = getattr(torch, dtype)
-        self._sender = importlib.import_module(SENDER).Sender(transport, workers)
+        self._sender = importlib.import_module(SENDER).Sender(transport, workers, publish_seconds)
         self._version: int | None = None
         self._bucket: protocols.WeightBucket | None = None
 

@@ -45,7 +45,8 @@ def create(
     bucket_bytes: int,
     transport: str,
     checksum: bool,
-    tensor_parallel: Sequence[int] = (1,),
+    tensor_parallel: Sequence[int],
+    publish_seconds: float,
 ) -> Any:
     """The publisher of a transport: memfd through host memory (`Publisher`), ipc and nccl from device to device.
 
@@ -56,6 +57,7 @@ def create(
       transport: "memfd", "ipc" or "nccl".
       checksum: digest each bucket (memfd).
       tensor_parallel: degrees of the rollout instances that receive.
+      publish_seconds: longest wait for an instance to receive (ipc, nccl).
 
     Raises:
       ConfigError: the transport needs CUDA, or serves fewer instances than there are.
@@ -68,7 +70,7 @@ def create(
             "(config.rollout.tensor_parallel); use 'memfd'"
         )
     module = importlib.import_module("libra_jax.interop.device_publication")
-    return module.DevicePublisher(model_config, dtype, transport, tensor_parallel[0])
+    return module.DevicePublisher(model_config, dtype, transport, tensor_parallel[0], publish_seconds)
 
 
 class Publisher:

@@ -63,15 +63,17 @@ class Sender:
     Args:
       transport: "ipc" or "nccl".
       workers: worker processes of the engine that receives (its tensor-parallel degree).
+      seconds: longest wait for the engine to join and to take the last byte.
     """
 
-    def __init__(self, transport: str, workers: int) -> None:
+    def __init__(self, transport: str, workers: int, seconds: float) -> None:
         if not torch.cuda.is_available():
             raise protocols.ConfigError(
                 f"config.rollout.transport: {transport!r} needs CUDA, which torch does not find here; use 'memfd'"
             )
         self._transport = transport
         self._workers = workers
+        self._seconds = seconds
         self._client = _Client()
         self._source = SnapshotSource()
         self._engine: base.TrainerWeightTransferEngine | None = None
@@ -154,10 +156,16 @@ class Sender:
         """Waits until everything is sent, and frees the snapshot.
 
         Raises:
+          DeadlineMissed: the engine did not take it in time; the snapshot is kept, because it is still being sent.
           LibraError: sending failed.
         """
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(self._seconds)
+            if self._thread.is_alive():
+                raise protocols.DeadlineMissed(
+                    f"the rollout engine did not join, or take the weights sent over {self._transport}, within "
+                    f"{self._seconds:g} s: look at its log in the workdir, or raise config.deadlines.publish"
+                )
             self._thread = None
         self._source.snapshot = ()
         if self._error is not None:

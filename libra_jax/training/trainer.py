@@ -91,6 +91,7 @@ class TrainerActor:
             rollout.transport,
             rollout.checksum,
             rollout.tensor_parallel,
+            config.deadlines.publish,
         )
         self._checkpointer = checkpoints.Checkpointer()
         self._learner = learner
