@@ -55,6 +55,7 @@ def measure(rounds: int, peer_python: str | None) -> dict[str, Any]:
 def _config() -> configuration.RunConfig:
     length = PROMPT + COMPLETION
     return configuration.RunConfig(
+        model=configuration.ModelConfig(attention_chunk=64),  # as in configs/quickstart.py
         rollout=configuration.RolloutConfig(max_context=length, max_tokens=COMPLETION),
         trainer=configuration.TrainerConfig(row_tokens=length, rows_per_micro_batch=ROWS, pack=False),
     )

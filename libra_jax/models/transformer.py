@@ -57,7 +57,9 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((size_out,)), logical_axes=names[:1]) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = jnp.einsum("...i,oi->...o", x, self.weight[...].astype(x.dtype))
+        # Over one axis of tokens: of two, XLA's CPU backend would transpose each factor of the weight's gradient first.
+        y = jnp.einsum("ri,oi->ro", x.reshape(-1, x.shape[-1]), self.weight[...].astype(x.dtype))
+        y = y.reshape(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
 
