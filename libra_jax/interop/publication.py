@@ -15,7 +15,9 @@ import contextlib
 import hashlib
 import importlib
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent import futures
 from typing import Any
 
 import jax
@@ -28,6 +30,12 @@ from libra_jax.models import hf_names
 
 ALIGNMENT = 64
 """Bytes to which each tensor's place in a bucket is aligned (a cache line)."""
+
+PART_BYTES = 4 * 2**20
+"""About what is copied at a time, so that the copying threads share a large tensor."""
+
+MOST_COPIERS = 4
+"""Threads that copy: about as many as saturate a host's memory."""
 
 
 def published_entries(config: models_config.TransformerConfig) -> tuple[hf_names.HfEntry, ...]:
@@ -100,6 +108,8 @@ class Publisher:
         self._buckets = _pack(self._sources, dtype, self._dtype.itemsize, bucket_bytes)
         self._memory: list[memfd.Owner] = []
         self._version: int | None = None
+        cores = len(os.sched_getaffinity(0))
+        self._copiers = futures.ThreadPoolExecutor(min(MOST_COPIERS, cores), "copy", torch.set_num_threads, (1,))
 
     @property
     def nbytes(self) -> int:
@@ -155,6 +165,10 @@ class Publisher:
     def shutdown(self) -> None:
         """Gives the shared memory back. Idempotent."""
         self._version = None
+        self._copiers.shutdown()
+        self._free()
+
+    def _free(self) -> None:
         for owner in self._memory:
             owner.close()
         self._memory.clear()
@@ -170,7 +184,7 @@ class Publisher:
             for entries in self._buckets:
                 self._memory.append(memfd.Owner(_size(entries), purpose))
         except memfd.SharedMemoryError:
-            self.shutdown()
+            self._free()
             raise
 
     def _copy(self, leaves: Mapping[tuple[str, ...], jax.Array]) -> None:
@@ -183,13 +197,18 @@ class Publisher:
             flat = torch.frombuffer(owner.buffer, dtype=self._dtype, count=math.prod(entry.shape), offset=entry.offset)
             targets[source.path].append((source.layer, flat.view(entry.shape)))
         for path, array in leaves.items():
-            for piece in dlpack.pieces(array):
-                for layer, target in targets[path]:
-                    _place(piece, layer, target)
+            self._copy_leaf(array, targets[path])
+
+    def _copy_leaf(self, array: jax.Array, targets: Sequence[tuple[int | None, torch.Tensor]]) -> None:
+        copies = (
+            copy for piece in dlpack.pieces(array) for layer, target in targets for copy in _parts(piece, layer, target)
+        )
+        for _ in self._copiers.map(lambda copy: copy[0].copy_(copy[1]), copies):
+            pass  # raises what a copier raised
 
 
-def _place(piece: dlpack.Piece, layer: int | None, target: torch.Tensor) -> None:
-    """Copies what a device's part of a leaf holds of one tensor (all of it, or one layer) to its place."""
+def _parts(piece: dlpack.Piece, layer: int | None, target: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What a device's part of a leaf holds of one tensor (all of it, or one layer), and its place, in parts."""
     start, tensor = piece.start, piece.tensor
     if layer is not None:
         if not start[0] <= layer < start[0] + tensor.shape[0]:
@@ -197,7 +216,8 @@ def _place(piece: dlpack.Piece, layer: int | None, target: torch.Tensor) -> None
         start, tensor = start[1:], tensor[layer - start[0]]
     for axis, (first, size) in enumerate(zip(start, tensor.shape, strict=True)):
         target = target.narrow(axis, first, size)
-    target.copy_(tensor)
+    rows = max(1, PART_BYTES // target[0].nbytes)
+    yield from zip(target.split(rows), tensor.split(rows), strict=True)
 
 
 def leaf(params: Mapping[str, Any], source: hf_names.HfEntry) -> jax.Array:
@@ -220,7 +240,7 @@ def leaf(params: Mapping[str, Any], source: hf_names.HfEntry) -> jax.Array:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """One core copies as fast as memory takes it; more would wait for each other at the end of every small tensor."""
+    """The copying threads share the work; threads of torch's would wait for each other at the end of every tensor."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
