@@ -12,4 +12,4 @@ ruff check .  # a line of its own: inside && a failure would not end the script
 ruff format --check .
 echo "== mypy" && mypy
 echo "== import-linter" && lint-imports --no-cache
-echo "== pytest" && exec python -m pytest "$@"
+echo "== pytest" && exec python -m pytest -n 2 --dist loadgroup "$@"
