@@ -53,7 +53,7 @@ def runs(pid: int) -> bool:
         return False
 
 
-def gone(path: pathlib.Path, seconds: float = 10.0) -> None:
+def gone(path: pathlib.Path, seconds: float = 30.0) -> None:
     """Asserts that the path goes within so many seconds."""
     deadline = time.monotonic() + seconds
     while path.exists() and time.monotonic() < deadline:
