@@ -1,5 +1,5 @@
-"""Ratios measured in one run: rollout through the coordinator, weight bridge, train step, the coordinator's cost, the
-scheduler's.
+"""Ratios measured in one run: rollout through the coordinator, weight bridge, train step; and what a whole publication,
+the coordinator and the scheduler cost.
 
   python launch/benchmark.py [--peer_python=PATH] [--only=rollout,scheduler] [--output=benchmark.json]
 
@@ -19,10 +19,9 @@ from absl import flags
 from rich import console, table
 
 import cli
-from benchmarks import bridge, coordinator, rollout, scheduler, train
+from benchmarks import bridge, coordinator, publication, rollout, scheduler, train
 from libra_jax import protocols
 
-_ONLY = flags.DEFINE_list("only", ["rollout", "bridge", "train", "coordinator", "scheduler"], "Which parts to measure.")
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Alternations of the two sides.", lower_bound=1)
 _PEER = flags.DEFINE_string("peer_python", None, "Interpreter with google-tunix; without it that ratio is left out.")
 _OUTPUT = flags.DEFINE_string("output", None, "File for the JSON, beside standard output.")
@@ -30,10 +29,13 @@ _OUTPUT = flags.DEFINE_string("output", None, "File for the JSON, beside standar
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "rollout": lambda: asyncio.run(rollout.measure(_ROUNDS.value)),
     "bridge": lambda: bridge.measure(_ROUNDS.value),
+    "publication": lambda: asyncio.run(publication.measure(_ROUNDS.value)),
     "train": lambda: train.measure(_ROUNDS.value, _PEER.value),
     "coordinator": lambda: asyncio.run(coordinator.measure()),
     "scheduler": scheduler.measure,
 }
+
+_ONLY = flags.DEFINE_list("only", list(PARTS), "Which parts to measure.")
 
 
 def main() -> None:

@@ -1,0 +1,81 @@
+"""Seconds of a whole publication: snapshot, pause, the four verbs with vLLM's own reload, resume."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from typing import Any
+
+import jax
+
+from benchmarks import bridge
+from libra_jax import config as configuration
+from libra_jax import protocols
+from libra_jax.cluster import create as cluster_create
+from libra_jax.coordinator import failure, instances
+from libra_jax.coordinator import publication as coordinator
+from libra_jax.interop import publication
+from libra_jax.models import config as models_config
+from libra_jax.models import transformer
+from libra_jax.telemetry import memory
+
+NAME = "rollout-0"
+
+
+class _Weights:
+    """The part of a `protocols.Trainer` that publishes, over parameters that never change."""
+
+    def __init__(self, params: transformer.Params) -> None:
+        self._params = params
+        self.publisher = publication.Publisher(bridge.SHAPE, "float32", 256 * 2**20, "memfd", checksum=False)
+        self.snapshot_seconds: list[float] = []
+
+    async def open_weights(self, policy_version: int) -> int:
+        start = time.perf_counter()
+        count = self.publisher.open(policy_version, self._params)
+        self.snapshot_seconds.append(time.perf_counter() - start)
+        return count
+
+    async def stage_weights(self, policy_version: int, index: int) -> protocols.WeightBucket:
+        return self.publisher.stage(policy_version, index)
+
+    async def close_weights(self, policy_version: int) -> None:
+        self.publisher.close(policy_version)
+
+
+async def measure(rounds: int) -> dict[str, Any]:
+    """The bridge's 256 MB model, published to one idle vLLM engine of degree 1; the first round is not counted."""
+    config = configuration.RunConfig(
+        rollout=configuration.RolloutConfig(slots=8, max_context=256, max_tokens=64, kv_cache_gib=0.25)
+    )
+    arguments = {
+        "name": NAME,
+        "model_config": models_config.to_hf(bridge.SHAPE),
+        "rollout": configuration.to_dict(config.rollout),
+        "tensor_parallel": 1,
+        "seed": 0,
+    }
+    spec = protocols.ActorSpec(NAME, "libra_jax.rollout.vllm_engine:create", arguments)
+    cluster = cluster_create.create(config.cluster)
+    recorder, ending = memory.MemoryRecorder(), failure.Ending()
+    engines = instances.Instances(config, cluster=cluster, specs=[spec], recorder=recorder, ending=ending)
+    weights = _Weights(jax.block_until_ready(transformer.init_params(bridge.SHAPE, jax.random.key(0), "float32")))
+    seconds = []
+    try:
+        await engines.start()
+        publisher = coordinator.Publisher(
+            config, trainer=weights, trainer_lock=asyncio.Lock(), engines=engines, recorder=recorder
+        )
+        for version in range(rounds + 1):
+            seconds.append(await ending.race(publisher.publish(version)))
+    finally:
+        await ending.cancel_background(config.deadlines.shutdown)
+        await cluster.shutdown()
+        weights.publisher.shutdown()
+    return {
+        "megabytes": weights.publisher.nbytes / 1e6,
+        "publication_seconds": statistics.median(seconds[1:]),
+        "of_which_snapshot_seconds": statistics.median(weights.snapshot_seconds[1:]),
+        "rounds": rounds,
+    }
