@@ -2,8 +2,8 @@
 
 The policy reads an arithmetic expression, calls the calculator with it, reads what it returns and answers with it. A
 short supervised warm start leaves it right in a third to a half of its attempts; reinforcement learning does the rest.
-Expected: reward (mean of 5 steps) from 0.37-0.56 to 0.95 or more, held-out accuracy from 0.3-0.4 to 0.95 or more, in 5
-to 6 minutes on 2 cores with AVX-512, set-up aside.
+Expected: reward (mean of 5 steps) from 0.37-0.56 to 0.95 or more, held-out accuracy from 0.29-0.48 to 0.95 or more, in
+5 to 6 minutes on 2 quiet cores with AVX-512; the first set-up takes 2 to 5 more.
 
   bash launch/quickstart.sh
 """

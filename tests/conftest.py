@@ -9,12 +9,11 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-ONE_WORKER = ("cluster", "launch", "rollout")
-"""Folders whose tests share a Ray cluster, or start engines that would crowd each other out of two cores."""
+ENGINES = ("cluster", "launch", "rollout")
+"""Folders whose tests start engines, whole runs or a Ray cluster: one at a time, or they crowd each other out."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of one file run on one worker (pytest-xdist), so that they share what its fixtures made."""
+    """Tests of one file run on one worker (pytest-xdist) and share what its fixtures made; all engines on one."""
     for item in items:
-        folder = item.path.parent.name
-        item.add_marker(pytest.mark.xdist_group(folder if folder in ONE_WORKER else item.path.stem))
+        item.add_marker(pytest.mark.xdist_group("engines" if item.path.parent.name in ENGINES else item.path.stem))
