@@ -22,13 +22,15 @@ import cli
 from benchmarks import bridge, coordinator, publication, rollout, scheduler, train
 from libra_jax import protocols
 
-_ROUNDS = flags.DEFINE_integer("rounds", 5, "Alternations of the two sides.", lower_bound=1)
+_ROUNDS = flags.DEFINE_integer(
+    "rounds", 5, "Alternations of the two sides; the shorter a round, the more of them are made of it.", lower_bound=1
+)
 _PEER = flags.DEFINE_string("peer_python", None, "Interpreter with google-tunix; without it that ratio is left out.")
 _OUTPUT = flags.DEFINE_string("output", None, "File for the JSON, beside standard output.")
 
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
-    "rollout": lambda: asyncio.run(rollout.measure(_ROUNDS.value)),
-    "bridge": lambda: bridge.measure(_ROUNDS.value),
+    "rollout": lambda: asyncio.run(rollout.measure(3 * _ROUNDS.value)),
+    "bridge": lambda: bridge.measure(6 * _ROUNDS.value),
     "publication": lambda: asyncio.run(publication.measure(_ROUNDS.value)),
     "train": lambda: train.measure(_ROUNDS.value, _PEER.value),
     "coordinator": lambda: asyncio.run(coordinator.measure()),
