@@ -514,7 +514,7 @@ class Trainer(Protocol):
         ...
 
     async def stage_weights(self, policy_version: int, index: int) -> WeightBucket:
-        """Fills one bucket of the open snapshot; a bucket stays readable until the next but one is staged."""
+        """Fills one bucket of the open snapshot; it stays readable until the next snapshot is opened."""
         ...
 
     async def close_weights(self, policy_version: int) -> None:

@@ -1,7 +1,7 @@
 """Publication of a policy version: the trainer's snapshot, bucket by bucket, into every engine at once.
 
 In-flight requests are kept: an engine is paused, given the weights through the four verbs, and resumed. Engines load a
-bucket while the trainer stages the next (a bucket stays readable until the next but one is staged).
+bucket while the trainer stages the next (a bucket stays readable until the next snapshot is opened).
 """
 
 from __future__ import annotations

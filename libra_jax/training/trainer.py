@@ -160,7 +160,7 @@ class TrainerActor:
         return publisher.open(policy_version, learner.params)
 
     def stage_weights(self, policy_version: int, index: int) -> protocols.WeightBucket:
-        """Fills one bucket of the open snapshot; it stays readable until the next but one is staged."""
+        """Fills one bucket of the open snapshot; it stays readable until the next snapshot is opened."""
         self._started()
         assert self._publisher is not None
         return self._publisher.stage(policy_version, index)
