@@ -60,15 +60,21 @@ def expected_digests(shape: models_config.TransformerConfig, params: dict, dtype
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    ("tied", "param_dtype", "wire_dtype", "mesh_shape"),
+    ("tied", "param_dtype", "wire_dtype", "mesh_shape", "part_bytes"),
     [
-        (True, "float32", "float32", None),
-        (False, "float32", "bfloat16", None),
-        (True, "bfloat16", "bfloat16", (1, 4, 2)),
-        (False, "float32", "float16", (2, 2, 2)),
+        (True, "float32", "float32", None, None),
+        (False, "float32", "bfloat16", None, 5000),
+        (True, "bfloat16", "bfloat16", (1, 4, 2), None),
+        (True, "bfloat16", "bfloat16", (1, 4, 2), 1000),
+        (False, "float32", "float16", (2, 2, 2), 1),
     ],
 )
-def test_another_process_reads_every_tensor_bit_for_bit(tied, param_dtype, wire_dtype, mesh_shape):
+def test_another_process_reads_every_tensor_bit_for_bit(
+    tied, param_dtype, wire_dtype, mesh_shape, part_bytes, monkeypatch
+):
+    """Whole tensors are copied at once, or several rows in a part, the last part shorter, or a row in each."""
+    if part_bytes is not None:
+        monkeypatch.setattr(publication, "PART_BYTES", part_bytes)
     shape = shape_of(tied)
     params = transformer.init_params(shape, jax.random.key(0), param_dtype)
     if mesh_shape is not None:
