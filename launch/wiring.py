@@ -295,9 +295,19 @@ async def train(config: libra_config.RunConfig, workdir: Path) -> None:
 
 
 def _add_tokenizer(config: libra_config.RunConfig, model: Path) -> None:
-    """Copies the tokenizer's files beside the exported weights, so that the directory can be loaded as `model.path`."""
+    """Copies the tokenizer's files beside the exported weights, so that the directory can be loaded as `model.path`.
+
+    Raises:
+      LibraError: a file cannot be copied; the training is done, and the message says what is missing.
+    """
     source = Path(config.task.tokenizer or config.model.path)
     if config.task.tokenizer != "character" and source.is_dir() and model.is_dir():
         for pattern in ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template.*"):
             for file in source.glob(pattern):
-                shutil.copy2(file, model)
+                try:
+                    shutil.copy2(file, model)
+                except OSError as error:
+                    raise protocols.LibraError(
+                        f"The trained weights are in {model}, but {file} could not be copied there "
+                        f"({error.strerror or error}): copy the tokenizer's files yourself to load that directory."
+                    ) from error

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import array
 import base64
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -63,28 +64,38 @@ class Checkpoints:
         """Writes the coordinator's part of a new checkpoint; the trainer saves to the returned path.
 
         One of the same step counts until this one is committed.
+
+        Raises:
+          LibraError: it cannot be written; the message names its directory.
         """
         directory = _directory(self._folder, step)
-        if (directory / MANIFEST).exists():
-            _remove_strangers(directory)
-        else:
-            _remove(directory)  # an earlier run was killed while it wrote this one
-            directory.mkdir(parents=True)
-        suffix = "-again" if (directory / COORDINATOR).exists() else ""
-        path = directory / COORDINATOR
-        self._parts = {"coordinator": f"{path.stem}{suffix}{path.suffix}", "trainer": f"{TRAINER}{suffix}"}
-        _write_durably(directory / self._parts["coordinator"], json.dumps(state))
+        with _writing(directory):
+            if (directory / MANIFEST).exists():
+                _remove_strangers(directory)
+            else:
+                _remove(directory)  # an earlier run was killed while it wrote this one
+                directory.mkdir(parents=True)
+            suffix = "-again" if (directory / COORDINATOR).exists() else ""
+            path = directory / COORDINATOR
+            self._parts = {"coordinator": f"{path.stem}{suffix}{path.suffix}", "trainer": f"{TRAINER}{suffix}"}
+            _write_durably(directory / self._parts["coordinator"], json.dumps(state))
         return directory / self._parts["trainer"]
 
     def commit(self, step: int) -> None:
-        """Makes the checkpoint count, once all its parts are durable, and removes those that are too old."""
+        """Makes the checkpoint count, once all its parts are durable, and removes those that are too old.
+
+        Raises:
+          LibraError: it cannot be written; the message names its directory.
+        """
         manifest = {"format": FORMAT, "step": step, **self._parts}
-        _write_durably(_directory(self._folder, step) / MANIFEST, json.dumps(manifest))
-        _remove_strangers(_directory(self._folder, step))
-        kept = sorted(_complete(self._folder))[-self._keep :]
-        for directory in self._folder.iterdir():
-            if directory not in {_directory(self._folder, item) for item in kept}:
-                _remove(directory)
+        directory = _directory(self._folder, step)
+        with _writing(directory):
+            _write_durably(directory / MANIFEST, json.dumps(manifest))
+            _remove_strangers(directory)
+            kept = {_directory(self._folder, item) for item in sorted(_complete(self._folder))[-self._keep :]}
+            for other in self._folder.iterdir():
+                if other not in kept:
+                    _remove(other)
 
     def load(self, step: int) -> dict[str, Any]:
         """The coordinator's part of a checkpoint.
@@ -110,6 +121,18 @@ class Checkpoints:
 
 def _directory(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
+
+
+@contextlib.contextmanager
+def _writing(directory: Path) -> Iterator[None]:
+    """Says in a sentence what a disk that refuses means for the run."""
+    try:
+        yield
+    except OSError as error:
+        raise protocols.LibraError(
+            f"The checkpoint {directory} cannot be written ({error.strerror or error}): see to the disk, and the same "
+            "command goes on from the checkpoint before it."
+        ) from error
 
 
 def _complete(folder: Path) -> list[int]:

@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+from libra_jax import protocols
 from libra_jax.telemetry import metrics, trace
 
 PARTIAL_SUFFIX = ".partial"
@@ -23,9 +24,18 @@ def cut_back(workdir: Path, step: int) -> None:
     Args:
       workdir: the run's folder; missing files are no error.
       step: the last step whose records stay.
+
+    Raises:
+      LibraError: a file cannot be read or written anew.
     """
     for name in (metrics.METRICS_FILE, trace.TRACE_FILE):
-        _cut(workdir / name, step)
+        try:
+            _cut(workdir / name, step)
+        except OSError as error:
+            raise protocols.LibraError(
+                f"{workdir / name} cannot be cut back to step {step} ({error.strerror or error}): see to the disk, and "
+                "give the same command again."
+            ) from error
 
 
 def _cut(path: Path, step: int) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 import coordinator_doubles as doubles
@@ -152,6 +154,35 @@ def test_a_damaged_checkpoint_is_named_with_the_way_out(tmp_path):
     path.write_text(path.read_text()[:3])
     with pytest.raises(protocols.DataError, match=r"step-00000005 cannot be read.*remove that directory"):
         files.load(5)
+
+
+def test_a_folder_that_cannot_hold_checkpoints_ends_the_run_with_a_sentence(tmp_path):
+    (tmp_path / "checkpoints").write_text("in the way")
+    bench = doubles.Bench(doubles.make_config(checkpoint={"every": 2}), tmp_path)
+    with pytest.raises(protocols.LibraError, match=r"checkpoints/step-00000002 cannot be written \(Not a directory\)"):
+        bench.run()
+
+
+@pytest.mark.parametrize("checkpoint", [2, 4])
+def test_a_full_disk_ends_the_run_with_a_sentence_and_the_same_command_goes_on(tmp_path, monkeypatch, checkpoint):
+    """The disk is full when the coordinator's part is written, or when the manifest is."""
+    config = doubles.make_config(checkpoint={"every": 2})
+    for full in (checkpoints.COORDINATOR, checkpoints.MANIFEST):
+        workdir = tmp_path / full
+        with monkeypatch.context() as patch:
+            write = checkpoints._write_durably
+
+            def refuse(path: Path, text: str, full: str = full, write: Any = write) -> None:
+                if path.name == full and path.parent.name == f"step-{checkpoint:08d}":
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                write(path, text)
+
+            patch.setattr(checkpoints, "_write_durably", refuse)
+            bench = doubles.Bench(config, workdir)
+            with pytest.raises(protocols.LibraError, match=rf"step-0+{checkpoint} cannot be written \(No space left"):
+                bench.run()
+        assert checkpoints.newest_step(workdir) == (-1 if checkpoint == 2 else 2)
+        assert doubles.Bench(config, workdir).run().steps == 4
 
 
 class DiesInStep(doubles.RecordingTrainer):

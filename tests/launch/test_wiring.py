@@ -24,3 +24,15 @@ def test_the_clusters_deadlines_are_the_configs(tmp_path, monkeypatch):
     with pytest.raises(protocols.ConfigError, match="seen enough"):
         asyncio.run(wiring.train(run, tmp_path))
     assert given == {"start_seconds": 7.0, "shutdown_seconds": 8.0}
+
+
+def test_a_tokenizer_that_cannot_be_copied_beside_the_trained_weights_is_named(tmp_path):
+    source, model = tmp_path / "source", tmp_path / "model"
+    source.mkdir()
+    (source / "tokenizer.json").write_text("{}")
+    (model / "tokenizer.json").mkdir(parents=True)
+    run = config.RunConfig(task=config.TaskConfig(tokenizer=str(source)))
+    with pytest.raises(
+        protocols.LibraError, match=r"weights are in .*model, but .*tokenizer\.json could not be copied"
+    ):
+        wiring._add_tokenizer(run, model)

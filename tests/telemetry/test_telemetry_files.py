@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra_jax.protocols import DataError
+from libra_jax.protocols import DataError, LibraError
 from libra_jax.telemetry import files, metrics, resume, trace
 
 
@@ -112,6 +112,12 @@ def test_cut_back_keeps_what_the_checkpoint_saw_and_is_idempotent(folder, steps,
 def test_cut_back_of_a_workdir_without_records_does_nothing(tmp_path):
     resume.cut_back(tmp_path, 3)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_records_that_cannot_be_cut_back_are_named(tmp_path):
+    (tmp_path / metrics.METRICS_FILE).mkdir()
+    with pytest.raises(LibraError, match=r"metrics\.jsonl cannot be cut back to step 3 \(Is a directory\)"):
+        resume.cut_back(tmp_path, 3)
 
 
 def test_a_kill_inside_cut_back_loses_nothing(tmp_path, monkeypatch):
