@@ -631,11 +631,11 @@ class Sampler(Protocol):
         ...
 
     async def tool_called(self, trajectory: Trajectory) -> None:
-        """The output asked for a tool: the request gives its slot back while the tool runs."""
+        """The output has ended: the request gives its slot back while a tool runs, or while the attempt is scored."""
         ...
 
     async def tool_returned(self, trajectory: Trajectory, causal_state: CausalState) -> None:
-        """The tool return has been appended; the next `sample` may go to another instance."""
+        """The tool return has been appended, and a `sample` follows, which may go to another instance."""
         ...
 
 

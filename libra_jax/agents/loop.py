@@ -72,8 +72,8 @@ async def run_attempt(
         on threads, so that the deadlines hold for them too. While a step runs a tool, its attribute `running_tool`
         names it: only such a step may time out as a tool does. One that hangs without is a crash.
       tokenizer: its template is applied to increments only.
-      sampler: where tokens come from. `tool_called` follows each output that was sampled here, and `tool_returned`
-        the step after it unless that ended the attempt.
+      sampler: where tokens come from. `tool_called` follows each output that was sampled here, before its step, the
+        scoring or the end; `tool_returned` follows the step where another output is to come.
       limits: what the attempt may use.
       reward: replaces the environment's reward, for every finished attempt.
       status: told, in a few words, what the attempt is doing.
@@ -152,6 +152,8 @@ class _Attempt:
         while self.turn < self.limits.max_turns:
             output, sampled = await self._output()
             if output is None:
+                if sampled:  # scoring and closing may take long, and neither needs the place
+                    await self.sampler.tool_called(self.trajectory)
                 full = len(self.trajectory.token_ids) >= self.limits.max_context
                 return await self._finish("max_context" if full else "length", 0.0)
             result = await self._step(output, sampled)
@@ -274,7 +276,7 @@ class _Attempt:
                 raise _ReplayDiffers
             return False
         self._append(tokens, protocols.TokenSource.TOOL)
-        if sampled:
+        if sampled and self.turn + 1 < self.limits.max_turns:
             tool, outcome = (answer.tool, answer.status) if answer is not None else ("environment", "success")
             await self.sampler.tool_returned(self.trajectory, protocols.CausalState(tool, len(tokens), outcome))
         return True

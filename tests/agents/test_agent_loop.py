@@ -1,6 +1,7 @@
 """The multi-turn loop: what the policy sees, how attempts end, what they are worth, and demonstrations of them."""
 
 import asyncio
+import dataclasses
 import math
 
 import loop_doubles as doubles
@@ -73,7 +74,7 @@ def test_an_output_without_a_stop_token_ends_the_attempt_with_reward_zero():
     trajectory, sampler = doubles.attempt(["9" * 60])
     assert (trajectory.reward, trajectory.finish) == (0.0, "length")
     assert trajectory.turns[0].generated_tokens == doubles.LIMITS.max_tokens
-    assert sampler.events == ["sample"]
+    assert sampler.events == ["sample", "called"]
     doubles.check_books(trajectory)
 
 
@@ -82,6 +83,39 @@ def test_calling_the_tool_until_the_turns_are_used_up_has_reward_zero():
     assert (trajectory.reward, trajectory.finish, len(trajectory.turns)) == (0.0, "max_turns", 4)
     assert trajectory.metrics["answered"] == 0.0
     doubles.check_books(trajectory)
+
+
+def test_the_last_tool_return_is_kept_but_asks_for_no_place():
+    limits = dataclasses.replace(doubles.LIMITS, max_turns=2)
+    trajectory, sampler = doubles.attempt(["<tool_call>1+1</tool_call>"] * 2, limits=limits)
+    returned = protocols.CausalState("calculator", 4, "success")
+    assert sampler.events == ["sample", "called", returned, "sample", "called"]
+    assert [(turn.tool, turn.status, turn.payload_tokens) for turn in trajectory.turns] == [
+        ("calculator", "success", 4)
+    ] * 2
+    assert doubles.tool_text(trajectory).count("<|tool|>2<|im_end|>") == 2
+
+
+@pytest.mark.parametrize("max_context", [200, 30])
+def test_an_attempt_that_was_cut_off_holds_no_place_while_it_is_scored_and_closed(max_context):
+    sampler = doubles.ScriptedSampler(["9" * 60])
+
+    async def score(task, text):
+        sampler.events.append("scored")
+        return 0.0
+
+    async def close():
+        sampler.events.append("closed")
+
+    trajectory, _ = doubles.attempt(
+        [],
+        sampler=sampler,
+        environment=doubles.Probe(close=close),
+        limits=dataclasses.replace(doubles.LIMITS, max_context=max_context),
+        reward=score,
+    )
+    assert trajectory.finish == ("length" if max_context == 200 else "max_context")
+    assert sampler.events == ["sample", "called", "scored", "closed"]
 
 
 @given(st.integers(9, 60))
