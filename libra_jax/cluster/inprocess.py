@@ -14,6 +14,7 @@ import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from typing import Any
 
+from libra_jax import turns
 from libra_jax.cluster import actors
 from libra_jax.protocols import ActorSpec
 
@@ -27,24 +28,27 @@ async def _environment(variables: Mapping[str, str]) -> AsyncIterator[None]:
         yield
         return
     lock = _environment_locks.setdefault(asyncio.get_running_loop(), asyncio.Lock())
-    async with lock:
-        before = {name: os.environ.get(name) for name in variables}
-        os.environ.update(variables)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
+    with turns.queued():
+        await lock.acquire()
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        lock.release()
 
 
 class InProcessCluster:
     """`protocols.Cluster` without further processes of ours.
 
     An actor's environment variables hold while it is made and while its `start` runs: processes that it makes then
-    inherit them. Meanwhile no other actor that has variables is made or started; one that has none is, and sees them.
+    inherit them. Meanwhile no other actor that has variables is made or started: it waits for its turn, which deadlines
+    do not count. One that has none is, and sees them.
     """
 
     def __init__(self, *, shutdown_seconds: float = 60.0) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable
 from typing import TypeVar
 
-from libra_jax import protocols
+from libra_jax import protocols, turns
 
 T = TypeVar("T")
 
@@ -18,7 +18,8 @@ async def within(seconds: float, awaitable: Awaitable[T], worker_and_what: str, 
     """Awaits, for at most `seconds` of the event loop's own time.
 
     A slice that took more than twice its length was a stall of this process, not of the worker: it does not count,
-    and the worker is polled again before the deadline is declared missed.
+    and the worker is polled again before the deadline is declared missed. Nor does a slice count in which the work
+    was still waiting for its turn (`turns.queued`).
 
     Args:
       seconds: the deadline.
@@ -30,16 +31,17 @@ async def within(seconds: float, awaitable: Awaitable[T], worker_and_what: str, 
       DeadlineMissed: `seconds` passed; the message names the worker.
     """
     loop = asyncio.get_running_loop()
-    task = asyncio.ensure_future(awaitable)
+    with turns.watched() as turn:
+        task = asyncio.ensure_future(awaitable)
     length = seconds / SLICES
     left = SLICES
     try:
         while left:
-            before = loop.time()
+            before, queued = loop.time(), turn.queued
             done, _ = await asyncio.wait({task}, timeout=length)
             if done:
                 return task.result()
-            if loop.time() - before < 2 * length:
+            if loop.time() - before < 2 * length and not (queued or turn.queued):
                 left -= 1
     finally:
         abandon(task)

@@ -7,6 +7,7 @@ import os
 
 import pytest
 
+from libra_jax import turns
 from libra_jax.cluster import inprocess
 from libra_jax.protocols import ActorSpec, ConfigError, LibraError
 
@@ -61,6 +62,28 @@ def test_environments_of_actors_made_at_once_are_kept_apart_and_restored(monkeyp
 
     asyncio.run(body())
     assert os.environ["LIBRA_TEST_VARIABLE"] == "before"
+
+
+def test_a_start_that_waits_for_another_says_so():
+    async def body():
+        cluster = inprocess.InProcessCluster()
+        variables = {"LIBRA_TEST_VARIABLE": "mine"}
+        slow, other = [await cluster.spawn(spec(name, "cluster_actors:SlowStarter", variables)) for name in "ab"]
+        with turns.watched() as holds:
+            first = asyncio.ensure_future(slow.start())
+        with turns.watched() as waits:
+            second = asyncio.ensure_future(other.start())
+        await asyncio.sleep(0.01)
+        assert (holds.queued, waits.queued) == (False, True)
+        await slow.open()
+        await first
+        await asyncio.sleep(0)
+        assert not waits.queued
+        await other.open()
+        await second
+        await cluster.shutdown()
+
+    asyncio.run(body())
 
 
 def test_an_actor_without_variables_does_not_wait_for_the_start_of_one_that_has_some():

@@ -7,7 +7,7 @@ import asyncio
 import coordinator_doubles as doubles
 import pytest
 
-from libra_jax import protocols
+from libra_jax import protocols, turns
 from libra_jax.coordinator import deadlines
 
 
@@ -51,6 +51,30 @@ def test_a_stall_of_the_event_loop_causes_no_false_deadline(stalled_at):
         return await deadlines.within(10.0, answer, "engine-1's update", "publish")
 
     assert doubles.run_on_clock(main()) == "answer"
+
+
+def test_a_wait_for_ones_turn_does_not_count():
+    """Three workers start one after another, each within its deadline; a fourth takes longer in its own turn."""
+
+    async def start(lock: asyncio.Lock, seconds: float) -> str:
+        with turns.queued():
+            await lock.acquire()
+        try:
+            return await answer_after(seconds)
+        finally:
+            lock.release()
+
+    async def main(*seconds: float) -> list[str]:
+        lock = asyncio.Lock()
+        starts = [
+            deadlines.within(10.0, start(lock, item), f"engine-{index}'s start", "engine_start")
+            for index, item in enumerate(seconds)
+        ]
+        return await asyncio.gather(*starts)
+
+    assert doubles.run_on_clock(main(9.0, 9.0, 9.0)) == ["answer"] * 3
+    with pytest.raises(protocols.DeadlineMissed, match="engine-3's start"):
+        doubles.run_on_clock(main(9.0, 9.0, 9.0, 30.0))
 
 
 def test_what_missed_its_deadline_is_cancelled_but_not_waited_for():
