@@ -429,6 +429,7 @@ class DeadlineConfig:
     trainer_start: float = 600.0
     cluster_start: float = 60.0  # Ray: it comes up or is joined, and then places an actor
     first_token: float = 300.0  # between two deltas of a request that holds a slot
+    placement: float = 300.0  # a request waits while a slot is free, beyond scheduler.ageing_seconds
     train_step: float = 1800.0
     publish: float = 300.0  # each verb of a weight update
     checkpoint: float = 1800.0

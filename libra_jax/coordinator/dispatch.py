@@ -7,6 +7,7 @@ it, it goes on elsewhere from exactly those tokens (design rules 2 and 6).
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ EVALUATION_GROUP = -1
 """Group id of requests that belong to no training group."""
 
 WATCHES = 8
-"""Times a stream is looked at within its deadline."""
+"""Times a stream is looked at within its deadline; requests that wait are looked at as often."""
 
 
 @dataclass
@@ -56,6 +57,8 @@ class _Request:
     group_id: int
     generated: int
     instance: str = ""  # empty while it waits or is away
+    waits: bool = False  # it asks for tokens and has no instance
+    passed_over_since: float | None = None  # it waits, and some slot has been free since then
     placed: asyncio.Event = field(default_factory=asyncio.Event)
     stream: _Stream | None = None
     route: routing.Route = field(default_factory=routing.Route)
@@ -95,7 +98,7 @@ class Dispatcher:
     """The run's `protocols.Sampler`. Made inside the event loop it serves.
 
     Args:
-      config: the run's configuration (`rollout.generation_retries`, `deadlines.first_token`).
+      config: the run's configuration (`rollout.generation_retries`, `deadlines.first_token`, `deadlines.placement`).
       scheduler: decides which instance serves a request.
       engines: the live instances.
       recorder: gets a span for each stream and each tool call.
@@ -117,6 +120,8 @@ class Dispatcher:
     ) -> None:
         self._retries = config.rollout.generation_retries
         self._deadline = config.deadlines.first_token
+        self._patience = config.scheduler.ageing_seconds + config.deadlines.placement
+        self._policy = config.scheduler.policy
         self._transfers = config.rollout.kv_transfer != "none"
         self._scheduler = scheduler
         self._engines = engines
@@ -164,8 +169,10 @@ class Dispatcher:
         while True:
             if finish := _finish_of(trajectory.token_ids, start, sampling):
                 return finish
+            request.waits = True
             while not request.instance:  # a place may be lost again before the request that got it wakes
                 await request.placed.wait()
+            request.waits = False
             left = sampling.max_tokens - (len(trajectory.token_ids) - start)
             finish = await self._stream(request, replace(sampling, max_tokens=left))
             if finish is not None:
@@ -216,6 +223,7 @@ class Dispatcher:
             if request.stream is not None and request.stream.engine.name != placement.instance:
                 request.stream.end()
             request.instance = placement.instance
+            request.passed_over_since = None
             request.placed.set()
             self.routing.decided(request.route, placement.instance)
         self.counts.seconds += self._loop.time() - since
@@ -321,7 +329,7 @@ class Dispatcher:
             )
 
     async def _watch(self) -> None:
-        """Finds streams that have stood still for longer than their deadline."""
+        """Finds streams that stand still, and requests that are passed over, for longer than their deadlines."""
         interval = self._deadline / WATCHES
         while True:
             before = self._loop.time()
@@ -331,12 +339,43 @@ class Dispatcher:
             if now - before >= 2 * interval:  # this process stalled, which says nothing about the engines: look again
                 for _, stream in streams:
                     stream.last_delta += now - before
+                for request in self._requests.values():
+                    if request.passed_over_since is not None:
+                        request.passed_over_since += now - before
                 continue
+            self._check_waiting(now)
             for request, stream in streams:
                 if stream.engine.paused:
                     stream.last_delta = now
                 elif now - stream.last_delta >= self._deadline:
                     self._overdue(request, stream, [other for _, other in streams], now)
+
+    def _check_waiting(self, now: float) -> None:
+        """Ends the run if the scheduler leaves a request waiting where others of its age are placed."""
+        free, overdue = self._free(), []
+        for request in self._requests.values():
+            if not request.waits or request.instance or not free:
+                request.passed_over_since = None
+            elif request.passed_over_since is None:
+                request.passed_over_since = now
+            elif now - request.passed_over_since >= self._patience:
+                overdue.append(request)
+        if not overdue:
+            return
+        # A scheduler looks at the age of those who wait when something happens, which may have been long ago.
+        self._apply(self._scheduler.on_instance_change(self._engines.serving(), now), now)
+        left, free = [request for request in overdue if not request.instance], self._free()
+        if left and free:
+            raise protocols.DeadlineMissed(
+                f"Request {left[0].name} was given no place for {now - (left[0].passed_over_since or now):.0f} s, in "
+                f"which {free[0]} or another instance always had a free slot: scheduler.policy {self._policy!r} does "
+                "not place it; choose another, or raise config.deadlines.placement (beyond scheduler.ageing_seconds)."
+            )
+
+    def _free(self) -> list[str]:
+        """The instances that have a free slot."""
+        taken = collections.Counter(request.instance for request in self._requests.values())
+        return [instance.name for instance in self._engines.serving() if taken[instance.name] < instance.slots]
 
     def _overdue(self, request: _Request, stream: _Stream, streams: Sequence[_Stream], now: float) -> None:
         error = protocols.DeadlineMissed(

@@ -250,3 +250,52 @@ def test_a_deadline_missed_by_one_request_alone_costs_that_request_and_not_the_e
         busy.cancel()
 
     with_dispatcher(test, [serving])
+
+
+class Parking(least_loaded.LeastLoaded):
+    """Places nothing but on a change of instances, and then only if it is a friendly one."""
+
+    friendly = False
+    changing = False
+
+    def on_instance_change(self, instances: Sequence[protocols.Instance], now: float) -> list[protocols.Placement]:
+        self.changing = True
+        placements = super().on_instance_change(instances, now)
+        self.changing = False
+        return placements
+
+    def _place(self, now: float) -> list[protocols.Placement]:
+        return super()._place(now) if self.friendly and self.changing else []
+
+
+def test_a_request_that_is_never_placed_while_slots_are_free_ends_the_run_with_a_sentence():
+    async def test(dispatcher: dispatch.Dispatcher, live: instances.Instances) -> None:
+        await dispatcher.sample(trajectory(), LONG)
+
+    with pytest.raises(protocols.DeadlineMissed, match=r"task-0/0 was given no place for 12\d\d s.*\.placement"):
+        with_dispatcher(test, [engine()], Parking())
+
+
+def test_a_request_whose_age_nothing_reminded_the_scheduler_of_is_placed_in_the_end():
+    scheduler = Parking()
+    scheduler.friendly = True
+
+    async def test(dispatcher: dispatch.Dispatcher, live: instances.Instances) -> float:
+        assert await dispatcher.sample(trajectory(), LONG) == "length"
+        return asyncio.get_running_loop().time()
+
+    assert 1200 <= with_dispatcher(test, [engine()], scheduler) < 1300
+
+
+def test_a_request_may_wait_for_ever_while_no_slot_is_free_or_its_tool_runs():
+    async def test(dispatcher: dispatch.Dispatcher, live: instances.Instances) -> None:
+        away, other = trajectory("task-0/0"), trajectory("task-1/1")
+        await dispatcher.sample(away, SAMPLING)
+        waiting = asyncio.ensure_future(dispatcher.sample(other, SAMPLING))
+        await asyncio.sleep(5000.0)
+        await dispatcher.tool_called(away)
+        assert await waiting == "stop"
+        await dispatcher.tool_called(other)
+        await asyncio.sleep(5000.0)
+
+    with_dispatcher(test, [engine(slots=1)])
