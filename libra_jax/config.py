@@ -201,7 +201,7 @@ class OptimizerConfig:
 
     name: str = "adamw"  # adamw, adam, sgd
     learning_rate: float = 1e-3  # peak
-    schedule: str = "constant"  # constant, cosine, linear (the last two decay to 0 at the run's last step)
+    schedule: str = "constant"  # constant, cosine, linear (the last two decay to 0 at config.steps: see there)
     warmup_steps: int = 0
     weight_decay: float = 0.0
     beta1: float = 0.9
@@ -446,7 +446,9 @@ class RunConfig:
 
     name: str = "run"  # names the default workdir
     seed: int = 0
-    steps: int = 100  # training steps; a workdir whose run has ended goes on when more are asked for
+    # Training steps. A workdir whose run has ended goes on when more are asked for; a learning rate that decays
+    # (optimizer.schedule) is then where a run of so many steps from the start would have it: it jumps up.
+    steps: int = 100
     model: ModelConfig = field(default_factory=ModelConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)

@@ -227,6 +227,12 @@ class Coordinator:
         """Takes up a checkpoint. Groups that were in flight go on; they get tokens once weights are published."""
         state = await self._saver.restore(step)
         self._recorder.note(f"Going on from the checkpoint at step {step}.")
+        steps, schedule = self._config.steps, self._config.optimizer.schedule
+        if schedule != "constant" and state.get("planned_steps", steps) != steps:
+            self._recorder.note(
+                f"The {schedule} learning-rate schedule now ends at step {steps} and no longer at step "
+                f"{state['planned_steps']} (config.steps): the rate jumps to where a run of {steps} steps has it."
+            )
         self._step = self._batches.next_step = step
         self._evaluated = state["evaluated"]
         self._batches.data_position = state["data_position"]
@@ -239,6 +245,7 @@ class Coordinator:
         """The coordinator's part of a checkpoint."""
         return {
             "step": self._step,
+            "planned_steps": self._config.steps,
             "evaluated": self._evaluated,
             "data_position": self._batches.data_position,
             "warm_start_steps": self._warm_start.taken,

@@ -324,6 +324,17 @@ def test_a_finished_run_goes_on_when_more_steps_are_asked_for(tmp_path, stalenes
     assert max(bench.trained["staleness"]) <= staleness
 
 
+@pytest.mark.parametrize(("schedule", "told"), [("constant", False), ("cosine", True), ("linear", True)])
+def test_a_run_that_goes_on_says_that_its_decayed_learning_rate_jumps(tmp_path, schedule, told):
+    for steps in (2, 2, 4):
+        config = doubles.make_config(steps=steps, optimizer={"schedule": schedule}, checkpoint={"every": 1})
+        bench = doubles.Bench(config, tmp_path)
+        bench.run()
+        jumps = [note for note in bench.recorder.notes if "rate jumps" in note]
+        assert len(jumps) == (told and steps == 4)
+    assert not told or "ends at step 4 and no longer at step 2" in jumps[0]
+
+
 def test_a_run_that_died_before_it_exported_its_further_steps_exports_them(tmp_path):
     class Fails(doubles.RecordingTrainer):
         async def export(self, path: str) -> None:
