@@ -116,7 +116,7 @@ class TrainerActor:
         self._warm = True
         rate = self._config.warm_start.learning_rate
         metrics = learner.update(learner_lib.SUPERVISED, packed, rate)
-        return self._finish(metrics, packed, examples, rate)
+        return self._finish(metrics, packed, rate)
 
     def train_step(self, batch: protocols.TrainBatch) -> dict[str, float]:
         """One policy update, version v -> v + 1, a skipped (non-finite) one included. Returns the step's metrics.
@@ -147,7 +147,7 @@ class TrainerActor:
         metrics = learner.update(learner_lib.POLICY, packed, rate, extras)
         self._version += 1
         metrics |= batch_lib.statistics(advantages, examples)
-        return self._finish(metrics, packed, examples, rate)
+        return self._finish(metrics, packed, rate)
 
     def open_weights(self, policy_version: int) -> int:
         """Takes a snapshot of the parameters in the wire dtype; returns its number of buckets."""
@@ -237,9 +237,7 @@ class TrainerActor:
             return None
         return packed.gather(jax.device_get(arrays), [len(example.tokens_N) for example in examples])
 
-    def _finish(
-        self, metrics: dict[str, float], packed: packing.Packed, examples: Sequence[packing.Example], rate: float
-    ) -> dict[str, float]:
+    def _finish(self, metrics: dict[str, float], packed: packing.Packed, rate: float) -> dict[str, float]:
         """Adds what the host knows of the step, and stops a run whose steps are not finite."""
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if metrics["skipped"] else 0
         limit = self._config.trainer.max_skipped_steps
@@ -251,7 +249,6 @@ class TrainerActor:
             )
         return metrics | {
             "learning_rate": rate,
-            "tokens/trained": float(sum(int(example.mask_N[1:].sum()) for example in examples)),
             "tokens/processed": float(sum(place.columns for place in packed.places if place is not None)),
             "padding_fraction": packed.padding_fraction,
             "micro_batches": float(len(packed.micro_batches)),

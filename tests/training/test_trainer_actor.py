@@ -91,9 +91,7 @@ def test_start_tells_what_it_is_and_a_step_reports_its_metrics(small, start):
         actor.train_step(_batch(small))
     actor = start(trainer={"data": 2})
     metrics = actor.train_step(_batch(small))
-    batch = _batch(small)
-    trained = sum(trajectory.generated_tokens for group in batch.groups for trajectory in group.trajectories)
-    assert metrics["tokens/trained"] == trained
+    assert "tokens/trained" not in metrics, "the coordinator counts those, in real runs and simulated ones alike"
     assert metrics["compiled_shapes"] == 1
     assert metrics["skipped"] == 0
     assert metrics["learning_rate"] == pytest.approx(1e-3)
