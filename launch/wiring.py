@@ -190,14 +190,17 @@ def _differences(stored: Any, resolved: Any, name: str = "config") -> list[str]:
 
 
 def trainer_spec(config: libra_config.RunConfig, workdir: Path) -> protocols.ActorSpec:
-    """The trainer actor, on the devices that `trainer.platform` names."""
+    """The trainer actor, on the devices that `trainer.platform` names.
+
+    JAX trains on the first platform of JAX_PLATFORMS; its CPU backend is where weights go on their way to the engines.
+    """
     devices = partition(config).trainer
     platform = config.trainer.platform
     environment = {
         "auto": {},
         "cpu": {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(len(devices))},
-        "cuda": {"JAX_PLATFORMS": "cuda", "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))},
-        "tpu": {"JAX_PLATFORMS": "tpu"},
+        "cuda": {"JAX_PLATFORMS": "cuda,cpu", "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))},
+        "tpu": {"JAX_PLATFORMS": "tpu,cpu"},
     }[platform]
     return protocols.ActorSpec(
         name="trainer",

@@ -20,9 +20,16 @@ def make(config: config_lib.TrainerConfig, devices: Sequence[jax.Device]) -> Mes
     """The mesh of `config` over the first of `devices`; its axes are `AXES`, propagated by the compiler (Auto).
 
     Raises:
-      ConfigError: there are fewer devices than the mesh needs.
+      ConfigError: there are fewer devices than the mesh needs, or they are not of `config.platform`: without a GPU,
+        JAX passes over the "cuda" of JAX_PLATFORMS=cuda,cpu and says nothing.
     """
     shape = (config.data, config.fsdp, config.tensor, config.context)
+    wanted = {"cuda": "gpu"}.get(config.platform, config.platform)
+    if devices and wanted not in ("auto", devices[0].platform):
+        raise protocols.ConfigError(
+            f"config.trainer.platform: JAX finds no {config.platform} device here, only {devices[0].platform}; install "
+            f"JAX for {config.platform}, or use auto"
+        )
     if len(devices) < config.devices:
         sizes = " x ".join(f"{name} {size}" for name, size in zip(AXES, shape, strict=True) if size > 1)
         raise protocols.ConfigError(

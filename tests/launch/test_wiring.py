@@ -36,3 +36,19 @@ def test_a_tokenizer_that_cannot_be_copied_beside_the_trained_weights_is_named(t
         protocols.LibraError, match=r"weights are in .*model, but .*tokenizer\.json could not be copied"
     ):
         wiring._add_tokenizer(run, model)
+
+
+@pytest.mark.parametrize(
+    ("platform", "environment"),
+    [
+        ("auto", {}),
+        ("cpu", {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}),
+        ("cuda", {"JAX_PLATFORMS": "cuda,cpu", "CUDA_VISIBLE_DEVICES": "0,1"}),
+        ("tpu", {"JAX_PLATFORMS": "tpu,cpu"}),
+    ],
+)
+def test_a_trainer_on_an_accelerator_keeps_the_cpu_backend_that_publication_goes_through(
+    platform, environment, tmp_path
+):
+    run = config.RunConfig(trainer=config.TrainerConfig(platform=platform, fsdp=2))
+    assert wiring.trainer_spec(run, tmp_path).environment == environment

@@ -142,6 +142,12 @@ def test_too_few_devices_are_told_in_numbers(available):
         mesh_lib.make(config, jax.devices()[:available])
 
 
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_an_accelerator_that_is_not_there_is_no_reason_to_train_on_the_cpu(platform):
+    with pytest.raises(protocols.ConfigError, match=rf"trainer\.platform: JAX finds no {platform} device here, only cpu"):
+        mesh_lib.make(config_lib.TrainerConfig(platform=platform), jax.devices())
+
+
 def test_a_reference_model_exists_only_above_coefficient_zero_and_pulls_the_policy_back(small):
     config = small.config(algorithm=config_lib.AlgorithmConfig(kl_coefficient=0.0))
     assert small.learner(config).state.reference is None
