@@ -98,6 +98,7 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
     scheduler(config)
     factories.environment_factory(config.task)
     factories.reward(config.task)
+    _check_character_tokenizer(config, shape)
     if need_weights:
         tokenizer = tokenizers.create(config.task, config.model.path)
         if tokenizer.vocab_size > shape.vocab_size:
@@ -105,6 +106,16 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
                 f"config.task.tokenizer: its {tokenizer.vocab_size} tokens do not fit the model's vocabulary "
                 f"of {shape.vocab_size}; choose the tokenizer the model was made with"
             )
+
+
+def _check_character_tokenizer(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> None:
+    """It has a character for each of its tokens and no more: of a larger vocabulary, a model could sample the rest."""
+    size = tokenizers.CharacterTokenizer.vocab_size
+    if config.task.tokenizer == "character" and shape.vocab_size != size:
+        raise protocols.ConfigError(
+            f"config.task.tokenizer: 'character' has {size} tokens and the model's vocabulary {shape.vocab_size}; give "
+            "--config.task.tokenizer= (empty: the model's own) or a Hugging Face directory"
+        )
 
 
 def _check_attention(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> None:

@@ -59,8 +59,9 @@ class CharacterTokenizer:
         return tokens
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of tokens, special ones spelled out."""
-        return "".join(self._text[token] for token in token_ids)
+        """Text of tokens, special ones spelled out; one that is not in the vocabulary reads U+FFFD."""
+        known = range(self.vocab_size)
+        return "".join(self._text[token] if token in known else "\ufffd" for token in token_ids)
 
     def render(
         self, messages: Sequence[protocols.Message], *, first: bool, generation_prompt: bool

@@ -59,6 +59,10 @@ def save(folder, template, eos="<|im_end|>"):
     return str(folder)
 
 
+def test_tokens_that_are_no_characters_read_as_replacements():
+    assert CHARACTER.decode([ord("a"), 127, 128, 151_935, -1]) == "a" + 4 * "\ufffd"
+
+
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory):
     return tokenizers.load(save(tmp_path_factory.mktemp("qwen"), QWEN))

@@ -108,6 +108,13 @@ def test_a_bad_task_file_is_refused_naming_file_and_line(content: str, fragments
     scripts.assert_one_sentence(result, *fragments)
 
 
+def test_a_pretrained_model_under_the_character_tokenizer_is_refused():
+    result = train(REAL_SIZE, "--config.task.tokenizer=character", "--dry_run")
+    scripts.assert_one_sentence(
+        result, "config.task.tokenizer: 'character' has 128 tokens", "151936", "--config.task.tokenizer= (empty"
+    )
+
+
 def test_a_model_of_an_unknown_architecture_is_refused(model_directory, tmp_path):
     config = json.loads((model_directory / "config.json").read_text())
     other = tmp_path / "other"
