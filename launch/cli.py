@@ -23,7 +23,8 @@ def run(
 ) -> None:
     """Runs `main` under absl. A LibraError becomes `error: <sentence>` and exit status 1, a bad flag status 2.
 
-    LIBRA_JAX_TRACEBACK=1 in the environment shows tracebacks as well.
+    Any other error becomes `error: <Type>: <text>` and status 1. LIBRA_JAX_TRACEBACK=1 in the environment shows
+    tracebacks as well.
 
     Args:
       main: the script.
@@ -41,14 +42,22 @@ def run(
 def _guarded(main: Callable[[], int | None]) -> int:
     try:
         return main() or 0
-    except protocols.LibraError as error:
-        if os.environ.get("LIBRA_JAX_TRACEBACK"):
+    except Exception as error:
+        traced = bool(os.environ.get("LIBRA_JAX_TRACEBACK"))
+        if traced:
             traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_sentence(error, traced)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("error: interrupted; the same command goes on from the last checkpoint.", file=sys.stderr)
         return 130
+
+
+def _sentence(error: Exception, traced: bool) -> str:
+    if isinstance(error, protocols.LibraError):
+        return str(error)
+    text = " ".join(f"{type(error).__name__}: {error}".split())  # on one line
+    return text if traced else f"{text} (unforeseen: LIBRA_JAX_TRACEBACK=1 in the environment shows where)"
 
 
 def _parse_flags(config_type: type[Any], default_config: str | None, argv: Sequence[str]) -> Any:
