@@ -153,7 +153,7 @@ def _open(path: Path, config: libra_config.RunConfig) -> Path:
     resolved = json.loads(json.dumps(libra_config.to_dict(config), default=list))
     stored_file = path / "config.json"
     if stored_file.exists():
-        stored = json.loads(stored_file.read_text())
+        stored = _stored(stored_file)
         _check_same_run(path, stored, resolved)
         if stored == resolved:
             return path
@@ -164,6 +164,20 @@ def _open(path: Path, config: libra_config.RunConfig) -> Path:
     partial.write_text(json.dumps(resolved, indent=2))
     partial.rename(stored_file)
     return path
+
+
+def _stored(file: Path) -> dict[str, Any]:
+    try:
+        stored = json.loads(file.read_text())
+        if isinstance(stored, dict):
+            return stored
+        problem = f"it holds {stored!r:.40}"
+    except ValueError as error:
+        problem = str(error)
+    raise protocols.ConfigError(
+        f"--workdir={file.parent}: its {file.name} is not the settings of a run ({problem}); put back the file as the "
+        "run wrote it, or use another workdir"
+    )
 
 
 def _check_same_run(path: Path, stored: dict[str, Any], resolved: dict[str, Any]) -> None:

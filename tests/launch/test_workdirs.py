@@ -56,6 +56,14 @@ def test_fewer_steps_than_a_run_has_taken_are_refused(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["steps"] == 5
 
 
+@pytest.mark.parametrize("content", ["", '{"name": "ru', "[]", "\xff"], ids=["empty", "cut", "a_list", "no_text"])
+def test_a_workdir_whose_settings_cannot_be_read_is_refused(tmp_path, content):
+    (tmp_path / "config.json").write_bytes(content.encode("latin-1"))
+    with pytest.raises(protocols.ConfigError, match=r"its config\.json is not the settings of a run.*another workdir"):
+        wiring.open_workdir(settings(), str(tmp_path))
+    assert (tmp_path / "config.json").read_bytes() == content.encode("latin-1")
+
+
 def test_any_other_field_makes_it_another_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     first = wiring.open_workdir(settings(steps=5), None)
