@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import numbers
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -255,7 +255,9 @@ class _Attempt:
             result = protocols.StepResult(tool_return=protocols.ToolReturn(tool, "timeout", "timeout"))
         if not isinstance(result, protocols.StepResult):
             raise self._crash("step", f"returned {type(result).__name__} instead of a StepResult")
-        self.metrics.update(result.metrics)
+        if not (isinstance(result.metrics, Mapping) and all(map(_is_number, result.metrics.values()))):
+            raise self._crash("step", f"gave the metrics {result.metrics!r}, which are not all numbers")
+        self.metrics.update((name, float(value)) for name, value in result.metrics.items())
         if result.done and self.position != len(self.trajectory.token_ids):
             raise _ReplayDiffers
         answer, turn = result.tool_return, self.trajectory.turns[self.turn]
@@ -337,6 +339,10 @@ class _Attempt:
         if not _is_finite(value):
             raise protocols.EnvironmentCrashed(f"{crash} gave {value!r}, which is not a finite number")
         return float(value)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real)
 
 
 def _is_finite(value: object) -> bool:

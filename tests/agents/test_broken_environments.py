@@ -78,6 +78,22 @@ def test_a_reward_that_is_no_finite_number_is_a_crash_that_names_environment_and
     assert environment.closed == 1
 
 
+@pytest.mark.parametrize("metrics", [{"score": "3"}, {"score": None}, {"score": [1.0]}, None, ["score"]])
+def test_a_metric_that_is_no_number_is_a_crash_that_names_environment_and_task(metrics):
+    async def step(output):
+        return protocols.StepResult(done=True, reward=1.0, metrics=metrics)
+
+    with pytest.raises(protocols.EnvironmentCrashed, match=r"Probe, task t: step gave the metrics .* not all numbers"):
+        doubles.attempt(["x"], environment=doubles.Probe(step))
+
+
+def test_a_metric_may_be_not_finite():
+    async def step(output):
+        return protocols.StepResult(done=True, reward=1.0, metrics={"perplexity": math.inf})
+
+    assert doubles.attempt(["x"], environment=doubles.Probe(step))[0].metrics["perplexity"] == math.inf
+
+
 def test_an_environment_that_raises_is_a_crash_never_a_reward():
     async def step(output):
         raise KeyError("lost")
