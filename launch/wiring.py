@@ -94,7 +94,9 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
     if need_weights and config.model.path and not any(Path(config.model.path).glob("*.safetensors")):
         raise protocols.DataError(f"{config.model.path}: holds no *.safetensors; give a directory with the weights")
     if need_weights or not config.task.path or Path(config.task.path).exists():
-        factories.task_source(config.task, config.seed).task(0)
+        source = factories.task_source(config.task, config.seed)
+        with factories.named(config.task.source, "task.source", "task(0)"):
+            source.task(0)
     scheduler(config)
     factories.environment_factory(config.task)
     factories.reward(config.task)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import importlib.util
@@ -9,7 +10,7 @@ import inspect
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 from libra_jax import config, protocols
@@ -88,6 +89,23 @@ def _call(factory: Callable[..., Any], name: str, arguments: Mapping[str, Any], 
         raise
     except Exception as error:
         raise protocols.ConfigError(f"config.{field}: {name} raised {type(error).__name__}: {error}") from error
+
+
+@contextlib.contextmanager
+def named(name: str, field: str, call: str) -> Iterator[None]:
+    """Around a call of what a factory made: whatever it raises becomes a sentence that names factory, field and call.
+
+    Raises:
+      ConfigError: the call raised something that is no LibraError.
+    """
+    try:
+        yield
+    except protocols.LibraError:
+        raise
+    except Exception as error:  # the user's own code ran
+        raise protocols.ConfigError(
+            f"config.{field}: {call} of {name} raised {type(error).__name__}: {error}"
+        ) from error
 
 
 def task_source(task: config.TaskConfig, seed: int) -> protocols.TaskSource:

@@ -6,6 +6,7 @@ import asyncio
 
 from libra_jax import config as configuration
 from libra_jax import protocols
+from libra_jax.agents import factories
 from libra_jax.coordinator import groups as groups_lib
 from libra_jax.coordinator import publication, saving
 from libra_jax.scheduling import admission
@@ -38,6 +39,7 @@ class Batches:
         recorder: protocols.Recorder,
     ) -> None:
         limits = config.coordinator
+        self._source = config.task.source
         self._bound = admission.Bound(limits.groups_per_step, limits.staleness, config.steps)
         self._replaces = limits.stale == "replace"
         self._tasks = tasks
@@ -61,7 +63,8 @@ class Batches:
                 outstanding=self._groups.outstanding,
             )
         ):
-            task = self._tasks.task(self.data_position)
+            with factories.named(self._source, "task.source", f"task({self.data_position})"):
+                task = self._tasks.task(self.data_position)
             self._groups.dispatch(self.data_position, task, self._publisher.served)
             self.data_position += 1
 

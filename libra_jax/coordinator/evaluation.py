@@ -7,6 +7,7 @@ import statistics
 
 from libra_jax import config as configuration
 from libra_jax import protocols
+from libra_jax.agents import factories
 from libra_jax.coordinator import attempts, dispatch, reports
 
 
@@ -34,7 +35,8 @@ async def evaluate(
     """
     pairs = []
     for index in range(config.evaluation.tasks):
-        task = tasks.evaluation_task(index)
+        with factories.named(config.task.source, "task.source", f"evaluation_task({index})"):
+            task = tasks.evaluation_task(index)
         pairs.append((task, runner.begin(f"{task.prompt_id}/evaluation-{version}", task)))
     work = [
         asyncio.ensure_future(

@@ -8,7 +8,7 @@ from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.agents import demonstrations
+from libra_jax.agents import demonstrations, factories
 from libra_jax.coordinator import failure
 
 FIRST_TASK = 1_000_000_000
@@ -39,6 +39,7 @@ class WarmStart:
             f"must be 0, because the environment {config.task.environment} offers no demonstrations",
         )
         self._limits = config.warm_start
+        self._names = config.task
         self._tasks = tasks
         self._demonstrator = demonstrator
         self._tokenizer = tokenizer
@@ -73,9 +74,12 @@ class WarmStart:
         return {f"warm_start/{name}": value for name, value in metrics.items()}
 
     def _batch(self) -> list[protocols.Trajectory]:
-        assert self._demonstrator is not None
         first = FIRST_TASK + self.taken * self._limits.batch_size
-        return [
-            demonstrations.demonstration_trajectory(self._tasks.task(index), self._demonstrator, self._tokenizer)
-            for index in range(first, first + self._limits.batch_size)
-        ]
+        return [self._demonstration(index) for index in range(first, first + self._limits.batch_size)]
+
+    def _demonstration(self, index: int) -> protocols.Trajectory:
+        assert self._demonstrator is not None
+        with factories.named(self._names.source, "task.source", f"task({index})"):
+            task = self._tasks.task(index)
+        with factories.named(self._names.environment, "task.environment", f"the demonstration of {task.prompt_id}"):
+            return demonstrations.demonstration_trajectory(task, self._demonstrator, self._tokenizer)

@@ -381,6 +381,36 @@ def test_an_evaluation_leaves_out_what_could_not_be_scored(tmp_path):
     assert [s["evaluation/unscored"] for _, s in bench.recorder.steps if "evaluation/unscored" in s] == [1, 1]
 
 
+class BreakingTasks(doubles.Tasks):
+    """Tasks of which one, and what is held out, cannot be had."""
+
+    def task(self, index: int) -> protocols.Task:
+        if index == 4:
+            raise KeyError("row")
+        return super().task(index)
+
+    def evaluation_task(self, index: int) -> protocols.Task:
+        raise OSError("no file")
+
+    def demonstration(self, task: protocols.Task) -> Sequence[protocols.Message]:
+        raise RuntimeError("unsolved")
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({}, r"config\.task\.source: task\(4\) of my_tasks:make raised KeyError: 'row'"),
+        ({"evaluation": {"every": 1}}, r"source: evaluation_task\(0\) of my_tasks:make raised OSError: no file"),
+        ({"warm_start": {"steps": 1}}, r"environment: the demonstration of task-1000000000 of my_dice:make raised Run"),
+    ],
+)
+def test_the_users_code_that_raises_late_is_named_with_its_field(changes, problem, tmp_path):
+    config = doubles.make_config(task={"source": "my_tasks:make", "environment": "my_dice:make"}, **changes)
+    tasks = BreakingTasks()
+    with pytest.raises(protocols.ConfigError, match=problem):
+        doubles.Bench(config, tmp_path, tasks=tasks, demonstrator=tasks).run()
+
+
 # The trainer --------------------------------------------------------------------------------------------------------
 
 
