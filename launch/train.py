@@ -16,6 +16,7 @@ import cli
 import dry_run
 import wiring
 from libra_jax import config as libra_config
+from libra_jax.agents import factories
 
 _CONFIG = config_flags.DEFINE_config_file("config", "configs/quickstart.py", "The run's config file.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run writes; default runs/<config>-<hash of config>.")
@@ -29,8 +30,14 @@ def main() -> None:
         print(dry_run.describe(config))
         return
     wiring.validate(config, need_weights=True)
-    workdir = wiring.open_workdir(config, _WORKDIR.value)
-    asyncio.run(wiring.train(config, workdir))
+    asyncio.run(_train(config))
+
+
+async def _train(config: libra_config.RunConfig) -> None:
+    # An environment that cannot be made is found out before anything is written.
+    async with factories.demonstrator(config.task, needed=config.warm_start.steps > 0) as demonstrator:
+        workdir = wiring.open_workdir(config, _WORKDIR.value)
+        await wiring.train(config, workdir, demonstrator)
 
 
 if __name__ == "__main__":

@@ -286,8 +286,16 @@ def scheduler(config: libra_config.RunConfig) -> protocols.Scheduler:
     )
 
 
-async def train(config: libra_config.RunConfig, workdir: Path) -> None:
-    """Builds the run on the running event loop, carries it to its end, and writes the report."""
+async def train(
+    config: libra_config.RunConfig, workdir: Path, demonstrator: protocols.Demonstrator | None = None
+) -> None:
+    """Builds the run on the running event loop, carries it to its end, and writes the report.
+
+    Args:
+      config: the run's configuration.
+      workdir: the run's directory, opened.
+      demonstrator: solves tasks for the warm start; None only where it takes no steps.
+    """
     shape = policy_shape(config, need_weights=True)
     loop = asyncio.get_running_loop()
     # What a killed run recorded after its last checkpoint will be done again, so it goes before the recorder opens.
@@ -303,7 +311,7 @@ async def train(config: libra_config.RunConfig, workdir: Path) -> None:
             engine_specs=engine_specs(config, shape, workdir),
             tasks=factories.task_source(config.task, config.seed),
             make_environment=factories.environment_factory(config.task),
-            demonstrator=factories.demonstrator(config.task),
+            demonstrator=demonstrator,
             tokenizer=tokenizers.create(config.task, config.model.path),
             scheduler=scheduler(config),
             recorder=recorder,

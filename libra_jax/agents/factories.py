@@ -10,11 +10,14 @@ import inspect
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 from libra_jax import config, protocols
-from libra_jax.agents import loop
+from libra_jax.agents import deadlines, loop
+
+TRIAL_CLOSE_SECONDS = 30.0
+"""How long an environment that was made on trial may take to close."""
 
 
 def _nearest(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
@@ -70,8 +73,8 @@ def _siblings(module_name: str) -> list[str]:
     return [f"{package}.{item.name}" for item in pkgutil.iter_modules(getattr(parent, "__path__", []))]
 
 
-def _call(factory: Callable[..., Any], name: str, arguments: Mapping[str, Any], field: str) -> Any:
-    """Calls a factory; an argument that it does not take is an error that names the field."""
+def _check_arguments(factory: Callable[..., Any], name: str, arguments: Mapping[str, Any], field: str) -> None:
+    """An argument that a factory does not take is an error that names the field."""
     try:
         signature = inspect.signature(factory)
         signature.bind(**arguments)
@@ -83,6 +86,11 @@ def _call(factory: Callable[..., Any], name: str, arguments: Mapping[str, Any], 
         raise protocols.ConfigError(f"config.{field}: {name} cannot be called with these ({error}){hint}") from error
     except ValueError:  # a callable without a readable signature
         pass
+
+
+def _call(factory: Callable[..., Any], name: str, arguments: Mapping[str, Any], field: str) -> Any:
+    """Calls a factory with arguments that are checked first."""
+    _check_arguments(factory, name, arguments, field)
     try:
         return factory(**arguments)
     except protocols.LibraError:
@@ -124,31 +132,59 @@ def task_source(task: config.TaskConfig, seed: int) -> protocols.TaskSource:
 
 
 def environment_factory(task: config.TaskConfig) -> Callable[[], protocols.Environment]:
-    """Makes a fresh environment of `task.environment` a call.
+    """Makes a fresh environment of `task.environment` a call. None is made here.
 
     Raises:
-      ConfigError: the factory cannot be found or called (tried once here), or makes something that is no environment.
+      ConfigError: the factory cannot be found or takes other arguments, or it is a class that lacks a method.
     """
-    factory = resolve(task.environment, "task.environment")
+    factory, field = resolve(task.environment, "task.environment"), "task.environment_arguments"
+    _check_arguments(factory, task.environment, task.environment_arguments, field)
+    if inspect.isclass(factory):
+        _check_methods(task, factory, factory)
 
     def make() -> protocols.Environment:
-        made = _call(factory, task.environment, task.environment_arguments, "task.environment_arguments")
-        return cast(protocols.Environment, made)
+        return cast(protocols.Environment, _call(factory, task.environment, task.environment_arguments, field))
 
-    trial = make()
-    for method in ("reset", "step", "close"):
-        config.check(
-            callable(getattr(trial, method, None)),
-            "task.environment",
-            f"{task.environment} makes a {type(trial).__name__}, which has no method {method}",
-        )
     return make
 
 
-def demonstrator(task: config.TaskConfig) -> protocols.Demonstrator | None:
-    """The environment's demonstrator, None where it has none: an environment with a `demonstration` method is one."""
-    made = environment_factory(task)()
-    return cast(protocols.Demonstrator, made) if callable(getattr(made, "demonstration", None)) else None
+def _check_methods(task: config.TaskConfig, made: object, kind: type) -> None:
+    for method in ("reset", "step", "close"):
+        config.check(
+            callable(getattr(made, method, None)),
+            "task.environment",
+            f"{task.environment} makes a {kind.__name__}, which has no method {method}",
+        )
+
+
+@contextlib.asynccontextmanager
+async def demonstrator(task: config.TaskConfig, *, needed: bool) -> AsyncIterator[protocols.Demonstrator | None]:
+    """Makes one environment, to see that it can be made, and lends it as the demonstrator; it is closed in every case.
+
+    Args:
+      task: names the environment.
+      needed: whether there are demonstrations to make. Without, the environment is closed at once.
+
+    Yields:
+      The environment if it is needed and has a method `demonstration`, else None.
+
+    Raises:
+      ConfigError: the factory cannot be found or called, or makes something that is no environment.
+    """
+    trial = environment_factory(task)()
+    _check_methods(task, trial, type(trial))
+    lent = needed and callable(getattr(trial, "demonstration", None))
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(_close, trial)
+        if not lent:
+            await stack.aclose()
+        yield cast(protocols.Demonstrator, trial) if lent else None
+
+
+async def _close(trial: protocols.Environment) -> None:
+    """Nothing depends on it, so a close that fails or hangs, perhaps for want of a `reset`, is no error."""
+    with contextlib.suppress(Exception):
+        await deadlines.within(TRIAL_CLOSE_SECONDS, deadlines.call(trial.close))
 
 
 def reward(task: config.TaskConfig) -> loop.RewardFunction | None:

@@ -223,13 +223,26 @@ def test_what_reasoning_gym_says_as_it_is_compiled_is_not_shown(tmp_path, monkey
 # Factories ------------------------------------------------------------------------------------------------------------
 
 
+def demonstrator_of(task, *, needed=True):
+    """The demonstrator, as it is after it was given back."""
+
+    async def borrow():
+        async with factories.demonstrator(task, needed=needed) as lent:
+            return lent
+
+    return asyncio.run(borrow())
+
+
 def test_the_default_config_resolves_to_the_calculator():
     task = config.TaskConfig()
     source = factories.task_source(task, seed=1)
     make = factories.environment_factory(task)
     assert make() is not make()
     assert factories.reward(task) is None
-    assert factories.demonstrator(task).demonstration(source.task(0))[-1].role == "assistant"
+    lent = demonstrator_of(task)
+    assert lent is not None
+    assert lent.demonstration(source.task(0))[-1].role == "assistant"
+    assert demonstrator_of(task, needed=False) is None
     assert factories.limits(config.RunConfig(), temperature=0.0).temperature == 0.0
     assert factories.limits(config.RunConfig()).temperature == 1.0
 
@@ -275,9 +288,25 @@ def module(tmp_path, monkeypatch):
         "def nothing():\n    return None\n"
         "def breaks():\n    raise RuntimeError('no license')\n"
     )
+    (tmp_path / "my_environments.py").write_text(
+        "log = []\n"
+        "class Plain:\n"
+        "    def __init__(self): log.append('made')\n"
+        "    async def reset(self, task): ...\n"
+        "    async def step(self, output): ...\n"
+        "    async def close(self): log.append('closed')\n"
+        "class Solved(Plain):\n"
+        "    def demonstration(self, task): ...\n"
+        "class Stubborn(Plain):\n"
+        "    async def close(self): raise OSError('no reset')\n"
+        "class Stepless:\n"
+        "    def __init__(self): log.append('made')\n"
+        "    async def reset(self, task): ...\n"
+        "def make(kind): return globals()[kind]()\n"
+    )
     (tmp_path / "my_broken_parts.py").write_text("import absent_dependency\n")
     yield
-    for name in ("my_agent_parts", "my_broken_parts"):
+    for name in ("my_agent_parts", "my_broken_parts", "my_environments"):
         sys.modules.pop(name, None)
 
 
@@ -288,8 +317,43 @@ def test_the_users_own_modules_are_found_in_the_working_directory():
     with pytest.raises(protocols.ConfigError, match="must return a function"):
         factories.reward(config.TaskConfig(reward="my_agent_parts:nothing"))
     with pytest.raises(protocols.ConfigError, match="my_agent_parts:breaks raised RuntimeError: no license"):
-        factories.environment_factory(config.TaskConfig(environment="my_agent_parts:breaks"))
+        demonstrator_of(config.TaskConfig(environment="my_agent_parts:breaks"))
     with pytest.raises(protocols.ConfigError, match="which has no method reset"):
-        factories.environment_factory(config.TaskConfig(environment="my_agent_parts:nothing"))
+        demonstrator_of(config.TaskConfig(environment="my_agent_parts:nothing"))
     with pytest.raises(protocols.ConfigError, match="my_broken_parts needs the module absent_dependency"):
         factories.environment_factory(config.TaskConfig(environment="my_broken_parts:make"))
+
+
+@pytest.mark.usefixtures("module")
+def test_naming_an_environment_makes_none_and_a_class_is_checked_all_the_same():
+    make = factories.environment_factory(config.TaskConfig(environment="my_environments:Plain"))
+    with pytest.raises(protocols.ConfigError, match="makes a Stepless, which has no method step"):
+        factories.environment_factory(config.TaskConfig(environment="my_environments:Stepless"))
+    with pytest.raises(protocols.ConfigError, match=r"config\.task\.environment_arguments: .*'kind'"):
+        factories.environment_factory(config.TaskConfig(environment="my_environments:make"))
+    log = sys.modules["my_environments"].log
+    assert log == []
+    make()
+    assert log == ["made"]
+
+
+@pytest.mark.usefixtures("module")
+@pytest.mark.parametrize("needed", [True, False])
+def test_a_trial_environment_is_the_demonstrator_where_one_is_needed_and_is_closed_once(needed):
+    for kind in ("Plain", "Solved"):
+        task = config.TaskConfig(environment="my_environments:make", environment_arguments={"kind": kind})
+
+        async def borrow(task=task, kind=kind):
+            async with factories.demonstrator(task, needed=needed) as lent:
+                log = sys.modules["my_environments"].log
+                assert (lent is not None) == (needed and kind == "Solved")
+                assert log == (["made"] if lent is not None else ["made", "closed"])
+            assert log == ["made", "closed"]
+            log.clear()
+
+        asyncio.run(borrow())
+
+
+@pytest.mark.usefixtures("module")
+def test_a_trial_that_cannot_be_closed_is_no_error():
+    assert demonstrator_of(config.TaskConfig(environment="my_environments:Stubborn")) is None
