@@ -1,7 +1,8 @@
 """Your own questions: a JSONL or Parquet file with a `prompt` and an `answer` a row, scored by exact match.
 
 Starts from the shipped character model, which has everything to learn; for a pretrained one add
-`--config.model.path=DIR --config.task.tokenizer=` (empty: the model's own). The policy may call a calculator.
+`--config.model.path=DIR --config.task.tokenizer=` (empty: the model's own). The policy may call a calculator. Where
+there are several GPUs, add `--config.trainer.platform=cuda`. Expected result: depends on the questions and the model.
 
   python launch/train.py --config=configs/questions.py --config.task.path=questions.jsonl
 """

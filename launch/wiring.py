@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,8 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
             f"config.model: vLLM's CPU attention has no kernel for the model's head_dim {shape.head_dim}; it has "
             f"{', '.join(map(str, CPU_HEAD_SIZES))}"
         )
+    if need_weights:  # a dry run may be on another machine
+        _check_sharing(config)
     _check_attention(config, shape)
     if config.rollout.max_context > shape.max_position_embeddings:
         raise protocols.ConfigError(
@@ -118,6 +121,27 @@ def _check_character_tokenizer(config: libra_config.RunConfig, shape: model_conf
             f"config.task.tokenizer: 'character' has {size} tokens and the model's vocabulary {shape.vocab_size}; give "
             "--config.task.tokenizer= (empty: the model's own) or a Hugging Face directory"
         )
+
+
+def _check_sharing(config: libra_config.RunConfig) -> None:
+    """`auto` leaves every worker all of the machine's GPUs, so trainer and engines would all be on the first one."""
+    found = gpus_found()
+    if config.trainer.platform == "auto" and config.rollout.engine == "vllm" and found > 1:
+        raise protocols.ConfigError(
+            f"config.trainer.platform: auto would put the trainer and every engine on the first of {found} GPUs; use "
+            f"--config.trainer.platform=cuda, where each has its own ({partition(config).total} in all), or cpu"
+        )
+
+
+def gpus_found() -> int:
+    """NVIDIA GPUs that JAX would use of its own accord; found without JAX, which must not touch devices here."""
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    plugins = {plugin.name for plugin in metadata.entry_points(group="jax_plugins")}
+    if (platforms and "cuda" not in platforms.split(",")) or not any("cuda" in name for name in plugins):
+        return 0
+    there = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return there if visible is None else min(there, len([name for name in visible.split(",") if name.strip()]))
 
 
 def _check_attention(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> None:

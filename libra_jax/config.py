@@ -221,7 +221,7 @@ class OptimizerConfig:
 class TrainerConfig:
     """The trainer's mesh and the shapes it compiles for."""
 
-    platform: str = "auto"  # auto: what JAX finds; cpu: as many virtual CPU devices as the mesh has; cuda; tpu
+    platform: str = "auto"  # auto: what JAX finds (one GPU at most); cpu: virtual devices, as the mesh needs; cuda; tpu
     data: int = 1  # data-parallel replicas
     fsdp: int = 1  # ways parameters and optimizer are sharded
     tensor: int = 1  # ways a layer's matrices are split

@@ -1,6 +1,9 @@
 """What the run is built from: settings reach the rooms that they are for."""
 
 import asyncio
+import contextlib
+import pathlib
+from importlib import metadata
 from typing import Any
 
 import pytest
@@ -52,3 +55,52 @@ def test_a_trainer_on_an_accelerator_keeps_the_cpu_backend_that_publication_goes
 ):
     run = config.RunConfig(trainer=config.TrainerConfig(platform=platform, fsdp=2))
     assert wiring.trainer_spec(run, tmp_path).environment == environment
+
+
+@pytest.mark.parametrize(
+    ("platform", "engine", "gpus", "refused"),
+    [
+        ("auto", "vllm", 8, True),
+        ("auto", "vllm", 1, False),  # shared because there is no other
+        ("auto", "vllm", 0, False),
+        ("auto", "fake", 8, False),
+        ("cuda", "vllm", 8, False),
+        ("cpu", "vllm", 8, False),
+    ],
+)
+def test_auto_is_refused_where_trainer_and_engines_would_crowd_one_of_several_gpus(
+    platform, engine, gpus, refused, monkeypatch
+):
+    monkeypatch.setattr(wiring, "gpus_found", lambda: gpus)
+    run = config.RunConfig(
+        trainer=config.TrainerConfig(platform=platform),
+        rollout=config.RolloutConfig(engine=engine, tensor_parallel=(1, 1)),
+    )
+    wiring.validate(run, need_weights=False)
+    message = r"first of 8 GPUs; use --config\.trainer\.platform=cuda.*3 in all"
+    with pytest.raises(protocols.ConfigError, match=message) if refused else contextlib.nullcontext():
+        wiring.validate(run, need_weights=True)
+
+
+@pytest.mark.parametrize(
+    ("plugins", "variables", "found"),
+    [
+        (["xla_cuda13"], {}, 4),
+        (["xla_cuda13"], {"CUDA_VISIBLE_DEVICES": "2,3"}, 2),
+        (["xla_cuda13"], {"CUDA_VISIBLE_DEVICES": ""}, 0),
+        (["xla_cuda13"], {"JAX_PLATFORMS": "cpu"}, 0),
+        (["xla_cuda13"], {"JAX_PLATFORMS": "cuda,cpu"}, 4),
+        (["libtpu"], {}, 0),
+        ([], {}, 0),  # JAX for CPU on a machine with GPUs
+    ],
+)
+def test_gpus_count_where_jax_would_use_them(plugins, variables, found, monkeypatch):
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    points = [metadata.EntryPoint(name, "module", "jax_plugins") for name in plugins]
+    monkeypatch.setattr(metadata, "entry_points", lambda group: points)
+    devices = [pathlib.Path(f"/dev/nvidia{ordinal}") for ordinal in range(4)]
+    monkeypatch.setattr(pathlib.Path, "glob", lambda self, pattern: iter(devices))
+    assert wiring.gpus_found() == found
