@@ -74,7 +74,7 @@ class TaskConfig:
     reward: str = ""  # factory() -> async or plain fn(task, trajectory_text) -> float; empty: the environment's own
     tokenizer: str = "character"  # "character", or a Hugging Face directory; empty: model.path
     max_turns: int = 4  # model outputs an attempt may have
-    tool_seconds: float = 10.0  # deadline of one environment step; passing it is the tool return "timeout"
+    tool_seconds: float = 10.0  # deadline of a step: past it, the tool named by running_tool timed out, else a crash
     environment_retries: int = 2  # fresh attempts after the environment itself crashed, before the group is replaced
 
     def __post_init__(self) -> None:

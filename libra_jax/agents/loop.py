@@ -29,7 +29,8 @@ class Limits:
       max_turns: model outputs.
       max_tokens: generated tokens of one output, those retained from before a resume included.
       max_context: tokens of the whole context.
-      tool_seconds: deadline of one environment step; passing it is the tool return "timeout".
+      tool_seconds: deadline of one environment step; passing it is the return "timeout" of the tool that the
+        environment's `running_tool` names, and a crash of the environment where that names none.
       temperature: of sampling; 0 is greedy.
       reset_seconds: deadline of the environment's `reset`, `close` and of a reward function.
     """
@@ -236,7 +237,7 @@ class _Attempt:
     # The environment --------------------------------------------------------------------------------------------
 
     async def _step(self, output: str, sampled: bool) -> protocols.StepResult:
-        """The environment's answer to an output, within the tool deadline; past it, the tool return "timeout"."""
+        """The environment's answer to an output, within the tool deadline; past it, its running tool's "timeout"."""
         if sampled:
             await self.sampler.tool_called(self.trajectory)
         self.status(f"tool, turn {self.turn + 1}")
