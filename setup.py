@@ -9,7 +9,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["libra_jax", "libra_jax.*"]),
-    package_data={"libra_jax.models": ["presets/*.json"], "libra_jax.agents": ["*.jinja"]},
+    package_data={"libra_jax.models": ["presets/*.json"]},
     install_requires=[
         "absl-py>=2.1",
         "flax>=0.12.8",

@@ -105,7 +105,7 @@ class RolloutConfig:
     stream_interval: int = 16  # tokens between two deltas of a request
     enforce_eager: bool = True  # no compiled graphs: starts faster; False on GPU
     transport: str = "memfd"  # weight bytes: memfd (any device, same host), ipc (same GPU), nccl (one other GPU group)
-    bucket_mib: int = 256  # bytes of a weight bucket
+    bucket_mib: int = 256  # MiB of a weight bucket
     checksum: bool = False  # digest each bucket on both sides
     kv_transfer: str = "none"  # a request that moves: none (prefills again), nixl (vLLM's connector brings its KV; GPU)
     generation_retries: int = 8  # times a request may be resumed after its engine failed

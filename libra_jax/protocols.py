@@ -43,7 +43,7 @@ class EnvironmentCrashed(LibraError):
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Trajectories: token in, token out (design rule 2).
+# Trajectories: token in, token out. What was sampled is never decoded and tokenized again.
 # --------------------------------------------------------------------------------------------------------------------
 
 

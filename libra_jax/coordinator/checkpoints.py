@@ -1,4 +1,4 @@
-"""Composite checkpoints: a directory a step, whose manifest is renamed into place last (design rule 7).
+"""Composite checkpoints: a directory a step, whose manifest is renamed into place last.
 
     <workdir>/checkpoints/step-00000020/trainer/          the trainer's own
                                         coordinator.json  data position, groups waiting and in flight, statistics

@@ -1,4 +1,4 @@
-"""Waits that end: every wait on a worker has a deadline, and missing it names the worker (design rule 6)."""
+"""Waits that end: every wait on a worker has a deadline, and missing it names the worker."""
 
 from __future__ import annotations
 

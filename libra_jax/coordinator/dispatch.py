@@ -1,7 +1,7 @@
 """Dispatch: the agent loop's sampler. It turns scheduler decisions into streams of tokens from engines.
 
 A request keeps every token that has streamed in. When its engine dies, hangs or aborts it, or when the scheduler moves
-it, it goes on elsewhere from exactly those tokens (design rules 2 and 6).
+it, it goes on elsewhere from exactly those tokens: they are never turned into text and back.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The run: rollout, training, publication, evaluation and checkpoints in one loop, synchronous and asynchronous alike.
 
-Time is the running event loop's alone, because the simulator runs this same object on a virtual clock (design rule 1).
+Time is the running event loop's alone, because the simulator runs this same object on a virtual clock.
 """
 
 from __future__ import annotations

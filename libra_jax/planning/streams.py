@@ -68,7 +68,7 @@ def read(spans: Iterable[Span], records: Iterable[Mapping[str, Any]]) -> list[St
     Args:
       spans: the timeline's. Streams of requests without a record (evaluation, attempts that were given up) load their
         instance all the same, and come with `known` False; so do those that do not add up to their record.
-      records: of the trace (DESIGN section 5).
+      records: of the trace (`telemetry/trace.py`).
     """
     by_request: dict[str, list[Span]] = collections.defaultdict(list)
     for span in spans:

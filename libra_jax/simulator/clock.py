@@ -1,7 +1,7 @@
 """An event loop on a virtual clock: nothing waits, time jumps to the next timer.
 
-Whatever reads time from the event loop alone (design rule 1) runs on it unchanged, as fast as the machine computes,
-and repeats exactly.
+Whatever reads time from the event loop alone, as the coordinator does, runs on it unchanged, as fast as the machine
+computes, and repeats exactly.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ TURN_SIGMA = 0.25
 
 
 def read(path: Path) -> list[scripts.Script]:
-    """Reads a trace (DESIGN section 5) as scripts, in the file's order.
+    """Reads a trace (`telemetry/trace.py`) as scripts, in the file's order.
 
     Raises:
       DataError: the file is missing, empty or malformed, or a trajectory in it generates nothing; the message names

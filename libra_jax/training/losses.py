@@ -96,7 +96,7 @@ def policy(
         reference_log_probs_BxT=batch.get("reference"),
         same_version_BxT=batch["on_version"],
     )
-    # Off-policyness: the tokens that older versions sampled, apart from the engine's mismatch (design rule 5).
+    # Off-policyness: the tokens that older versions sampled, apart from the engine's mismatch.
     older_BxT = batch["mask"] & ~batch["on_version"]
     distance_BxT = kl.k3(batch["behaviour"], jax.lax.stop_gradient(log_probs_BxT))
     offpolicy = jnp.sum(jnp.where(older_BxT, distance_BxT, 0.0)), jnp.sum(older_BxT, dtype=jnp.float32)
