@@ -61,15 +61,24 @@ def test_dry_run_counts_the_tasks_and_shows_the_first_prompt(tmp_path):
         ("--config.rollout.slots=0", ("config.rollout.slots", "must be positive")),
         ("--config.algorithm.advantage=gppo", ("config.algorithm.advantage", "did you mean 'grpo'")),
         ("--config.rollout.tensor_parallel=(3,)", ("config.rollout.tensor_parallel", "1, 2, 4, 8")),
-        ("--config.rollout.tensor_parallel=(8,)", ("tensor", "8")),
+        ("--config.rollout.tensor_parallel=(8,)", ("config.rollout.tensor_parallel: 8 does not divide",)),
         ("--config.trainer.fsdp=3", ("config.trainer.rows_per_micro_batch", "does not divide", "3 shards")),
         ("--config.model.preset=Qwen3-1.8B", ("Qwen3-1.8B", "Qwen3-1.7B")),
-        ("--config.model.path=/nowhere/model", ("/nowhere/model",)),
-        ("--config.task.environment=libra_jax.agents.calculator:enviroment", ("task.environment", "environment")),
-        ("--config.task.source=no_such_package.tasks:source", ("task.source", "no_such_package")),
-        ("--config.rollout.max_context=100000", ("max_context",)),
+        ("--config.model.path=/nowhere/model", ("/nowhere/model: no such model directory",)),
+        (
+            "--config.task.environment=libra_jax.agents.calculator:enviroment",
+            ("config.task.environment: libra_jax.agents.calculator has no 'enviroment'; did you mean 'environment'?",),
+        ),
+        (
+            "--config.task.source=no_such_package.tasks:source",
+            ("config.task.source: there is no module 'no_such_package.tasks'",),
+        ),
+        (
+            "--config.rollout.max_context=100000",
+            ("config.trainer.row_tokens: the longest row (256)", "(rollout.max_context = 100000)"),
+        ),
         ("--config.model.attention=cudnn", ("model.attention: cudnn needs a GPU (this is cpu); use auto or chunked",)),
-        ("--steps=3", ("steps",)),
+        ("--steps=3", ("Unknown command line flag 'steps'",)),
     ],
 )
 def test_a_bad_setting_is_refused_with_one_sentence_that_names_it(flag: str, fragments: tuple[str, ...], tmp_path):
@@ -88,9 +97,9 @@ def test_top_p_with_a_ratio_is_refused_by_the_log_prob_contract():
 @pytest.mark.parametrize(
     ("content", "fragments"),
     [
-        ("", ("tasks.jsonl",)),
+        ("", ("tasks.jsonl: the file holds no tasks",)),
         ('{"prompt": "1+1", "answer": "2"}\n{"prompt": ', ("tasks.jsonl", "line 2")),
-        ('{"promt": "1+1", "answer": "2"}\n', ("prompt", "promt")),
+        ('{"promt": "1+1", "answer": "2"}\n', ("tasks.jsonl, line 1: no column 'prompt'; did you mean 'promt'?",)),
     ],
     ids=["empty", "malformed", "misnamed_column"],
 )
@@ -100,7 +109,7 @@ def test_a_bad_task_file_is_refused_naming_file_and_line(content: str, fragments
     result = train(
         QUICKSTART,
         "--config.task.source=libra_jax.agents.datasets:task_source",
-        "--config.task.environment=libra_jax.agents.datasets:environment",
+        "--config.task.environment=libra_jax.agents.question:environment",
         f"--config.task.path={tasks}",
         "--config.warm_start.steps=0",
         f"--workdir={tmp_path / 'run'}",
@@ -132,7 +141,8 @@ def test_a_truncated_model_directory_is_refused(model_directory, tmp_path):
     truncated.mkdir()
     text = (model_directory / "config.json").read_text()
     (truncated / "config.json").write_text(text[: len(text) // 2])
-    scripts.assert_one_sentence(train(QUICKSTART, f"--config.model.path={truncated}", "--dry_run"), "config.json")
+    result = train(QUICKSTART, f"--config.model.path={truncated}", "--dry_run")
+    scripts.assert_one_sentence(result, "config.json: is not whole JSON")
 
 
 def test_a_workdir_of_another_config_is_refused_with_the_fields_that_differ(tmp_path):

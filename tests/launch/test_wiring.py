@@ -104,3 +104,11 @@ def test_gpus_count_where_jax_would_use_them(plugins, variables, found, monkeypa
     devices = [pathlib.Path(f"/dev/nvidia{ordinal}") for ordinal in range(4)]
     monkeypatch.setattr(pathlib.Path, "glob", lambda self, pattern: iter(devices))
     assert wiring.gpus_found() == found
+
+
+def test_a_context_longer_than_the_models_positions_is_refused():
+    run = config.RunConfig(
+        rollout=config.RolloutConfig(max_context=4096), trainer=config.TrainerConfig(row_tokens=4096)
+    )
+    with pytest.raises(protocols.ConfigError, match=r"rollout\.max_context: 4096 exceeds the model's 2048 positions"):
+        wiring.validate(run, need_weights=False)
