@@ -11,9 +11,21 @@ import os
 import subprocess
 from collections.abc import Sequence
 
-# Python's resource trackers ignore the first signal: they end by themselves once nobody uses them, and unlink the
-# shared memory that the others left. Removing is tried again: a dying process may write one more file.
+# Python's resource trackers ignore the first signal and are spared the second: they end by themselves once nobody uses
+# them, and unlink the shared memory that the others left. A group is killed member by member for their sake, twice,
+# because one that is killed may just have made another. Removing is tried again: a dying process may write one more
+# file.
 _SCRIPT = """
+kill_group() {
+  group=$1
+  for stat in /proc/[0-9]*/stat; do
+    read -r line 2>/dev/null <"$stat" || continue
+    pid=${line%% *}
+    set -- ${line##*) }
+    [ "$3" = "$group" ] || continue
+    grep -qa resource_tracker "/proc/$pid/cmdline" 2>/dev/null || kill -KILL "$pid" 2>/dev/null
+  done
+}
 read -r _
 directory=$1; shift
 for process in "$@"; do kill -TERM "$process" 2>/dev/null; done
@@ -25,7 +37,12 @@ while [ $tenths -lt 30 ]; do
   sleep 0.1
   tenths=$((tenths + 1))
 done
-for process in "$@"; do kill -KILL "$process" 2>/dev/null; done
+[ -n "$running" ] && for process in "$@"; do
+  case $process in
+    -*) kill_group "${process#-}"; kill_group "${process#-}" ;;
+    *) kill -KILL "$process" 2>/dev/null ;;
+  esac
+done
 [ -z "$directory" ] && exit
 for attempt in 1 2 3 4 5; do rm -rf -- "$directory" 2>/dev/null && exit; sleep 1; done
 """

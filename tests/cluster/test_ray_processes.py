@@ -141,6 +141,27 @@ def test_a_guard_ends_a_process_group_that_ignores_signals_and_removes_a_directo
     assert not directory.exists()
 
 
+STUBBORN = """
+import signal, time
+from multiprocessing import shared_memory
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+memory = shared_memory.SharedMemory(create=True, size=4096)
+print(memory.name, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_guard_spares_the_tracker_that_removes_the_shared_memory_of_a_process_that_ignores_signals():
+    with subprocess.Popen(
+        [sys.executable, "-c", STUBBORN], start_new_session=True, stdout=subprocess.PIPE, text=True
+    ) as stubborn:
+        memory = SHARED_MEMORY / stubborn.stdout.readline().strip()
+        assert memory.exists()
+        assert guard.Guard([-stubborn.pid]).fire(20)
+        assert stubborn.wait(10) == -signal.SIGKILL
+    gone(memory)
+
+
 @pytest.mark.parametrize(
     ("address", "sentence"),
     [
