@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_type_hints
 
 from absl import app, flags, logging
 
@@ -87,7 +88,7 @@ def _flag_sentence(config_type: type[Any], argv: Sequence[str], error: Exception
                 value = ast.literal_eval(text) if separator else True
             except (SyntaxError, ValueError):
                 value = text
-            sentence = _unknown_field(config_type, path, value)
+            sentence = _unknown_field(config_type, path, value) or _unknown_key(config_type, path, value, error)
             if sentence:
                 return sentence
     if isinstance(error, OSError):
@@ -98,12 +99,31 @@ def _flag_sentence(config_type: type[Any], argv: Sequence[str], error: Exception
     return first
 
 
-def _unknown_field(config_type: type[Any], path: list[str], value: Any) -> str | None:
-    nested: Any = value
+def _nested(path: Sequence[str], value: Any) -> Any:
     for part in reversed(path):
-        nested = {part: nested}
+        value = {part: value}
+    return value
+
+
+def _unknown_key(config_type: type[Any], path: list[str], value: Any, error: Exception) -> str | None:
+    """For a field that is a mapping: a flag can change a key that the config file has set, and add none."""
+    kind: Any = config_type
+    for depth, part in enumerate(path):
+        if not dataclasses.is_dataclass(kind):
+            if "Mapping" not in str(kind) or repr(part) not in str(error):  # another flag's fault
+                return None
+            field, keys = ".".join(path[:depth]), path[depth:]
+            return (
+                f"config.{field}: the config file sets no {part!r} in it; give it whole, as "
+                f'--config.{field}="{_nested(keys, value)!r}"'
+            )
+        kind = get_type_hints(kind).get(part)
+    return None
+
+
+def _unknown_field(config_type: type[Any], path: list[str], value: Any) -> str | None:
     try:
-        libra_config.parse(config_type, nested)
+        libra_config.parse(config_type, _nested(path, value))
     except protocols.ConfigError as error:
         return str(error) if "no such field" in str(error) else None
     return None

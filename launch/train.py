@@ -18,7 +18,9 @@ import wiring
 from libra_jax import config as libra_config
 from libra_jax.agents import factories
 
-_CONFIG = config_flags.DEFINE_config_file("config", "configs/quickstart.py", "The run's config file.", lock_config=True)
+_CONFIG = config_flags.DEFINE_config_file(
+    "config", None, "The run's config file; configs/quickstart.py.", lock_config=True
+)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run writes; default runs/<config>-<hash of config>.")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print the resolved config, tasks, mesh and partition; stop.")
 
@@ -41,4 +43,4 @@ async def _train(config: libra_config.RunConfig) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, default_config="configs/quickstart.py")

@@ -49,8 +49,8 @@ class FileTasks:
         """
         if not self._evaluation:
             raise protocols.DataError(
-                f"{self._path}: no task is held out for evaluation; set task.arguments.holdout above 0 or "
-                "evaluation.every to 0"
+                f"{self._path}: no task is held out for evaluation; give a holdout above 0 as "
+                "--config.task.arguments=\"{'holdout': 0.05}\", or --config.evaluation.every=0"
             )
         epoch, place = divmod(index, len(self._evaluation))
         return self._make("-evaluation", epoch, self._evaluation[place])
@@ -76,7 +76,8 @@ def _held_out_prompts(path: str, payloads: Sequence[Mapping[str, Any]], holdout:
         return set()
     if len(prompts) < 2:
         raise protocols.DataError(
-            f"{path}: its rows have only one prompt, so none can be held out; set task.arguments.holdout to 0"
+            f"{path}: its rows have only one prompt, so none can be held out; give "
+            "--config.task.arguments=\"{'holdout': 0}\""
         )
     count = min(len(prompts) - 1, max(1, math.floor(holdout * len(prompts))))
     ranked = sorted(prompts, key=lambda prompt: hashlib.sha256(prompt.encode()).digest())
@@ -175,7 +176,8 @@ def _check_column(row: Mapping[str, Any], column: str, where: str) -> None:
     near = difflib.get_close_matches(column, row, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(map(repr, row)) or 'no columns'}"
     raise protocols.DataError(
-        f"{where}: no column {column!r}; {hint} (task.arguments.prompt_column and answer_column name the columns)"
+        f"{where}: no column {column!r}; {hint} (other columns are named as "
+        "--config.task.arguments=\"{'prompt_column': 'question', 'answer_column': 'solution'}\")"
     )
 
 
@@ -203,5 +205,5 @@ def _check_plain(payload: Mapping[str, Any], where: str) -> None:
         json.dumps(payload)
     except (TypeError, ValueError) as error:
         raise protocols.DataError(
-            f"{where}: task.arguments.columns names a column that JSON cannot hold ({error})"
+            f"{where}: columns in config.task.arguments names a column that JSON cannot hold ({error})"
         ) from error

@@ -80,7 +80,7 @@ class GymTasks:
                 return protocols.Task(f"{self._name}-{split}-{index}", payload)
         raise protocols.DataError(
             f"reasoning-gym task {self._name!r}: its questions repeat so much that none could be kept for {split}; "
-            "widen its ranges in task.arguments"
+            f"widen its ranges, as --config.task.arguments=\"{{'name': {self._name!r}, ...}}\""
         )
 
 
@@ -129,7 +129,10 @@ def task_source(path: str = "", seed: int = 0, name: str = "", **arguments: Any)
       ConfigError: a path is given, the package is missing, or it refuses name or arguments.
     """
     if path:
-        raise protocols.ConfigError("config.task.path: reasoning-gym reads no file; name a task in task.arguments.name")
+        raise protocols.ConfigError(
+            "config.task.path: reasoning-gym reads no file; name a task as "
+            "--config.task.arguments=\"{'name': 'chain_sum'}\""
+        )
     return GymTasks(name, seed, arguments)
 
 

@@ -52,7 +52,7 @@ def test_held_out_tasks_never_train_even_where_rows_repeat(tmp_path):
 def test_without_a_holdout_all_rows_train_and_evaluation_is_refused(hundred):
     source = datasets.task_source(hundred, holdout=0)
     assert len(set(prompts(source, 100))) == 100
-    with pytest.raises(protocols.DataError, match=r"no task is held out .*holdout above 0"):
+    with pytest.raises(protocols.DataError, match=r"""no task is held out .*arguments="\{'holdout': 0\.05\}\""""):
         source.evaluation_task(0)
 
 
@@ -96,7 +96,7 @@ GOOD = '{"prompt": "q", "answer": 1}\n'
         ('{"prompt": "  ", "answer": 1}', "line 1: column 'prompt' must be a text that is not empty"),
         ('{"prompt": [{"role": "user"}], "answer": 1}', "line 1: column 'prompt' must be"),
         ('{"prompt": "q", "answer": null}', "line 1: column 'answer' must be a text or a number, not None"),
-        (GOOD, "only one prompt"),
+        (GOOD, "only one prompt, so none can be held out; give --config.task.arguments=\"{'holdout': 0}\""),
     ],
 )
 def test_a_bad_file_is_named_with_its_line(tmp_path, text, problem):

@@ -56,6 +56,10 @@ def test_dry_run_counts_the_tasks_and_shows_the_first_prompt(tmp_path):
     ("flag", "fragments"),
     [
         ("--config.rollout.slotz=3", ("config.rollout.slotz", "did you mean rollout.slots")),
+        (
+            "--config.task.arguments.holdout=0",
+            ("config.task.arguments: ", "no 'holdout'", "--config.task.arguments=\"{'holdout': 0}\""),
+        ),
         ("--config.roolout.slots=3", ("config.roolout", "did you mean rollout")),
         ("--config.rollout.slots=many", ("--config.rollout.slots", "many")),
         ("--config.rollout.slots=0", ("config.rollout.slots", "must be positive")),
@@ -84,6 +88,10 @@ def test_dry_run_counts_the_tasks_and_shows_the_first_prompt(tmp_path):
 def test_a_bad_setting_is_refused_with_one_sentence_that_names_it(flag: str, fragments: tuple[str, ...], tmp_path):
     scripts.assert_one_sentence(train(QUICKSTART, flag, f"--workdir={tmp_path / 'run'}"), *fragments)
     assert not (tmp_path / "run").exists(), "a refused config must leave no workdir behind"
+
+
+def test_a_bad_setting_is_named_where_the_config_file_is_the_default():
+    scripts.assert_one_sentence(train("--config.rollout.slotz=3"), "did you mean rollout.slots")
 
 
 def test_a_missing_config_file_is_named(tmp_path):
