@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,11 @@ def check(condition: bool, field_name: str, problem: str) -> None:
     """Raises ConfigError naming the field unless `condition` holds."""
     if not condition:
         raise ConfigError(f"config.{field_name}: {problem}")
+
+
+def check_finite(value: float, field_name: str) -> None:
+    """Raises ConfigError unless `value` is a finite number."""
+    check(math.isfinite(value), field_name, f"must be a finite number, not {value}")
 
 
 def check_choice(value: str, choices: tuple[str, ...], field_name: str) -> None:
@@ -136,8 +142,11 @@ class RolloutConfig:
         )
         check_choice(self.kv_transfer, ("none", "nixl"), "rollout.kv_transfer")
         check(self.health_seconds > 0, "rollout.health_seconds", f"must be positive, not {self.health_seconds}")
+        check_finite(self.temperature, "rollout.temperature")
         check(self.temperature > 0, "rollout.temperature", f"must be positive to train on, not {self.temperature}")
         check(0 < self.top_p <= 1, "rollout.top_p", f"must lie in (0, 1], not {self.top_p}")
+        fraction = self.gpu_memory_fraction
+        check(0 < fraction <= 1, "rollout.gpu_memory_fraction", f"must lie in (0, 1], not {fraction}")
         check(self.kv_cache_gib > 0, "rollout.kv_cache_gib", f"must be positive, not {self.kv_cache_gib}")
         check_choice(self.dtype, ("float32", "bfloat16", "float16"), "rollout.dtype")
         check_choice(self.transport, ("memfd", "ipc", "nccl"), "rollout.transport")
@@ -187,6 +196,8 @@ class AlgorithmConfig:
         check_choice(self.objective, ("behaviour", "decoupled"), "algorithm.objective")
         check_choice(self.correction, CORRECTIONS, "algorithm.correction")
         check_choice(self.kl_estimator, KL_ESTIMATORS, "algorithm.kl_estimator")
+        for name in ("kl_coefficient", "entropy_coefficient", "sequence_length_constant"):
+            check_finite(getattr(self, name), f"algorithm.{name}")
         check(0 <= self.clip_low <= 1, "algorithm.clip_low", f"must lie in [0, 1], not {self.clip_low}")
         check(self.clip_high >= 0, "algorithm.clip_high", f"must not be negative, not {self.clip_high}")
         check(self.dual_clip == 0 or self.dual_clip > 1, "algorithm.dual_clip", "must be 0 (off) or above 1")
@@ -212,9 +223,18 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         check_choice(self.name, ("adamw", "adam", "sgd"), "optimizer.name")
         check_choice(self.schedule, ("constant", "cosine", "linear"), "optimizer.schedule")
-        check(self.learning_rate >= 0, "optimizer.learning_rate", f"must not be negative, not {self.learning_rate}")
+        for name in ("learning_rate", "weight_decay"):
+            value = getattr(self, name)
+            check_finite(value, f"optimizer.{name}")
+            check(value >= 0, f"optimizer.{name}", f"must not be negative, not {value}")
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            check(0 <= value < 1, f"optimizer.{name}", f"must lie in [0, 1), not {value}")
+        check_finite(self.eps, "optimizer.eps")
+        check(self.eps > 0, "optimizer.eps", f"must be positive, not {self.eps}")
         check(self.warmup_steps >= 0, "optimizer.warmup_steps", "must not be negative")
-        check(self.clip_norm >= 0, "optimizer.clip_norm", "must not be negative (0 is off)")
+        check_finite(self.clip_norm, "optimizer.clip_norm")
+        check(self.clip_norm >= 0, "optimizer.clip_norm", f"must not be negative (0 is off), not {self.clip_norm}")
 
 
 @dataclass(frozen=True)
@@ -265,6 +285,8 @@ class WarmStartConfig:
     def __post_init__(self) -> None:
         check(self.steps >= 0, "warm_start.steps", "must not be negative")
         check(self.batch_size > 0, "warm_start.batch_size", "must be positive")
+        check_finite(self.learning_rate, "warm_start.learning_rate")
+        check(self.learning_rate >= 0, "warm_start.learning_rate", f"must not be negative, not {self.learning_rate}")
         check(self.target_loss >= 0, "warm_start.target_loss", f"must not be negative, not {self.target_loss}")
 
 
@@ -284,7 +306,9 @@ class CoordinatorConfig:
         check(self.group_size > 0, "coordinator.group_size", "must be positive")
         check(self.staleness >= 0, "coordinator.staleness", "must not be negative")
         check_choice(self.stale, ("wait", "replace"), "coordinator.stale")
-        check(self.max_replacements >= 0, "coordinator.max_replacements", "must not be negative")
+        allowed = self.max_replacements  # may be infinite
+        check(not math.isnan(allowed), "coordinator.max_replacements", "must be a number, not nan")
+        check(allowed >= 0, "coordinator.max_replacements", f"must not be negative, not {allowed}")
 
 
 POLICIES = (
@@ -385,6 +409,7 @@ class EvaluationConfig:
     def __post_init__(self) -> None:
         check(self.every >= 0, "evaluation.every", "must not be negative")
         check(self.tasks > 0, "evaluation.tasks", "must be positive")
+        check_finite(self.temperature, "evaluation.temperature")
         check(self.temperature >= 0, "evaluation.temperature", "must not be negative")
 
 
@@ -465,6 +490,8 @@ class RunConfig:
     deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
 
     def __post_init__(self) -> None:
+        check(bool(self.name), "name", "must not be empty: it names the default workdir")
+        check("/" not in self.name, "name", f"must hold no '/', as it names the default workdir, not {self.name!r}")
         check(self.steps > 0, "steps", f"must be positive, not {self.steps}")
         check(self.seed >= 0, "seed", f"must not be negative, not {self.seed}")
         check(

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import pathlib
 from importlib import metadata
 from typing import Any
@@ -104,6 +105,39 @@ def test_gpus_count_where_jax_would_use_them(plugins, variables, found, monkeypa
     devices = [pathlib.Path(f"/dev/nvidia{ordinal}") for ordinal in range(4)]
     monkeypatch.setattr(pathlib.Path, "glob", lambda self, pattern: iter(devices))
     assert wiring.gpus_found() == found
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [
+        ("optimizer.learning_rate", math.nan, "must be a finite number, not nan"),
+        ("optimizer.learning_rate", math.inf, "must be a finite number, not inf"),
+        ("optimizer.learning_rate", -0.1, "must not be negative, not -0.1"),
+        ("warm_start.learning_rate", math.inf, "must be a finite number, not inf"),
+        ("warm_start.learning_rate", -0.1, "must not be negative, not -0.1"),
+        ("optimizer.beta1", 1.0, "must lie in [0, 1), not 1.0"),
+        ("optimizer.beta2", math.nan, "must lie in [0, 1), not nan"),
+        ("optimizer.eps", 0.0, "must be positive, not 0.0"),
+        ("optimizer.weight_decay", -0.1, "must not be negative, not -0.1"),
+        ("optimizer.weight_decay", math.inf, "must be a finite number, not inf"),
+        ("optimizer.clip_norm", math.nan, "must be a finite number, not nan"),
+        ("algorithm.entropy_coefficient", math.nan, "must be a finite number, not nan"),
+        ("algorithm.kl_coefficient", math.inf, "must be a finite number, not inf"),
+        ("algorithm.sequence_length_constant", math.inf, "must be a finite number, not inf"),
+        ("rollout.temperature", math.inf, "must be a finite number, not inf"),
+        ("evaluation.temperature", math.inf, "must be a finite number, not inf"),
+        ("rollout.gpu_memory_fraction", 1.5, "must lie in (0, 1], not 1.5"),
+        ("coordinator.max_replacements", math.nan, "must be a number, not nan"),
+        ("name", "", "must not be empty: it names the default workdir"),
+        ("name", "a/b", "must hold no '/', as it names the default workdir, not 'a/b'"),
+    ],
+)
+def test_a_value_that_no_run_could_use_is_refused_naming_its_field(field, value, problem):
+    for part in reversed(field.split(".")):
+        value = {part: value}
+    with pytest.raises(protocols.ConfigError) as caught:
+        config.parse(config.RunConfig, value)
+    assert str(caught.value) == f"config.{field}: {problem}"
 
 
 def test_a_context_longer_than_the_models_positions_is_refused():
