@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import difflib
 import functools
+import itertools
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from typing import Any, get_type_hints
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast, get_type_hints
 
 from absl import app, flags, logging
 
@@ -91,12 +94,43 @@ def _flag_sentence(config_type: type[Any], argv: Sequence[str], error: Exception
             sentence = _unknown_field(config_type, path, value) or _unknown_key(config_type, path, value, error)
             if sentence:
                 return sentence
+    if isinstance(error, flags.UnrecognizedFlagError) and "config" in flags.FLAGS:
+        named = [field for field in _fields(config_type) if f".{field}".endswith(f".{error.flagname}")]
+        if named:
+            offered = [error.flagname] if error.flagname in named else named
+            return f"there is no flag --{error.flagname}; did you mean --config.{' or --config.'.join(offered)}?"
+    file, _, variant = _config_file(argv).partition(":")
+    if isinstance(error, OSError) and not Path(file).exists():
+        near = difflib.get_close_matches(Path(file).name, [item.name for item in Path(file).parent.glob("*.py")], n=1)
+        hint = f"; did you mean {Path(file).parent / near[0]}?" if near else ""
+        return f"--config={file}: no such config file{hint}"
     if isinstance(error, OSError):
         return "--config: " + " ".join(str(error).split("Attempted")[-1].split())
     first, *others = (line.strip() for line in str(error).splitlines() if line.strip())
     if others and "parsing config file" in first:  # a traceback of the file follows; its last line says what is wrong
+        if "get_config() takes 0 positional arguments" in others[-1]:
+            return f"--config={file}: this config takes no variant, so leave out :{variant}"
         return "--config: " + others[-1]
     return first
+
+
+def _fields(config_type: type[Any], prefix: str = "") -> Iterator[str]:
+    """Full names of all settings."""
+    for name, kind in get_type_hints(config_type).items():
+        if dataclasses.is_dataclass(kind):
+            yield from _fields(cast("type[Any]", kind), f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def _config_file(argv: Sequence[str]) -> str:
+    """What the last --config says, its variant included."""
+    found = ""
+    for argument, following in itertools.pairwise([*argv[1:], ""]):
+        name, separator, text = argument.lstrip("-").partition("=")
+        if name == "config" and argument.startswith("-"):
+            found = text if separator else following
+    return found
 
 
 def _nested(path: Sequence[str], value: Any) -> Any:

@@ -16,6 +16,7 @@ import cli
 import dry_run
 import wiring
 from libra_jax import config as libra_config
+from libra_jax import protocols
 from libra_jax.agents import factories
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -26,7 +27,11 @@ _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print the resolved config, tasks
 
 
 def main() -> None:
-    config = libra_config.parse(libra_config.RunConfig, _CONFIG.value.to_dict())
+    values = _CONFIG.value.to_dict()
+    if "simulation" in values:
+        file = config_flags.get_config_filename(flags.FLAGS["config"])
+        raise protocols.ConfigError(f"--config={file}: is a config for launch/simulate.py; give it to that script")
+    config = libra_config.parse(libra_config.RunConfig, values)
     if _DRY_RUN.value:
         wiring.validate(config, need_weights=False)
         print(dry_run.describe(config))

@@ -31,10 +31,15 @@ def check_finite(value: float, field_name: str) -> None:
     check(math.isfinite(value), field_name, f"must be a finite number, not {value}")
 
 
+ALIASES = {"gpu": "cuda", "fp16": "float16", "fp32": "float32", "bf16": "bfloat16"}
+"""What others call a choice, for the hint."""
+
+
 def check_choice(value: str, choices: tuple[str, ...], field_name: str) -> None:
     """Raises ConfigError unless `value` is one of `choices`, offering the nearest."""
     if value not in choices:
-        near = difflib.get_close_matches(value, choices, n=1)
+        alias = ALIASES.get(value.lower())
+        near = [alias] if alias in choices else difflib.get_close_matches(value, choices, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"config.{field_name}: {value!r} is not one of {', '.join(choices)}{hint}")
 

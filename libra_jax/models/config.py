@@ -223,8 +223,8 @@ def preset_names() -> tuple[str, ...]:
     return tuple(sorted(file.stem for file in _PRESETS.glob("*.json")))
 
 
-def load_preset(name: str) -> TransformerConfig:
-    """The shape that ships under `name`.
+def load_preset(name: str, field: str = "model.preset") -> TransformerConfig:
+    """The shape that ships under `name`, which the config's `field` says.
 
     Raises:
       ConfigError: no such preset; the nearest name is offered.
@@ -234,7 +234,7 @@ def load_preset(name: str) -> TransformerConfig:
         by_lower = {known.lower(): known for known in names}
         near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
         hint = f"; did you mean {by_lower[near[0]]!r}?" if near else ""
-        raise ConfigError(f"config.model.preset: {name!r} is not one of {', '.join(names)}{hint}")
+        raise ConfigError(f"config.{field}: {name!r} is not one of {', '.join(names)}{hint}")
     return from_hf(json.loads((_PRESETS / f"{name}.json").read_text()), f"preset {name}")
 
 

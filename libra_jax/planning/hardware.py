@@ -76,4 +76,4 @@ def sheet(name: str) -> HardwareSheet:
             return known
     near = difflib.get_close_matches(name.lower(), names(), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise protocols.ConfigError(f"hardware: {name!r} is not one of {', '.join(names())}{hint}")
+    raise protocols.ConfigError(f"config.simulation.hardware: {name!r} is not one of {', '.join(names())}{hint}")

@@ -56,7 +56,8 @@ class SimulationConfig:
         Raises:
           ConfigError: there is no such sheet or preset.
         """
-        return costs.CostModel(hardware.sheet(self.hardware), model_config.load_preset(self.model), self.coefficients)
+        shape = model_config.load_preset(self.model, "simulation.model")
+        return costs.CostModel(hardware.sheet(self.hardware), shape, self.coefficients)
 
 
 @dataclass(frozen=True)

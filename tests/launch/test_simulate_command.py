@@ -98,6 +98,8 @@ def bad_trace(path: pathlib.Path, tokens: int) -> str:
             ["--config.simulation.slots=()", "--config.rollout.slots=4000"],
             ["rollout.slots", "exceed the memory", "full context"],
         ),
+        (["--config.simulation.hardware=b200x"], ["config.simulation.hardware: 'b200x' is not one of", "'h200'"]),
+        (["--config.simulation.model=GPT5"], ["config.simulation.model: 'GPT5' is not one of"]),
         (["--config.simulation.hardwre=h100"], ["did you mean simulation.hardware"]),
         (["--config=configs/simulate.py:serch"], ["swe, search, math", "'serch'"]),
         (["--trace=/dev/null"], ["/dev/null", "holds no trajectory"]),

@@ -82,7 +82,10 @@ def test_dry_run_counts_the_tasks_and_shows_the_first_prompt(tmp_path):
             ("config.trainer.row_tokens: the longest row (256)", "(rollout.max_context = 100000)"),
         ),
         ("--config.model.attention=cudnn", ("model.attention: cudnn needs a GPU (this is cpu); use auto or chunked",)),
-        ("--steps=3", ("Unknown command line flag 'steps'",)),
+        ("--config.trainer.platform=gpu", ("config.trainer.platform: 'gpu' is not one of ", "did you mean 'cuda'?")),
+        ("--steps=3", ("there is no flag --steps; did you mean --config.steps?",)),
+        ("--learning_rate=1", ("--config.optimizer.learning_rate or --config.warm_start.learning_rate?",)),
+        ("--stepz=3", ("Unknown command line flag 'stepz'",)),
     ],
 )
 def test_a_bad_setting_is_refused_with_one_sentence_that_names_it(flag: str, fragments: tuple[str, ...], tmp_path):
@@ -94,8 +97,21 @@ def test_a_bad_setting_is_named_where_the_config_file_is_the_default():
     scripts.assert_one_sentence(train("--config.rollout.slotz=3"), "did you mean rollout.slots")
 
 
-def test_a_missing_config_file_is_named(tmp_path):
-    scripts.assert_one_sentence(train(f"--config={tmp_path / 'absent.py'}"), "absent.py")
+@pytest.mark.parametrize(
+    ("file", "problem"),
+    [
+        ("configs/nosuch.py", "no such config file"),
+        ("configs/quikstart.py", "no such config file; did you mean configs/quickstart.py?"),
+        ("configs/simulate.py", "is a config for launch/simulate.py; give it to that script"),
+    ],
+)
+def test_a_config_file_that_is_missing_or_another_scripts_is_named(file, problem):
+    result = train(f"--config={file}", "--config.steps=3")
+    scripts.assert_one_sentence(result, f"error: --config={file}: {problem}")
+
+
+def test_a_variant_of_a_config_that_has_none_is_refused():
+    scripts.assert_one_sentence(train(f"{QUICKSTART}:foo"), "configs/quickstart.py: this config takes no variant")
 
 
 def test_top_p_with_a_ratio_is_refused_by_the_log_prob_contract():
