@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from absl import flags
@@ -41,11 +42,12 @@ _ONLY = flags.DEFINE_list("only", list(PARTS), "Which parts to measure.")
 
 
 def main() -> None:
-    results: dict[str, Any] = {}
     for name in _ONLY.value:
         if name not in PARTS:
             raise protocols.ConfigError(f"--only: {name!r} is not one of {', '.join(PARTS)}")
-        results[name] = PARTS[name]()
+    if _OUTPUT.value:
+        cli.check_output(Path(_OUTPUT.value))
+    results = {name: PARTS[name]() for name in _ONLY.value}
     text = json.dumps(results, indent=2)
     print(text)
     rows = table.Table("part", "figure", "value")

@@ -43,6 +43,22 @@ def run(
     )
 
 
+def check_output(path: Path) -> None:
+    """Makes the folder of --output and sees that the file can be written, before there is work to lose.
+
+    Raises:
+      DataError: it cannot.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        existed = path.exists()
+        path.open("a").close()
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise protocols.DataError(f"--output: {path} cannot be written ({error.strerror or error})") from error
+
+
 def _guarded(main: Callable[[], int | None]) -> int:
     try:
         return main() or 0

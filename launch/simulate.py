@@ -43,7 +43,7 @@ def main() -> None:
     run = comparison.prepare(_run(_CONFIG.value.to_dict(), _TRACE.value), policies)
     output = None if _OUTPUT.value is None else Path(_OUTPUT.value)
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
+        cli.check_output(output)
     jobs = _JOBS.value or os.cpu_count() or 1
     count = run.steps * run.coordinator.groups_per_step * run.coordinator.group_size
     _progress(f"{run.name}: {run.steps} steps, {count:,} trajectories, {len(policies)} policies x {len(seeds)} seeds")

@@ -74,8 +74,10 @@ def load(workdir: Path) -> Run:
     """Reads a workdir, an interrupted run's too.
 
     Raises:
-      DataError: nothing has been recorded in it.
+      DataError: nothing has been recorded in it, or it is a file.
     """
+    if workdir.exists() and not workdir.is_dir():
+        raise DataError(f"{workdir}: is no folder; give the --workdir of a run")
     spans: deque[timeline.Span] = deque(maxlen=KEPT_SPANS)
     seconds = 0.0
     for span in timeline.read(workdir / timeline.TIMELINE_FILE):

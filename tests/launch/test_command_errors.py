@@ -1,6 +1,10 @@
 """What a script prints when its work fails, whatever it fails with."""
 
+import subprocess
+import sys
+
 import pytest
+import scripts
 
 import cli
 from libra_jax import protocols
@@ -40,3 +44,54 @@ def test_foreseen_errors_interrupts_and_exits_stay_what_they_are(capsys, monkeyp
         failing(SystemExit(3))
     assert cli._guarded(lambda: None) == 0
     assert cli._guarded(lambda: 4) == 4
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_any_work(tmp_path):
+    (tmp_path / "notes").write_text("not a folder")
+    result = scripts.run("simulate.py", "--policies=sticky", f"--output={tmp_path / 'notes' / 'out.json'}")
+    scripts.assert_one_sentence(result, "error: --output: ", "out.json cannot be written (")
+    assert result.stdout == ""
+
+
+def test_an_output_that_can_be_written_is_left_as_it_was(tmp_path):
+    new, old = tmp_path / "folder" / "new.json", tmp_path / "old.json"
+    old.write_text("{}")
+    cli.check_output(new)
+    cli.check_output(old)
+    assert new.parent.is_dir()
+    assert not new.exists()
+    assert old.read_text() == "{}"
+
+
+BENCHMARK_OF_NOTHING = """
+import runpy, sys, types
+parts = types.ModuleType("benchmarks")
+for name in ("bridge", "coordinator", "publication", "rollout", "scheduler", "train"):
+    setattr(parts, name, types.SimpleNamespace(measure=lambda *_: {"measured": 1}))
+sys.modules["benchmarks"] = parts
+sys.path.insert(0, "launch")
+runpy.run_path("launch/benchmark.py", run_name="__main__")
+"""
+"""The script without what it measures, which takes long to import."""
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--only=scheduler,schedular"], "--only: 'schedular' is not one of rollout, bridge,"),
+        (["--only=scheduler", "--output=/dev/null/out.json"], "--output: /dev/null/out.json cannot be written ("),
+        (["--only=scheduler"], ""),
+    ],
+)
+def test_the_benchmark_is_refused_before_anything_is_measured(flags, problem):
+    result = subprocess.run(
+        [sys.executable, "-c", BENCHMARK_OF_NOTHING, *flags],
+        cwd=scripts.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    if problem:
+        scripts.assert_one_sentence(result, f"error: {problem}")
+    assert ("measured" in result.stdout) == (not problem), result.stderr

@@ -152,6 +152,12 @@ def test_a_workdir_without_a_run_is_refused_with_a_sentence(tmp_path, content):
     assert not (tmp_path / "report.html").exists()
 
 
+def test_a_workdir_that_is_a_file_is_refused_with_a_sentence(tmp_path):
+    (tmp_path / "notes").write_text("not a folder")
+    with pytest.raises(DataError, match=r"notes: is no folder; give the --workdir of a run$"):
+        report.write_report(tmp_path / "notes")
+
+
 def test_a_run_of_one_step_and_one_trajectory_has_a_report(tmp_path):
     one = recorder.create(
         config_lib.RunConfig(telemetry=config_lib.TelemetryConfig(console=False)), tmp_path, lambda: 0.0
