@@ -195,7 +195,7 @@ def _open(path: Path, config: libra_config.RunConfig) -> Path:
 def _stored(file: Path) -> dict[str, Any]:
     try:
         stored = json.loads(file.read_text())
-        if isinstance(stored, dict):
+        if isinstance(stored, dict) and {"task", "rollout"} <= stored.keys():  # any run's; not a model's config.json
             return stored
         problem = f"it holds {stored!r:.40}"
     except ValueError as error:

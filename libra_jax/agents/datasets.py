@@ -14,6 +14,9 @@ from typing import Any
 from libra_jax import config, protocols
 from libra_jax.agents import splits
 
+OTHER_FORMATS = (".csv", ".tsv", ".xlsx")
+"""Endings of files that hold tables all right. A file of any further ending is read as JSONL."""
+
 
 class FileTasks:
     """A file's rows by position: reshuffled each epoch by a permutation that depends on seed and epoch only.
@@ -115,6 +118,8 @@ def task_source(
         near = difflib.get_close_matches(file.name, _names_in(file.parent), n=1)
         hint = f"; did you mean {file.parent / near[0]}?" if near else ""
         raise protocols.DataError(f"{path}: no such file of tasks{hint}")
+    if file.suffix.lower() in OTHER_FORMATS:
+        raise protocols.DataError(f"{path}: only .jsonl and .parquet files are read, not {file.suffix}; convert it")
     read = _parquet_rows if file.suffix == ".parquet" else _jsonl_rows
     wanted = (prompt_column, answer_column, *columns)
     rows = []

@@ -33,7 +33,8 @@ def resolve(name: str, field: str) -> Callable[..., Any]:
       field: the config field that says it, e.g. "task.environment", for errors.
 
     Raises:
-      ConfigError: no such module or attribute (the nearest name is offered), or the module fails to import.
+      ConfigError: no such module or attribute (the nearest name is offered), the module fails to import, or what it
+        names is no plain callable.
     """
     module_name, _, attribute = name.partition(":")
     config.check(bool(module_name and attribute), field, f'{name!r} must have the form "package.module:factory"')
@@ -58,6 +59,9 @@ def resolve(name: str, field: str) -> Callable[..., Any]:
         hint = _nearest(attribute, (key for key in vars(module) if not key.startswith("_")))
         raise protocols.ConfigError(f"config.{field}: {module_name} has no {attribute!r}{hint}")
     config.check(callable(found), field, f"{name!r} is not callable")
+    config.check(
+        not inspect.iscoroutinefunction(found), field, f"{name!r} is async; a factory must be a plain function"
+    )
     return cast("Callable[..., Any]", found)
 
 

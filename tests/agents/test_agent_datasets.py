@@ -116,6 +116,13 @@ def test_bytes_that_are_no_text_are_named_with_their_line(tmp_path):
         datasets.task_source(str(path))
 
 
+def test_a_table_of_another_format_is_refused_by_its_ending(tmp_path):
+    path = tmp_path / "tasks.csv"
+    path.write_text("prompt,answer\nq,1\n")
+    with pytest.raises(protocols.DataError, match=r"tasks\.csv: only \.jsonl and \.parquet files are read, not \.csv"):
+        datasets.task_source(str(path))
+
+
 def test_a_missing_file_is_offered_its_neighbour(hundred):
     with pytest.raises(protocols.DataError, match=r"no such file of tasks; did you mean .*sums\.jsonl"):
         datasets.task_source(hundred.replace("sums", "sum"))
@@ -286,6 +293,7 @@ def module(tmp_path, monkeypatch):
     (tmp_path / "my_agent_parts.py").write_text(
         "def reward():\n    return lambda task, text: 0.5\n"
         "def nothing():\n    return None\n"
+        "async def later(**_):\n    return None\n"
         "def breaks():\n    raise RuntimeError('no license')\n"
     )
     (tmp_path / "my_environments.py").write_text(
@@ -322,6 +330,22 @@ def test_the_users_own_modules_are_found_in_the_working_directory():
         demonstrator_of(config.TaskConfig(environment="my_agent_parts:nothing"))
     with pytest.raises(protocols.ConfigError, match="my_broken_parts needs the module absent_dependency"):
         factories.environment_factory(config.TaskConfig(environment="my_broken_parts:make"))
+
+
+@pytest.mark.usefixtures("module")
+@pytest.mark.parametrize(
+    ("field", "use"),
+    [
+        ("source", lambda task: factories.task_source(task, seed=0)),
+        ("environment", demonstrator_of),
+        ("reward", factories.reward),
+    ],
+)
+def test_an_async_factory_is_refused_without_being_called(field, use, recwarn):
+    with pytest.raises(protocols.ConfigError) as caught:
+        use(config.TaskConfig(**{field: "my_agent_parts:later"}))
+    assert str(caught.value).startswith(f"config.task.{field}: 'my_agent_parts:later' is async; ")
+    assert not [warning for warning in recwarn if "never awaited" in str(warning.message)]
 
 
 @pytest.mark.usefixtures("module")

@@ -11,6 +11,8 @@ import wiring
 from libra_jax import config, protocols
 from libra_jax.models import config as model_config
 
+FOREIGN = json.dumps({f"a{number}": number for number in range(100)})
+
 
 def with_checkpoint(workdir: pathlib.Path, step: int) -> None:
     folder = workdir / "checkpoints" / f"step-{step:08d}"
@@ -56,11 +58,15 @@ def test_fewer_steps_than_a_run_has_taken_are_refused(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["steps"] == 5
 
 
-@pytest.mark.parametrize("content", ["", '{"name": "ru', "[]", "\xff"], ids=["empty", "cut", "a_list", "no_text"])
+@pytest.mark.parametrize(
+    "content", ["", '{"name": "ru', "[]", "\xff", FOREIGN], ids=["empty", "cut", "a_list", "no_text", "foreign"]
+)
 def test_a_workdir_whose_settings_cannot_be_read_is_refused(tmp_path, content):
     (tmp_path / "config.json").write_bytes(content.encode("latin-1"))
-    with pytest.raises(protocols.ConfigError, match=r"its config\.json is not the settings of a run.*another workdir"):
+    problem = r"its config\.json is not the settings of a run.*another workdir"
+    with pytest.raises(protocols.ConfigError, match=problem) as caught:
         wiring.open_workdir(settings(), str(tmp_path))
+    assert len(str(caught.value)) < len(str(tmp_path)) + 240
     assert (tmp_path / "config.json").read_bytes() == content.encode("latin-1")
 
 
