@@ -31,8 +31,8 @@ async def _environment(variables: Mapping[str, str]) -> AsyncIterator[None]:
     with turns.queued():
         await lock.acquire()
     before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
     try:
+        os.environ.update(variables)
         yield
     finally:
         for name, value in before.items():
