@@ -27,11 +27,11 @@ def main() -> None:
     workdir = Path(_WORKDIR.value)
     output = workdir / "twin.json" if _OUTPUT.value is None else Path(_OUTPUT.value)
     recorded = recording.read(workdir)
+    cli.check_output(output)
     made = twin.make(recorded)
     print(twin_report.table(made))
     picture = output.with_suffix(".svg")
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(twin_report.to_json(made))
         twin_report.write_picture(made, picture, f"{recorded.config.name}: steps and their twin")
     except OSError as error:
