@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import difflib
 import functools
+import gc
 import itertools
 import os
 import sys
@@ -18,6 +19,10 @@ from absl import app, flags, logging
 
 from libra_jax import config as libra_config
 from libra_jax import protocols
+
+GARBAGE_THRESHOLDS = (20_000, 50, 20)
+"""Of `gc.set_threshold`: a coordinator keeps many small objects for long, hardly any of them in cycles, and Python's
+defaults have it spend a quarter of a busy scheduler's time looking for those."""
 
 
 def run(
@@ -36,6 +41,7 @@ def run(
       default_config: config file where no --config is given. As the flag's own default it would be read before
         anything here could turn its errors into a sentence.
     """
+    gc.set_threshold(*GARBAGE_THRESHOLDS)
     sys.path.append(os.getcwd())  # where a user's own "module:factory" lives; last, so that it shadows nothing
     logging.set_verbosity(logging.WARNING)  # libraries' own progress is not for the terminal; -v=0 brings it back
     app.run(

@@ -3,6 +3,7 @@
 # `bash launch/setup.sh --dev` adds the tools of the test command. quickstart.sh and test.sh call it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+unset LIBRA_JAX_COMPILE  # an editable install must follow its source, which a compiled scheduler would not
 
 python=${PYTHON:-python3}
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {

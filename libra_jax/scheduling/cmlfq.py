@@ -103,10 +103,10 @@ class Cmlfq(slots.SlotScheduler):
         self._urgency = 0.0
         self._events = 0
 
-    masses: Sequence[float] = prefix_tree.MASSES
+    masses: tuple[float, ...] = prefix_tree.MASSES
     """Probability mass of each point of what `expect` returns."""
 
-    def expect(self, request: state.Request) -> Sequence[float]:
+    def expect(self, request: state.Request) -> prefix_tree.Sketch:
         """The distribution of the tokens still to be generated: so many with each of `masses`."""
         track = request.track
         assert track is not None
@@ -239,7 +239,7 @@ class Cmlfq(slots.SlotScheduler):
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         self.evidence.restore(snapshot)
 
-    def _cheapest(self, request: state.Request, points: Sequence[float], now: float) -> int:
+    def _cheapest(self, request: state.Request, points: prefix_tree.Sketch, now: float) -> int:
         """The cheapest bucket; `request.wanted` is the instance in it, if it is to be a particular one."""
         elapsed = now - request.arrived
         home = request.home
@@ -306,7 +306,9 @@ class Cmlfq(slots.SlotScheduler):
         pace = self._paces.get((server.degree, decoding, context))
         return self.rates.decode(server.instance, decoding, context) if pace is None else pace
 
-    def _urgency_at(self, request: state.Request, home: state.Server, points: Sequence[float], start: float) -> float:
+    def _urgency_at(
+        self, request: state.Request, home: state.Server, points: prefix_tree.Sketch, start: float
+    ) -> float:
         """What a second costs that a resident loses; see `_cost`, of which this is a part."""
         power = self.config.tail_power
         exponent, pace = power - 1.0, self._pace(home, home.residents, request.context_now - request.held[0])
@@ -319,7 +321,7 @@ class Cmlfq(slots.SlotScheduler):
         self,
         request: state.Request,
         server: state.Server,
-        points: Sequence[float],
+        points: prefix_tree.Sketch,
         elapsed: float,
         wait: float,
     ) -> float:

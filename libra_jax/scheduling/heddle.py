@@ -18,12 +18,14 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.scheduling import buckets, cmlfq, evidence, prefix_tree, slots, state
 from libra_jax.scheduling import costs as cost_model
+
+Server = TypeVar("Server")
 
 CHUNKS = 32
 """Runs of neighbours in length that the cuts keep together."""
@@ -144,7 +146,7 @@ class Heddle(slots.SlotScheduler):
 
 
 def presorted_cuts(
-    servers: Sequence[state.Server], chunks: int, seconds: Callable[[state.Server, int, int], float]
+    servers: Sequence[Server], chunks: int, seconds: Callable[[Server, int, int], float]
 ) -> list[tuple[int, int]]:
     """Cuts chunks 0..chunks into consecutive runs, one a server (some empty), so that the slowest run is fastest.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from libra_jax import config as configuration
-from libra_jax.scheduling import cmlfq, state
+from libra_jax.scheduling import cmlfq, prefix_tree, state
 from libra_jax.scheduling import costs as cost_model
 
 
@@ -30,7 +30,7 @@ class Oracle(cmlfq.Cmlfq):
         super().__init__(config, costs, degrees=degrees)
         self._truth = remaining
 
-    masses = (1.0,)
+    masses: tuple[float, ...] = (1.0,)
 
-    def expect(self, request: state.Request) -> Sequence[float]:
+    def expect(self, request: state.Request) -> prefix_tree.Sketch:
         return (float(self._truth(request.request_id)),)

@@ -15,10 +15,10 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
-LEVELS = (0.1, 0.3, 0.5, 0.7, 0.875, 0.975)
+LEVELS: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.875, 0.975)
 """Probabilities at which a sketch samples a distribution: the midpoints of strata that have the masses below."""
 
-MASSES = (0.2, 0.2, 0.2, 0.2, 0.15, 0.05)
+MASSES: tuple[float, ...] = (0.2, 0.2, 0.2, 0.2, 0.15, 0.05)
 """Probability mass of each point of a sketch; the upper tail is cut finer, because it decides a step's length."""
 
 Sketch = tuple[float, ...]

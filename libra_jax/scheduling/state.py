@@ -19,14 +19,15 @@ class Group:
     live: int = 0
 
 
-@dataclass(slots=True, eq=False)
 class Server:
     """An instance and what decodes there.
 
-    Attributes:
+    Args:
       instance: as it was announced.
       place: its place among the instances.
       queue: requests that wait for this very instance.
+
+    Attributes:
       name: the instance's.
       slots: the instance's.
       degree: its tensor-parallel degree.
@@ -40,20 +41,34 @@ class Server:
       crowd: the longest queue under which the heap of crowded instances has it; 0 if it is not there.
     """
 
-    instance: protocols.Instance
-    place: int
-    queue: ordering.Queue
-    name: str = ""
-    slots: int = 0
-    degree: int = 1
-    level: int = 0
-    load: int = 0
-    residents: int = 0
-    context: int = 0
-    urgency: float = 0.0
-    urgent_tokens: float = 0.0
-    noted: float = math.inf
-    crowd: int = 0
+    __slots__ = (
+        "context",
+        "crowd",
+        "degree",
+        "instance",
+        "level",
+        "load",
+        "name",
+        "noted",
+        "place",
+        "queue",
+        "residents",
+        "slots",
+        "urgency",
+        "urgent_tokens",
+    )
+
+    def __init__(self, instance: protocols.Instance, place: int, queue: ordering.Queue) -> None:
+        self.queue = queue
+        self.level = 0
+        self.load = 0
+        self.residents = 0
+        self.context = 0
+        self.urgency = 0.0
+        self.urgent_tokens = 0.0
+        self.noted = math.inf
+        self.crowd = 0
+        self.announce(instance, place)
 
     def announce(self, instance: protocols.Instance, place: int) -> None:
         """The instance is live, at this place among the others."""

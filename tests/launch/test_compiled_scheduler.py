@@ -1,0 +1,36 @@
+"""The scheduler compiled to C, held to everything that the scheduler itself is held to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import compiled
+
+SCHEDULING = Path(__file__).resolve().parents[1] / "scheduling"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    made = tmp_path_factory.mktemp("compiled") / "package"
+    made.mkdir()
+    compiled.build(made)
+    return made
+
+
+@pytest.mark.slow
+def test_the_compiled_scheduler_is_what_is_imported(folder):
+    names = ["cmlfq", "slots", "evidence", "prefix_tree"]
+    imports = "; ".join(f"import libra_jax.scheduling.{name} as m; print(m.__file__)" for name in names)
+    made = compiled.run(folder, ["-c", imports], seconds=60)
+    files = made.stdout.split()
+    assert len(files) == len(names), made.stderr
+    assert all(Path(file).suffix == ".so" and Path(file).is_relative_to(folder) for file in files)
+
+
+@pytest.mark.slow
+def test_the_compiled_scheduler_passes_the_schedulers_tests(folder):
+    arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(folder), str(SCHEDULING)]
+    made = compiled.run(folder, arguments, seconds=240)
+    assert made.returncode == 0, made.stdout[-3_000:] + made.stderr[-1_000:]
