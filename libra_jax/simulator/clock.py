@@ -39,29 +39,32 @@ class Clock(asyncio.SelectorEventLoop):
         return self.now
 
     def _run_once(self) -> None:
-        """One pass of the loop: asyncio's own, without what a virtual clock does not need (slow-callback checks)."""
+        """Passes of the loop, until time has to go on: asyncio's own without slow-callback checks and idle polls."""
         timers, ready = self._scheduled, self._ready  # type: ignore[attr-defined]
-        if self._timer_cancelled_count > max(CANCELLED, len(timers) // 2):  # type: ignore[has-type]
-            for timer in timers:
-                timer._scheduled = not timer.cancelled()
-            timers[:] = [timer for timer in timers if not timer.cancelled()]
-            heapq.heapify(timers)
-            self._timer_cancelled_count = 0
-        while timers and timers[0].cancelled():
-            heapq.heappop(timers)._scheduled = False
-            self._timer_cancelled_count -= 1
-        if not ready:
-            until = max(0.0, timers[0].when() - self.now) if timers else None
-            self._process_events(self._advance(0 if self._stopping else until))  # type: ignore[attr-defined]
-        due = self.now + self._clock_resolution
-        while timers and timers[0].when() < due:
-            timer = heapq.heappop(timers)
-            timer._scheduled = False
-            ready.append(timer)
-        for _ in range(len(ready)):
-            handle = ready.popleft()
-            if not handle.cancelled():
-                handle._run()
+        while True:
+            if self._timer_cancelled_count > max(CANCELLED, len(timers) // 2):  # type: ignore[has-type]
+                for timer in timers:
+                    timer._scheduled = not timer._cancelled
+                timers[:] = [timer for timer in timers if not timer._cancelled]
+                heapq.heapify(timers)
+                self._timer_cancelled_count = 0
+            while timers and timers[0]._cancelled:
+                heapq.heappop(timers)._scheduled = False
+                self._timer_cancelled_count -= 1
+            if not ready:
+                until = max(0.0, timers[0]._when - self.now) if timers else None
+                self._process_events(self._advance(0 if self._stopping else until))  # type: ignore[attr-defined]
+            due = self.now + self._clock_resolution
+            while timers and timers[0]._when < due:
+                timer = heapq.heappop(timers)
+                timer._scheduled = False
+                ready.append(timer)
+            for _ in range(len(ready)):
+                handle = ready.popleft()
+                if not handle._cancelled:
+                    handle._run()
+            if not ready or self._stopping:  # type: ignore[attr-defined]
+                return
 
     def _advance(self, timeout: float | None = None) -> list[Any]:
         """Jumps to the next timer where asyncio would have slept until it."""

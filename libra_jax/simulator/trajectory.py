@@ -248,6 +248,7 @@ class Book:
     def __init__(self, workload: scripts.Workload) -> None:
         self._workload = workload
         self._alive: weakref.WeakValueDictionary[str, Trajectory] = weakref.WeakValueDictionary()
+        self._prompt_tokens: dict[str, int] = {}
         self.made = 0
 
     def make(self, trajectory_id: str, prompt_id: str, start_seconds: float) -> Trajectory:
@@ -261,7 +262,10 @@ class Book:
 
     def prompt_tokens(self, prompt_id: str) -> int:
         """Tokens of a task's prompt."""
-        return self._workload.script(int(prompt_id), 0).prompt_tokens
+        known = self._prompt_tokens.get(prompt_id)
+        if known is None:
+            known = self._prompt_tokens[prompt_id] = self._workload.script(int(prompt_id), 0).prompt_tokens
+        return known
 
     def script(self, trajectory_id: str) -> scripts.Script:
         """The script of a live trajectory."""
