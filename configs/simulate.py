@@ -27,6 +27,12 @@ from libra_jax.simulator import settings
 LAYOUT = {1: 6, 2: 3, 4: 2, 8: 1}
 """Instances of each tensor-parallel degree: 28 devices."""
 
+SLOTS = {1: 32, 2: 32, 4: 32, 8: 64}
+"""Of an instance of each degree."""
+
+SEARCH_LAYOUT = {1: 16, 2: 6}
+SEARCH_SLOTS = {1: 96, 2: 96}
+
 
 def get_config(variant: str = "swe") -> ml_collections.ConfigDict:
     """The run of `variant`: swe, search or math (synthetic), trace (with --trace), or large (swe on 1,024 devices)."""
@@ -39,7 +45,7 @@ def get_config(variant: str = "swe") -> ml_collections.ConfigDict:
     config.simulation.hardware = "a800"
     config.simulation.model = "Qwen3-14B"
     config.simulation.train_devices = 20
-    scale(config, 1)
+    lay_out(config, LAYOUT, SLOTS)
 
     config.rollout.max_context = 131_072  # Qwen3-14B's 40,960 stretched by YaRN, as for the published workload
     config.rollout.max_tokens = 65_536
@@ -55,10 +61,11 @@ def get_config(variant: str = "swe") -> ml_collections.ConfigDict:
     config.coordinator.staleness = 1
     config.scheduler.max_remaining_tokens = (3_000, 8_000, 20_000)
     config.workload.shape = "swe" if variant == "large" else variant  # trace asks for --trace=FILE
-    if variant == "search":  # bounds of the same kind for lengths a tenth as long
-        config.scheduler.max_remaining_tokens = (2_000, 8_000, 20_000)
+    if variant == "search":
+        lay_out(config, SEARCH_LAYOUT, SEARCH_SLOTS)
+        config.scheduler.max_remaining_tokens = (2_000,)
     if variant == "large":
-        scale(config, 21)
+        lay_out(config, {degree: 21 * count for degree, count in LAYOUT.items()}, SLOTS)
         config.simulation.train_devices = 436  # with 588 that roll out, 1,024
         config.coordinator.groups_per_step = 625
         config.steps = 10  # 100,000 trajectories
@@ -70,8 +77,8 @@ def get_config(variant: str = "swe") -> ml_collections.ConfigDict:
     return config
 
 
-def scale(config: ml_collections.ConfigDict, factor: int) -> None:
-    """Gives the run `factor` times the layout."""
-    degrees = [degree for degree, count in LAYOUT.items() for _ in range(count * factor)]
+def lay_out(config: ml_collections.ConfigDict, layout: dict[int, int], slots: dict[int, int]) -> None:
+    """Gives the run so many instances of each degree, and each instance its degree's slots."""
+    degrees = [degree for degree, count in layout.items() for _ in range(count)]
     config.rollout.tensor_parallel = tuple(degrees)
-    config.simulation.slots = tuple(64 if degree == 8 else 32 for degree in degrees)
+    config.simulation.slots = tuple(slots[degree] for degree in degrees)
