@@ -300,14 +300,17 @@ def scheduler(config: libra_config.RunConfig) -> protocols.Scheduler:
     """The run's scheduler, with the costs of its engines and the degrees of its layout.
 
     Raises:
-      ConfigError: the policy is for simulations only, or its buckets do not fit the layout.
+      ConfigError: the policy is for simulations only, its buckets do not fit the layout, or there is nothing to learn
+        where `scheduler.learnt_from` says.
     """
-    return schedulers.create(
+    made = schedulers.create(
         config.scheduler,
         costs=costs.LinearCosts(config.scheduler.costs, transfers=config.rollout.kv_transfer != "none"),
         seed=config.seed,
         degrees=config.rollout.tensor_parallel,
     )
+    checkpoints.teach(made, config.scheduler.learnt_from)
+    return made
 
 
 async def train(

@@ -366,6 +366,7 @@ class SchedulerConfig:
     tree_nodes: int = 50_000  # of a prefix tree; the least recently used go
     path_depth: int = 16  # tool returns of a path that a prefix tree tells apart
     half_life: int = 4096  # finished trajectories after which evidence that was not renewed weighs half
+    learnt_from: tuple[str, ...] = ()  # workdirs of other runs: this one starts with what their schedulers had learnt
     prior_count: float = 8.0  # cmlfq: samples at which a node weighs as much as the wider evidence behind it
     move_margin: float = 8.0  # cmlfq: a move costs so many times its seconds, as loads even out before it has paid off
     tail_power: float = 4.0  # cmlfq: costs grow with this power of the time to finish; 1 is mean latency, more the tail

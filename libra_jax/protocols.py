@@ -619,6 +619,10 @@ class Scheduler(Protocol):
 
     def restore(self, snapshot: Mapping[str, Any]) -> None: ...
 
+    def merge(self, snapshot: Mapping[str, Any]) -> None:
+        """Adds the statistics of another coordinator's snapshot; where room is short, its own count as the later."""
+        ...
+
 
 class Sampler(Protocol):
     """How the agent loop gets tokens: the coordinator's side of an attempt (instance choice, retries, telemetry)."""

@@ -16,7 +16,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,31 @@ def is_exported(workdir: Path, step: int, model: Path) -> bool:
     """Whether `model`, written after the last checkpoint, is of `step`: one from before the run went on is older."""
     manifest, exported = _directory(workdir / FOLDER, step) / MANIFEST, model / "config.json"
     return exported.exists() and exported.stat().st_mtime_ns >= manifest.stat().st_mtime_ns
+
+
+def teach(scheduler: protocols.Scheduler, workdirs: Sequence[str]) -> None:
+    """Adds to what the scheduler knows what those of other runs had learnt at their newest checkpoints.
+
+    Args:
+      scheduler: has seen no request yet.
+      workdirs: `config.scheduler.learnt_from`.
+
+    Raises:
+      ConfigError: a folder holds no checkpoint, or its run's policy learns nothing.
+      DataError: a checkpoint cannot be read.
+    """
+    for workdir in workdirs:
+        step = newest_step(Path(workdir))
+        if step < 0:
+            raise protocols.ConfigError(
+                f"config.scheduler.learnt_from: {workdir} holds no checkpoint; name the workdir of a run that wrote one"
+            )
+        learnt = Checkpoints(Path(workdir), keep=1).load(step)["scheduler"]
+        if not learnt:
+            raise protocols.ConfigError(
+                f"config.scheduler.learnt_from: the scheduler of {workdir} learns nothing; leave it out"
+            )
+        scheduler.merge(learnt)
 
 
 class Checkpoints:

@@ -239,6 +239,11 @@ class Cmlfq(slots.SlotScheduler):
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         self.evidence.restore(snapshot)
 
+    def merge(self, snapshot: Mapping[str, Any]) -> None:
+        other = evidence.Evidence(self.config)
+        other.restore(snapshot)
+        self.evidence.merge(other)
+
     def _cheapest(self, request: state.Request, points: prefix_tree.Sketch, now: float) -> int:
         """The cheapest bucket; `request.wanted` is the instance in it, if it is to be a particular one."""
         elapsed = now - request.arrived

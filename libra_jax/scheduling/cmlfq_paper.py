@@ -81,6 +81,12 @@ class CmlfqPaper(slots.SlotScheduler):
         if "shared" in snapshot:  # a run may change its policy, and other policies keep other statistics
             self.shared.restore(snapshot["shared"])
 
+    def merge(self, snapshot: Mapping[str, Any]) -> None:
+        other = CmlfqPaper(self.config)
+        other.restore(snapshot)
+        self.by_prompt.merge(other.by_prompt)
+        self.shared.merge(other.shared)
+
 
 def _known(tree: prefix_tree.PrefixTree, path: Sequence[Hashable]) -> tuple[prefix_tree.Node, int]:
     """The deepest node on the path that has enough samples, and its depth; depth 0 is the root."""

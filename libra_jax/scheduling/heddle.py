@@ -90,6 +90,11 @@ class Heddle(slots.SlotScheduler):
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         self.evidence.restore(snapshot)
 
+    def merge(self, snapshot: Mapping[str, Any]) -> None:
+        other = evidence.Evidence(self.config)
+        other.restore(snapshot)
+        self.evidence.merge(other)
+
     def _place(self, now: float) -> list[protocols.Placement]:
         placements = super()._place(now)
         bucket = self.buckets[0]

@@ -183,6 +183,10 @@ class SlotScheduler:
         """Nothing is learnt, so nothing is restored."""
         del snapshot
 
+    def merge(self, snapshot: Mapping[str, Any]) -> None:
+        """Nor is anything learnt from others."""
+        del snapshot
+
     # Moves between waiting, decoding and away.
 
     def move(self, request: state.Request, server: state.Server) -> protocols.Placement:

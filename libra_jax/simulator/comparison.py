@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from libra_jax import config as configuration
+from libra_jax.coordinator import checkpoints
 from libra_jax.scheduling import registry
 from libra_jax.simulator import bound, costs, faults, report, scripts, settings, workloads, world
 
@@ -197,7 +198,9 @@ def _moves(coefficients: costs.Coefficients) -> Iterator[tuple[str, float]]:
 
 def _scheduler(run: settings.SimulatedRun, costs: costs.SchedulingCosts, remaining: world.Remaining) -> Any:
     degrees = run.rollout.tensor_parallel
-    return registry.create(run.scheduler, costs=costs, remaining=remaining, seed=run.seed, degrees=degrees)
+    made = registry.create(run.scheduler, costs=costs, remaining=remaining, seed=run.seed, degrees=degrees)
+    checkpoints.teach(made, run.scheduler.learnt_from)
+    return made
 
 
 def _each(function: Callable[[Any], Any], arguments: Sequence[Any], jobs: int) -> Iterator[Any]:

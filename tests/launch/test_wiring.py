@@ -11,6 +11,7 @@ import pytest
 
 import wiring
 from libra_jax import config, protocols
+from libra_jax.coordinator import checkpoints
 
 
 def test_the_clusters_deadlines_are_the_configs(tmp_path, monkeypatch):
@@ -146,3 +147,27 @@ def test_a_context_longer_than_the_models_positions_is_refused():
     )
     with pytest.raises(protocols.ConfigError, match=r"rollout\.max_context: 4096 exceeds the model's 2048 positions"):
         wiring.validate(run, need_weights=False)
+
+
+def learnt_in(workdir: pathlib.Path, policy: str) -> config.RunConfig:
+    """A run that starts with what another one's scheduler had learnt at its third step."""
+    first = wiring.scheduler(config.RunConfig(scheduler=config.SchedulerConfig(policy=policy)))
+    first.on_arrival(protocols.RequestInfo("0/0", "0", 0, 10, dispatch_version=0), 0.0)
+    first.on_finish("0/0", 700, 1.0)
+    written = checkpoints.Checkpoints(workdir, keep=1)
+    written.begin(3, {"scheduler": dict(first.snapshot())})
+    written.commit(3)
+    return config.RunConfig(scheduler=config.SchedulerConfig(learnt_from=(str(workdir),)))
+
+
+def test_a_run_starts_with_what_the_schedulers_of_others_had_learnt(tmp_path):
+    snapshot = wiring.scheduler(learnt_in(tmp_path, "cmlfq")).snapshot()
+    assert [700] in [samples for _, _, samples, _ in snapshot["by_suffix"]["nodes"]]
+
+
+def test_a_workdir_to_learn_from_must_have_something_to_teach(tmp_path):
+    with pytest.raises(protocols.ConfigError, match=r"learnt_from: the scheduler of .* learns nothing"):
+        wiring.scheduler(learnt_in(tmp_path, "sticky"))
+    run = config.RunConfig(scheduler=config.SchedulerConfig(learnt_from=("runs/none",)))
+    with pytest.raises(protocols.ConfigError, match=r"learnt_from: runs/none holds no checkpoint"):
+        wiring.scheduler(run)
