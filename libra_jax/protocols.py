@@ -609,8 +609,17 @@ class Scheduler(Protocol):
 
     def on_progress(self, request_id: str, generated_tokens: int, now: float) -> list[Placement]: ...
 
-    def on_finish(self, request_id: str, generated_tokens: int, now: float) -> list[Placement]:
-        """The request is done, failed or given up: it never comes back under this id unless it arrives anew."""
+    def on_finish(
+        self, request_id: str, generated_tokens: int, now: float, *, completed: bool = True
+    ) -> list[Placement]:
+        """The request never comes back under this id unless it arrives anew.
+
+        Args:
+          request_id: which.
+          generated_tokens: its length; `completed` says if that is the whole one, or it failed or was given up.
+          now: seconds.
+          completed: it came to its own end, so its length teaches something.
+        """
         ...
 
     def snapshot(self) -> Mapping[str, Any]:

@@ -24,7 +24,7 @@ from typing import Any
 from libra_jax import protocols
 
 FOLDER, MANIFEST, COORDINATOR, TRAINER = "checkpoints", "manifest.json", "coordinator.json", "trainer"
-FORMAT = 2
+FORMAT = 3
 
 
 def newest_step(workdir: Path) -> int:

@@ -146,10 +146,11 @@ class Dispatcher:
         if request is not None:
             now = self._loop.time()
             request.displace()
-            if request.trajectory.finish is not None and request.group_id != EVALUATION_GROUP:
+            completed = request.trajectory.finish is not None
+            if completed and request.group_id != EVALUATION_GROUP:
                 self.routing.finished(request.route, request.generated)
                 request.trajectory.metrics["moves"] = float(request.route.moves)
-            self._apply(self._scheduler.on_finish(trajectory_id, request.generated, now), now)
+            self._apply(self._scheduler.on_finish(trajectory_id, request.generated, now, completed=completed), now)
 
     def take_counts(self) -> Counts:
         """Counts since the last call."""

@@ -127,11 +127,10 @@ class Cmlfq(slots.SlotScheduler):
         assert request.track is not None
         self.evidence.observe(request.track, causal_state, request.generated_tokens)
 
-    def finished(self, request: state.Request) -> None:
+    def finished(self, request: state.Request, completed: bool) -> None:
         assert request.track is not None
         self._evict(request)
-        learn = request.group_id != slots.EVALUATION_GROUP
-        self.evidence.finish(request.track, request.generated_tokens, learn=learn)
+        self.evidence.finish(request.track, request.generated_tokens, learn=completed)
 
     def on_tool_call(self, request_id: str, generated_tokens: int, now: float) -> list[protocols.Placement]:
         request = self.requests[request_id]
@@ -148,7 +147,10 @@ class Cmlfq(slots.SlotScheduler):
             return []
         self.route(request, now)
         wanted, request.wanted = request.wanted, None
-        if wanted is None or wanted is server or wanted.full:
+        if wanted is None or wanted is server:
+            self.seated(request, server)  # what is known of it has changed
+            return []
+        if wanted.full:
             return []
         return [self.move(request, wanted), *self._place(now)]
 
@@ -207,12 +209,6 @@ class Cmlfq(slots.SlotScheduler):
         if self._events % OVERFLOW_EVERY:
             return
         super().overflow(placements)
-        for bucket in self.buckets:
-            while bucket.free > 0 and (crowded := self._crowds.longest()) is not None:
-                request = crowded.queue.head()
-                if request is None or not self.serves(bucket, request):
-                    break
-                self.take(request, self.pick(request, bucket), placements)
 
     def serves(self, bucket: buckets.Bucket, request: state.Request) -> bool:
         own, wanted = self.buckets[request.level], request.wanted
@@ -280,15 +276,6 @@ class Cmlfq(slots.SlotScheduler):
         if best < float("inf"):
             request.urgency = urgency
         return level
-
-    def _rebuild(self, instances: Sequence[protocols.Instance]) -> None:
-        super()._rebuild(instances)
-        self._crowds = buckets.Crowds(list(self.servers.values()))
-
-    def _enqueue(self, request: state.Request, level: int) -> None:
-        super()._enqueue(request, level)
-        if request.wanted is not None:
-            self._crowds.joined(request.wanted)
 
     def _full(self) -> bool:
         """No slot is free."""

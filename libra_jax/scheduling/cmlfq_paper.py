@@ -63,10 +63,10 @@ class CmlfqPaper(slots.SlotScheduler):
     def seated(self, request: state.Request, server: state.Server) -> None:
         request.level = server.level
 
-    def finished(self, request: state.Request) -> None:
+    def finished(self, request: state.Request, completed: bool) -> None:
         track, total = request.track, request.generated_tokens
         assert track is not None
-        if track.start or not total or request.group_id == slots.EVALUATION_GROUP:
+        if track.start or not total or not completed:
             return
         remaining = [total, *(total - mark for mark in track.marks)]
         self.by_prompt.add((track.prompt_id, *track.path), (total, *remaining))

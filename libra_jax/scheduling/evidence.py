@@ -161,7 +161,7 @@ class Evidence:
             since = generated_tokens - mark
             node = tree.peek(_suffix(path[-1], track.failures, track.largest, mark, before))
         else:
-            since, node = generated_tokens - track.start, tree.root
+            since, node = generated_tokens, tree.root
         if since:
             sketch = self._blend((), self._chain(tree, node), tree, since)
         else:
@@ -174,11 +174,10 @@ class Evidence:
         factor = self._frailty(track)
         if factor != 1.0:
             sketch = tuple([factor * tokens for tokens in sketch])
-        if track.prompt.finished:
-            same = self.by_prompt.below(track.prompt_id, track.path)
-            if same is not None:
-                self.by_prompt.use(same)
-                sketch = self._blend(sketch, [same], self.by_prompt, since)
+        same = self.by_prompt.below(track.prompt_id, track.path)
+        if same is not None:
+            self.by_prompt.use(same)
+            sketch = self._blend(sketch, [same], self.by_prompt, since)
         return sketch
 
     def snapshot(self) -> dict[str, Any]:
@@ -226,7 +225,7 @@ class Evidence:
         """Makes the node's blend anew: its own sketch, shrunk towards the blend of the node behind it."""
         parent, clock = node.parent, tree.clock
         node.blend = node.sketch() if node.samples else ()
-        if parent is not None and len(node.samples) < DROWNING * self._prior:
+        if parent is not None and tree.weight(node) < DROWNING * self._prior:
             if clock >= parent.due:
                 self._renew(tree, parent)
             node.blend = _shrunk(node.blend, parent.blend, tree.weight(node), self._prior)
@@ -235,7 +234,7 @@ class Evidence:
     def _chain(self, tree: prefix_tree.PrefixTree, node: prefix_tree.Node) -> list[prefix_tree.Node]:
         """From what lies far enough behind the node to be drowned by it, down to the node."""
         chain = [node]
-        while node.parent is not None and node.count < DROWNING * self._prior:
+        while node.parent is not None and tree.weight(node) < DROWNING * self._prior:
             node = node.parent
             chain.append(node)
         chain.reverse()

@@ -65,24 +65,29 @@ class Heddle(slots.SlotScheduler):
         assert request.track is not None
         self.evidence.observe(request.track, causal_state, request.generated_tokens)
 
-    def finished(self, request: state.Request) -> None:
+    def finished(self, request: state.Request, completed: bool) -> None:
         assert request.track is not None
-        learn = request.group_id != slots.EVALUATION_GROUP
-        self.evidence.finish(request.track, request.generated_tokens, learn=learn)
+        self.evidence.finish(request.track, request.generated_tokens, learn=completed)
 
     def route(self, request: state.Request, now: float) -> int:
         assert request.track is not None
         sketch = self.evidence.predict(request.track, request.generated_tokens)
         request.remaining = _mean(sketch)
         self._judged += 1
+        request.wanted = None
+        if self.servers:
+            home, server = self.home(request, 0), self._run_of(request)
+            request.wanted = home if home is not None and home.degree == server.degree else server
         return 0
 
     def pick(self, request: state.Request, bucket: buckets.Bucket) -> state.Server:
         server, home = self._run_of(request), self.home(request, bucket.level)
         if home is None or home.full:
             return bucket.least() if server.full else server
-        alike = home.instance.tensor_parallel == server.instance.tensor_parallel
-        return home if alike or server.full else server
+        return home if home.degree == server.degree or server.full else server
+
+    def serves(self, bucket: buckets.Bucket, request: state.Request) -> bool:
+        return True
 
     def snapshot(self) -> Mapping[str, Any]:
         return self.evidence.snapshot()
@@ -96,16 +101,25 @@ class Heddle(slots.SlotScheduler):
         self.evidence.merge(other)
 
     def _place(self, now: float) -> list[protocols.Placement]:
+        joined = [server for server in self._touched if server.queue.size]
         placements = super()._place(now)
         bucket = self.buckets[0]
         if bucket.slots and (longest := bucket.queue.head()) is not None:
-            server = self._run_of(longest)
-            shortest = min(self._seated[server.name], key=lambda item: (item.remaining, -item.ticket))
-            aged = now - shortest.since >= self.config.ageing_seconds  # it was served for its age: let it be
-            if not aged and longest.remaining > self.config.preempt_ratio * shortest.remaining:
-                placements.append(self.displace(shortest, 0, now))
-                placements += super()._place(now)
+            self._preempt(self._run_of(longest), longest, placements, now)
+        for server in joined:
+            if server.full and (longest := server.queue.head()) is not None:
+                self._preempt(server, longest, placements, now)
         return placements
+
+    def _preempt(
+        self, server: state.Server, longest: state.Request, placements: list[protocols.Placement], now: float
+    ) -> None:
+        """A waiting request takes the place of a much shorter one that decodes on the instance."""
+        shortest = min(self._seated[server.name], key=lambda item: (item.remaining, -item.ticket))
+        if not shortest.aged and longest.remaining > self.config.preempt_ratio * shortest.remaining:
+            shortest.wanted = server  # its context is there
+            placements.append(self.displace(shortest, 0, now))
+            placements += super()._place(now)
 
     def _seat(self, request: state.Request, server: state.Server) -> protocols.Placement:
         self._seated[server.name][request] = None

@@ -43,7 +43,9 @@ class LengthPredictor(slots.SlotScheduler):
 
     def route(self, request: state.Request, now: float) -> int:
         request.remaining = self._truth(request.request_id) * self._errors[request.request_id]
-        return self.levels.of_length(request.remaining)
+        level = self.levels.of_length(request.remaining)
+        request.wanted = self.home(request, level)
+        return level
 
     def pick(self, request: state.Request, bucket: buckets.Bucket) -> state.Server:
         home = self.home(request, bucket.level)
@@ -52,5 +54,5 @@ class LengthPredictor(slots.SlotScheduler):
     def serves(self, bucket: buckets.Bucket, request: state.Request) -> bool:
         return True
 
-    def finished(self, request: state.Request) -> None:
+    def finished(self, request: state.Request, completed: bool) -> None:
         del self._errors[request.request_id]

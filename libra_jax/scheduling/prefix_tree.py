@@ -1,8 +1,8 @@
 """Prefix trees over causal states: how many tokens are left to generate, seen from a path (arXiv 2606.03077, sec. 4).
 
 A node stands for a path. It holds a window of the latest *samples*: the generated tokens from there to the end of a
-finished trajectory. A new sample displaces the oldest of a full window, and a node's evidence loses half its weight
-with every `half_life` trajectories that the tree has seen since, so what is known follows a policy that drifts. The
+finished trajectory. A new sample displaces the oldest of a full window, and a sample loses half its weight with every
+`half_life` trajectories that the tree has seen since, so what is known follows a policy that drifts. The
 node count is capped; the least recently used path goes first, and a parent always counts as used more recently than its
 children, so what goes is always a leaf.
 """
@@ -33,6 +33,7 @@ class Node:
     """One path's statistics. Reading them costs a sort only after the window has changed.
 
     Attributes:
+      mass: the weight of its samples as of `stamp`.
       blend: what a reader of the tree made of the node and those behind it.
       due: the tree's clock at which that is to be made anew; a sample brings it forward while the node has few.
     """
@@ -46,6 +47,7 @@ class Node:
         "children",
         "due",
         "edge",
+        "mass",
         "parent",
         "samples",
         "stamp",
@@ -57,6 +59,7 @@ class Node:
         self.children: dict[Hashable, Node] | None = None
         self.samples: list[int] = []
         self.stamp = 0
+        self.mass = 0.0
         self._next = 0
         self._changes = 0
         self._ordered: list[int] | None = None
@@ -64,17 +67,22 @@ class Node:
         self.blend: Sketch = ()
         self.due = 0
 
-    def add(self, sample: int, window: int, stamp: int) -> None:
+    def add(self, sample: int, window: int, stamp: int, half_life: float) -> None:
         """Adds a sample (tokens) seen as the tree's trajectory number `stamp`; the oldest leaves a full window."""
         samples = self.samples
+        mass = self.mass
+        if stamp != self.stamp:
+            mass *= 0.5 ** ((stamp - self.stamp) / half_life)
+            self.stamp = stamp
         if (count := len(samples)) < window:
             samples.append(sample)
+            self.mass = mass + 1.0
             if count < SETTLED_SAMPLES:
                 self.due = 0
         else:
             samples[self._next] = sample
             self._next = (self._next + 1) % window
-        self.stamp = stamp
+            self.mass = mass + 1.0 if mass + 1.0 < window else float(window)
         self._changes += 1
         self._ordered = None
 
@@ -161,21 +169,21 @@ class PrefixTree:
           remaining: one more entry than `path` has edges.
         """
         self.clock += 1
-        node, window, clock = self.root, self.window, self.clock
-        node.add(remaining[0], window, clock)
+        node, window, clock, half_life = self.root, self.window, self.clock, self.half_life
+        node.add(remaining[0], window, clock, half_life)
         for edge, sample in zip(path[: self.depth], remaining[1:], strict=False):
             node = self._child(node, edge)
-            node.add(sample, window, clock)
+            node.add(sample, window, clock, half_life)
         self.use(node)
         self._shrink()
 
     def add_below(self, path: Sequence[Hashable], sample: int) -> None:
         """Adds one sample to every node of a path but the root: more evidence of the trajectory added last."""
-        node, window, clock = self.root, self.window, self.clock
+        node, window, clock, half_life = self.root, self.window, self.clock, self.half_life
         for edge in path[: self.depth]:
             child = node.children.get(edge) if node.children else None
             node = child or self._child(node, edge)
-            node.add(sample, window, clock)
+            node.add(sample, window, clock, half_life)
         self.use(node)
         self._shrink()
 
@@ -211,35 +219,47 @@ class PrefixTree:
         return node
 
     def weight(self, node: Node) -> float:
-        """Samples of the node, discounted for their age."""
+        """Samples of the node, each discounted for its age."""
         age = self.clock - node.stamp
-        return len(node.samples) * 0.5 ** (age / self.half_life) if age else float(len(node.samples))
+        return node.mass * 0.5 ** (age / self.half_life) if age else node.mass
 
     def merge(self, other: PrefixTree) -> None:
-        """Adds another tree's samples, as if they had been seen here first: a full window keeps our own latest."""
-        self.clock = max(self.clock, other.clock)
+        """Adds another tree's samples, as if they had been seen here first, at the age that they have there.
+
+        A full window keeps our own, and where nodes are too many those that only the other tree has go first. Merging
+        the same tree twice counts its samples twice.
+        """
+        ours, clock = list(self._used), max(self.clock, other.clock)
+        for node in [self.root, *ours]:
+            node.stamp += clock - self.clock
+            node.due = 0
+        self.clock = clock
         for path, node in other._walk():
             mine = self.root
             for edge in path[: self.depth]:
                 mine = self._child(mine, edge)
             if len(path) <= self.depth:
+                weight = min(float(self.window), self.weight(mine) + other.weight(node))
                 both = (node.oldest_first + mine.oldest_first)[-self.window :]
-                stamp = max(node.stamp, mine.stamp)
-                mine.samples, mine._next, mine._sketch = [], 0, ()
-                for sample in both:
-                    mine.add(sample, self.window, stamp)
+                stamp = max(node.stamp + clock - other.clock, mine.stamp)
+                self._fill(mine, both, stamp, weight * 2.0 ** ((clock - stamp) / self.half_life))
             self.use(mine)
+        for node in ours:
+            self._used.move_to_end(node)
         self._shrink()
 
     def snapshot(self) -> dict[str, Any]:
-        """JSON-able state: nodes with parents before children, each naming its parent's place, in order of use."""
+        """JSON-able state: nodes with parents before children, in order of use.
+
+        Each is [place of its parent, edge, samples with the oldest first, stamp, weight then].
+        """
         order = list(reversed(self._used))  # the most recently used first, so parents come before their children
         places = {self.root: 0, **{node: place for place, node in enumerate(order, start=1)}}
-        nodes: list[Any] = [[-1, None, self.root.oldest_first, self.root.stamp]]
+        nodes: list[Any] = [[-1, None, self.root.oldest_first, self.root.stamp, self.root.mass]]
         for node in order:
             assert node.parent is not None
             edge = list(node.edge) if isinstance(node.edge, tuple) else node.edge
-            nodes.append([places[node.parent], edge, node.oldest_first, node.stamp])
+            nodes.append([places[node.parent], edge, node.oldest_first, node.stamp, node.mass])
         return {"clock": self.clock, "nodes": nodes}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
@@ -247,16 +267,22 @@ class PrefixTree:
         self.root, self.clock = Node(), int(snapshot["clock"])
         self._used.clear()
         made: list[Node] = []
-        for parent, edge, samples, stamp in snapshot["nodes"]:
+        for parent, edge, samples, stamp, mass in snapshot["nodes"]:
             node = (
                 self.root if parent < 0 else self._child(made[parent], tuple(edge) if isinstance(edge, list) else edge)
             )
-            for sample in samples[-self.window :]:
-                node.add(sample, self.window, stamp)
+            self._fill(node, samples[-self.window :], stamp, mass)
             made.append(node)
         for node in reversed(made[1:]):
             self._used.move_to_end(node)
         self._shrink()
+
+    def _fill(self, node: Node, samples: Iterable[int], stamp: int, mass: float) -> None:
+        """Gives a node these samples, the oldest first, in place of its own."""
+        node.samples, node._next, node._sketch = [], 0, ()
+        for sample in samples:
+            node.add(sample, self.window, stamp, self.half_life)
+        node.stamp, node.mass = stamp, mass
 
     def _walk(self) -> Iterable[tuple[tuple[Hashable, ...], Node]]:
         """Every node with its path, the least recently used first and the root last."""

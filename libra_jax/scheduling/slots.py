@@ -73,14 +73,14 @@ class SlotScheduler:
         return buckets.share_in_use(server)
 
     def serves(self, bucket: buckets.Bucket, request: state.Request) -> bool:
-        """Whether a free slot of the bucket may go to a request that waits for another, none waiting for its own."""
+        """Whether a free slot of the bucket may go to a request that waits for another, none waiting for it."""
         return False
 
     def returned(self, request: state.Request, causal_state: protocols.CausalState) -> None:
         """A tool returned; called before `route`."""
 
-    def finished(self, request: state.Request) -> None:
-        """The request is over; called when it holds nothing any more."""
+    def finished(self, request: state.Request, completed: bool) -> None:
+        """The request is over; called when it holds nothing any more. Its length is a whole one if it `completed`."""
 
     def seated(self, request: state.Request, server: state.Server) -> None:
         """The request begins to decode on the instance."""
@@ -89,13 +89,22 @@ class SlotScheduler:
         """The request no longer decodes on the instance."""
 
     def overflow(self, placements: list[protocols.Placement]) -> None:
-        """Gives free slots to requests that wait for other buckets, widest slots and nearest buckets first."""
+        """Gives free slots to requests that wait for others: for other buckets, then for instances of their own.
+
+        The widest slots and the nearest buckets come first, then the most crowded instance.
+        """
         for bucket in reversed(self.buckets):
             if bucket.free <= 0:
                 continue
             for other in self._near[bucket.level]:
                 while bucket.free > 0 and (request := other.queue.head()) is not None and self.serves(bucket, request):
                     self.take(request, self.pick(request, bucket), placements)
+        for bucket in self.buckets:
+            while bucket.free > 0 and (crowded := self._crowds.longest()) is not None:
+                request = crowded.queue.head()
+                if request is None or not self.serves(bucket, request):
+                    break
+                self.take(request, self.pick(request, bucket), placements)
 
     # Events.
 
@@ -166,14 +175,16 @@ class SlotScheduler:
         self.requests[request_id].generated_tokens = generated_tokens
         return []
 
-    def on_finish(self, request_id: str, generated_tokens: int, now: float) -> list[protocols.Placement]:
+    def on_finish(
+        self, request_id: str, generated_tokens: int, now: float, *, completed: bool = True
+    ) -> list[protocols.Placement]:
         request = self.requests.pop(request_id)
         request.generated_tokens = generated_tokens
         self._leave(request)
         request.group.live -= 1
         if not request.group.live:
             self._groups.pop(request.group_id, None)
-        self.finished(request)
+        self.finished(request, completed and request.group_id != EVALUATION_GROUP)
         return self._place(now)
 
     def snapshot(self) -> Mapping[str, Any]:
@@ -209,6 +220,7 @@ class SlotScheduler:
         self._tickets += 1
         request.ticket = self._tickets
         request.since = now
+        request.aged = False
         self._enqueue(request, level)
         self._ages.append((now, request.ticket, request))
         if len(self._ages) > 4 * self._waiting + 1024:
@@ -221,6 +233,7 @@ class SlotScheduler:
             self._waiting += 1
             self._touched.append(wanted)
             wanted.queue.push(request)
+            self._crowds.joined(wanted)
             return
         if not self.buckets[level].slots:  # its instances are lost or still to come: the nearest bucket stands in
             served = [bucket.level for bucket in self.buckets if bucket.slots]
@@ -275,6 +288,7 @@ class SlotScheduler:
             server.announce(instance, place)
             self.servers[instance.name] = server
             self.buckets[self.levels.of_degree(instance.tensor_parallel)].add(server)
+        self._crowds = buckets.Crowds(list(self.servers.values()))
 
     def take(self, request: state.Request, server: state.Server, placements: list[protocols.Placement]) -> None:
         """A waiting request gets a free slot of the instance."""
@@ -318,6 +332,7 @@ class SlotScheduler:
                 if bucket is None:
                     return
                 self.take(request, self.pick(request, bucket), placements)
+                request.aged = True
             ages.popleft()
 
     def _nearest_free(self, level: int) -> buckets.Bucket | None:

@@ -102,6 +102,7 @@ class Request:
       last: name of the instance that served it last and may hold its context; empty before the first.
       since: when it began to wait.
       ticket: its turn among all who wait; drawn anew each time it begins to wait.
+      aged: it was placed for having waited so long.
       mark: generated tokens at which its policy looks at it again, or last did.
       wanted: the instance it waits for, if not any of its bucket.
       urgency: what a second costs that it loses, as of its last decision (`cmlfq`).
@@ -126,6 +127,7 @@ class Request:
     last: str = ""
     since: float = 0.0
     ticket: int = 0
+    aged: bool = False
     mark: int = 0
     wanted: Server | None = None
     urgency: float = 0.0

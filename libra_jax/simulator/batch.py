@@ -248,9 +248,6 @@ class Batch:
             self._evict(self._capacity - self._used)
             self.counters.prefilled += new
             self.counters.prefilled_again += max(0, new - max(1, request.fresh))
-            if request.trajectory.served_by not in ("", self.name):
-                self.counters.moved_in += request.length - request.fresh
-            request.trajectory.served_by = self.name
             request.state, request.fresh = "prefilling", 0
             requests.append(request)
             tokens += new

@@ -127,11 +127,7 @@ def _release(ends: Sequence[float], block: int, eta: int) -> float:
 
 
 def _train_seconds(group: Sequence[scripts.Script], devices: int, model: costs.CostModel) -> float:
-    return model.train_seconds([_context(script) for script in group], devices)
-
-
-def _context(script: scripts.Script) -> int:
-    return script.prompt_tokens + sum(turn.generated_tokens + turn.payload_tokens for turn in script.turns)
+    return model.train_seconds([script.context_tokens for script in group], devices)
 
 
 def _path_seconds(script: scripts.Script, config: configuration.RunConfig, model: costs.CostModel) -> float:

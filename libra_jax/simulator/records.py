@@ -19,7 +19,6 @@ class Counters:
       generated: tokens sampled.
       prefilled: tokens prefilled.
       prefilled_again: of these, tokens whose keys and values some instance had computed before.
-      moved_in: tokens of context of requests that another instance served before.
       preempted: requests that lost their place for want of cache.
       busy_seconds: spent in steps.
     """
@@ -27,7 +26,6 @@ class Counters:
     generated: int = 0
     prefilled: int = 0
     prefilled_again: int = 0
-    moved_in: int = 0
     preempted: int = 0
     busy_seconds: float = 0.0
 

@@ -29,6 +29,11 @@ class Script:
         """Tokens that the policy samples, over all turns."""
         return sum(max(1, turn.generated_tokens) for turn in self.turns)
 
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of the whole context when the attempt ends: what the last turn's tool returns is never shown."""
+        return self.prompt_tokens + self.generated_tokens + sum(turn.payload_tokens for turn in self.turns[:-1])
+
 
 class Workload(Protocol):
     """Scripts by position: pure and seeded, so that any call may be repeated."""

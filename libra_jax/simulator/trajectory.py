@@ -148,7 +148,6 @@ class Trajectory(protocols.Trajectory):
       sampled: tokens of the output that is under way.
       fresh: tokens at the end that no policy sampled.
       life: counts the times it was cleared, so that a prefix kept for an earlier life is not taken for its own.
-      served_by: the instance that held its key-value cache last; empty before the first.
       unstreamed: (version, tokens) that an engine sampled and had not streamed when the request left it. A real engine
         streams every few tokens, a simulated one every thousand, so the next one hands these over as its own.
     """
@@ -166,7 +165,6 @@ class Trajectory(protocols.Trajectory):
         self.start_seconds = start_seconds
         self.script = script
         self.outputs = self.sampled = self.fresh = self.life = 0
-        self.served_by = ""
         self.unstreamed: list[tuple[int, int]] = []
         self._segments: list[tuple[protocols.TokenSource, int, protocols.TokenDelta | None]] = []
         self._generated = 0
@@ -198,7 +196,6 @@ class Trajectory(protocols.Trajectory):
         self.turns.clear()
         self._segments.clear()
         self.outputs = self.sampled = self.fresh = self._generated = 0
-        self.served_by = ""
         self.unstreamed.clear()
         self.life += 1
 

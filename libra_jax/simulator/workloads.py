@@ -76,16 +76,11 @@ def create(config: WorkloadConfig, *, seed: int, tasks: int, max_context: int) -
     return synthetic.Synthetic(config.shape, seed, tasks, config.variation)
 
 
-def context_tokens(script: scripts.Script) -> int:
-    """Tokens of the whole context when the attempt ends."""
-    return script.prompt_tokens + sum(turn.generated_tokens + turn.payload_tokens for turn in script.turns)
-
-
 def summarise(workload: scripts.Workload, tasks: range, samples: int) -> Summary:
     """Lengths over `samples` attempts at each of `tasks`."""
     drawn = [workload.script(task, sample) for task in tasks for sample in range(samples)]
     generated = sorted(script.generated_tokens for script in drawn)
-    contexts = [context_tokens(script) for script in drawn]
+    contexts = [script.context_tokens for script in drawn]
     return Summary(
         generated_mean=statistics.fmean(generated),
         generated_p90=generated[int(0.9 * (len(generated) - 1))],

@@ -162,7 +162,7 @@ def learnt_in(workdir: pathlib.Path, policy: str) -> config.RunConfig:
 
 def test_a_run_starts_with_what_the_schedulers_of_others_had_learnt(tmp_path):
     snapshot = wiring.scheduler(learnt_in(tmp_path, "cmlfq")).snapshot()
-    assert [700] in [samples for _, _, samples, _ in snapshot["by_suffix"]["nodes"]]
+    assert [700] in [samples for _, _, samples, *_ in snapshot["by_suffix"]["nodes"]]
 
 
 def test_a_workdir_to_learn_from_must_have_something_to_teach(tmp_path):

@@ -129,7 +129,7 @@ def test_a_merge_holds_both_windows_our_own_latest_first_to_stay(first, second):
 def test_statistics_are_those_of_the_sorted_window(samples, level, since):
     node = prefix_tree.Node()
     for stamp, sample in enumerate(samples):
-        node.add(sample, 12, stamp)
+        node.add(sample, 12, stamp, 100.0)
     window = sorted(samples[-12:])
     assert node.mean == pytest.approx(sum(window) / len(window))
     assert node.quantile(level) == window[max(0, math.ceil(level * len(window)) - 1)]
@@ -145,8 +145,44 @@ def test_evidence_that_is_not_renewed_fades():
         tree.add(["old"], [5, 5])
     for _ in range(10):
         tree.add(["new"], [5, 5])
-    assert tree.weight(tree.find(["old"])[0]) == pytest.approx(4 / 2)
-    assert tree.weight(tree.find(["new"])[0]) == 10
+    ages = range(10, 14)
+    assert tree.weight(tree.find(["old"])[0]) == pytest.approx(sum(0.5 ** (age / 10) for age in ages))
+    assert tree.weight(tree.find(["new"])[0]) == pytest.approx(sum(0.5 ** (age / 10) for age in range(10)))
+
+
+@pytest.mark.parametrize("samples", [20, 63, 64, 150])
+def test_a_prediction_forgets_a_cause_that_has_long_not_been_seen(samples):
+    """However many samples it rests on, since a policy that drifts leaves the largest nodes the most outdated."""
+    known = evidence.Evidence(configuration.SchedulerConfig(half_life=100))
+    for index in range(samples):
+        track = known.start(f"old-{index}", 0)
+        known.observe(track, LONG, 100)
+        known.finish(track, 50_100)
+    asked = known.start("unseen", 0)
+    known.observe(asked, LONG, 100)
+    assert mean(known.predict(asked, 100)) == pytest.approx(50_000, rel=0.01)
+    for index in range(2_000):
+        track = known.start(f"new-{index}", 0)
+        known.observe(track, SHORT, 100)
+        known.finish(track, 300)
+    asked = known.start("still unseen", 0)
+    known.observe(asked, LONG, 100)
+    assert mean(known.predict(asked, 100)) < 2_000
+
+
+def test_siblings_that_finished_before_a_restart_are_siblings_still():
+    known = taught()
+    for _ in range(15):
+        track = known.start("prompt", 0)
+        known.observe(track, SHORT, 100)
+        known.finish(track, 8_100)
+    again, merged = (evidence.Evidence(configuration.SchedulerConfig()) for _ in range(2))
+    again.restore(json.loads(json.dumps(known.snapshot())))
+    merged.merge(known)
+    for item in (known, again, merged):
+        track = item.start("prompt", 0)
+        item.observe(track, SHORT, 100)
+        assert mean(item.predict(track, 100)) > 4_000
 
 
 def test_payload_sizes_fall_into_octaves():
@@ -265,3 +301,33 @@ def test_a_prediction_follows_what_is_learnt_within_a_few_trajectories():
         known.finish(other, 9_100)
     assert before < 900
     assert mean(known.predict(track, 100)) > 8_000
+
+
+@hypothesis.given(OPERATIONS, OPERATIONS)
+def test_a_merge_evicts_what_only_the_other_tree_has_before_our_own(first, second):
+    ours, theirs = (prefix_tree.PrefixTree(WINDOW, NODES, DEPTH) for _ in range(2))
+    for tree, operations in ((ours, first), (theirs, second)):
+        for _, path, length in operations:
+            tree.add(path, [length] * (len(path) + 1))
+    before = contents(ours)
+    ours.merge(theirs)
+    assert len(ours) <= NODES
+    assert set(before) <= set(contents(ours))
+
+
+@pytest.mark.parametrize("behind", [0, 30])
+def test_evidence_that_is_merged_keeps_its_age(behind):
+    """Whichever of the two trees has seen more."""
+    ours, theirs = (prefix_tree.PrefixTree(half_life=10) for _ in range(2))
+    for _ in range(behind):
+        ours.add(["a"], [5, 5])
+    for _ in range(20):
+        theirs.add(["b"], [5, 5])
+    for _ in range(10):
+        theirs.add(["c"], [5, 5])
+    weights = {edge: theirs.weight(theirs.find([edge])[0]) for edge in ("b", "c")}
+    own = ours.weight(ours.root)
+    ours.merge(theirs)
+    for edge, weight in weights.items():
+        assert ours.weight(ours.find([edge])[0]) == pytest.approx(weight)
+    assert ours.weight(ours.root) == pytest.approx(own + theirs.weight(theirs.root))

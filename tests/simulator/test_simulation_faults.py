@@ -62,15 +62,18 @@ class Watched:
     def on_progress(self, request_id, generated_tokens, now):
         return self._checked(self.inner.on_progress(request_id, generated_tokens, now), now)
 
-    def on_finish(self, request_id, generated_tokens, now):
+    def on_finish(self, request_id, generated_tokens, now, *, completed=True):
         self._forget(request_id)
-        return self._checked(self.inner.on_finish(request_id, generated_tokens, now), now)
+        return self._checked(self.inner.on_finish(request_id, generated_tokens, now, completed=completed), now)
 
     def snapshot(self):
         return self.inner.snapshot()
 
     def restore(self, snapshot):
         self.inner.restore(snapshot)
+
+    def merge(self, snapshot):
+        self.inner.merge(snapshot)
 
     def _forget(self, request_id):
         self.waiting.pop(request_id, None)

@@ -51,7 +51,7 @@ def test_a_synthetic_script_is_pure_well_formed_and_within_its_context(shape, se
     assert all(turn.generated_tokens >= 1 and turn.payload_tokens >= 0 for turn in script.turns)
     assert all((turn.tool is None) == (turn.status is None) for turn in script.turns)
     assert script.turns[-1].tool is None
-    assert workloads.context_tokens(script) < 131_072
+    assert script.context_tokens < 131_072
 
 
 def test_seeds_give_other_work():
@@ -210,7 +210,7 @@ def test_a_made_sibling_is_well_formed_and_stays_within_the_context(tokens, sigm
     assert made.turns[-1].tool is None
     if sample > 0 and sigma > 0:
         assert all(turn.generated_tokens >= 1 for turn in made.turns)
-        assert workloads.context_tokens(made) < 10 + room or len(made.turns) == 1
+        assert made.context_tokens < 10 + room or len(made.turns) == 1
 
 
 @pytest.mark.parametrize(
