@@ -588,6 +588,10 @@ class Placement:
     instance: str
 
 
+EVALUATION_GROUP = -1
+"""Group id of requests that belong to no training group; to a scheduler each is a group of its own."""
+
+
 class Scheduler(Protocol):
     """Pure decisions over events. Each call returns the placements it makes, of any waiting request.
 

@@ -17,9 +17,6 @@ from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.coordinator import deadlines, failure, instances, routing
 
-EVALUATION_GROUP = -1
-"""Group id of requests that belong to no training group."""
-
 WATCHES = 8
 """Times a stream is looked at within its deadline; requests that wait are looked at as often."""
 
@@ -147,7 +144,7 @@ class Dispatcher:
             now = self._loop.time()
             request.displace()
             completed = request.trajectory.finish is not None
-            if completed and request.group_id != EVALUATION_GROUP:
+            if completed and request.group_id != protocols.EVALUATION_GROUP:
                 self.routing.finished(request.route, request.generated)
                 request.trajectory.metrics["moves"] = float(request.route.moves)
             self._apply(self._scheduler.on_finish(trajectory_id, request.generated, now, completed=completed), now)
@@ -307,7 +304,7 @@ class Dispatcher:
             self.routing.answered(request.route, now - stream.begin)
         request.trajectory.append_sampled(delta)
         request.generated += len(delta.token_ids)
-        if request.group_id != EVALUATION_GROUP:
+        if request.group_id != protocols.EVALUATION_GROUP:
             self.counts.tokens += len(delta.token_ids)
         if delta.finish_reason == "abort":
             raise protocols.LibraError(f"engine {stream.engine.name} aborted {request.name}")

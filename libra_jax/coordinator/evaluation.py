@@ -8,7 +8,7 @@ import statistics
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.agents import factories
-from libra_jax.coordinator import attempts, dispatch, reports
+from libra_jax.coordinator import attempts, reports
 
 
 async def evaluate(
@@ -43,7 +43,7 @@ async def evaluate(
             runner.run(
                 trajectory,
                 task,
-                group_id=dispatch.EVALUATION_GROUP,
+                group_id=protocols.EVALUATION_GROUP,
                 dispatch_version=version,
                 temperature=config.evaluation.temperature,
             )

@@ -16,9 +16,6 @@ from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.scheduling import buckets, ordering, state
 
-EVALUATION_GROUP = -1
-"""Group id of requests that belong to no training group; each counts as a group of its own."""
-
 
 class SlotScheduler:
     """A `protocols.Scheduler` over one bucket, first come, first served, least loaded: policies change what they must.
@@ -131,7 +128,7 @@ class SlotScheduler:
         return self._place(now)
 
     def on_arrival(self, request: protocols.RequestInfo, now: float) -> list[protocols.Placement]:
-        group = state.Group() if request.group_id == EVALUATION_GROUP else self._groups.get(request.group_id)
+        group = state.Group() if request.group_id == protocols.EVALUATION_GROUP else self._groups.get(request.group_id)
         if group is None:
             group = self._groups[request.group_id] = state.Group()
         group.live += 1
@@ -184,7 +181,7 @@ class SlotScheduler:
         request.group.live -= 1
         if not request.group.live:
             self._groups.pop(request.group_id, None)
-        self.finished(request, completed and request.group_id != EVALUATION_GROUP)
+        self.finished(request, completed and request.group_id != protocols.EVALUATION_GROUP)
         return self._place(now)
 
     def snapshot(self) -> Mapping[str, Any]:

@@ -196,9 +196,10 @@ def _moves(coefficients: costs.Coefficients) -> Iterator[tuple[str, float]]:
             yield item.name, min(1.0, moved) if item.name in SHARES else moved
 
 
-def _scheduler(run: settings.SimulatedRun, costs: costs.SchedulingCosts, remaining: world.Remaining) -> Any:
+def _scheduler(run: settings.SimulatedRun, costs: costs.SchedulingCosts, remaining: registry.Remaining) -> Any:
     degrees = run.rollout.tensor_parallel
-    made = registry.create(run.scheduler, costs=costs, remaining=remaining, seed=run.seed, degrees=degrees)
+    believed = costs if run.simulation.scheduler_costs == "exact" else None  # None: those of the config
+    made = registry.create(run.scheduler, costs=believed, remaining=remaining, seed=run.seed, degrees=degrees)
     checkpoints.teach(made, run.scheduler.learnt_from)
     return made
 

@@ -20,12 +20,10 @@ from libra_jax import protocols
 from libra_jax.coordinator import run as coordinator
 from libra_jax.models import config as model_config
 from libra_jax.planning import hardware
+from libra_jax.scheduling import registry
 from libra_jax.simulator import clock, costs, engine, environment, scripts, trainer, trajectory
 
-Remaining = Callable[[str], int]
-"""A request's id to the tokens that it has yet to generate."""
-
-MakeScheduler = Callable[[costs.SchedulingCosts, Remaining], protocols.Scheduler]
+MakeScheduler = Callable[[costs.SchedulingCosts, registry.Remaining], protocols.Scheduler]
 """A fresh scheduler, handed the costs of the simulated hardware and the truth (for policies that may know it)."""
 
 
@@ -40,6 +38,8 @@ class SimulationConfig:
       slots: requests that each instance decodes at once, in the order of `rollout.tensor_parallel`; empty: as
         `rollout` says.
       coefficients: shares of the sheet's peaks, and fixed times.
+      scheduler_costs: what schedulers take things to cost: "exact", as they do here, or "config", as `scheduler.costs`
+        says, which is what a real run goes by.
       longest_seconds: virtual time after which the run is taken for a deadlock.
     """
 
@@ -48,7 +48,11 @@ class SimulationConfig:
     train_devices: int = 24
     slots: tuple[int, ...] = ()
     coefficients: costs.Coefficients = field(default_factory=costs.Coefficients)
+    scheduler_costs: str = "exact"
     longest_seconds: float = 1e7
+
+    def __post_init__(self) -> None:
+        configuration.check_choice(self.scheduler_costs, ("exact", "config"), "simulation.scheduler_costs")
 
     def cost_model(self) -> costs.CostModel:
         """What things cost on this cluster.
@@ -256,6 +260,11 @@ def _check(config: configuration.RunConfig, simulation: SimulationConfig) -> Non
     for name, off in (("checkpoint", config.checkpoint.every), ("evaluation", config.evaluation.every)):
         configuration.check(off == 0, f"{name}.every", "must be 0 in a simulated run")
     configuration.check(config.warm_start.steps == 0, "warm_start.steps", "must be 0 in a simulated run")
+    configuration.check(
+        config.rollout.kv_transfer == "none",
+        "rollout.kv_transfer",
+        "must be 'none' in a simulated run, whose engines prefill a moved context again",
+    )
     instances, slots = len(config.rollout.tensor_parallel), len(simulation.slots)
     configuration.check(
         slots in (0, instances), "simulation.slots", f"has {slots} entries for {instances} instances; give one each"

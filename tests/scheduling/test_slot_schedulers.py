@@ -205,6 +205,42 @@ def test_with_one_bucket_every_policy_is_its_ordering(policy, ordering):
         assert served == EXPECTED[ordering]
 
 
+@pytest.mark.parametrize("policy", [name for name in configuration.POLICIES if name != "heddle"])
+@hypothesis.settings(deadline=None, max_examples=60)
+@hypothesis.given(events=st.lists(st.sampled_from(["arrive", "call", "return", "finish"]), max_size=60), data=st.data())
+def test_with_one_bucket_nobody_is_passed_over_but_where_he_waits_for_his_own_instance(policy, events, data):
+    """First come, first served, over three instances: the model looks at all who wait whenever somebody is placed."""
+    scheduler = create(policy, (), ordering="fcfs", ageing_seconds=1e9)
+    scheduler.on_instance_change([protocols.Instance(f"engine-{index}", 1, 2) for index in range(3)], 0.0)
+    waiting: dict[str, int] = {}  # since which event
+    decoding: dict[str, str] = {}
+    home: dict[str, str] = {}
+    away: list[str] = []
+    for now, event in enumerate(events):
+        pool = {"arrive": [f"r{now}"], "call": sorted(decoding), "return": away, "finish": sorted(decoding)}[event]
+        if not pool:
+            continue
+        request = data.draw(st.sampled_from(pool))
+        if event == "arrive":
+            waiting[request] = now
+            placed = scheduler.on_arrival(protocols.RequestInfo(request, "p", 0, 10, 0, 0), now)
+        elif event == "return":
+            away.remove(request)
+            waiting[request] = now
+            placed = scheduler.on_tool_return(request, protocols.CausalState("bash", 10, "success"), 20, now)
+        else:
+            del decoding[request]
+            away += [request] if event == "call" else []
+            placed = getattr(scheduler, "on_tool_call" if event == "call" else "on_finish")(request, 5, now)
+        for placement in placed:
+            since = waiting.pop(placement.request_id)
+            earlier = [other for other, began in waiting.items() if began < since]
+            moveable = [other for other in earlier if home.get(other, placement.instance) == placement.instance]
+            assert not moveable, f"{placement} went before {moveable}"
+            assert policy not in ("least_loaded", "round_robin") or not earlier
+            decoding[placement.request_id] = home[placement.request_id] = placement.instance
+
+
 def test_who_has_waited_for_the_ageing_bound_goes_first():
     scheduler = create("least_loaded", (), ordering="group_completion")
     scheduler.on_instance_change([protocols.Instance("only", 1, 1)], 0.0)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import simulator_doubles as doubles
 
+from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.simulator import engine, environment, world
 
@@ -20,14 +21,14 @@ def comparable(result: world.Result) -> dict[str, Any]:
 
 
 def check_whole(result: world.Result, config: Any) -> None:
-    """Every prompt admitted was trained once, with exactly the tokens that its script holds."""
+    """Every prompt admitted was trained once, within the staleness bound."""
     limits = config.coordinator
     assert result.trained_trajectories == config.steps * limits.groups_per_step * limits.group_size
     assert result.lost_trajectories == result.duplicated_trajectories == 0
     assert result.staleness_max <= limits.staleness
 
 
-@pytest.mark.parametrize("policy", ["round_robin", "least_loaded", "sticky", "cmlfq_paper", "oracle"])
+@pytest.mark.parametrize("policy", configuration.POLICIES)
 def test_a_run_repeats_exactly_and_loses_nothing(policy):
     config = doubles.run_config(scheduler={"policy": policy})
     first, second = doubles.simulate(config), doubles.simulate(config)
@@ -49,13 +50,14 @@ def test_every_scripted_token_is_generated_once():
     assert sum(step["tokens/trained"] for step in result.steps) == scripted
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
-def test_the_staleness_bound_holds_and_asynchrony_saves_time(staleness):
-    config = doubles.run_config(coordinator={"staleness": staleness}, steps=6)
-    result = doubles.simulate(config)
-    check_whole(result, config)
-    synchronous = doubles.simulate(doubles.run_config(coordinator={"staleness": 0}, steps=6))
-    assert result.seconds <= synchronous.seconds * (1.0 if staleness == 0 else 0.99)
+def test_the_staleness_bound_holds_and_asynchrony_saves_time():
+    seconds = {}
+    for staleness in (0, 2):
+        config = doubles.run_config(coordinator={"staleness": staleness}, steps=6)
+        result = doubles.simulate(config)
+        check_whole(result, config)
+        seconds[staleness] = result.seconds
+    assert seconds[2] < 0.99 * seconds[0]
 
 
 def test_engines_that_die_in_the_middle_lose_nothing():

@@ -220,7 +220,6 @@ def test_files_that_do_not_tell_the_whole_run_are_refused(copy, name, change, se
 @pytest.mark.parametrize(
     ("old", "new", "sentence"),
     [
-        ('"name": "rollout', "", ""),  # nothing changes: the copy is readable
         ('{"step": 3}', '{"step": 2}', r"step 2 was taken twice, because the run was resumed"),
         ('"train step"', '"training"', r"shows 0 training steps of the run's 8"),
         ('"name": "engine-1"', '"name": "engine-7"', r"tokens came from 'engine-7', .* has 3 instances"),
@@ -229,11 +228,9 @@ def test_files_that_do_not_tell_the_whole_run_are_refused(copy, name, change, se
 )
 def test_a_timeline_of_something_else_is_refused(copy, old, new, sentence):
     path = copy / "timeline.json"
-    if sentence:
-        path.write_text(path.read_text().replace(old, new))
-        refused(copy, sentence)
-    else:
-        recording.read(copy)
+    recording.read(copy)  # as it is, it can be used
+    path.write_text(path.read_text().replace(old, new))
+    refused(copy, sentence)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,98 @@
+"""Where C-MLFQ sends a request of which it knows how much it has still to generate."""
+
+from __future__ import annotations
+
+import pytest
+
+from libra_jax import config as configuration
+from libra_jax import protocols
+from libra_jax.scheduling import registry
+
+BUDGET = 1_000
+"""Tokens that the narrow bucket is for."""
+
+FAILED = protocols.CausalState("bash", 1_000, "failure")
+WORKED = protocols.CausalState("bash", 1_000, "success")
+AFTER = {FAILED: 30_000, WORKED: 50}
+"""Tokens that followed each return in all trajectories so far."""
+
+
+NARROW, WIDE = protocols.Instance("narrow", 1, 24), protocols.Instance("wide", 4, 8)
+
+
+def taught(**settings) -> protocols.Scheduler:
+    """It has seen thirty trajectories of each kind."""
+    config = configuration.SchedulerConfig(policy="cmlfq", max_remaining_tokens=(BUDGET,), **settings)
+    scheduler = registry.create(config)
+    scheduler.on_instance_change([NARROW, WIDE], 0.0)
+    for index in range(30):
+        for causal, tokens in AFTER.items():
+            name = f"{causal.status}-{index}"
+            arrive(scheduler, name)
+            come_back(scheduler, name, causal)
+            scheduler.on_finish(name, 10 + tokens, 3.0)
+    return scheduler
+
+
+def arrive(scheduler: protocols.Scheduler, name: str) -> list[protocols.Placement]:
+    return scheduler.on_arrival(protocols.RequestInfo(name, f"prompt-{name}", 0, 100, dispatch_version=0), 5.0)
+
+
+def come_back(scheduler: protocols.Scheduler, name: str, causal: protocols.CausalState) -> list[protocols.Placement]:
+    scheduler.on_tool_call(name, 10, 6.0)
+    return scheduler.on_tool_return(name, causal, 200, 7.0)
+
+
+def with_long_ones(scheduler: protocols.Scheduler, long: int, *others: str) -> None:
+    """So many requests known to be long decode on the wide instance, the others on the narrow one."""
+    names = [f"long-{index}" for index in range(long)]
+    scheduler.on_instance_change([NARROW], 4.0)
+    for name in [*names, *others]:
+        assert arrive(scheduler, name) == [protocols.Placement(name, "narrow")]
+    scheduler.on_instance_change([NARROW, WIDE], 5.5)
+    for name in names:
+        assert come_back(scheduler, name, FAILED) == [protocols.Placement(name, "wide")]
+
+
+@pytest.mark.parametrize(("causal", "instance"), [(FAILED, "wide"), (WORKED, "narrow")])
+def test_what_a_tool_returned_sends_long_work_to_the_wide_instance_and_keeps_short_work_off_it(causal, instance):
+    scheduler = taught()
+    with_long_ones(scheduler, 4, "request")
+    assert come_back(scheduler, "request", causal) == [protocols.Placement("request", instance)]
+
+
+def test_long_work_stays_where_it_is_if_a_move_costs_more_than_it_gains():
+    scheduler = taught(move_margin=1e9)
+    with_long_ones(scheduler, 0, "request")
+    assert come_back(scheduler, "request", FAILED) == [protocols.Placement("request", "narrow")]
+
+
+def test_a_request_that_outruns_its_budget_moves_right_there():
+    scheduler = taught()
+    with_long_ones(scheduler, 4, "request")
+    come_back(scheduler, "request", WORKED)
+    assert scheduler.on_progress("request", BUDGET, 8.0) == []
+    assert scheduler.on_progress("request", 10 + BUDGET, 9.0) == [protocols.Placement("request", "wide")]
+    assert scheduler.on_progress("request", 20 + BUDGET, 10.0) == []
+
+
+def test_a_request_that_outruns_its_budget_stays_until_another_instance_has_room():
+    scheduler = taught()
+    with_long_ones(scheduler, 8, "request")
+    come_back(scheduler, "request", WORKED)
+    assert scheduler.on_progress("request", 10 + BUDGET, 9.0) == []
+    scheduler.on_finish("long-0", 1_000, 10.0)
+    assert scheduler.on_progress("request", 10 + 8 * BUDGET, 11.0) == [protocols.Placement("request", "wide")]
+
+
+@pytest.mark.parametrize(("reserve", "most"), [(0.0, 6), (0.5, 2)])
+def test_overflow_leaves_its_share_of_the_wide_slots_free(reserve, most):
+    """Twenty short requests share one narrow slot while two long ones decode on the wide instance and six are free."""
+    scheduler = taught(reserve=reserve)
+    names = [f"short-{index}" for index in range(20)]
+    with_long_ones(scheduler, 2, *names)
+    for name in names:
+        scheduler.on_tool_call(name, 10, 8.0)
+    scheduler.on_instance_change([protocols.Instance("narrow", 1, 1), WIDE], 8.5)
+    places = [item for name in names for item in scheduler.on_tool_return(name, WORKED, 200, 9.0)]
+    assert sum(item.instance == "wide" for item in places) == most
