@@ -371,7 +371,7 @@ class SchedulerConfig:
     move_margin: float = 8.0  # cmlfq: a move costs so many times its seconds, as loads even out before it has paid off
     tail_power: float = 4.0  # cmlfq: costs grow with this power of the time to finish; 1 is mean latency, more the tail
     reserve: float = 0.1  # cmlfq: share of a bucket's slots that overflow from narrower buckets leaves free
-    sticky_threshold: float = 0.25  # sticky: excess share of slots in use that makes a request leave its cache
+    sticky_threshold: float = 0.1  # sticky: excess share of slots in use that makes a request leave its cache
     quanta: tuple[int, ...] = ()  # mlfq: tokens a level but the last serves a request; empty: max_remaining_tokens
     predictor_sigma: float = 0.5  # length_predictor: standard deviation of the log of predicted / true length
     preempt_ratio: float = 2.0  # heddle: a waiting request displaces one predicted this many times shorter

@@ -1,21 +1,23 @@
 """C-MLFQ: buckets by expected cost, under all the evidence there is (`evidence`).
 
 A training step waits for its last groups, so what counts is not the mean time to finish but its upper tail. A request
-that needs an instance is charged, for each bucket, with
+that needs an instance is charged, for the one that holds its context and for each bucket that has room, with
 
   E[(elapsed + wait + move + R s(n + 1)) ^ p]  +  what its presence adds to the same sum over the n requests there,
 
 R being its remaining tokens (a distribution), s(n) the seconds a token takes with n requests decoding, p
 `scheduler.tail_power`; the cheapest bucket is its own. With p > 1 a long request is worth more speed than a short one,
 and a short one keeps off an instance where long ones decode, although it would finish sooner there: wide instances
-serve the tail as soon as it is known, and nobody else while they are needed.
+serve the tail, and nobody else while they are needed. Where nothing is free it waits for the instance that holds its
+context: to price the wait for the other buckets as well was tried and gained nothing.
 
 The feedback half: a request that generates more since its last tool return than its bucket is for is judged again at
 that point, on what is left of its distribution, and moves if another bucket has become cheaper and has room.
 
-Free slots whose own queue is empty go to others' requests, save two cases, each bounded by `scheduler.ageing_seconds`:
-the last `scheduler.reserve` of a bucket's slots are kept from narrower work, and a request waiting for a wider bucket
-waits on while that costs it less than a turn at the narrower pace.
+Free slots whose own queue is empty go to others' requests, of the nearest bucket and then of the most crowded instance
+(looked for at every fourth event), save two cases, each bounded by `scheduler.ageing_seconds`: the last
+`scheduler.reserve` of a bucket's slots are kept from narrower work, and a request waits on for a wider bucket while
+that costs it less than a turn at the narrower pace.
 """
 
 from __future__ import annotations
