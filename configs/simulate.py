@@ -4,7 +4,7 @@
   python launch/simulate.py --config=configs/simulate.py:search --policies=cmlfq_paper,mlfq --output=runs/search.json
   python launch/simulate.py --config=configs/simulate.py --trace=trace.jsonl --output=runs/trace.json
 
-Batch, split and layout are the same for every policy and were fixed from the cost model (simulator/costs.py) at the
+Batch, split and layout are the same for every policy and were fixed from the cost model (planning/costs.py) at the
 middle of the software-engineering run, before any policy was compared:
 
 * Split: 20 devices train and 28 roll out. There a batch of 512 trajectories has 4.1 M generated tokens and 10 M tokens

@@ -85,7 +85,7 @@ class UpdateCosts:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Costs as they were measured: what `simulator.costs.Costs` asks, with the same meaning.
+    """Costs as they were measured: what `costs.Costs` asks, with the same meaning.
 
     Attributes:
       engines: by tensor-parallel degree.

@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from libra_jax import protocols
-from libra_jax.simulator import costs, pace, records, trajectory
+from libra_jax.planning import costs
+from libra_jax.simulator import pace, records, trajectory
 
 WATERMARK = 0.01
 """Share of the cache that a newcomer leaves free, so that it is not pre-empted at once (vLLM's watermark)."""

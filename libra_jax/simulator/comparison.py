@@ -10,8 +10,9 @@ from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax.coordinator import checkpoints
+from libra_jax.planning import costs
 from libra_jax.scheduling import registry
-from libra_jax.simulator import bound, costs, faults, report, scripts, settings, workloads, world
+from libra_jax.simulator import bound, faults, report, scripts, settings, workloads, world
 
 Progress = Callable[[str], None]
 """Told, in a line, of each run that ended."""

@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any, cast
 
 from libra_jax import protocols
-from libra_jax.simulator import batch, costs, records, trajectory
+from libra_jax.planning import costs
+from libra_jax.simulator import batch, records, trajectory
 
 Counters = records.Counters
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from libra_jax import protocols
-from libra_jax.simulator import costs
+from libra_jax.planning import costs
 
 
 @dataclass

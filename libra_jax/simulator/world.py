@@ -19,9 +19,9 @@ from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.coordinator import run as coordinator
 from libra_jax.models import config as model_config
-from libra_jax.planning import hardware
+from libra_jax.planning import costs, hardware
 from libra_jax.scheduling import registry
-from libra_jax.simulator import clock, costs, engine, environment, scripts, trainer, trajectory
+from libra_jax.simulator import clock, engine, environment, scripts, trainer, trajectory
 
 MakeScheduler = Callable[[costs.SchedulingCosts, registry.Remaining], protocols.Scheduler]
 """A fresh scheduler, handed the costs of the simulated hardware and the truth (for policies that may know it)."""

@@ -9,9 +9,9 @@ from typing import Any
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.models import config as model_config
-from libra_jax.planning import hardware
+from libra_jax.planning import costs, hardware
 from libra_jax.scheduling import registry
-from libra_jax.simulator import costs, engine, scripts, trajectory, world
+from libra_jax.simulator import engine, scripts, trajectory, world
 
 SAMPLING = protocols.SamplingParams(1.0, 100_000, (trajectory.STOP,))
 

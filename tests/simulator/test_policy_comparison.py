@@ -5,7 +5,8 @@ import statistics
 
 import simulator_doubles as doubles
 
-from libra_jax.simulator import comparison, costs, report, settings, workloads
+from libra_jax.planning import costs
+from libra_jax.simulator import comparison, report, settings, workloads
 
 
 def entry(policy: str, seed: int, seconds: float, accuracy: float | None = 0.5) -> dict:

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from libra_jax import protocols
 from libra_jax.models import config as model_config
-from libra_jax.planning import hardware
-from libra_jax.simulator import costs
+from libra_jax.planning import costs, hardware
 
 MODEL = costs.CostModel(hardware.sheet("a800"), model_config.load_preset("Qwen3-14B"))
 DEGREES = st.sampled_from([1, 2, 4, 8])
