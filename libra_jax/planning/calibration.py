@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from libra_jax import protocols
-from libra_jax.planning import robust, rows, streams
+from libra_jax.planning import costs, robust, rows, streams
 
 LEAST_STREAMS = 20
 """Streams from which an engine's coefficients are fitted at least."""
@@ -134,6 +134,11 @@ class Calibration:
         """Seconds of prefilling `new` tokens on an idle instance."""
         chunks = max(1, -(-new // self.chunk_tokens))
         return chunks * self.fixed_seconds(degree, 0, new / chunks) + self.attention_seconds(degree, new, cached)
+
+    def prefill_terms(self, degree: int) -> costs.PrefillTerms:
+        """Seconds that prefilling adds to steps in which others decode."""
+        engine = self._engine(degree)
+        return costs.PrefillTerms(engine.prefill_token, engine.cached_token, 0.0, engine.prefill_request)
 
     def step_seconds(self, degree: int, decoding: int, context: float) -> float:
         """Seconds in which `decoding` requests with `context` tokens in all get one token each."""

@@ -60,6 +60,23 @@ class Coefficients:
     load_overhead: float = 0.5
 
 
+@dataclass(frozen=True)
+class PrefillTerms:
+    """Seconds of prefilling beside decoding requests, term by term.
+
+    Attributes:
+      new: of a token that the instance has not seen.
+      cached: of a token of the context that it has.
+      pair: of a pair of tokens that attention multiplies.
+      prefill: of each time, however short.
+    """
+
+    new: float
+    cached: float
+    pair: float
+    prefill: float
+
+
 class Costs(Protocol):
     """What simulated machines ask: `CostModel` computes it, `planning.calibration.Calibration` has measured it.
 
@@ -99,6 +116,10 @@ class Costs(Protocol):
 
     def prefill_seconds(self, degree: int, new: int, cached: int = 0) -> float:
         """Seconds of prefilling `new` tokens on an idle instance."""
+        ...
+
+    def prefill_terms(self, degree: int) -> PrefillTerms:
+        """Seconds that prefilling adds to steps in which others decode, where it fills them."""
         ...
 
     def step_seconds(self, degree: int, decoding: int, context: float) -> float:
@@ -190,6 +211,12 @@ class CostModel:
         """Seconds of prefilling `new` tokens on an idle instance."""
         chunks = max(1, -(-new // self.coefficients.chunk_tokens))
         return chunks * self.fixed_seconds(degree, 0, new / chunks) + self.attention_seconds(degree, new, cached)
+
+    def prefill_terms(self, degree: int) -> PrefillTerms:
+        """Seconds that prefilling adds to steps in which others decode: its arithmetic and its collectives."""
+        chunk = self.coefficients.chunk_tokens
+        new = self.token_seconds(degree) + self.collective_seconds(degree, chunk) / chunk
+        return PrefillTerms(new, 0.0, self.attention_seconds(degree, 1, 0) / 0.5, 0.0)
 
     def step_seconds(self, degree: int, decoding: int, context: float) -> float:
         """Seconds in which `decoding` requests with `context` tokens in all get one token each."""
