@@ -6,7 +6,8 @@ For a time T, let f(i) be the fewest devices on which the i longest requests can
 
 j_t(i) being the first request from which one instance of degree t still serves all up to the i-th within T. Costs grow
 with every request, and so does f, so the farthest j is the best. T is then searched for: a plan that fits tells its
-own slowest instance, which is the next T to beat. That is exact where the runs may begin at every request, and takes
+own slowest instance, which is the next T to beat. Where wider instances are to serve longer requests only, as buckets
+ask for, f is kept for each narrowest degree so far. That is exact where the runs may begin at every request, and takes
 O(requests log requests) an attempt however many devices there are, where dynamic programming over devices, as published
 (arXiv 2606.03077), takes a table of devices times requests.
 """
@@ -23,6 +24,12 @@ from libra_jax.planning.demand import Places, Values
 
 Seconds = Callable[[int, Places, Places], Values]
 """(degree, first, last) to the seconds of each run; nondecreasing in what it holds, 0 of nothing."""
+
+NONE = 2**62
+"""More devices than there are: no way to serve these requests."""
+
+MOST_EDGES = 513
+"""Edges between which all runs' times are written down beforehand; of more, they are computed as they are asked for."""
 
 PRECISION = 1e-9
 """Relative width at which the search for the shortest time ends."""
@@ -65,12 +72,20 @@ class Partitions:
       seconds: of each run.
       edges: places between requests at which runs may begin and end, from 0 to their number.
       degrees: that instances may have.
+      ordered: no request is served by a narrower instance than a shorter one is.
     """
 
-    def __init__(self, seconds: Seconds, edges: Places, degrees: Sequence[int]) -> None:
+    def __init__(self, seconds: Seconds, edges: Places, degrees: Sequence[int], *, ordered: bool = True) -> None:
         self._seconds = seconds
+        self._ordered = ordered
         self._edges = np.asarray(edges, np.int64)
         self._degrees = tuple(sorted(degrees))
+        self._tables: dict[int, Values] = {}
+        if len(self._edges) <= MOST_EDGES:
+            begin, end = self._edges[:, None], self._edges[None, :]
+            shape = np.broadcast(begin, end).shape
+            begin, end = np.broadcast_to(begin, shape).ravel(), np.broadcast_to(end, shape).ravel()
+            self._tables = {degree: seconds(degree, begin, end).reshape(shape) for degree in self._degrees}
         first, last = self._edges[:-1], self._edges[1:]
         each = np.stack([seconds(degree, first, last) for degree in self._degrees])
         self.least_seconds = float(each.min(axis=0).max())
@@ -78,23 +93,27 @@ class Partitions:
 
     def within(self, limit: float) -> Partition | None:
         """The partition with the fewest devices that takes at most `limit` seconds; None if there is none."""
-        count = len(self._edges) - 1
+        count, widest = len(self._edges) - 1, len(self._degrees) - 1
         begins = [self._begins(degree, limit).tolist() for degree in self._degrees]
-        fewest, choice = [0] * (count + 1), [(0, 0)] * (count + 1)
+        # For each degree, the fewest devices if no run so far is of a narrower one, and the last run's degree and first
+        # request; where the order does not matter, those of the narrowest degree count alone.
+        kinds = range(widest, -1, -1)
+        fewest = [[0] + [NONE] * count for _ in self._degrees]
+        choice = [[(0, 0)] * (count + 1) for _ in self._degrees]
         for last in range(1, count + 1):
-            best = None
-            for degree, begin in zip(self._degrees, begins, strict=True):
-                first = begin[last]
-                if first < last and (best is None or fewest[first] + degree < best):
-                    best = fewest[first] + degree
-                    choice[last] = degree, first
-            if best is None:
+            best, chosen = NONE, (0, 0)
+            for kind in kinds:
+                first = begins[kind][last]
+                before = fewest[kind if self._ordered else 0][first]
+                if first < last and before + self._degrees[kind] < best:
+                    best, chosen = before + self._degrees[kind], (kind, first)
+                fewest[kind][last], choice[kind][last] = best, chosen
+            if best == NONE:
                 return None
-            fewest[last] = best
-        runs, last = [], count
+        runs, kind, last = [], 0, count
         while last:
-            degree, first = choice[last]
-            runs.append((degree, first, last))
+            kind, first = choice[kind if self._ordered else 0][last]
+            runs.append((self._degrees[kind], first, last))
             last = first
         return Partition(tuple(self._run(*run) for run in reversed(runs)))
 
@@ -129,6 +148,10 @@ class Partitions:
     def _begins(self, degree: int, limit: float) -> Places:
         """For each edge, the first edge from which a run up to it takes at most `limit` seconds."""
         last = np.arange(len(self._edges))
+        if degree in self._tables:  # one more than the last edge from which it takes longer
+            over = self._tables[degree][::-1] > limit
+            back = over.argmax(axis=0)
+            return np.where(over[back, last], len(last) - back, 0)
         low, high = np.zeros_like(last), last.copy()  # the answer is in [low, high]
         for _ in range(len(last).bit_length()):
             middle = (low + high) // 2

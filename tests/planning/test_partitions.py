@@ -41,11 +41,11 @@ def serve(trajectories, *, staleness: int = 0) -> serving.Serving:
     return serving.Serving(MODEL, wanted, DEGREES, SLOTS, staleness=staleness)
 
 
-def partitions(made: serving.Serving) -> partition.Partitions:
-    return partition.Partitions(made.seconds, made.demand.edges(10_000), made.degrees)
+def partitions(made: serving.Serving, *, ordered: bool = False) -> partition.Partitions:
+    return partition.Partitions(made.seconds, made.demand.edges(10_000), made.degrees, ordered=ordered)
 
 
-def exhaustive(made: serving.Serving, devices: int) -> float:
+def exhaustive(made: serving.Serving, devices: int, *, ordered: bool = False) -> float:
     """The best time over all ways to cut the requests into consecutive runs and to give each a degree."""
     count = len(made.demand)
 
@@ -54,30 +54,35 @@ def exhaustive(made: serving.Serving, devices: int) -> float:
         return float(made.seconds(degree, np.array([first]), np.array([last]))[0])
 
     @functools.cache
-    def best(first: int, left: int) -> float:
+    def best(first: int, left: int, widest: int) -> float:
         if first == count:
             return 0.0
         found = math.inf
         for degree in made.degrees:
-            if degree > left:
+            if degree > min(left, widest):
                 break
             for last in range(first + 1, count + 1):
-                found = min(found, max(cost(degree, first, last), best(last, left - degree)))
+                rest = best(last, left - degree, degree if ordered else widest)
+                found = min(found, max(cost(degree, first, last), rest))
         return found
 
-    return best(0, devices)
+    return best(0, devices, max(made.degrees))
 
 
 @hypothesis.settings(deadline=None, max_examples=60)
-@hypothesis.given(st.lists(LIKE_THEIR_LENGTH, min_size=1, max_size=12), st.integers(1, 8), st.integers(0, 2))
-def test_no_way_to_cut_the_requests_into_runs_is_faster(trajectories, devices, staleness):
+@hypothesis.given(
+    st.lists(LIKE_THEIR_LENGTH, min_size=1, max_size=12), st.integers(1, 8), st.integers(0, 2), st.booleans()
+)
+def test_no_way_to_cut_the_requests_into_runs_is_faster(trajectories, devices, staleness, ordered):
     made = serve(trajectories, staleness=staleness)
-    found = partitions(made).fastest(devices)
+    found = partitions(made, ordered=ordered).fastest(devices)
     assert found is not None
     assert found.devices <= devices
     assert [run.first for run in found.runs] == [0, *(run.last for run in found.runs[:-1])]
     assert found.runs[-1].last == len(trajectories)
-    assert found.seconds == pytest.approx(exhaustive(made, devices), rel=1e-7)
+    degrees = [run.degree for run in found.runs]
+    assert not ordered or degrees == sorted(degrees, reverse=True)
+    assert found.seconds == pytest.approx(exhaustive(made, devices, ordered=ordered), rel=1e-7)
 
 
 @hypothesis.settings(deadline=None, max_examples=60)

@@ -1,0 +1,221 @@
+"""What a training step takes on each mesh: the training half of the cost evaluator, and the meshes worth having.
+
+A step is what the trainer does: the batch packed into rows (`rows`, by the trainer's own rule), micro-batches of one
+row a shard (data x fsdp of them) one after another, then one update. A micro-batch takes its slowest shard's
+arithmetic, or the collectives that hide behind it where those take longer (parameters gathered twice and gradients
+scattered over `fsdp`, gradients reduced over `data`), and the all-reduces over `tensor`, which nothing hides. A device
+has to hold its part of the state, one row's activations and one chunk of logits.
+
+The tree of meshes is pruned from above: tensor degrees inside a node that divide the model, then the sizes of `fsdp`
+with which the state fits, then `data`; of the meshes left, those that no other beats in both devices and time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from libra_jax import protocols
+from libra_jax.planning import costs, rows
+from libra_jax.planning.demand import Values
+
+TENSOR_DEGREES = (1, 2, 4, 8)
+
+MASTER_BYTES = 20
+"""Of each parameter in float32: master weight, two moments, summed gradient, and the gradient being added."""
+
+UPDATE_BYTES = 32
+"""Of each parameter that an update reads and writes: weight, moments and gradient, each both ways."""
+
+RECOMPUTED = {"none": 0.0, "dots": 0.1, "full": 1.0}
+"""Part of a forward pass that the backward pass computes again, by `model.remat`."""
+
+LAYER_ACTIVATIONS = {"none": 34.0, "dots": 18.0, "full": 2.0}
+"""Bytes that a layer keeps of each token and hidden column for the backward pass (Korthikanti et al., arXiv 2205.05198,
+eq. 2, without attention's scores, which are never whole: 34; what is left where only products are kept; its input)."""
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """What of a trainer does not depend on its mesh.
+
+    Attributes:
+      lengths: columns of a row, ascending.
+      packed: several sequences share a row.
+      remat: what the backward pass computes again: none, dots, full.
+      logits_chunk: tokens whose vocabulary logits exist at once.
+      scored_again: the batch's log-probs are computed once more beforehand (decoupled objective).
+    """
+
+    lengths: tuple[int, ...]
+    packed: bool = True
+    remat: str = "full"
+    logits_chunk: int = 1024
+    scored_again: bool = False
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A mesh and what a training step takes on it.
+
+    Attributes:
+      data: replicas.
+      fsdp: ways the state is sharded.
+      tensor: ways a layer's matrices are split.
+      seconds: of a step.
+      memory_bytes: on each device.
+    """
+
+    data: int
+    fsdp: int
+    tensor: int
+    seconds: float
+    memory_bytes: float
+
+    @property
+    def devices(self) -> int:
+        """Devices in the mesh."""
+        return self.data * self.fsdp * self.tensor
+
+
+class Training:
+    """Training steps on a batch of sequences of these lengths.
+
+    Args:
+      model: of the accelerators.
+      lengths: tokens of each sequence of a step.
+      trainer: rows and memory.
+
+    Raises:
+      DataError: there is no sequence.
+      ConfigError: a sequence is longer than the longest row.
+    """
+
+    def __init__(self, model: costs.CostModel, lengths: Sequence[int], trainer: Trainer) -> None:
+        if not len(lengths):
+            raise protocols.DataError("a plan needs the lengths of a training step's sequences, and there is none")
+        if max(lengths) > trainer.lengths[-1] + 1:
+            raise protocols.ConfigError(
+                f"config.trainer.row_tokens: a sequence of {max(lengths)} tokens does not fit the longest row, which "
+                f"has {trainer.lengths[-1]} columns; raise it, or add a row length to row_buckets"
+            )
+        self._model = model
+        self._trainer = trainer
+        columns = np.asarray(lengths, np.int64) - 1
+        fitted = rows.fit(columns, trainer.lengths, trainer.packed)
+        squares = np.bincount(fitted.row[columns > 0], weights=columns[columns > 0].astype(np.float64) ** 2)
+        each = np.array(fitted.length)
+        self._rows = {length: np.sort(squares[each == length])[::-1] for length in sorted(set(fitted.length))}
+
+    def memory_bytes(self, fsdp: int, tensor: int) -> float:
+        """Of each device, however many replicas there are."""
+        shape, trainer, row = self._model.shape, self._trainer, self._trainer.lengths[-1]
+        state = MASTER_BYTES * self._model.parameters / (fsdp * tensor)
+        layer = LAYER_ACTIVATIONS[trainer.remat] * row * shape.hidden_size
+        # Only a layer's input is held whole by every device of a tensor group.
+        activations = shape.num_layers * (layer if trainer.remat == "full" else layer / tensor)
+        working = LAYER_ACTIVATIONS["none"] * row * shape.hidden_size / tensor
+        logits = 2 * 4 * min(trainer.logits_chunk, row) * shape.vocab_size / tensor
+        gathered = 2 * costs.BYTES_PER_VALUE * self._model.parameters / (shape.num_layers * tensor)
+        return state + activations + working + logits + gathered
+
+    def seconds(self, data: int, fsdp: int, tensor: int) -> float:
+        """Of a step."""
+        hidden, shards, total = self._hidden_seconds(data, fsdp, tensor), data * fsdp, 0.0
+        for length, squares in self._rows.items():
+            slowest = self._row_seconds(length, squares[::shards], tensor)  # of each micro-batch
+            exposed = self._exposed_seconds(length, tensor)
+            total += float(np.maximum(slowest, hidden).sum()) + len(slowest) * exposed
+        rate = self._model.sheet.memory_bytes_per_second * self._model.coefficients.memory_share
+        return total + UPDATE_BYTES * self._model.parameters / (fsdp * tensor * rate)
+
+    def front(self, most: int) -> tuple[Mesh, ...]:
+        """Meshes over at most `most` devices, fewest first, each faster than all with fewer.
+
+        Raises:
+          ConfigError: the model fits on none; the message says what is short.
+        """
+        found = sorted(self._meshes(most), key=lambda mesh: (mesh.devices, mesh.seconds))
+        front: list[Mesh] = []
+        for mesh in found:
+            if not front or mesh.seconds < front[-1].seconds:
+                front.append(mesh)
+        if not front:
+            raise protocols.ConfigError(self._too_large(most))
+        return tuple(front)
+
+    def _meshes(self, most: int) -> Iterator[Mesh]:
+        room = self._model.sheet.memory_bytes * self._model.coefficients.memory_fraction
+        for tensor in self._tensor_degrees():
+            for fsdp in range(1, most // tensor + 1):
+                memory = self.memory_bytes(fsdp, tensor)
+                if self._model.shape.hidden_size % fsdp or memory > room:
+                    continue
+                enough = -(-max(map(len, self._rows.values())) // fsdp)  # more replicas have nothing to do
+                for data in range(1, min(enough, most // (fsdp * tensor)) + 1):
+                    yield Mesh(data, fsdp, tensor, self.seconds(data, fsdp, tensor), memory)
+
+    def _tensor_degrees(self) -> list[int]:
+        """Those that stay inside a node and divide heads and feed-forward columns."""
+        shape = self._model.shape
+        sizes = shape.num_heads, shape.num_kv_heads, shape.intermediate_size, shape.vocab_size
+        return [
+            degree
+            for degree in TENSOR_DEGREES
+            if degree <= self._model.sheet.devices_per_node and not any(size % degree for size in sizes)
+        ]
+
+    def _row_seconds(self, length: int, squares: Values, tensor: int) -> Values:
+        """Arithmetic of rows, forward and backward and what is computed again.
+
+        Args:
+          length: columns of each.
+          squares: of each, its sequences' lengths squared and summed: attention stays inside a sequence.
+          tensor: devices that share a row.
+        """
+        shape, share = self._model.shape, self._model.coefficients.train_flops_share
+        linear = 2.0 * self._model.parameters * length
+        forward = linear + 2.0 * shape.num_layers * shape.num_heads * shape.head_dim * squares
+        passes = 3.0 + RECOMPUTED[self._trainer.remat] + self._trainer.scored_again
+        return np.asarray(passes * forward / (tensor * self._model.sheet.flops * share), np.float64)
+
+    def _exposed_seconds(self, length: int, tensor: int) -> float:
+        """All-reduces over `tensor` of one row: two a layer and pass, of one hidden vector a token."""
+        if tensor == 1:
+            return 0.0
+        shape, known = self._model.shape, self._model.coefficients
+        volume = 2 * (tensor - 1) / tensor * length * shape.hidden_size * costs.BYTES_PER_VALUE
+        each = known.large_message_latency + volume / (
+            self._model.sheet.node_link_bytes_per_second * known.large_message_share
+        )
+        passes = 2.0 + RECOMPUTED[self._trainer.remat] + self._trainer.scored_again
+        return 2 * shape.num_layers * passes * each
+
+    def _hidden_seconds(self, data: int, fsdp: int, tensor: int) -> float:
+        """Collectives of one micro-batch that its arithmetic hides: over `fsdp` and over `data`."""
+        share = self._model.parameters / tensor
+        gathers = 2.0 + self._trainer.scored_again
+        over_fsdp = (gathers * costs.BYTES_PER_VALUE + 4.0) * share * (fsdp - 1) / fsdp / self._rate(fsdp * tensor)
+        reduced = 2.0 * 4.0 * share / fsdp * (data - 1) / data
+        return over_fsdp + reduced / self._rate(data * fsdp * tensor)
+
+    def _rate(self, span: int) -> float:
+        """Bytes a second of a collective over so many neighbouring devices."""
+        sheet, known = self._model.sheet, self._model.coefficients
+        if span <= sheet.devices_per_node:
+            return sheet.node_link_bytes_per_second * known.large_message_share
+        return sheet.network_bytes_per_second * known.network_share
+
+    def _too_large(self, most: int) -> str:
+        sheet, row = self._model.sheet, self._trainer.lengths[-1]
+        room = sheet.memory_bytes * self._model.coefficients.memory_fraction
+        degrees = self._tensor_degrees()
+        least = min(self.memory_bytes(most // tensor, tensor) for tensor in degrees if tensor <= most)
+        return (
+            f"the model trains on no mesh of {most} {sheet.name} devices: even sharded over all of them a device needs "
+            f"{least / 1e9:.1f} GB for its part of {self._model.parameters / 1e9:.1f} billion parameters and a row of "
+            f"{row} tokens, and has {room / 1e9:.1f}; take more devices, shorter rows (trainer.row_tokens) or "
+            "model.remat='full'"
+        )

@@ -1,0 +1,196 @@
+"""Which devices train and which roll out: the mesh, the instances of each degree, and the lengths each serves.
+
+At eta > 0 both stages run side by side, and the step takes the slower one's time T. Both need the fewer devices the
+longer T may be, so T is searched for directly: the shortest at which the fewest training devices (`meshes`) and the
+fewest rollout devices (`partition`) are no more than there are. At eta = 0 one stage waits for the other and their
+times add up: each mesh of the front is tried, if its rollout could still beat the best so far.
+
+Devices that are left over go to the stage that they make faster.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from libra_jax import protocols
+from libra_jax.planning import meshes, partition, serving
+from libra_jax.planning.demand import Demand
+
+PARTS = 256
+"""Places, at most, at which the requests may be cut; more for more devices."""
+
+PARTS_A_DEVICE = 2
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The instances of one tensor-parallel degree.
+
+    Attributes:
+      tensor_parallel: their degree.
+      count: how many.
+      max_remaining_tokens: the longest request that they serve; the widest serve whatever is longer too.
+    """
+
+    tensor_parallel: int
+    count: int
+    max_remaining_tokens: int
+
+
+@dataclass(frozen=True)
+class Split:
+    """One way to split the devices, as good as it gets.
+
+    Attributes:
+      train: the mesh.
+      rollout: the instances.
+      rollout_seconds: of a training step's requests.
+      step_seconds: the slower stage's at eta > 0, both together at eta = 0.
+    """
+
+    train: meshes.Mesh
+    rollout: tuple[Bucket, ...]
+    rollout_seconds: float
+    step_seconds: float
+
+    @property
+    def train_seconds(self) -> float:
+        """Of a training step."""
+        return self.train.seconds
+
+    @property
+    def rollout_devices(self) -> int:
+        """Devices of all instances."""
+        return sum(bucket.tensor_parallel * bucket.count for bucket in self.rollout)
+
+    @property
+    def devices(self) -> int:
+        """Devices in use."""
+        return self.train.devices + self.rollout_devices
+
+
+class Search:
+    """Splits of any number of devices for the same work.
+
+    Args:
+      rollout: what instances take.
+      training: what meshes take.
+      most: devices, at most, that will be asked about.
+      staleness: eta.
+
+    Raises:
+      ConfigError: the model fits on no mesh of so many devices, or a request on no instance; the message says what is
+        short.
+    """
+
+    def __init__(self, rollout: serving.Serving, training: meshes.Training, most: int, *, staleness: int) -> None:
+        self.demand: Demand = rollout.demand
+        self._staleness = staleness
+        self._front = training.front(most)
+        edges = self.demand.edges(max(PARTS, PARTS_A_DEVICE * most))
+        self._partitions = partition.Partitions(rollout.seconds, edges, rollout.degrees)
+        if math.isinf(self._partitions.least_seconds):
+            raise protocols.ConfigError(
+                f"no instance holds a context of {int(self.demand.peak.max())} tokens beside the weights, not even one "
+                f"of tensor-parallel degree {max(rollout.degrees)}; lower rollout.max_context or take wider instances"
+            )
+
+    def best(self, devices: int) -> Split:
+        """The split of so many devices with the shortest step.
+
+        Raises:
+          ConfigError: they are too few to train and roll out; the message says how many each stage takes.
+        """
+        mesh, served = self._within(partition.ANY_SECONDS, devices) or self._refuse(devices)
+        return self._together(mesh, served, devices) if self._staleness else self._in_turn(devices)
+
+    def splits(self, devices: int) -> Iterator[Split]:
+        """Every mesh of the front with the best that the rest of the devices can do, fewest training devices first."""
+        for mesh in self._front:
+            served = self._partitions.fastest(devices - mesh.devices) if mesh.devices < devices else None
+            if served is not None:
+                yield self._split(mesh, served)
+
+    def _together(self, mesh: meshes.Mesh, served: partition.Partition, devices: int) -> Split:
+        low = max(self._partitions.least_seconds, self._front[-1].seconds)
+        high = max(mesh.seconds, served.seconds)
+        while high > low * (1.0 + partition.PRECISION):
+            middle = math.sqrt(low * high)
+            if not low < middle < high:
+                break
+            found = self._within(middle, devices)
+            if found is None:
+                low = middle
+            else:
+                mesh, served = found
+                high = max(mesh.seconds, served.seconds)
+        # What neither needs for that: the slower stage cannot use it, or it would have been faster.
+        left = devices - served.devices
+        mesh = max((item for item in self._front if item.devices <= left), key=lambda item: item.devices)
+        return self._split(mesh, self._partitions.fastest(devices - mesh.devices) or served)
+
+    def _in_turn(self, devices: int) -> Split:
+        best: Split | None = None
+        for mesh in self._front:
+            below = math.inf if best is None else best.step_seconds - mesh.seconds
+            if mesh.devices >= devices or below <= 0:
+                continue
+            served = self._partitions.fastest(devices - mesh.devices, below=below)
+            if served is not None and served.seconds < below:
+                best = self._split(mesh, served)
+        assert best is not None  # some mesh leaves enough devices: `best` has seen to that
+        return best
+
+    def _within(self, limit: float, devices: int) -> tuple[meshes.Mesh, partition.Partition] | None:
+        """The mesh and the instances with the fewest devices that meet the limit; None if those are too many."""
+        mesh = next((item for item in self._front if item.seconds <= limit), None)
+        if mesh is None or mesh.devices >= devices:
+            return None
+        served = self._partitions.within(limit)
+        return (mesh, served) if served is not None and mesh.devices + served.devices <= devices else None
+
+    def _refuse(self, devices: int) -> tuple[meshes.Mesh, partition.Partition]:
+        served = self._partitions.within(partition.ANY_SECONDS)
+        assert served is not None
+        raise protocols.ConfigError(
+            f"{devices} devices are too few: training takes at least {self._front[0].devices} of them to hold the "
+            f"model and its activations, rollout at least {served.devices}"
+        )
+
+    def _split(self, mesh: meshes.Mesh, served: partition.Partition) -> Split:
+        times = mesh.seconds, served.seconds
+        return Split(mesh, self._buckets(served), served.seconds, max(times) if self._staleness else sum(times))
+
+    def _buckets(self, served: partition.Partition) -> tuple[Bucket, ...]:
+        """The runs by degree, the narrowest first; each degree's longest request bounds its bucket."""
+        buckets = []
+        for degree, runs in itertools.groupby(reversed(served.runs), key=lambda run: run.degree):
+            mine = list(runs)
+            longest = math.ceil(self.demand.tokens[mine[-1].first])
+            buckets.append(Bucket(degree, len(mine), longest))
+        return tuple(buckets)
+
+
+def timed(search: Search, devices: int) -> tuple[Split, float]:
+    """The best split, and the seconds that finding it took."""
+    began = time.perf_counter()
+    found = search.best(devices)
+    return found, time.perf_counter() - began
+
+
+def compared(best: Split, splits: Sequence[Split]) -> str:
+    """Why the runner-up lost, in a sentence."""
+    others = [item for item in splits if item.train.devices != best.train.devices]
+    if not others:
+        return "no other split fits"
+    second = min(others, key=lambda item: item.step_seconds)
+    more = second.step_seconds / best.step_seconds - 1.0
+    if second.train_seconds > second.rollout_seconds:
+        reason = f"training alone takes {second.train_seconds:.1f} s on {second.train.devices} devices"
+    else:
+        reason = f"rollout takes {second.rollout_seconds:.1f} s on the {second.rollout_devices} devices left"
+    return f"{second.train.devices} training devices would make the step {100 * more:.1f}% longer: {reason}"

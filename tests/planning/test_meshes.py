@@ -1,0 +1,78 @@
+"""Meshes: what fits, what a step takes on them, and which are worth having."""
+
+from __future__ import annotations
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from libra_jax import protocols
+from libra_jax.models import config as model_config
+from libra_jax.planning import costs, hardware, meshes
+
+MODEL = costs.CostModel(hardware.sheet("h100"), model_config.load_preset("Qwen3-8B", "model"))
+TRAINER = meshes.Trainer(lengths=(8_192, 32_768))
+LENGTHS = st.lists(st.integers(2, 30_000), min_size=1, max_size=60)
+
+
+def training(lengths, trainer: meshes.Trainer = TRAINER) -> meshes.Training:
+    return meshes.Training(MODEL, lengths, trainer)
+
+
+@hypothesis.settings(deadline=None, max_examples=40)
+@hypothesis.given(LENGTHS, st.integers(8, 64))
+def test_no_mesh_that_fits_beats_the_front_in_devices_and_time(lengths, most):
+    made = training(lengths)
+    room = MODEL.sheet.memory_bytes * MODEL.coefficients.memory_fraction
+    front = made.front(most)
+    assert all(mesh.memory_bytes <= room and mesh.devices <= most for mesh in front)
+    devices, seconds = [mesh.devices for mesh in front], [mesh.seconds for mesh in front]
+    assert devices == sorted(set(devices))
+    assert seconds == sorted(set(seconds), reverse=True)
+    for tensor in (1, 2, 4, 8):
+        for fsdp in range(1, most // tensor + 1):
+            if MODEL.shape.hidden_size % fsdp or made.memory_bytes(fsdp, tensor) > room:
+                continue
+            for data in range(1, most // (fsdp * tensor) + 1):
+                time = made.seconds(data, fsdp, tensor)
+                reached = [mesh.seconds for mesh in front if mesh.devices <= data * fsdp * tensor]
+                assert reached
+                assert min(reached) <= time
+
+
+@hypothesis.settings(deadline=None, max_examples=40)
+@hypothesis.given(LENGTHS, st.integers(2, 30_000))
+def test_a_step_takes_no_less_time_with_one_sequence_more_in_rows_of_their_own(lengths, further):
+    alone = meshes.Trainer(lengths=(32_768,), packed=False)
+    before, after = (training(one, alone).seconds(1, 4, 2) for one in (lengths, [*lengths, further]))
+    assert after >= before
+
+
+def test_a_long_compute_bound_step_approaches_the_share_of_peak_that_the_coefficients_name():
+    """Rows filled to the brim on one node, nothing computed again: what is left are the update and the rows' ends."""
+    lengths = [8_193] * 512
+    made = training(lengths, meshes.Trainer(lengths=(8_192,), remat="none"))
+    seconds = made.seconds(1, 8, 1)
+    ideal = MODEL.train_seconds([8_192] * 512, 8)
+    assert ideal < seconds < 1.1 * ideal
+
+
+def test_recomputation_costs_a_third_more_and_saves_memory():
+    lengths = [8_000] * 64
+    plain, again = (training(lengths, meshes.Trainer((8_192,), remat=remat)) for remat in ("none", "full"))
+    times = [one.seconds(1, 8, 1) for one in (plain, again)]
+    assert times[1] / times[0] == pytest.approx(4 / 3, rel=0.05)
+    assert again.memory_bytes(8, 1) < plain.memory_bytes(8, 1)
+
+
+def test_a_model_that_fits_nowhere_is_refused_with_the_number_that_is_short():
+    large = costs.CostModel(hardware.sheet("v5e"), model_config.load_preset("Qwen3-14B", "model"))
+    with pytest.raises(protocols.ConfigError, match=r"on no mesh of 4 v5e devices: .* needs \d+\.\d GB .* has 14\.4;"):
+        meshes.Training(large, [1_000], meshes.Trainer((2_048,))).front(4)
+
+
+def test_a_sequence_that_no_row_holds_is_refused():
+    with pytest.raises(protocols.ConfigError, match=r"row_tokens: a sequence of 40000 tokens does not fit"):
+        training([40_000])
+    with pytest.raises(protocols.DataError, match="there is none"):
+        training([])

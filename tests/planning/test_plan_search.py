@@ -1,0 +1,94 @@
+"""The split between training and rollout against trying every one."""
+
+from __future__ import annotations
+
+import math
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from libra_jax import protocols
+from libra_jax.models import config as model_config
+from libra_jax.planning import costs, demand, hardware, meshes, partition, search, serving
+
+MODEL = costs.CostModel(hardware.sheet("h100"), model_config.load_preset("Qwen3-1.7B", "model"))
+DEGREES = (1, 2, 4, 8)
+TOKENS = st.lists(st.integers(1, 20_000), min_size=1, max_size=10)
+
+
+def parts(tokens: list[int], staleness: int) -> tuple[serving.Serving, meshes.Training]:
+    wanted = demand.of_trajectories([500] * len(tokens), [[protocols.Turn(count)] for count in tokens])
+    rollout = serving.Serving(MODEL, wanted, DEGREES, (4, 4, 4, 4), staleness=staleness)
+    training = meshes.Training(MODEL, [500 + count for count in tokens], meshes.Trainer((4_096, 32_768)))
+    return rollout, training
+
+
+@hypothesis.settings(deadline=None, max_examples=40)
+@hypothesis.given(TOKENS, st.integers(3, 12), st.integers(0, 2))
+def test_no_mesh_and_no_partition_over_the_other_devices_make_a_shorter_step(tokens, devices, staleness):
+    rollout, training = parts(tokens, staleness)
+    found = search.Search(rollout, training, devices, staleness=staleness).best(devices)
+    join = max if staleness else lambda first, second: first + second
+    over = partition.Partitions(rollout.seconds, rollout.demand.edges(10_000), DEGREES)
+    steps = []
+    for mesh in training.front(devices):
+        served = over.fastest(devices - mesh.devices) if mesh.devices < devices else None
+        if served is not None:
+            steps.append(join(mesh.seconds, served.seconds))
+    assert found.step_seconds == pytest.approx(min(steps), rel=1e-7)
+    assert found.step_seconds == pytest.approx(join(found.train_seconds, found.rollout_seconds))
+    assert found.devices <= devices
+
+
+@hypothesis.settings(deadline=None, max_examples=40)
+@hypothesis.given(TOKENS, st.integers(3, 12))
+def test_buckets_ascend_in_degree_and_length_and_the_widest_takes_the_longest(tokens, devices):
+    rollout, training = parts(tokens, 1)
+    found = search.Search(rollout, training, devices, staleness=1).best(devices)
+    degrees = [bucket.tensor_parallel for bucket in found.rollout]
+    bounds = [bucket.max_remaining_tokens for bucket in found.rollout]
+    assert degrees == sorted(set(degrees))
+    assert bounds == sorted(bounds)
+    assert bounds[-1] == max(tokens)
+
+
+@hypothesis.settings(deadline=None, max_examples=30)
+@hypothesis.given(TOKENS, st.integers(3, 11), st.integers(0, 1))
+def test_a_device_more_never_makes_the_step_longer(tokens, devices, staleness):
+    made = search.Search(*parts(tokens, staleness), 12, staleness=staleness)
+    assert made.best(devices + 1).step_seconds <= made.best(devices).step_seconds * (1 + 1e-8)
+
+
+def test_too_few_devices_for_both_stages_are_refused_with_what_each_takes():
+    with pytest.raises(protocols.ConfigError, match=r"1 devices are too few: training takes at least 1 .* rollout at"):
+        search.Search(*parts([1_000], 1), 8, staleness=1).best(1)
+
+
+def test_a_context_that_no_instance_holds_is_refused_with_its_length():
+    tokens = MODEL.kv_tokens(8) + 1_000
+    wanted = demand.of_trajectories([500], [[protocols.Turn(tokens)]])
+    rollout = serving.Serving(MODEL, wanted, DEGREES, (4, 4, 4, 4), staleness=1)
+    _, training = parts([1_000], 1)
+    with pytest.raises(protocols.ConfigError, match=rf"holds a context of {tokens + 500} tokens .* degree 8"):
+        search.Search(rollout, training, 8, staleness=1)
+
+
+@hypothesis.given(st.lists(st.integers(1, 1_000), min_size=1, max_size=60), st.integers(1, 60))
+def test_a_demand_of_other_size_keeps_order_and_mean_and_is_no_longer_than_the_longest(tokens, requests):
+    made = demand.of_trajectories([10] * len(tokens), [[protocols.Turn(one)] for one in tokens], requests=requests)
+    assert len(made) == requests
+    assert all(first >= second for first, second in zip(made.tokens[:-1], made.tokens[1:], strict=True))
+    assert made.tokens[0] <= max(tokens)
+    assert made.peak.max() == max(tokens) + 10
+    if len(tokens) % requests == 0:
+        assert made.tokens.mean() == pytest.approx(sum(tokens) / len(tokens))
+
+
+def test_why_the_runner_up_lost_names_the_stage_that_is_slower():
+    made = search.Search(*parts([20_000] * 8 + [100] * 50, 1), 8, staleness=1)
+    best, splits = made.best(8), list(made.splits(8))
+    assert math.isclose(best.step_seconds, min(item.step_seconds for item in splits), rel_tol=1e-7)
+    sentence = search.compared(best, splits)
+    assert "training devices would make the step" in sentence
+    assert ("rollout takes" in sentence) != ("training alone takes" in sentence)
