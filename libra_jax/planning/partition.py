@@ -25,6 +25,9 @@ from libra_jax.planning.demand import Places, Values
 Seconds = Callable[[int, Places, Places], Values]
 """(degree, first, last) to the seconds of each run; nondecreasing in what it holds, 0 of nothing."""
 
+MOMENT = 1e-9
+"""Seconds below which no search goes."""
+
 NONE = 2**62
 """More devices than there are: no way to serve these requests."""
 
@@ -140,6 +143,43 @@ class Partitions:
             else:
                 best, high = found, found.seconds
         return best
+
+    def over(self, instances: Sequence[int]) -> Partition | None:
+        """The partition over instances of these degrees whose slowest is fastest, wider ones for longer requests.
+
+        Args:
+          instances: the degree of each; some may get nothing.
+        """
+        order = sorted(instances, reverse=True)
+        low, high = 0.0, ANY_SECONDS
+        best = self._greedy(order, high)
+        if best is None:
+            return None
+        high = best.seconds
+        while high > low * (1.0 + PRECISION):
+            middle = math.sqrt(low * high) if low else high / 2
+            if not low < middle < high or middle < MOMENT:
+                break
+            found = self._greedy(order, middle)
+            if found is None:
+                low = middle
+            else:
+                best, high = found, found.seconds
+        return best
+
+    def _greedy(self, order: Sequence[int], limit: float) -> Partition | None:
+        """Each instance takes as many of the longest requests left as it serves within the limit; None if some stay."""
+        runs, first, count = [], 0, len(self._edges) - 1
+        for degree in order:
+            # Runs from here on grow with their end, so those within the limit come first.
+            begin, ends = np.full(count - first, self._edges[first]), self._edges[first + 1 :]
+            taken = int((self._seconds(degree, begin, ends) <= limit).cumprod().sum())
+            if taken:
+                runs.append(self._run(degree, first, first + taken))
+                first += taken
+            if first == count:
+                return Partition(tuple(runs))
+        return None
 
     def _fitting(self, limit: float, devices: int) -> Partition | None:
         found = self.within(limit)

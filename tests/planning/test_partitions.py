@@ -160,6 +160,25 @@ def test_a_run_takes_longer_with_every_request_that_is_added(trajectories, stale
         assert made.seconds(degree, np.array([wider[0]]), np.array([wider[1]]))[0] >= inner * (1 - 1e-12)
 
 
+@hypothesis.settings(deadline=None, max_examples=40)
+@hypothesis.given(
+    st.lists(LIKE_THEIR_LENGTH, min_size=1, max_size=8), st.lists(st.sampled_from(DEGREES), min_size=1, max_size=4)
+)
+def test_given_instances_are_used_as_well_as_they_can_be(trajectories, instances):
+    made, order = serve(trajectories), sorted(instances, reverse=True)
+    found = partitions(made).over(instances)
+    assert found is not None
+    best = math.inf
+    for cuts in itertools.combinations_with_replacement(range(len(trajectories) + 1), len(order) - 1):
+        ends = [0, *cuts, len(trajectories)]
+        times = [
+            made.seconds(degree, np.array([first]), np.array([last]))[0]
+            for degree, first, last in zip(order, ends[:-1], ends[1:], strict=True)
+        ]
+        best = min(best, max(times))
+    assert found.seconds == pytest.approx(best, rel=1e-7)
+
+
 def test_a_context_that_fits_no_instance_has_no_partition_and_one_that_fits_wide_ones_only_goes_there():
     long = [protocols.Turn(MODEL.kv_tokens(1) + 1_000)]
     short = [protocols.Turn(100)]
