@@ -370,6 +370,7 @@ class SchedulerConfig:
     prior_count: float = 8.0  # cmlfq: samples at which a node weighs as much as the wider evidence behind it
     move_margin: float = 8.0  # cmlfq: a move costs so many times its seconds, as loads even out before it has paid off
     tail_power: float = 4.0  # cmlfq: costs grow with this power of the time to finish; 1 is mean latency, more the tail
+    cache_share: float = 0.9  # cmlfq: share of an instance's KV cache that its requests may come to fill; 0: any
     reserve: float = 0.1  # cmlfq: share of a bucket's slots that overflow from narrower buckets leaves free
     sticky_threshold: float = 0.1  # sticky: excess share of slots in use that makes a request leave its cache
     quanta: tuple[int, ...] = ()  # mlfq: tokens a level but the last serves a request; empty: max_remaining_tokens
@@ -398,6 +399,7 @@ class SchedulerConfig:
             check(getattr(self, name) > 0, f"scheduler.{name}", f"must be positive, not {getattr(self, name)}")
         check(self.tail_power >= 1, "scheduler.tail_power", f"must be 1 or more, not {self.tail_power}")
         check(self.move_margin >= 1, "scheduler.move_margin", f"must be 1 or more, not {self.move_margin}")
+        check(self.cache_share >= 0, "scheduler.cache_share", f"must not be negative, not {self.cache_share}")
         check(0 <= self.reserve < 1, "scheduler.reserve", f"must lie in [0, 1), not {self.reserve}")
         check(self.sticky_threshold >= 0, "scheduler.sticky_threshold", "must not be negative")
         check(self.predictor_sigma >= 0, "scheduler.predictor_sigma", "must not be negative")

@@ -370,6 +370,7 @@ class EngineInfo:
       slots: most requests that decode at once.
       max_context: longest context, in tokens.
       process_ids: the processes the engine runs in.
+      cache_tokens: tokens of context that its key-value cache holds; 0 if it does not say.
     """
 
     name: str
@@ -377,6 +378,7 @@ class EngineInfo:
     slots: int
     max_context: int
     process_ids: tuple[int, ...]
+    cache_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -549,11 +551,19 @@ class Trainer(Protocol):
 
 @dataclass(frozen=True)
 class Instance:
-    """A rollout instance as the scheduler sees it."""
+    """A rollout instance as the scheduler sees it.
+
+    Attributes:
+      name: the instance's.
+      tensor_parallel: devices that share one copy of the weights.
+      slots: most requests that decode at once.
+      cache_tokens: tokens of context that its key-value cache holds; 0 if that is not known.
+    """
 
     name: str
     tensor_parallel: int
     slots: int
+    cache_tokens: int = 0
 
 
 @dataclass(frozen=True)

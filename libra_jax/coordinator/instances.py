@@ -79,7 +79,7 @@ class Instances:
     def serving(self) -> list[protocols.Instance]:
         """The instances that requests may be placed on."""
         return [
-            protocols.Instance(engine.name, engine.info.tensor_parallel, engine.info.slots)
+            protocols.Instance(engine.name, engine.info.tensor_parallel, engine.info.slots, engine.info.cache_tokens)
             for engine in self.engines.values()
             if engine.state == "serving" and engine.info is not None
         ]

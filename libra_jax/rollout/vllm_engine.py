@@ -103,15 +103,17 @@ class VllmEngine:
         self._starting = loop.run_in_executor(vllm_launch.STARTER, self._launch.start)
         # Cancelled by a deadline, the start goes on in its thread; shutdown ends what it makes, and nobody asks why.
         self._starting.add_done_callback(lambda start: start.cancelled() or start.exception())
-        self._engine = await asyncio.shield(self._starting)
+        self._engine = engine = await asyncio.shield(self._starting)
         for process in self._launch.processes:
             self._watch(process.pid)
+        cache = engine.vllm_config.cache_config  # the core has told how many blocks fit
         return protocols.EngineInfo(
             name=self.name,
             tensor_parallel=self._tensor_parallel,
             slots=self._rollout.slots,
             max_context=self._rollout.max_context,
             process_ids=tuple(process.pid for process in self._launch.processes),
+            cache_tokens=(cache.num_gpu_blocks or 0) * (cache.block_size or 0),
         )
 
     def _watch(self, pid: int) -> None:

@@ -14,6 +14,11 @@ context: to price the wait for the other buckets as well was tried and gained no
 The feedback half: a request that generates more since its last tool return than its bucket is for is judged again at
 that point, on what is left of its distribution, and moves if another bucket has become cheaper and has room.
 
+An instance takes no more requests than its key-value cache is expected to hold: what does not fit is evicted while
+tools run and prefilled again at each turn, which costs more than waiting. Each is counted with its context and half of
+what it has yet to grow, since they are at all stages; if the contexts outgrow the cache all the same, who returns from
+a tool waits for room anywhere.
+
 Free slots whose own queue is empty go to others' requests, of the nearest bucket and then of the most crowded instance
 (looked for at every fourth event), save two cases, each bounded by `scheduler.ageing_seconds`: the last
 `scheduler.reserve` of a bucket's slots are kept from narrower work, and a request waits on for a wider bucket while
@@ -37,6 +42,12 @@ RATE_TOKENS = 256
 TURN_SHARE = 0.02
 """Weight of the latest turn in the mean length of a turn."""
 
+
+GROWN = 0.5
+"""Share of the context that a request has yet to grow by which it is counted."""
+
+GROWTH, GROWTH_SHARE = 2.0, 0.01
+"""Tokens of context a generated token, before any request has finished, and the weight of the latest in the mean."""
 
 OVERFLOW_EVERY = 4
 """Events between two looks for someone who would gain by being served elsewhere than where he waits."""
@@ -102,6 +113,7 @@ class Cmlfq(slots.SlotScheduler):
         self.rates = Rates(costs)
         self._paces = self.rates.known
         self._turn_tokens = 256.0
+        self._growth = GROWTH
         self._urgency = 0.0
         self._events = 0
 
@@ -128,9 +140,15 @@ class Cmlfq(slots.SlotScheduler):
     def returned(self, request: state.Request, causal_state: protocols.CausalState) -> None:
         assert request.track is not None
         self.evidence.observe(request.track, causal_state, request.generated_tokens)
+        home = request.home
+        if home is not None and self.config.cache_share and 0 < home.instance.cache_tokens < home.context:
+            self._evict(request)
+            request.last = ""  # the engine has evicted it, or another in its place
 
     def finished(self, request: state.Request, completed: bool) -> None:
         assert request.track is not None
+        if completed and request.generated_tokens:
+            self._growth += GROWTH_SHARE * (request.context_now / request.generated_tokens - self._growth)
         self._evict(request)
         self.evidence.finish(request.track, request.generated_tokens, learn=completed)
 
@@ -152,7 +170,7 @@ class Cmlfq(slots.SlotScheduler):
         if wanted is None or wanted is server:
             self.seated(request, server)  # what is known of it has changed
             return []
-        if wanted.full:
+        if wanted.full or not self.admits(request, wanted):
             return []
         return [self.move(request, wanted), *self._place(now)]
 
@@ -175,8 +193,10 @@ class Cmlfq(slots.SlotScheduler):
 
     def seated(self, request: state.Request, server: state.Server) -> None:
         context, urgency, remaining = request.context_now, request.urgency, request.remaining
+        footprint = self._footprint(request)
         if request.home is server:
-            context_then, urgency_then, remaining_then = request.held
+            context_then, urgency_then, remaining_then, footprint_then = request.held
+            server.footprint += footprint - footprint_then
             server.context += context - context_then
             server.urgency += urgency - urgency_then
             server.urgent_tokens += urgency * remaining - urgency_then * remaining_then
@@ -186,10 +206,11 @@ class Cmlfq(slots.SlotScheduler):
             self._evict(request)
             request.home = server
             server.residents += 1
+            server.footprint += footprint
             server.context += context
             server.urgency += urgency
             server.urgent_tokens += urgency * remaining
-        request.held = context, urgency, remaining
+        request.held = context, urgency, remaining, footprint
 
     def _evict(self, request: state.Request) -> None:
         """The request is no longer a resident of its home."""
@@ -197,13 +218,14 @@ class Cmlfq(slots.SlotScheduler):
         if server is None:
             return
         request.home = None
-        context, urgency, remaining = request.held
+        context, urgency, remaining, footprint = request.held
         server.residents -= 1
+        server.footprint -= footprint
         server.context -= context
         server.urgency -= urgency
         server.urgent_tokens -= urgency * remaining
         if not server.residents:  # so that rounding does not add up
-            server.context, server.urgency, server.urgent_tokens = 0, 0.0, 0.0
+            server.context, server.urgency, server.urgent_tokens, server.footprint = 0, 0.0, 0.0, 0.0
         self.buckets[server.level].eased(server)
 
     def overflow(self, placements: list[protocols.Placement]) -> None:
@@ -212,11 +234,23 @@ class Cmlfq(slots.SlotScheduler):
             return
         super().overflow(placements)
 
+    def admits(self, request: state.Request, server: state.Server) -> bool:
+        room = self.config.cache_share * server.instance.cache_tokens
+        if not room or request.home is server or not server.residents:
+            return True
+        return server.footprint + self._footprint(request) <= room
+
+    def _footprint(self, request: state.Request) -> float:
+        """Tokens of the cache that the request is counted with."""
+        return request.context_now + GROWN * self._growth * request.remaining
+
     def serves(self, bucket: buckets.Bucket, request: state.Request) -> bool:
         own, wanted = self.buckets[request.level], request.wanted
         if own.level < bucket.level and bucket.free <= self.config.reserve * bucket.slots:
             return False
         server = bucket.least()
+        if not self.admits(request, server):
+            return False
         context = rounded(request.context_tokens)
         move = self.config.move_margin * self.rates.move(request.last, server.instance, context)
         here = self._pace(server, server.residents + 1, request.context_tokens)
@@ -262,19 +296,20 @@ class Cmlfq(slots.SlotScheduler):
         for bucket in self.buckets:
             if not bucket.slots:
                 continue
+            server, wait, roomy = bucket.servers[0], 0.0, False
             if bucket.free > 0:
-                server, wait = bucket.least(), 0.0
+                server = bucket.least()
                 if server is home:
                     continue
-            elif home is not None:
-                continue  # its own place comes free as soon as another, and has its context
-            else:
-                server = bucket.servers[0]
+                roomy = self.admits(request, server)
+            if not roomy:
+                if home is not None:
+                    continue  # its own place comes free as soon as another, and has its context
                 wait = self._wait_at(bucket.queue.ahead(request), server, bucket.slots)
             cost = self._cost(request, server, points, elapsed, wait)
             if cost < best:
                 best, level, urgency = cost, bucket.level, self._urgency
-                request.wanted = server if bucket.free > 0 else None
+                request.wanted = server if roomy else None
         if best < float("inf"):
             request.urgency = urgency
         return level

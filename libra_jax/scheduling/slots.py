@@ -64,6 +64,10 @@ class SlotScheduler:
         """The instance of the bucket, which has a free slot, that takes the request."""
         return bucket.least()
 
+    def admits(self, request: state.Request, server: state.Server) -> bool:
+        """Whether an instance with a free slot has room for the request; who has aged is not asked."""
+        return True
+
     @staticmethod
     def busy(server: state.Server) -> float:
         """How busy an instance is, to find the least busy of a bucket."""
@@ -304,7 +308,10 @@ class SlotScheduler:
                 while bucket.free > 0 and bucket.queue.size:
                     request = bucket.queue.head()
                     assert request is not None
-                    self.take(request, self.pick(request, bucket), placements)
+                    server = self.pick(request, bucket)
+                    if not self.admits(request, server):
+                        break
+                    self.take(request, server, placements)
             if self._waiting:
                 self.overflow(placements)
         self._touched.clear()
@@ -316,7 +323,11 @@ class SlotScheduler:
         while server.queue.size and server.load < server.slots:
             mine, other = server.queue.first(), queue.first() if queue.size else None
             assert mine is not None
-            self.take(mine[-1] if other is None or mine < other else other[-1], server, placements)
+            if other is None or mine < other or not self.admits(other[-1], server):
+                if not self.admits(mine[-1], server):
+                    return
+                other = mine
+            self.take(other[-1], server, placements)
 
     def _place_aged(self, now: float, placements: list[protocols.Placement]) -> None:
         ages, limit = self._ages, now - self.config.ageing_seconds

@@ -37,6 +37,7 @@ class Server:
       context: their context tokens.
       urgency: sum of their urgencies.
       urgent_tokens: sum of urgency times expected tokens.
+      footprint: sum of what they may come to hold of the cache, in tokens.
       noted: the least value under which its bucket's heap has it; infinite if it is not there.
       crowd: the longest queue under which the heap of crowded instances has it; 0 if it is not there.
     """
@@ -45,6 +46,7 @@ class Server:
         "context",
         "crowd",
         "degree",
+        "footprint",
         "instance",
         "level",
         "load",
@@ -66,6 +68,7 @@ class Server:
         self.context = 0
         self.urgency = 0.0
         self.urgent_tokens = 0.0
+        self.footprint = 0.0
         self.noted = math.inf
         self.crowd = 0
         self.announce(instance, place)
@@ -107,7 +110,7 @@ class Request:
       wanted: the instance it waits for, if not any of its bucket.
       urgency: what a second costs that it loses, as of its last decision (`cmlfq`).
       home: the instance that counts it among its residents (`cmlfq`).
-      held: its context, urgency and remaining tokens as `home` counts them.
+      held: its context, urgency, remaining tokens and footprint as `home` counts them.
       track: what the evidence knows of its path.
     """
 
@@ -132,7 +135,7 @@ class Request:
     wanted: Server | None = None
     urgency: float = 0.0
     home: Server | None = None
-    held: tuple[int, float, float] = (0, 0.0, 0.0)
+    held: tuple[int, float, float, float] = (0, 0.0, 0.0, 0.0)
     track: evidence.Track | None = None
 
     @property

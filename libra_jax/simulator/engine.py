@@ -33,7 +33,7 @@ class Engine(batch.Batch):
         """Begins to serve."""
         self._loop = asyncio.get_running_loop()
         self._alive = True
-        return protocols.EngineInfo(self.name, self._degree, self._slots, self._max_context, ())
+        return protocols.EngineInfo(self.name, self._degree, self._slots, self._max_context, (), self._capacity)
 
     def kill(self) -> None:
         """Dies as a process would: every running and later call raises `WorkerLost`."""

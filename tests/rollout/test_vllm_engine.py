@@ -132,6 +132,13 @@ def test_a_token_outside_the_vocabulary_is_refused_and_the_engine_goes_on(host):
     assert host.run(host.engine.health())["running"] == 0
 
 
+def test_it_tells_how_many_tokens_of_context_its_cache_holds(host):
+    """Keys and values of a token in float32, over all layers, in the memory that the config gives an instance."""
+    shape = host.shape
+    each = 2 * 4 * shape.num_layers * shape.num_kv_heads * shape.head_dim
+    assert host.info.cache_tokens * each == pytest.approx(vllm_host.ROLLOUT.kv_cache_gib * 2**30, rel=0.02)
+
+
 def test_a_context_without_room_is_refused_by_name(host):
     with pytest.raises(
         protocols.LibraError, match=f"no room in engine {host.info.name}'s context of {vllm_host.CONTEXT}"

@@ -96,3 +96,43 @@ def test_overflow_leaves_its_share_of_the_wide_slots_free(reserve, most):
     scheduler.on_instance_change([protocols.Instance("narrow", 1, 1), WIDE], 8.5)
     places = [item for name in names for item in scheduler.on_tool_return(name, WORKED, 200, 9.0)]
     assert sum(item.instance == "wide" for item in places) == most
+
+
+def test_an_instance_takes_no_more_than_its_cache_is_expected_to_hold_and_the_rest_wait():
+    """Each is expected to come to hold about 15,000 tokens, half of a long one's 30,000 and of its context's growth."""
+    scheduler = registry.create(configuration.SchedulerConfig(policy="cmlfq", cache_share=1.0))
+    scheduler.on_instance_change([protocols.Instance("only", 1, 24)], 0.0)
+    for index in range(30):
+        arrive(scheduler, f"past-{index}")
+        come_back(scheduler, f"past-{index}", FAILED)
+        scheduler.on_finish(f"past-{index}", 30_000, 3.0)
+    scheduler.on_instance_change([protocols.Instance("only", 1, 24, cache_tokens=100_000)], 4.0)
+    placed = [name for name in (f"request-{index}" for index in range(10)) if arrive(scheduler, name)]
+    assert 2 <= len(placed) <= 6
+    assert len(arrive(scheduler, "one more")) == 0
+    finished = scheduler.on_finish(placed[0], 30_000, 8.0)
+    assert [item.instance for item in finished] == ["only"]
+
+
+def test_a_request_larger_than_the_cache_is_served_where_it_is_alone():
+    scheduler = registry.create(configuration.SchedulerConfig(policy="cmlfq"))
+    scheduler.on_instance_change([protocols.Instance("only", 1, 24, cache_tokens=50)], 0.0)
+    assert arrive(scheduler, "first") == [protocols.Placement("first", "only")]
+    assert arrive(scheduler, "second") == []
+    assert scheduler.on_finish("first", 10, 6.0) == [protocols.Placement("second", "only")]
+
+
+def test_who_returns_to_a_cache_that_has_been_outgrown_goes_where_there_is_room():
+    scheduler = registry.create(configuration.SchedulerConfig(policy="cmlfq"))
+    crowded = protocols.Instance("crowded", 1, 24, cache_tokens=20_000)
+    scheduler.on_instance_change([crowded], 0.0)
+    names = ["one", "two", "three"]
+    assert [item.instance for name in names for item in arrive(scheduler, name)] == ["crowded"] * 3
+    for name in names:  # each comes back with 8,000 tokens of context: together they no longer fit
+        scheduler.on_tool_call(name, 10, 6.0)
+        scheduler.on_tool_return(name, WORKED, 8_000, 7.0)
+    scheduler.on_instance_change([crowded, protocols.Instance("roomy", 1, 24, cache_tokens=200_000)], 8.0)
+    scheduler.on_tool_call("one", 20, 9.0)
+    assert scheduler.on_tool_return("one", WORKED, 8_100, 10.0) == [protocols.Placement("one", "roomy")]
+    scheduler.on_tool_call("two", 20, 11.0)
+    assert scheduler.on_tool_return("two", WORKED, 8_100, 12.0) == [protocols.Placement("two", "crowded")]
