@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -39,6 +40,36 @@ PRECISION = 1e-9
 
 ANY_SECONDS = float(np.finfo(np.float64).max)
 """A limit that only what cannot be served at all exceeds."""
+
+
+Found = TypeVar("Found")
+
+
+def shortest(
+    attempt: Callable[[float], Found | None], low: float, high: float, seconds: Callable[[Found], float]
+) -> Found | None:
+    """What is found within the shortest limit that can be met; None if `high` cannot.
+
+    Args:
+      attempt: seconds to what meets them, or None; what meets a limit meets every longer one.
+      low: seconds that cannot be beaten.
+      high: seconds to begin with.
+      seconds: that what was found takes, which may be less than was asked for.
+    """
+    best = attempt(high)
+    if best is None:
+        return None
+    high = seconds(best)
+    while high > max(low, MOMENT) * (1.0 + PRECISION):
+        middle = math.sqrt(low * high) if low else high / 2
+        if not low < middle < high:
+            break
+        found = attempt(middle)
+        if found is None:
+            low = middle
+        else:
+            best, high = found, seconds(found)
+    return best
 
 
 @dataclass(frozen=True)
@@ -129,20 +160,7 @@ class Partitions:
           below: a partition that takes longer is not wanted.
         """
         low, high = max(above, self.least_seconds), min(below, ANY_SECONDS)
-        best = self._fitting(high, devices)
-        if best is None:
-            return None
-        high = best.seconds
-        while high > low * (1.0 + PRECISION):
-            middle = math.sqrt(low * high) if low else high / 2
-            if not low < middle < high:
-                break
-            found = self._fitting(middle, devices)
-            if found is None:
-                low = middle
-            else:
-                best, high = found, found.seconds
-        return best
+        return shortest(lambda limit: self._fitting(limit, devices), low, high, lambda found: found.seconds)
 
     def over(self, instances: Sequence[int]) -> Partition | None:
         """The partition over instances of these degrees whose slowest is fastest, wider ones for longer requests.
@@ -151,21 +169,7 @@ class Partitions:
           instances: the degree of each; some may get nothing.
         """
         order = sorted(instances, reverse=True)
-        low, high = 0.0, ANY_SECONDS
-        best = self._greedy(order, high)
-        if best is None:
-            return None
-        high = best.seconds
-        while high > low * (1.0 + PRECISION):
-            middle = math.sqrt(low * high) if low else high / 2
-            if not low < middle < high or middle < MOMENT:
-                break
-            found = self._greedy(order, middle)
-            if found is None:
-                low = middle
-            else:
-                best, high = found, found.seconds
-        return best
+        return shortest(lambda limit: self._greedy(order, limit), 0.0, ANY_SECONDS, lambda found: found.seconds)
 
     def _greedy(self, order: Sequence[int], limit: float) -> Partition | None:
         """Each instance takes as many of the longest requests left as it serves within the limit; None if some stay."""

@@ -105,8 +105,7 @@ class Search:
         Raises:
           ConfigError: they are too few to train and roll out; the message says how many each stage takes.
         """
-        mesh, served = self._within(partition.ANY_SECONDS, devices) or self._refuse(devices)
-        return self._together(mesh, served, devices) if self._staleness else self._in_turn(devices)
+        return self._together(devices) if self._staleness else self._in_turn(devices)
 
     def splits(self, devices: int) -> Iterator[Split]:
         """Every mesh of the front with the best that the rest of the devices can do, fewest training devices first."""
@@ -115,19 +114,16 @@ class Search:
             if served is not None:
                 yield self._split(mesh, served)
 
-    def _together(self, mesh: meshes.Mesh, served: partition.Partition, devices: int) -> Split:
-        low = max(self._partitions.least_seconds, self._front[-1].seconds)
-        high = max(mesh.seconds, served.seconds)
-        while high > low * (1.0 + partition.PRECISION):
-            middle = math.sqrt(low * high)
-            if not low < middle < high:
-                break
-            found = self._within(middle, devices)
-            if found is None:
-                low = middle
-            else:
-                mesh, served = found
-                high = max(mesh.seconds, served.seconds)
+    def _together(self, devices: int) -> Split:
+        found = partition.shortest(
+            lambda limit: self._within(limit, devices),
+            max(self._partitions.least_seconds, self._front[-1].seconds),
+            partition.ANY_SECONDS,
+            lambda both: max(both[0].seconds, both[1].seconds),
+        )
+        if found is None:
+            raise self._too_few(devices)
+        _, served = found
         # What neither needs for that: the slower stage cannot use it, or it would have been faster.
         left = devices - served.devices
         mesh = max((item for item in self._front if item.devices <= left), key=lambda item: item.devices)
@@ -142,7 +138,8 @@ class Search:
             served = self._partitions.fastest(devices - mesh.devices, below=below)
             if served is not None and served.seconds < below:
                 best = self._split(mesh, served)
-        assert best is not None  # some mesh leaves enough devices: `best` has seen to that
+        if best is None:
+            raise self._too_few(devices)
         return best
 
     def _within(self, limit: float, devices: int) -> tuple[meshes.Mesh, partition.Partition] | None:
@@ -153,10 +150,10 @@ class Search:
         served = self._partitions.within(limit)
         return (mesh, served) if served is not None and mesh.devices + served.devices <= devices else None
 
-    def _refuse(self, devices: int) -> tuple[meshes.Mesh, partition.Partition]:
+    def _too_few(self, devices: int) -> protocols.ConfigError:
         served = self._partitions.within(partition.ANY_SECONDS)
         assert served is not None
-        raise protocols.ConfigError(
+        return protocols.ConfigError(
             f"{devices} devices are too few: training takes at least {self._front[0].devices} of them to hold the "
             f"model and its activations, rollout at least {served.devices}"
         )
