@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ import cli
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.models import config as model_config
-from libra_jax.planning import demand, hardware, meshes, search, serving
+from libra_jax.planning import costs, demand, hardware, meshes, search, serving
 from libra_jax.simulator import comparison, scripts, settings
 
 DEGREES = (1, 2, 4, 8)
@@ -86,9 +85,7 @@ def main() -> None:
         _print_sweep(run, work, devices)
         return
     planner = _search(run, work, devices)
-    began = time.perf_counter()
-    best = planner.best(devices)
-    seconds = time.perf_counter() - began
+    best, seconds = search.timed(planner, devices)
     splits = list(planner.splits(devices))
     _print(best, devices, search.compared(best, splits))
     if output is not None:
@@ -109,9 +106,7 @@ def _work(run: settings.SimulatedRun) -> Work:
 
 def _search(run: settings.SimulatedRun, work: Work, most: int) -> search.Search:
     model, staleness = run.simulation.cost_model(), run.coordinator.staleness
-    degrees = [degree for degree in DEGREES if degree <= model.sheet.devices_per_node]
-    for degree in degrees:
-        model_config.check_tensor_parallel(model.shape, degree)
+    degrees = [degree for degree in DEGREES if degree <= model.sheet.devices_per_node and _divides(model, degree)]
     given = dict(zip(run.rollout.tensor_parallel, run.simulation.slots or run.rollout.instance_slots, strict=True))
     slots = [given.get(degree, run.rollout.slots) for degree in degrees]
     wanted = demand.of_trajectories(work.prompts, work.turns, requests=work.count)
@@ -125,6 +120,14 @@ def _search(run: settings.SimulatedRun, work: Work, most: int) -> search.Search:
     rollout = serving.Serving(model, wanted, degrees, slots, staleness=staleness)
     training = meshes.Training(model, work.lengths(), trainer)
     return search.Search(rollout, training, most, staleness=staleness)
+
+
+def _divides(model: costs.CostModel, degree: int) -> bool:
+    try:
+        model_config.check_tensor_parallel(model.shape, degree)
+    except protocols.ConfigError:
+        return False
+    return True
 
 
 def _print(best: search.Split, devices: int, runner_up: str) -> None:

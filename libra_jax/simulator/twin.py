@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from libra_jax import config as configuration
 from libra_jax import protocols
+from libra_jax.coordinator import checkpoints
 from libra_jax.planning import calibration, rows, streams
 from libra_jax.scheduling import costs as scheduling_costs
 from libra_jax.scheduling import registry
@@ -189,7 +190,9 @@ def _simulated(config: configuration.RunConfig, steps: int) -> configuration.Run
 def _scheduler(config: configuration.RunConfig) -> protocols.Scheduler:
     """The run's own: with the costs that it was told, not those that were measured."""
     costs = scheduling_costs.LinearCosts(config.scheduler.costs, transfers=config.rollout.kv_transfer != "none")
-    return registry.create(config.scheduler, costs=costs, seed=config.seed, degrees=config.rollout.tensor_parallel)
+    made = registry.create(config.scheduler, costs=costs, seed=config.seed, degrees=config.rollout.tensor_parallel)
+    checkpoints.teach(made, config.scheduler.learnt_from)
+    return made
 
 
 def spread(steps: Sequence[tuple[recording.Work, float]]) -> tuple[float | None, int, int]:

@@ -29,6 +29,15 @@ def test_a_plan_is_printed_written_and_drawn_and_uses_no_more_than_there_is(tmp_
     assert output.with_suffix(".svg").read_text().startswith("<?xml")
 
 
+def test_degrees_that_do_not_divide_the_model_are_left_out(tmp_path):
+    """Qwen2.5-0.5B has 14 attention heads, which neither 4 nor 8 divides."""
+    output = tmp_path / "plan.json"
+    model = "--config.simulation.model=Qwen2.5-0.5B"
+    result = plan("--config=configs/simulate.py:search", model, f"--output={output}")
+    assert result.returncode == 0, result.stderr
+    assert {item["tensor_parallel"] for item in json.loads(output.read_text())["rollout"]} <= {1, 2}
+
+
 def test_a_sweep_says_what_each_case_comes_to_and_which_has_no_plan():
     result = plan("--config=configs/simulate.py", "--sweep=hardware", "--accelerators=64")
     assert result.returncode == 0, result.stderr
