@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sized
 from pathlib import Path
 from typing import Any
 
+import placement
 import yaml
 
 import wiring
@@ -21,7 +22,7 @@ PROMPT_CHARACTERS = 60
 def describe(config: libra_config.RunConfig) -> str:
     """The resolved config, the policy, the tasks, the device mesh and the partition."""
     shape = wiring.policy_shape(config, need_weights=False)
-    parts = wiring.partition(config)
+    parts = placement.partition(config)
     parameters = model_config.parameter_count(shape)
     trainer = config.trainer
     state_bytes = {"float32": 4, "bfloat16": 2}[config.model.param_dtype] * parameters * 3  # parameters and two moments

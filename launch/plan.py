@@ -23,11 +23,9 @@ from rich import console, table
 import cli
 from libra_jax import config as libra_config
 from libra_jax import protocols
-from libra_jax.models import config as model_config
-from libra_jax.planning import costs, demand, hardware, meshes, search, serving
+from libra_jax.planning import hardware, planner, search
 from libra_jax.simulator import comparison, scripts, settings
 
-DEGREES = (1, 2, 4, 8)
 SAMPLES = 8_192
 """Trajectories that lengths are taken from, at most."""
 
@@ -61,10 +59,9 @@ class Work:
         ]
         return dataclasses.replace(self, turns=longer)
 
-    def lengths(self) -> list[int]:
-        """Tokens of the sequences of a training step, each from its place in the sample."""
-        scripted = [scripts.Script(*one).context_tokens for one in zip(self.prompts, self.turns, strict=True)]
-        return [scripted[index * len(scripted) // self.count] for index in range(self.count)]
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(scripts.Script(*one).context_tokens for one in zip(self.prompts, self.turns, strict=True))
 
 
 def main() -> None:
@@ -84,9 +81,9 @@ def main() -> None:
     if _SWEEP.value:
         _print_sweep(run, work, devices)
         return
-    planner = _search(run, work, devices)
-    best, seconds = search.timed(planner, devices)
-    splits = list(planner.splits(devices))
+    searched = _search(run, work, devices)
+    best, seconds = search.timed(searched, devices)
+    splits = list(searched.splits(devices))
     _print(best, devices, search.compared(best, splits))
     if output is not None:
         _write(output, best, splits, seconds, run.name)
@@ -105,29 +102,9 @@ def _work(run: settings.SimulatedRun) -> Work:
 
 
 def _search(run: settings.SimulatedRun, work: Work, most: int) -> search.Search:
-    model, staleness = run.simulation.cost_model(), run.coordinator.staleness
-    degrees = [degree for degree in DEGREES if degree <= model.sheet.devices_per_node and _divides(model, degree)]
-    given = dict(zip(run.rollout.tensor_parallel, run.simulation.slots or run.rollout.instance_slots, strict=True))
-    slots = [given.get(degree, run.rollout.slots) for degree in degrees]
-    wanted = demand.of_trajectories(work.prompts, work.turns, requests=work.count)
-    trainer = meshes.Trainer(
-        lengths=(run.trainer.row_tokens, *run.trainer.row_buckets),
-        packed=run.trainer.pack,
-        remat=run.model.remat,
-        logits_chunk=run.model.logits_chunk,
-        scored_again=run.algorithm.objective == "decoupled",
-    )
-    rollout = serving.Serving(model, wanted, degrees, slots, staleness=staleness)
-    training = meshes.Training(model, work.lengths(), trainer)
-    return search.Search(rollout, training, most, staleness=staleness)
-
-
-def _divides(model: costs.CostModel, degree: int) -> bool:
-    try:
-        model_config.check_tensor_parallel(model.shape, degree)
-    except protocols.ConfigError:
-        return False
-    return True
+    setting = planner.Setting.of_run(run, run.simulation.cost_model(), most, slots=run.simulation.slots)
+    setting = dataclasses.replace(setting, requests=work.count)
+    return planner.Work(setting, work.prompts, work.turns).search
 
 
 def _print(best: search.Split, devices: int, runner_up: str) -> None:
@@ -185,7 +162,7 @@ def _cases(
             yield f"{count:,}", run, dataclasses.replace(work, count=max(1, work.count * count // devices)), count
     elif _SWEEP.value == "lengths":
         for factor in FACTORS:
-            longest = max(work.scaled(factor).lengths())
+            longest = work.scaled(factor).longest()
             trainer = dataclasses.replace(run.trainer, row_tokens=max(run.trainer.row_tokens, longest))
             yield f"x {factor:g}", dataclasses.replace(run, trainer=trainer), work.scaled(factor), devices
     else:

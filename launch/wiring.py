@@ -7,10 +7,11 @@ import fcntl
 import json
 import os
 import shutil
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import placement
 
 from libra_jax import config as libra_config
 from libra_jax import protocols
@@ -19,44 +20,17 @@ from libra_jax.cluster import create as cluster
 from libra_jax.coordinator import checkpoints, signals
 from libra_jax.coordinator import run as coordinator
 from libra_jax.models import config as model_config
+from libra_jax.planning import costs, hardware, planner
 from libra_jax.rollout import logprob_contract
-from libra_jax.scheduling import costs
+from libra_jax.scheduling import costs as scheduling_costs
 from libra_jax.scheduling import registry as schedulers
 from libra_jax.telemetry import recorder as telemetry
 from libra_jax.telemetry import report, resume
 
-ENGINES = {"vllm": "libra_jax.rollout.vllm_engine:create", "fake": "libra_jax.rollout.fake_engine:create"}
 TRAINER = "libra_jax.training.trainer:create"
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What vLLM 0.32 serves on CPU (vllm/v1/attention/backends/cpu_attn.py): others die at their first token."""
-
-
-@dataclass(frozen=True)
-class Partition:
-    """Which accelerators train and which roll out. On CPU every worker shares the machine's cores.
-
-    Attributes:
-      trainer: device ordinals of the trainer's mesh.
-      instances: device ordinals of each rollout instance, in the order of `rollout.tensor_parallel`.
-    """
-
-    trainer: tuple[int, ...]
-    instances: tuple[tuple[int, ...], ...]
-
-    @property
-    def total(self) -> int:
-        return len(self.trainer) + sum(len(devices) for devices in self.instances)
-
-
-def partition(config: libra_config.RunConfig) -> Partition:
-    """Trainer devices first, then the instances in order."""
-    edge = config.trainer.devices
-    instances = []
-    for degree in config.rollout.tensor_parallel:
-        instances.append(tuple(range(edge, edge + degree)))
-        edge += degree
-    return Partition(tuple(range(config.trainer.devices)), tuple(instances))
 
 
 def policy_shape(config: libra_config.RunConfig, *, need_weights: bool) -> model_config.TransformerConfig:
@@ -101,6 +75,7 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
         with factories.named(config.task.source, "task.source", "task(0)"):
             source.task(0)
     scheduler(config)
+    global_planner(config, shape)
     factories.environment_factory(config.task)
     factories.reward(config.task)
     _check_character_tokenizer(config, shape)
@@ -127,9 +102,10 @@ def _check_sharing(config: libra_config.RunConfig) -> None:
     """`auto` leaves every worker all of the machine's GPUs, so trainer and engines would all be on the first one."""
     found = gpus_found()
     if config.trainer.platform == "auto" and config.rollout.engine == "vllm" and found > 1:
+        total = placement.partition(config).total
         raise protocols.ConfigError(
             f"config.trainer.platform: auto would put the trainer and every engine on the first of {found} GPUs; use "
-            f"--config.trainer.platform=cuda, where each has its own ({partition(config).total} in all), or cpu"
+            f"--config.trainer.platform=cuda, where each has its own ({total} in all), or cpu"
         )
 
 
@@ -245,7 +221,7 @@ def trainer_spec(config: libra_config.RunConfig, workdir: Path) -> protocols.Act
 
     JAX trains on the first platform of JAX_PLATFORMS; its CPU backend is where weights go on their way to the engines.
     """
-    devices = partition(config).trainer
+    devices = placement.partition(config).trainer
     platform = config.trainer.platform
     environment = {
         "auto": {},
@@ -262,40 +238,6 @@ def trainer_spec(config: libra_config.RunConfig, workdir: Path) -> protocols.Act
     )
 
 
-def engine_specs(
-    config: libra_config.RunConfig, shape: model_config.TransformerConfig, workdir: Path
-) -> list[protocols.ActorSpec]:
-    """One actor a rollout instance, each with its own slots."""
-    on_gpu = config.trainer.platform == "cuda"
-    rollout = {**libra_config.to_dict(config.rollout), "slots_by_instance": ()}
-    return [
-        protocols.ActorSpec(
-            name=f"rollout-{index}",
-            factory=ENGINES[config.rollout.engine],
-            arguments={
-                "name": f"rollout-{index}",
-                "model_config": model_config.to_hf(shape),
-                "rollout": {**rollout, "slots": slots},
-                "tensor_parallel": len(devices),
-                "seed": config.seed + index,
-                "log_path": str(workdir.resolve() / f"rollout-{index}.log"),
-                "cpu_cores": _cpu_cores(config.rollout, index),
-            },
-            gpus=len(devices) if on_gpu else 0,
-            environment={"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if on_gpu else {},
-        )
-        for index, (devices, slots) in enumerate(
-            zip(partition(config).instances, config.rollout.instance_slots, strict=True)
-        )
-    ]
-
-
-def _cpu_cores(rollout: libra_config.RolloutConfig, index: int) -> str:
-    """An instance's cores as vLLM takes them (`vllm_launch.core_binding`)."""
-    first = sum(rollout.tensor_parallel[:index])
-    return "|".join(map(str, rollout.cores[first : first + rollout.tensor_parallel[index]])) or "auto"
-
-
 def scheduler(config: libra_config.RunConfig) -> protocols.Scheduler:
     """The run's scheduler, with the costs of its engines and the degrees of its layout.
 
@@ -305,12 +247,28 @@ def scheduler(config: libra_config.RunConfig) -> protocols.Scheduler:
     """
     made = schedulers.create(
         config.scheduler,
-        costs=costs.LinearCosts(config.scheduler.costs, transfers=config.rollout.kv_transfer != "none"),
+        costs=scheduling_costs.LinearCosts(config.scheduler.costs, transfers=config.rollout.kv_transfer != "none"),
         seed=config.seed,
         degrees=config.rollout.tensor_parallel,
     )
     checkpoints.teach(made, config.scheduler.learnt_from)
     return made
+
+
+def global_planner(
+    config: libra_config.RunConfig, shape: model_config.TransformerConfig
+) -> planner.GlobalPlanner | None:
+    """The run's planner, if `planner.period` asks for one. It lays the rollout devices out; the trainer's mesh stays.
+
+    Raises:
+      ConfigError: there is no such hardware, or an instance has a degree that plans may not use.
+    """
+    if not config.planner.period:
+        return None
+    mesh = config.trainer.data, config.trainer.fsdp, config.trainer.tensor
+    model = costs.CostModel(hardware.sheet(config.planner.hardware, "planner.hardware"), shape)
+    setting = planner.Setting.of_run(config, model, placement.partition(config).total, mesh=mesh)
+    return planner.GlobalPlanner(config.planner, setting, planner.plan_of_run(config, mesh))
 
 
 async def train(
@@ -330,12 +288,13 @@ async def train(
     recorder = telemetry.create(config, workdir, loop.time)
     limits = config.deadlines
     actors = cluster.create(config.cluster, start_seconds=limits.cluster_start, shutdown_seconds=limits.shutdown)
+    engines = placement.Engines(config, shape, workdir)
     try:
         run = coordinator.Coordinator(
             config,
             cluster=actors,
             trainer_spec=trainer_spec(config, workdir),
-            engine_specs=engine_specs(config, shape, workdir),
+            engine_specs=engines.specs(),
             tasks=factories.task_source(config.task, config.seed),
             make_environment=factories.environment_factory(config.task),
             demonstrator=demonstrator,
@@ -345,6 +304,8 @@ async def train(
             workdir=workdir,
             reward=factories.reward(config.task),
             export=workdir / "model",
+            planner=global_planner(config, shape),
+            make_engine=engines.add,
         )
         await run.run()
         _add_tokenizer(config, workdir / "model")

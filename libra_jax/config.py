@@ -265,6 +265,9 @@ class TrainerConfig:
         check(self.context == 1, "trainer.context", "is reserved: only 1 is supported")
         lengths = (self.row_tokens, *self.row_buckets)
         check(list(lengths) == sorted(set(lengths)), "trainer.row_buckets", "must ascend and exceed row_tokens")
+        for length in lengths:
+            name = "row_tokens" if length == self.row_tokens else "row_buckets"
+            check(length % self.tensor == 0, f"trainer.{name}", f"{length} does not divide over tensor = {self.tensor}")
         shards = self.data * self.fsdp
         check(
             self.rows_per_micro_batch % shards == 0,
@@ -474,6 +477,38 @@ class DeadlineConfig:
 
 
 @dataclass(frozen=True)
+class PlannerConfig:
+    """When the devices are split and laid out anew, and by what (`planning/planner.py`)."""
+
+    period: int = 0  # training steps between two looks for a better plan; 0: the layout stays
+    shadow: bool = False  # decide and log, and never move
+    hardware: str = "cpu"  # accelerator whose sheet costs start from; cpu: this machine, measured on the spot
+    degrees: tuple[int, ...] = (1, 2, 4, 8)  # tensor-parallel degrees of a plan, as far as they divide the model
+    window: int = 2  # training steps whose trajectories say what the next ones will be like
+    horizon: int = 20  # steps over which a move has to pay
+    cooldown: int = 5  # steps after a move before the next
+    least_gain: float = 0.05  # gain of a step, relative, below which nothing moves
+    queue_pressure: float = 1.0  # requests waiting for a slot, over all slots, above which it looks early
+    imbalance: float = 2.0  # times that a stage may take as long as the other before it looks early
+    start_seconds: float = 10.8  # of an engine until it serves (published for a warm one: arXiv 2606.03077)
+    resize_seconds: float = 8.0  # of a mesh: snapshot and recovery (likewise)
+
+    def __post_init__(self) -> None:
+        for name in ("period", "cooldown"):
+            check(getattr(self, name) >= 0, f"planner.{name}", f"must not be negative, not {getattr(self, name)}")
+        for name in ("window", "horizon"):
+            check(getattr(self, name) > 0, f"planner.{name}", f"must be positive, not {getattr(self, name)}")
+        for name in ("least_gain", "queue_pressure", "imbalance", "start_seconds", "resize_seconds"):
+            value = getattr(self, name)
+            check_finite(value, f"planner.{name}")
+            check(value >= 0, f"planner.{name}", f"must not be negative, not {value}")
+        check(self.imbalance >= 1, "planner.imbalance", f"must be at least 1, not {self.imbalance}")
+        check(bool(self.degrees), "planner.degrees", "needs at least one degree")
+        for degree in self.degrees:
+            check(degree in (1, 2, 4, 8), "planner.degrees", f"{degree} is not one of 1, 2, 4, 8")
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """A whole run."""
 
@@ -491,6 +526,7 @@ class RunConfig:
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     coordinator: CoordinatorConfig = field(default_factory=CoordinatorConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

@@ -567,6 +567,48 @@ class Instance:
 
 
 @dataclass(frozen=True)
+class PlannedBucket:
+    """The rollout instances of one tensor-parallel degree, and what they are for.
+
+    Attributes:
+      tensor_parallel: their degree.
+      count: how many.
+      max_remaining_tokens: the longest request that they serve; the widest serve whatever is longer too.
+    """
+
+    tensor_parallel: int
+    count: int
+    max_remaining_tokens: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who trains and who rolls out.
+
+    Attributes:
+      data: replicas of the trainer's mesh.
+      fsdp: ways its state is sharded.
+      tensor: ways its layers' matrices are split.
+      rollout: the instances, the narrowest first.
+    """
+
+    data: int
+    fsdp: int
+    tensor: int
+    rollout: tuple[PlannedBucket, ...]
+
+    @property
+    def train_devices(self) -> int:
+        """Devices in the trainer's mesh."""
+        return self.data * self.fsdp * self.tensor
+
+    @property
+    def rollout_devices(self) -> int:
+        """Devices of all instances."""
+        return sum(bucket.tensor_parallel * bucket.count for bucket in self.rollout)
+
+
+@dataclass(frozen=True)
 class RequestInfo:
     """A trajectory that asks for tokens.
 
@@ -611,6 +653,10 @@ class Scheduler(Protocol):
 
     def on_instance_change(self, instances: Sequence[Instance], now: float) -> list[Placement]:
         """The set of live instances; requests decoding on one that is gone wait again."""
+        ...
+
+    def on_plan(self, planned: Sequence[PlannedBucket], now: float) -> list[Placement]:
+        """Other buckets than config's: every live instance's degree has one from now on."""
         ...
 
     def on_arrival(self, request: RequestInfo, now: float) -> list[Placement]: ...
@@ -682,6 +728,7 @@ class ActorSpec:
       cpus: CPU cores reserved (ray backend).
       gpus: accelerators reserved (ray backend).
       environment: environment variables the actor's process starts with (ray backend; set in place when embedded).
+      devices: of the run's devices, those that the actor has.
     """
 
     name: str
@@ -690,6 +737,7 @@ class ActorSpec:
     cpus: float = 1.0
     gpus: float = 0.0
     environment: Mapping[str, str] = field(default_factory=dict)
+    devices: tuple[int, ...] = ()
 
 
 class Cluster(Protocol):
@@ -727,6 +775,10 @@ class Recorder(Protocol):
 
     def trajectory(self, record: Mapping[str, Any]) -> None:
         """One line of `trace.jsonl`."""
+        ...
+
+    def decision(self, record: Mapping[str, Any]) -> None:
+        """One line of `plans.jsonl`: a look for a better plan."""
         ...
 
     def status(self, worker: str, text: str) -> None:

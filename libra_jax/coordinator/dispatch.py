@@ -82,12 +82,14 @@ class Counts:
       tokens: sampled for training groups.
       requests: attempts that began to ask for tokens.
       resumed: streams that failed and went on.
+      waited_seconds: that requests waited for a slot, in sum.
       seconds: spent on decisions and book-keeping.
     """
 
     tokens: int = 0
     requests: int = 0
     resumed: int = 0
+    waited_seconds: float = 0.0
     seconds: float = 0.0
 
 
@@ -130,6 +132,7 @@ class Dispatcher:
         self.counts = Counts()
         self.routing = routing.Routing(config)
         engines.changed = self._instances_changed
+        engines.replanned = self.replan
         ending.start(self._watch(), "stream deadlines")
 
     def open(self, trajectory_id: str, group_id: int, dispatch_version: int) -> None:
@@ -167,10 +170,12 @@ class Dispatcher:
         while True:
             if finish := _finish_of(trajectory.token_ids, start, sampling):
                 return finish
-            request.waits = True
-            while not request.instance:  # a place may be lost again before the request that got it wakes
-                await request.placed.wait()
-            request.waits = False
+            if not request.instance:
+                request.waits, since = True, self._loop.time()
+                while not request.instance:  # a place may be lost again before the request that got it wakes
+                    await request.placed.wait()
+                request.waits = False
+                self.counts.waited_seconds += self._loop.time() - since
             left = sampling.max_tokens - (len(trajectory.token_ids) - start)
             finish = await self._stream(request, replace(sampling, max_tokens=left))
             if finish is not None:
@@ -236,6 +241,13 @@ class Dispatcher:
         self.routing.instances(serving)
         self._apply(self._scheduler.on_instance_change(serving, now), now)
 
+    def replan(self, rollout: Sequence[protocols.PlannedBucket]) -> None:
+        """Requests go by these buckets from now on; those of instances that ended by the same plan wait again."""
+        self._instances_changed()
+        now = self._loop.time()
+        self.routing.replan(rollout)
+        self._apply(self._scheduler.on_plan(rollout, now), now)
+
     async def _stream(self, request: _Request, sampling: protocols.SamplingParams) -> protocols.FinishReason | None:
         """Takes tokens from the request's instance until it finishes, or until it has to go on elsewhere (None)."""
         engine, begin = self._engines.engines[request.instance], self._loop.time()
@@ -280,10 +292,10 @@ class Dispatcher:
         self, request: _Request, stream: _Stream, asked: protocols.GenerationRequest
     ) -> Mapping[str, Any] | None:
         """Keys and values that the instance before keeps for this one; None where they have to be computed again."""
-        source, version = self._engines.engines[request.route.came_from], stream.engine.policy_version
-        proxy, life = source.proxy, source.life
-        if proxy is None or source.policy_version != version:
+        source, version = self._engines.engines.get(request.route.came_from), stream.engine.policy_version
+        if source is None or source.proxy is None or source.policy_version != version:
             return None
+        proxy, life = source.proxy, source.life
         try:
             kept: Mapping[str, Any] = await proxy.hand_over(asked)
         except protocols.WorkerLost as error:

@@ -1,8 +1,9 @@
-"""The life of the rollout engines: started, given weights, watched, restarted when they die."""
+"""The life of the rollout engines: started, given weights, watched, restarted when they die, replaced by a plan."""
 
 from __future__ import annotations
 
 import asyncio
+import collections
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,7 +12,10 @@ from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.coordinator import deadlines, failure
 
-State = Literal["starting", "loaded", "serving", "lost", "dead"]
+State = Literal["starting", "loaded", "serving", "lost", "dead", "retired"]
+
+MakeSpec = Callable[[int, int, Sequence[protocols.ActorSpec]], protocols.ActorSpec]
+"""(number, tensor-parallel degree, specs of the others) to how an engine is made, on devices that those leave free."""
 
 
 @dataclass
@@ -20,7 +24,8 @@ class Engine:
 
     Attributes:
       spec: how its actor is made.
-      state: starting -> loaded (processes up, no useful weights) -> serving; lost until restarted; dead for good.
+      state: starting -> loaded (processes up, no useful weights) -> serving; lost until restarted; dead for good;
+        retired by a plan, and out of `Instances.engines`.
       proxy: the actor, a `protocols.RolloutEngine`; None unless loaded or serving.
       info: what it told when it started.
       policy_version: version it serves; `NO_VERSION` before its first weights.
@@ -50,6 +55,7 @@ class Instances:
       config: the run's configuration (`rollout`, `deadlines`).
       cluster: makes and ends the actors.
       specs: one entry an engine.
+      make_spec: makes engines that a plan adds; None refuses such plans.
       recorder: told of starts and losses.
       ending: told when no engine can ever serve again.
     """
@@ -62,13 +68,18 @@ class Instances:
         specs: Sequence[protocols.ActorSpec],
         recorder: protocols.Recorder,
         ending: failure.Ending,
+        make_spec: MakeSpec | None = None,
     ) -> None:
         self._config = config
         self._cluster = cluster
+        self._make_spec = make_spec
+        self._made = len(specs)
         self._recorder = recorder
         self._ending = ending
         self.engines = {spec.name: Engine(spec) for spec in specs}
+        self.losses = 0
         self.changed: Callable[[], None] = lambda: None
+        self.replanned: Callable[[Sequence[protocols.PlannedBucket]], None] = lambda rollout: None
         self.load_weights: Callable[[Engine], Awaitable[None]] | None = None
 
     async def start(self) -> None:
@@ -83,6 +94,11 @@ class Instances:
             for engine in self.engines.values()
             if engine.state == "serving" and engine.info is not None
         ]
+
+    @property
+    def settled(self) -> bool:
+        """No engine is being started or stopped: a plan may be followed."""
+        return all(engine.state in ("serving", "dead") for engine in self.engines.values())
 
     def loadable(self) -> list[Engine]:
         """The engines that a weight update goes to."""
@@ -99,8 +115,8 @@ class Instances:
         if engine.life != life or engine.state in ("lost", "dead"):
             return
         engine.state = "lost"
-        engine.life += 1
-        engine.proxy, engine.paused, engine.policy_version = None, False, protocols.NO_VERSION
+        self.losses += 1
+        self._take_out(engine)
         self._recorder.status(engine.name, "lost")
         self.changed()
         if self._ending.called:  # nothing asks for tokens any more
@@ -111,6 +127,52 @@ class Instances:
             what_next += f", and it is started again (restart {engine.restarts + 1} of {self._config.rollout.restarts})"
         self._recorder.note(f"Engine {engine.name} was lost ({error}); {what_next}.")
         self._ending.start(self._restart(engine, error), f"restart {engine.name}")
+
+    async def follow(self, rollout: Sequence[protocols.PlannedBucket]) -> None:
+        """Makes the engines those of a plan: what it has no use for ends, and what it has more of is started.
+
+        Requests of engines that end go on elsewhere, or wait for those that are started. Engines that have died for
+        good are replaced, if the plan has use for their degree. Only where all are `settled`.
+        """
+        wanted = {bucket.tensor_parallel: bucket.count for bucket in rollout}
+        kept: collections.Counter[int] = collections.Counter()
+        retired = []
+        for engine in self.engines.values():
+            degree = engine.info.tensor_parallel if engine.state == "serving" and engine.info is not None else 0
+            if kept[degree] < wanted.get(degree, 0):
+                kept[degree] += 1
+            else:
+                retired.append(engine)
+        for engine in retired:
+            self._retire(engine)
+        self.replanned(rollout)
+        await failure.together(*(self._stop(engine) for engine in retired))
+        added = [self._add(degree) for degree, count in wanted.items() for _ in range(count - kept[degree])]
+        await failure.together(*(self._start_and_load(engine) for engine in added))
+
+    def _retire(self, engine: Engine) -> None:
+        engine.state = "retired"
+        self._take_out(engine)
+        del self.engines[engine.name]
+        self._recorder.status(engine.name, "ended by a plan")
+
+    def _add(self, degree: int) -> Engine:
+        assert self._make_spec is not None
+        spec = self._make_spec(self._made, degree, [engine.spec for engine in self.engines.values()])
+        self._made += 1
+        engine = self.engines[spec.name] = Engine(spec)
+        return engine
+
+    @staticmethod
+    def _take_out(engine: Engine) -> None:
+        """The engine's present life is over."""
+        engine.life += 1
+        engine.proxy, engine.paused, engine.policy_version = None, False, protocols.NO_VERSION
+
+    async def _start_and_load(self, engine: Engine) -> None:
+        await self._start(engine)
+        if engine.state == "loaded" and self.load_weights is not None:
+            await self.load_weights(engine)
 
     async def _start(self, engine: Engine) -> None:
         engine.state = "starting"
@@ -147,9 +209,7 @@ class Instances:
                 )
             return
         engine.restarts += 1
-        await self._start(engine)
-        if engine.state == "loaded" and self.load_weights is not None:
-            await self.load_weights(engine)
+        await self._start_and_load(engine)
 
     async def _stop(self, engine: Engine) -> None:
         try:

@@ -46,6 +46,7 @@ class StepReport:
       replaced: groups replaced since the step before, by reason.
       replaced_tokens: tokens generated in them.
       evaluation: what the evaluation after the step reported, if there was one.
+      plan: what the planner had predicted, if there is one.
     """
 
     version: int
@@ -57,6 +58,7 @@ class StepReport:
     replaced: Mapping[str, int] = field(default_factory=dict)
     replaced_tokens: int = 0
     evaluation: Mapping[str, float] = field(default_factory=dict)
+    plan: Mapping[str, float] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
         """The step's scalars. `policy_version` is the version that the step made, and that was evaluated after it."""
@@ -90,6 +92,7 @@ class StepReport:
             **{f"groups/replaced_{reason}": count for reason, count in self.replaced.items()},
             "tokens/replaced": self.replaced_tokens,
             **{f"agent/{name}": value for name, value in mean_metrics(trajectories).items()},
+            **self.plan,
             **self.evaluation,
         }
 

@@ -22,6 +22,7 @@ class Route:
       came_from: the one before that; empty before the second.
       asked_at: tokens generated at its first tool return; None before.
       level: bucket of the first instance decided on after that return; None before.
+      plan: number of the plan that had the bucket.
       moves: times that another instance went on with it.
       moving: the instance asked last is another than the one that served it before; None if it is the first.
     """
@@ -30,6 +31,7 @@ class Route:
     came_from: str = ""
     asked_at: int | None = None
     level: int | None = None
+    plan: int = 0
     moves: int = 0
     moving: bool | None = None
 
@@ -100,12 +102,18 @@ class Routing:
         # All degrees of the layout: with an instance lost or late, there are still as many buckets to be right about.
         self._levels = buckets.Levels(config.scheduler.max_remaining_tokens, config.rollout.tensor_parallel)
         self._degrees: dict[str, int] = {}
+        self._plans = 0
         self.counts = RoutingCounts()
 
     def instances(self, serving: Sequence[protocols.Instance]) -> None:
         """The instances that requests may be placed on now."""
         self._levels.learn(serving)
         self._degrees.update((instance.name, instance.tensor_parallel) for instance in serving)
+
+    def replan(self, rollout: Sequence[protocols.PlannedBucket]) -> None:
+        """What is right goes by these buckets from now on; decisions made before are judged by no bucket."""
+        self._levels = buckets.Levels.planned(rollout)
+        self._plans += 1
 
     def returned(self, route: Route, generated: int) -> None:
         """A tool has returned; its decision follows."""
@@ -115,7 +123,7 @@ class Routing:
     def decided(self, route: Route, instance: str) -> None:
         """The scheduler has placed the request."""
         if route.asked_at is not None and route.level is None:
-            route.level = self._levels.of_degree(self._degrees[instance])
+            route.level, route.plan = self._levels.of_degree(self._degrees[instance]), self._plans
 
     def served(self, route: Route, instance: str, context_tokens: int) -> None:
         """A stream begins."""
@@ -133,7 +141,7 @@ class Routing:
 
     def finished(self, route: Route, generated: int) -> None:
         """The attempt has come to its own end, with so many tokens generated."""
-        if route.level is not None and route.asked_at is not None:
+        if route.level is not None and route.asked_at is not None and route.plan == self._plans:
             self.counts.judged += 1
             self.counts.right += route.level == self._levels.of_length(generated - route.asked_at)
 

@@ -26,6 +26,7 @@ from libra_jax.coordinator import (
     groups,
     instances,
     publication,
+    replanning,
     reports,
     saving,
     signals,
@@ -76,6 +77,8 @@ class Coordinator:
       reward: replaces the environments' own rewards; None leaves them.
       export: where the trained parameters are written at the end as a Hugging Face directory; None is nowhere.
       make_trajectory: an empty trajectory (the simulator's hold no token lists).
+      planner: decides who trains and who rolls out; None leaves everything as it is.
+      make_engine: makes the engines that a plan adds; needed with a planner.
     """
 
     def __init__(
@@ -95,6 +98,8 @@ class Coordinator:
         reward: agent_loop.RewardFunction | None = None,
         export: Path | None = None,
         make_trajectory: attempts.MakeTrajectory = attempts.make_trajectory,
+        planner: replanning.Planner | None = None,
+        make_engine: instances.MakeSpec | None = None,
     ) -> None:
         self._config = config
         self._cluster = cluster
@@ -109,6 +114,8 @@ class Coordinator:
         self._reward = reward
         self._export = export
         self._make_trajectory = make_trajectory
+        self._planner = planner
+        self._make_engine = make_engine
         self._warm_start = warm_start.WarmStart(config, tasks=tasks, demonstrator=demonstrator, tokenizer=tokenizer)
         self._summary = RunSummary()
         self._ready = False  # workers are up, and a checkpoint has been restored if there was one
@@ -153,9 +160,12 @@ class Coordinator:
 
     async def _run(self, newest: int) -> None:
         try:
+            replanned = newest >= 0 and self._take_up_plan(newest)
             self._build(await self._ending.race(self._start_workers()))
             if newest >= 0:
                 await self._restore(newest)
+            if replanned and self._replanning is not None:
+                self._replanning.begin()
             self._ready = True
             await self._open()
             while self._step < self._config.steps:
@@ -164,6 +174,23 @@ class Coordinator:
         except failure.Stopped:
             await self._stop()
 
+    def _take_up_plan(self, step: int) -> bool:
+        """Takes up the plan in force at a checkpoint, with its instances; False if it is config's."""
+        if self._planner is None or self._make_engine is None:
+            return False
+        kept, before = checkpoints.Checkpoints(self._workdir, keep=1).load(step).get("planner"), self._planner.plan
+        if kept is None:
+            return False
+        self._planner.restore(kept)
+        if self._planner.plan == before:
+            return False
+        specs: list[protocols.ActorSpec] = []
+        for bucket in self._planner.plan.rollout:
+            for _ in range(bucket.count):
+                specs.append(self._make_engine(len(specs), bucket.tensor_parallel, specs))
+        self._engine_specs = specs
+        return True
+
     async def _start_workers(self) -> Any:
         self._engines = instances.Instances(
             self._config,
@@ -171,6 +198,7 @@ class Coordinator:
             specs=self._engine_specs,
             recorder=self._recorder,
             ending=self._ending,
+            make_spec=self._make_engine,
         )
         trainer, _ = await failure.together(self._start_trainer(), self._engines.start())
         return trainer
@@ -222,6 +250,18 @@ class Coordinator:
             saver=self._saver,
             recorder=recorder,
         )
+        self._replanning = None
+        if self._planner is not None:
+            self._replanning = replanning.Replanning(
+                config,
+                planner=self._planner,
+                engines=self._engines,
+                dispatcher=self._dispatcher,
+                trainer=trainer,
+                trainer_lock=self._trainer_lock,
+                recorder=recorder,
+                ending=ending,
+            )
 
     async def _restore(self, step: int) -> None:
         """Takes up a checkpoint. Groups that were in flight go on; they get tokens once weights are published."""
@@ -252,6 +292,7 @@ class Coordinator:
             "scheduler": dict(self._scheduler.snapshot()),
             "allocation": [{"name": item.name, "slots": item.slots} for item in self._engines.serving()],
             "groups": self._groups.state(),
+            "planner": None if self._planner is None else dict(self._planner.snapshot()),
         }
 
     async def _open(self) -> None:
@@ -333,6 +374,8 @@ class Coordinator:
         report.times.step = self._loop.time() - self._step_began
         report.times.rollout = self._groups.busy_seconds()
         report.times.checkpoint = self._saver.take_seconds()
+        if self._replanning is not None:
+            report.plan = self._replanning.after(self._step, report)
         metrics = report.metrics()
         for record in report.trace():
             self._recorder.trajectory(record)

@@ -20,9 +20,13 @@ RULES: Mapping[str | None, str | tuple[str, ...] | None] = {
     "norm": None,
     "batch": ("data", "fsdp"),
     "tokens": "context",
+    "residual": ("context", "tensor"),
     None: None,
 }
-"""Logical axis -> mesh axes, for parameters and activations."""
+"""Logical axis -> mesh axes, for parameters and activations.
+
+"residual" is the tokens of the residual stream: between a layer's matrix products nothing mixes tokens, so what a layer
+keeps for the backward pass is split over `tensor` too (sequence parallelism, Korthikanti et al., arXiv 2205.05198)."""
 
 
 def spec(axes: tuple[str | None, ...]) -> PartitionSpec:

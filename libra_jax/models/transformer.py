@@ -128,7 +128,7 @@ class DecoderLayer(nnx.Module):
     def __call__(self, x_BxTxD: jax.Array, cos: jax.Array, sin: jax.Array, attend: attention.Attend) -> jax.Array:
         x_BxTxD = x_BxTxD + self.self_attn(self.input_layernorm(x_BxTxD), cos, sin, attend)
         x_BxTxD = x_BxTxD + self.mlp(self.post_attention_layernorm(x_BxTxD))
-        return axes.constrain(x_BxTxD, ("batch", "tokens", None))
+        return axes.constrain(x_BxTxD, ("batch", "residual", None))
 
 
 class Table(nnx.Module):
@@ -168,7 +168,7 @@ class Transformer(nnx.Module):
         # Gathered over fsdp first: a lookup in a table split along D would leave the partitioner to replicate the rows.
         table_VxD = axes.constrain(self.embed_tokens.weight[...].astype(options.compute_dtype), ("vocab", None))
         x_BxTxD = table_VxD[axes.constrain(tokens_BxT, ("batch", "tokens"))]
-        x_BxTxD = axes.constrain(x_BxTxD, ("batch", "tokens", None))
+        x_BxTxD = axes.constrain(x_BxTxD, ("batch", "residual", None))
         x_BxTxD, _ = jax.lax.scan(_rematerialized(layer, options.remat), x_BxTxD, stacked)
         return self.norm(x_BxTxD)
 

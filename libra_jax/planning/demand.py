@@ -89,6 +89,15 @@ def of_trajectories(
     return Demand(**{name: np.ascontiguousarray(column) for name, column in zip(FIELDS, table.T, strict=True)})
 
 
+def contexts(prompts: Sequence[int], turns: Sequence[Sequence[protocols.Turn]]) -> list[int]:
+    """Tokens of each trajectory's whole context at its end: what its last tool returns is never shown."""
+    return [
+        prompt + sum(max(1, turn.generated_tokens) + turn.payload_tokens for turn in one) - one[-1].payload_tokens
+        for prompt, one in zip(prompts, turns, strict=True)
+        if one
+    ]
+
+
 def _row(prompt: int, turns: Sequence[protocols.Turn]) -> tuple[float, ...]:
     tokens = context = new = cached = pairs = tools = 0.0
     held, fresh = 0, prompt

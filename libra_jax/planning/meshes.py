@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.planning import costs, rows
 from libra_jax.planning.demand import Values
@@ -54,6 +55,17 @@ class Trainer:
     remat: str = "full"
     logits_chunk: int = 1024
     scored_again: bool = False
+
+    @classmethod
+    def of_run(cls, run: configuration.RunConfig) -> Trainer:
+        """A run's trainer."""
+        return cls(
+            lengths=(run.trainer.row_tokens, *run.trainer.row_buckets),
+            packed=run.trainer.pack,
+            remat=run.model.remat,
+            logits_chunk=run.model.logits_chunk,
+            scored_again=run.algorithm.objective == "decoupled",
+        )
 
 
 @dataclass(frozen=True)
@@ -113,9 +125,7 @@ class Training:
         """Of each device, however many replicas there are."""
         shape, trainer, row = self._model.shape, self._trainer, self._trainer.lengths[-1]
         state = MASTER_BYTES * self._model.parameters / (fsdp * tensor)
-        layer = LAYER_ACTIVATIONS[trainer.remat] * row * shape.hidden_size
-        # Only a layer's input is held whole by every device of a tensor group.
-        activations = shape.num_layers * (layer if trainer.remat == "full" else layer / tensor)
+        activations = shape.num_layers * LAYER_ACTIVATIONS[trainer.remat] * row * shape.hidden_size / tensor
         working = LAYER_ACTIVATIONS["none"] * row * shape.hidden_size / tensor
         logits = 2 * 4 * min(trainer.logits_chunk, row) * shape.vocab_size / tensor
         gathered = 2 * costs.BYTES_PER_VALUE * self._model.parameters / (shape.num_layers * tensor)
@@ -130,6 +140,10 @@ class Training:
             total += float(np.maximum(slowest, hidden).sum()) + len(slowest) * exposed
         rate = self._model.sheet.memory_bytes_per_second * self._model.coefficients.memory_share
         return total + UPDATE_BYTES * self._model.parameters / (fsdp * tensor * rate)
+
+    def mesh(self, data: int, fsdp: int, tensor: int) -> Mesh:
+        """The mesh of these sizes, whether it fits or not."""
+        return Mesh(data, fsdp, tensor, self.seconds(data, fsdp, tensor), self.memory_bytes(fsdp, tensor))
 
     def front(self, most: int) -> tuple[Mesh, ...]:
         """Meshes over at most `most` devices, fewest first, each faster than all with fewer.
@@ -155,7 +169,7 @@ class Training:
                     continue
                 enough = -(-max(map(len, self._rows.values())) // fsdp)  # more replicas have nothing to do
                 for data in range(1, min(enough, most // (fsdp * tensor)) + 1):
-                    yield Mesh(data, fsdp, tensor, self.seconds(data, fsdp, tensor), memory)
+                    yield self.mesh(data, fsdp, tensor)
 
     def _tensor_degrees(self) -> list[int]:
         """Those that stay inside a node and divide heads and feed-forward columns."""

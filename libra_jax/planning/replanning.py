@@ -9,11 +9,15 @@ line in the log, whichever way it went.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 Plan = TypeVar("Plan", bound=Hashable)
+
+WAITED = 0.15
+"""Share of its time that the trainer waited for batches, above which steps were as long as rollout makes them."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,27 @@ class Signs:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """What a training step took, as the coordinator saw it.
+
+    Attributes:
+      step: seconds, from the end of the step before, without an evaluation.
+      train: of them, the training step and the publication of its weights.
+      wait: of them, the trainer waited for its batch.
+      waiting: requests that waited for a slot, mean over the step.
+      slots: of all instances.
+      lost: instances lost since the step before.
+    """
+
+    step: float
+    train: float
+    wait: float
+    waiting: float = 0.0
+    slots: int = 1
+    lost: int = 0
+
+
+@dataclass(frozen=True)
 class Decision(Generic[Plan]):
     """One look.
 
@@ -86,6 +111,10 @@ class Decision(Generic[Plan]):
     def gain(self) -> float:
         """Relative gain of a step."""
         return 1.0 - self.best_seconds / self.present_seconds
+
+    def record(self) -> dict[str, Any]:
+        """For `plans.jsonl`."""
+        return {**dataclasses.asdict(self), "gain": self.gain}
 
     def line(self) -> str:
         """For the log."""

@@ -10,6 +10,8 @@ Devices that are left over go to the stage that they make faster.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import itertools
 import math
 import time
@@ -27,21 +29,6 @@ PARTS_A_DEVICE = 2
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """The instances of one tensor-parallel degree.
-
-    Attributes:
-      tensor_parallel: their degree.
-      count: how many.
-      max_remaining_tokens: the longest request that they serve; the widest serve whatever is longer too.
-    """
-
-    tensor_parallel: int
-    count: int
-    max_remaining_tokens: int
-
-
-@dataclass(frozen=True)
 class Split:
     """One way to split the devices, as good as it gets.
 
@@ -53,9 +40,14 @@ class Split:
     """
 
     train: meshes.Mesh
-    rollout: tuple[Bucket, ...]
+    rollout: tuple[protocols.PlannedBucket, ...]
     rollout_seconds: float
     step_seconds: float
+
+    @property
+    def plan(self) -> protocols.Plan:
+        """What it says to do."""
+        return protocols.Plan(self.train.data, self.train.fsdp, self.train.tensor, self.rollout)
 
     @property
     def train_seconds(self) -> float:
@@ -63,14 +55,9 @@ class Split:
         return self.train.seconds
 
     @property
-    def rollout_devices(self) -> int:
-        """Devices of all instances."""
-        return sum(bucket.tensor_parallel * bucket.count for bucket in self.rollout)
-
-    @property
     def devices(self) -> int:
         """Devices in use."""
-        return self.train.devices + self.rollout_devices
+        return self.plan.train_devices + self.plan.rollout_devices
 
 
 class Search:
@@ -81,16 +68,25 @@ class Search:
       training: what meshes take.
       most: devices, at most, that will be asked about.
       staleness: eta.
+      mesh: (data, fsdp, tensor) of the only mesh there is; None leaves it to the search.
 
     Raises:
       ConfigError: the model fits on no mesh of so many devices, or a request on no instance; the message says what is
         short.
     """
 
-    def __init__(self, rollout: serving.Serving, training: meshes.Training, most: int, *, staleness: int) -> None:
+    def __init__(
+        self,
+        rollout: serving.Serving,
+        training: meshes.Training,
+        most: int,
+        *,
+        staleness: int,
+        mesh: tuple[int, int, int] | None = None,
+    ) -> None:
         self.demand: Demand = rollout.demand
         self._staleness = staleness
-        self._front = training.front(most)
+        self._front = training.front(most) if mesh is None else (training.mesh(*mesh),)
         edges = self.demand.edges(max(PARTS, PARTS_A_DEVICE * most))
         self._partitions = partition.Partitions(rollout.seconds, edges, rollout.degrees)
         if math.isinf(self._partitions.least_seconds):
@@ -98,6 +94,12 @@ class Search:
                 f"no instance holds a context of {int(self.demand.peak.max())} tokens beside the weights, not even one "
                 f"of tensor-parallel degree {max(rollout.degrees)}; lower rollout.max_context or take wider instances"
             )
+
+    def weighed(self, ratio: float) -> Search:
+        """The same search where training takes `ratio` times as long beside rollout as its costs say."""
+        other = copy.copy(self)
+        other._front = tuple(dataclasses.replace(mesh, seconds=ratio * mesh.seconds) for mesh in self._front)
+        return other
 
     def best(self, devices: int) -> Split:
         """The split of so many devices with the shortest step.
@@ -113,6 +115,23 @@ class Search:
             served = self._partitions.fastest(devices - mesh.devices) if mesh.devices < devices else None
             if served is not None:
                 yield self._split(mesh, served)
+
+    def rollout_seconds(self, rollout: Sequence[protocols.PlannedBucket]) -> float:
+        """Of a training step's requests on these instances, shared out as suits them; infinite if some fit none."""
+        served = self._partitions.over(_degrees(rollout))
+        return math.inf if served is None else served.seconds
+
+    def ranges(self, rollout: Sequence[protocols.PlannedBucket]) -> tuple[protocols.PlannedBucket, ...]:
+        """The same instances with the ranges of lengths by which their slowest is fastest."""
+        served = self._partitions.over(_degrees(rollout))
+        if served is None:
+            return tuple(rollout)
+        drawn = {bucket.tensor_parallel: bucket.max_remaining_tokens for bucket in self._buckets(served)}
+        bounds, least = [], 1  # instances without work are the narrowest
+        for bucket in rollout:
+            least = max(least, drawn.get(bucket.tensor_parallel, least))
+            bounds.append(dataclasses.replace(bucket, max_remaining_tokens=least))
+        return tuple(bounds)
 
     def _together(self, devices: int) -> Split:
         found = partition.shortest(
@@ -162,14 +181,19 @@ class Search:
         times = mesh.seconds, served.seconds
         return Split(mesh, self._buckets(served), served.seconds, max(times) if self._staleness else sum(times))
 
-    def _buckets(self, served: partition.Partition) -> tuple[Bucket, ...]:
+    def _buckets(self, served: partition.Partition) -> tuple[protocols.PlannedBucket, ...]:
         """The runs by degree, the narrowest first; each degree's longest request bounds its bucket."""
         buckets = []
         for degree, runs in itertools.groupby(reversed(served.runs), key=lambda run: run.degree):
             mine = list(runs)
             longest = math.ceil(self.demand.tokens[mine[-1].first])
-            buckets.append(Bucket(degree, len(mine), longest))
+            buckets.append(protocols.PlannedBucket(degree, len(mine), longest))
         return tuple(buckets)
+
+
+def _degrees(rollout: Sequence[protocols.PlannedBucket]) -> list[int]:
+    """The degree of each instance."""
+    return [bucket.tensor_parallel for bucket in rollout for _ in range(bucket.count)]
 
 
 def timed(search: Search, devices: int) -> tuple[Split, float]:
@@ -189,5 +213,5 @@ def compared(best: Split, splits: Sequence[Split]) -> str:
     if second.train_seconds > second.rollout_seconds:
         reason = f"training alone takes {second.train_seconds:.1f} s on {second.train.devices} devices"
     else:
-        reason = f"rollout takes {second.rollout_seconds:.1f} s on the {second.rollout_devices} devices left"
+        reason = f"rollout takes {second.rollout_seconds:.1f} s on the {second.plan.rollout_devices} devices left"
     return f"{second.train.devices} training devices would make the step {100 * more:.1f}% longer: {reason}"

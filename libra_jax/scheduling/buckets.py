@@ -45,6 +45,13 @@ class Levels:
         if self.degrees:
             check(self.bounds, self.degrees)
 
+    @classmethod
+    def planned(cls, buckets: Sequence[protocols.PlannedBucket]) -> Levels:
+        """The levels of a plan, the narrowest bucket first."""
+        return cls(
+            [bucket.max_remaining_tokens for bucket in buckets[:-1]], [bucket.tensor_parallel for bucket in buckets]
+        )
+
     @property
     def count(self) -> int:
         """Buckets, at least one."""

@@ -105,6 +105,8 @@ class Cmlfq(slots.SlotScheduler):
       degrees: tensor-parallel degrees of the layout, if known.
     """
 
+    by_length = True
+
     def __init__(
         self, config: configuration.SchedulerConfig, costs: cost_model.Costs, *, degrees: Sequence[int] = ()
     ) -> None:

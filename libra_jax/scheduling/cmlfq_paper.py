@@ -27,6 +27,8 @@ KNOWN_SAMPLES = 10
 class CmlfqPaper(slots.SlotScheduler):
     """The published rule and nothing else."""
 
+    by_length = True
+
     def __init__(self, config: configuration.SchedulerConfig, *, degrees: Sequence[int] = ()) -> None:
         super().__init__(config, bounds=config.max_remaining_tokens, degrees=degrees)
         limits = config.window, config.tree_nodes

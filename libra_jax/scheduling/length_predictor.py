@@ -24,6 +24,8 @@ class LengthPredictor(slots.SlotScheduler):
       degrees: tensor-parallel degrees of the layout, if known.
     """
 
+    by_length = True
+
     def __init__(
         self,
         config: configuration.SchedulerConfig,

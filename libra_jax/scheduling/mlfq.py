@@ -19,9 +19,17 @@ from libra_jax.scheduling import slots, state
 class Mlfq(slots.SlotScheduler):
     """Levels by attained service; a level's quantum is `scheduler.quanta`, or else its bucket's bound."""
 
+    by_length = True
+
     def __init__(self, config: configuration.SchedulerConfig, *, degrees: Sequence[int] = ()) -> None:
         super().__init__(config, bounds=config.max_remaining_tokens, degrees=degrees)
         self._quanta = config.quanta or config.max_remaining_tokens
+
+    def on_plan(self, planned: Sequence[protocols.PlannedBucket], now: float) -> list[protocols.Placement]:
+        placements = super().on_plan(planned, now)
+        if not self.config.quanta:
+            self._quanta = self.levels.bounds
+        return placements
 
     def route(self, request: state.Request, now: float) -> int:
         request.remaining = float(request.generated_tokens)
@@ -53,7 +61,7 @@ class Mlfq(slots.SlotScheduler):
     def _used_up(self, request: state.Request, generated_tokens: int) -> bool:
         """Whether it has generated its level's quantum since it came there (`request.mark`)."""
         level = request.level
-        return level < len(self.buckets) - 1 and generated_tokens - request.mark >= self._quanta[level]
+        return level < len(self.buckets) - 1 and generated_tokens - request.mark >= self._quanta[min(level, len(self._quanta) - 1)]
 
     @staticmethod
     def _demote(request: state.Request, generated_tokens: int) -> None:

@@ -28,7 +28,12 @@ class SlotScheduler:
       bounds: bounds of the buckets; empty makes one bucket of all instances.
       order: the ordering that "auto" stands for.
       degrees: tensor-parallel degrees of the layout, if known.
+
+    Attributes:
+      by_length: the policy tells requests apart by the tokens they have to generate; others have one bucket always.
     """
+
+    by_length: bool = False
 
     def __init__(
         self,
@@ -130,6 +135,14 @@ class SlotScheduler:
             self._enqueue(request, self.route(request, now))
         self._ages = deque(sorted((item.since, item.ticket, item) for item in [*displaced, *waiting]))
         return self._place(now)
+
+    def on_plan(self, planned: Sequence[protocols.PlannedBucket], now: float) -> list[protocols.Placement]:
+        if not self.by_length:
+            return []
+        self.levels = buckets.Levels.planned(planned)
+        for request in self.requests.values():
+            request.level = min(request.level, self.levels.count - 1)
+        return self.on_instance_change([server.instance for server in self.servers.values()], now)
 
     def on_arrival(self, request: protocols.RequestInfo, now: float) -> list[protocols.Placement]:
         group = state.Group() if request.group_id == protocols.EVALUATION_GROUP else self._groups.get(request.group_id)

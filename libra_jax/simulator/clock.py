@@ -7,14 +7,18 @@ computes, and repeats exactly.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import heapq
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 CANCELLED = 100
 """Cancelled timers that may stay in the heap besides as many as there are live ones."""
+
+MOMENT = 1e-9
+"""Seconds within which timers count as due together."""
 
 
 class Clock(asyncio.SelectorEventLoop):
@@ -32,32 +36,40 @@ class Clock(asyncio.SelectorEventLoop):
         self.now = 0.0
         self.longest = self.longest if longest is None else longest
         self._failed = False
-        self._clock_resolution = 1e-9
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []  # those of one time as they were asked for
+        self._asked = 0
         self._poll = self._selector.select  # type: ignore[attr-defined]
 
     def time(self) -> float:
         return self.now
 
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.TimerHandle:
+        """asyncio's own, with a heap that compares numbers instead of handles."""
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        timer._scheduled = True  # type: ignore[attr-defined]
+        self._asked += 1
+        heapq.heappush(self._timers, (when, self._asked, timer))
+        return timer
+
     def _run_once(self) -> None:
         """Passes of the loop, until time has to go on: asyncio's own without slow-callback checks and idle polls."""
-        timers, ready = self._scheduled, self._ready  # type: ignore[attr-defined]
+        timers, ready = self._timers, self._ready  # type: ignore[attr-defined]
         while True:
             if self._timer_cancelled_count > max(CANCELLED, len(timers) // 2):  # type: ignore[has-type]
-                for timer in timers:
-                    timer._scheduled = not timer._cancelled
-                timers[:] = [timer for timer in timers if not timer._cancelled]
+                timers[:] = [entry for entry in timers if not entry[2]._cancelled]
                 heapq.heapify(timers)
                 self._timer_cancelled_count = 0
-            while timers and timers[0]._cancelled:
-                heapq.heappop(timers)._scheduled = False
+            while timers and timers[0][2]._cancelled:
+                heapq.heappop(timers)
                 self._timer_cancelled_count -= 1
-            if not ready:
-                until = max(0.0, timers[0]._when - self.now) if timers else None
-                self._process_events(self._advance(0 if self._stopping else until))  # type: ignore[attr-defined]
-            due = self.now + self._clock_resolution
-            while timers and timers[0]._when < due:
-                timer = heapq.heappop(timers)
-                timer._scheduled = False
+            if not ready and not self._stopping:  # type: ignore[attr-defined]
+                self._advance(timers[0][0] if timers else None)
+            due = self.now + MOMENT
+            while timers and timers[0][0] < due:
+                timer = heapq.heappop(timers)[2]
+                timer._scheduled = False  # type: ignore[attr-defined]
                 ready.append(timer)
             for _ in range(len(ready)):
                 handle = ready.popleft()
@@ -66,18 +78,19 @@ class Clock(asyncio.SelectorEventLoop):
             if not ready or self._stopping:  # type: ignore[attr-defined]
                 return
 
-    def _advance(self, timeout: float | None = None) -> list[Any]:
+    def _advance(self, when: float | None) -> None:
         """Jumps to the next timer where asyncio would have slept until it."""
-        if timeout == 0:  # there is work at this very instant
-            return []
+        if when is not None and when <= self.now:  # there is work at this very instant
+            return
         events: list[Any] = self._poll(0)
-        if not self._failed and not events and (timeout is None or self.now > self.longest):
+        if events:
+            self._process_events(events)  # type: ignore[attr-defined]
+            return
+        if not self._failed and (when is None or self.now > self.longest):
             self._failed = True  # what is left is only torn down
             raise AssertionError("deadlock: nothing is left that could end this")
-        if not events and timeout:
-            # To the timer itself: now + timeout may fall short of it by a rounding error.
-            self.now = max(self.now, self._scheduled[0].when())  # type: ignore[attr-defined]
-        return events
+        if when is not None:
+            self.now = when
 
 
 def run(main: Coroutine[Any, Any, T], *, longest: float | None = None) -> T:

@@ -20,9 +20,11 @@ Counters = records.Counters
 class Engine(batch.Batch):
     """A `protocols.RolloutEngine` on virtual time; made by `create`. Lives on one event loop."""
 
-    def __init__(self, name: str, *, max_context: int, **settings: Any) -> None:
+    def __init__(self, name: str, *, max_context: int, start_seconds: float = 0.0, **settings: Any) -> None:
         super().__init__(name, **settings)
         self._max_context = max_context
+        self._start_seconds = start_seconds
+        self._started = 0.0
         self._arrivals = 0
         self._standing: asyncio.Future[None] | None = None
         self._updating: int | None = None
@@ -32,7 +34,9 @@ class Engine(batch.Batch):
     async def start(self) -> protocols.EngineInfo:
         """Begins to serve."""
         self._loop = asyncio.get_running_loop()
-        self._alive = True
+        if self._start_seconds:
+            await asyncio.sleep(self._start_seconds)
+        self._alive, self._started = True, self._loop.time()
         return protocols.EngineInfo(self.name, self._degree, self._slots, self._max_context, (), self._capacity)
 
     def kill(self) -> None:
@@ -41,6 +45,7 @@ class Engine(batch.Batch):
             return
         self._settle_now(list(self._decoding))
         self._alive = False
+        self.counters.alive_seconds += self._loop.time() - self._started
         self._rest()
         for request in [*self._waiting, *self._running()]:
             request.error = self._gone()
@@ -206,6 +211,7 @@ def create(
     model: costs.Costs,
     counters: Counters | None = None,
     kv_tokens: int | None = None,
+    start_seconds: float = 0.0,
 ) -> Engine:
     """Makes a simulated engine.
 
@@ -218,6 +224,7 @@ def create(
       model: what steps, prefill and weights cost.
       counters: where it counts, so that counts outlive a restart.
       kv_tokens: tokens that its key-value cache holds; None asks the cost model.
+      start_seconds: until it serves.
 
     Raises:
       ConfigError: its memory does not hold one whole context beside the weights.
@@ -234,6 +241,7 @@ def create(
         degree=degree,
         slots=slots,
         max_context=max_context,
+        start_seconds=start_seconds,
         stream_interval=stream_interval,
         model=model,
         kv_tokens=capacity,

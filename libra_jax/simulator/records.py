@@ -21,6 +21,7 @@ class Counters:
       prefilled_again: of these, tokens whose keys and values some instance had computed before.
       preempted: requests that lost their place for want of cache.
       busy_seconds: spent in steps.
+      alive_seconds: from its starts to its ends.
     """
 
     generated: int = 0
@@ -28,6 +29,7 @@ class Counters:
     prefilled_again: int = 0
     preempted: int = 0
     busy_seconds: float = 0.0
+    alive_seconds: float = 0.0
 
 
 @dataclass(eq=False)

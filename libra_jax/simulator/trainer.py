@@ -1,13 +1,14 @@
-"""A simulated trainer: its steps and its snapshots take time; it remembers what it was given."""
+"""A simulated trainer: its steps, its snapshots and changes of its mesh take time; it remembers what it was given."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from libra_jax import protocols
-from libra_jax.planning import costs
+from libra_jax.planning import costs, meshes
 
 
 @dataclass
@@ -27,6 +28,33 @@ class TrainingLog:
     busy_seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class OnMesh:
+    """A trainer whose steps take what they take on its mesh (`planning.meshes`).
+
+    Attributes:
+      sizes: data, fsdp and tensor.
+      model: of the accelerators.
+      trainer: rows and memory.
+      resize_seconds: of a change of the mesh.
+    """
+
+    sizes: tuple[int, int, int]
+    model: costs.CostModel
+    trainer: meshes.Trainer
+    resize_seconds: float
+
+    @property
+    def devices(self) -> int:
+        """In the mesh."""
+        data, fsdp, tensor = self.sizes
+        return data * fsdp * tensor
+
+    def train_seconds(self, lengths: Sequence[int]) -> float:
+        """Of a step on sequences of these lengths."""
+        return meshes.Training(self.model, lengths, self.trainer).seconds(*self.sizes)
+
+
 class Trainer:
     """A `protocols.Trainer` on virtual time.
 
@@ -34,13 +62,23 @@ class Trainer:
       model: what training and publication cost.
       devices: accelerators that train.
       log: where it writes down what it is given.
+      mesh: their mesh; None shares the work out evenly.
     """
 
-    def __init__(self, model: costs.Costs, devices: int, log: TrainingLog) -> None:
+    def __init__(self, model: costs.Costs, devices: int, log: TrainingLog, mesh: OnMesh | None = None) -> None:
         self._model = model
         self._devices = devices
         self._log = log
+        self._mesh = mesh
         self._version = 0
+
+    async def resize(self, data: int, fsdp: int, tensor: int) -> None:
+        """Goes on on another mesh."""
+        if self._mesh is None:
+            raise protocols.ConfigError("config.simulation.train_mesh: a trainer without a mesh cannot change it")
+        await asyncio.sleep(self._mesh.resize_seconds)
+        self._mesh = dataclasses.replace(self._mesh, sizes=(data, fsdp, tensor))
+        self._devices = self._mesh.devices
 
     async def start(self) -> protocols.TrainerInfo:
         """Holds version 0."""
@@ -63,7 +101,10 @@ class Trainer:
         return {"loss": 0.0}
 
     async def _train(self, lengths: Sequence[int]) -> None:
-        seconds = self._model.train_seconds(lengths, self._devices)
+        if self._mesh is None:
+            seconds = self._model.train_seconds(lengths, self._devices)
+        else:
+            seconds = self._mesh.train_seconds(lengths)
         await asyncio.sleep(seconds)
         self._log.busy_seconds += seconds
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import math
 import pathlib
 import statistics
 import time
@@ -19,7 +20,7 @@ from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.coordinator import run as coordinator
 from libra_jax.models import config as model_config
-from libra_jax.planning import costs, hardware
+from libra_jax.planning import costs, hardware, meshes, planner
 from libra_jax.scheduling import registry
 from libra_jax.simulator import clock, engine, environment, scripts, trainer, trajectory
 
@@ -35,6 +36,7 @@ class SimulationConfig:
       hardware: name of an accelerator's sheet.
       model: preset whose shape the costs are computed from.
       train_devices: accelerators that train.
+      train_mesh: (data, fsdp, tensor) of those, by which a step's time is computed; empty shares its work out evenly.
       slots: requests that each instance decodes at once, in the order of `rollout.tensor_parallel`; empty: as
         `rollout` says.
       coefficients: shares of the sheet's peaks, and fixed times.
@@ -46,12 +48,18 @@ class SimulationConfig:
     hardware: str = "a800"
     model: str = "Qwen3-14B"
     train_devices: int = 24
+    train_mesh: tuple[int, ...] = ()
     slots: tuple[int, ...] = ()
     coefficients: costs.Coefficients = field(default_factory=costs.Coefficients)
     scheduler_costs: str = "exact"
     longest_seconds: float = 1e7
 
     def __post_init__(self) -> None:
+        configuration.check(
+            not self.train_mesh or (len(self.train_mesh) == 3 and math.prod(self.train_mesh) == self.train_devices),
+            "simulation.train_mesh",
+            f"{self.train_mesh} is no (data, fsdp, tensor) of simulation.train_devices = {self.train_devices}",
+        )
         configuration.check_choice(self.scheduler_costs, ("exact", "config"), "simulation.scheduler_costs")
 
     def cost_model(self) -> costs.CostModel:
@@ -104,6 +112,7 @@ class Result:
       lost_trajectories: attempts dispatched, and neither trained nor replaced.
       duplicated_trajectories: attempts trained more than once.
       steps: each step's metrics, as the coordinator reported them.
+      decisions: the planner's looks, likewise.
       notes: the coordinator's sentences.
       wall_seconds: real time that the simulation took.
     """
@@ -127,6 +136,7 @@ class Result:
     lost_trajectories: int
     duplicated_trajectories: int
     steps: tuple[Mapping[str, float], ...]
+    decisions: tuple[Mapping[str, Any], ...]
     notes: tuple[str, ...]
     wall_seconds: float
 
@@ -138,10 +148,11 @@ class Result:
 
 
 class StepRecorder:
-    """A `protocols.Recorder` that keeps each step's metrics and the sentences, and nothing else."""
+    """A `protocols.Recorder` that keeps each step's metrics, the decisions and the sentences, and nothing else."""
 
     def __init__(self) -> None:
         self.steps: list[Mapping[str, float]] = []
+        self.decisions: list[Mapping[str, Any]] = []
         self.notes: list[str] = []
 
     def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -152,6 +163,9 @@ class StepRecorder:
 
     def trajectory(self, record: Mapping[str, Any]) -> None:
         """Kept by nobody."""
+
+    def decision(self, record: Mapping[str, Any]) -> None:
+        self.decisions.append(record)
 
     def status(self, worker: str, text: str) -> None:
         """Shown to nobody."""
@@ -218,7 +232,11 @@ def run(
     _check(config, simulation)
     model, parts, recorder = model or simulation.cost_model(), parts or Parts(), recorder or StepRecorder()
     book, log = trajectory.Book(workload), trainer.TrainingLog()
-    counters = [engine.Counters() for _ in config.rollout.tensor_parallel]
+    fleet = _Fleet(config, simulation, model)
+    specs = [fleet.spec(index, degree) for index, degree in enumerate(config.rollout.tensor_parallel)]
+    mesh, planned = _mesh(config, simulation, model), None
+    if config.planner.period:
+        planned = _planner(config, simulation, model)
     makers = parts.environment
     made = coordinator.Coordinator(
         config,
@@ -226,9 +244,9 @@ def run(
         trainer_spec=protocols.ActorSpec(
             "trainer",
             "libra_jax.simulator.trainer:Trainer",
-            {"model": model, "devices": simulation.train_devices, "log": log},
+            {"model": model, "devices": simulation.train_devices, "log": log, "mesh": mesh},
         ),
-        engine_specs=_engine_specs(config, simulation, model, counters),
+        engine_specs=specs,
         tasks=environment.NumberedTasks(),
         make_environment=lambda: makers(environment.ScriptedEnvironment(book)),
         demonstrator=None,
@@ -237,12 +255,14 @@ def run(
         recorder=recorder,
         workdir=pathlib.Path("simulated"),  # never written to: nothing is saved
         make_trajectory=book.make,
+        planner=planned,
+        make_engine=fleet.add,
     )
     began = time.perf_counter()
     with _seldom_collected():
         summary = clock.run(made.run(), longest=simulation.longest_seconds)
     wall = time.perf_counter() - began
-    return _result(config, summary, recorder, book, log, counters, wall)
+    return _result(config, summary, recorder, book, log, fleet, wall)
 
 
 @contextlib.contextmanager
@@ -274,30 +294,70 @@ def _check(config: configuration.RunConfig, simulation: SimulationConfig) -> Non
     )
 
 
-def _engine_specs(
-    config: configuration.RunConfig,
-    simulation: SimulationConfig,
-    model: costs.Costs,
-    counters: Sequence[engine.Counters],
-) -> list[protocols.ActorSpec]:
-    rollout = config.rollout
-    slots = simulation.slots or rollout.instance_slots
-    return [
-        protocols.ActorSpec(
-            f"engine-{index}",
-            "libra_jax.simulator.engine:create",
-            {
-                "name": f"engine-{index}",
-                "degree": degree,
-                "slots": slots[index],
-                "max_context": rollout.max_context,
-                "stream_interval": rollout.stream_interval,
-                "model": model,
-                "counters": counters[index],
-            },
+class _Fleet:
+    """All instances that a run has had, and what they counted."""
+
+    def __init__(self, config: configuration.RunConfig, simulation: SimulationConfig, model: costs.Costs) -> None:
+        self._config = config
+        self._model = model
+        self._slots = simulation.slots or config.rollout.instance_slots
+        self._by_degree = dict(zip(config.rollout.tensor_parallel, self._slots, strict=True))
+        self.counters: list[engine.Counters] = []
+        self.degrees: list[int] = []
+
+    def spec(self, number: int, degree: int, start_seconds: float = 0.0) -> protocols.ActorSpec:
+        """How one is made; its slots are those of config's instances, or of its degree."""
+        rollout, at_first = self._config.rollout, number < len(self._slots)
+        self.counters.append(engine.Counters())
+        self.degrees.append(degree)
+        arguments = {
+            "name": f"engine-{number}",
+            "degree": degree,
+            "slots": self._slots[number] if at_first else self._by_degree.get(degree, rollout.slots),
+            "max_context": rollout.max_context,
+            "stream_interval": rollout.stream_interval,
+            "model": self._model,
+            "counters": self.counters[-1],
+            "start_seconds": start_seconds,
+        }
+        return protocols.ActorSpec(f"engine-{number}", "libra_jax.simulator.engine:create", arguments)
+
+    def add(self, number: int, degree: int, others: Sequence[protocols.ActorSpec]) -> protocols.ActorSpec:
+        """One that a plan adds (`coordinator.instances.MakeSpec`)."""
+        return self.spec(number, degree, self._config.planner.start_seconds)
+
+    def busy_share(self, seconds: float) -> float:
+        """Share of the device-seconds in which instances ran steps."""
+        busy = sum(degree * count.busy_seconds for degree, count in zip(self.degrees, self.counters, strict=True))
+        if not self._config.planner.period:
+            return busy / (sum(self.degrees) * seconds)
+        return busy / sum(
+            degree * count.alive_seconds for degree, count in zip(self.degrees, self.counters, strict=True)
         )
-        for index, degree in enumerate(rollout.tensor_parallel)
-    ]
+
+
+def _mesh(config: configuration.RunConfig, simulation: SimulationConfig, model: costs.Costs) -> trainer.OnMesh | None:
+    if not simulation.train_mesh:
+        return None
+    configuration.check(
+        isinstance(model, costs.CostModel), "simulation.train_mesh", "needs costs computed from a hardware sheet"
+    )
+    assert isinstance(model, costs.CostModel)
+    data, fsdp, tensor = simulation.train_mesh
+    return trainer.OnMesh((data, fsdp, tensor), model, meshes.Trainer.of_run(config), config.planner.resize_seconds)
+
+
+def _planner(
+    config: configuration.RunConfig, simulation: SimulationConfig, model: costs.Costs
+) -> planner.GlobalPlanner:
+    configuration.check(
+        bool(simulation.train_mesh), "simulation.train_mesh", "is what a planner starts from: give (data, fsdp, tensor)"
+    )
+    assert isinstance(model, costs.CostModel)
+    data, fsdp, tensor = simulation.train_mesh
+    devices = simulation.train_devices + sum(config.rollout.tensor_parallel)
+    setting = planner.Setting.of_run(config, model, devices, slots=simulation.slots)
+    return planner.GlobalPlanner(config.planner, setting, planner.plan_of_run(config, (data, fsdp, tensor)))
 
 
 def _result(
@@ -306,7 +366,7 @@ def _result(
     recorder: StepRecorder,
     book: trajectory.Book,
     log: trainer.TrainingLog,
-    counters: Sequence[engine.Counters],
+    fleet: _Fleet,
     wall: float,
 ) -> Result:
     steps = recorder.steps
@@ -316,8 +376,7 @@ def _result(
     moved = int(sum(step["routing/moved_tokens"] for step in steps))
     judged = sum(step.get("routing/judged", 0.0) for step in steps)
     right = sum(step.get("routing/judged", 0.0) * step.get("routing/one_shot_accuracy", 0.0) for step in steps)
-    degrees = config.rollout.tensor_parallel
-    busy = sum(degree * count.busy_seconds for degree, count in zip(degrees, counters, strict=True))
+    counters = fleet.counters
     prefilled = sum(count.prefilled for count in counters)
     replaced = sum(summary.replaced.values()) * config.coordinator.group_size
     return Result(
@@ -325,7 +384,7 @@ def _result(
         tokens_per_second=generated / seconds,
         step_seconds=step_seconds,
         train_utilisation=log.busy_seconds / seconds,
-        rollout_utilisation=busy / (sum(degrees) * seconds),
+        rollout_utilisation=fleet.busy_share(seconds),
         generated_tokens=generated,
         moves=int(sum(step["routing/moves"] for step in steps)),
         moved_tokens=moved,
@@ -340,6 +399,7 @@ def _result(
         lost_trajectories=book.made - len(log.trained) - replaced,
         duplicated_trajectories=sum(count > 1 for count in log.trained.values()),
         steps=tuple(steps),
+        decisions=tuple(recorder.decisions),
         notes=tuple(recorder.notes),
         wall_seconds=wall,
     )

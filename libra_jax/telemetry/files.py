@@ -17,6 +17,9 @@ from typing import Any
 Warn = Callable[[str, str], None]
 """`warn(key, sentence)`: shows the sentence, once for each key."""
 
+PLANS_FILE = "plans.jsonl"
+"""The planner's decisions, one a line: what it looked at, what it found, and why it moved or not."""
+
 FLUSH_BYTES = 64 * 1024
 """Pending bytes that cause a flush between steps."""
 

@@ -13,6 +13,7 @@ class MemoryRecorder:
       steps: (step, scalars) of each call.
       spans: (track, name, start, end, arguments) of each call.
       trajectories: records, in order.
+      decisions: records, in order.
       statuses: (worker, text) of each call.
       notes: sentences, in order.
     """
@@ -21,6 +22,7 @@ class MemoryRecorder:
         self.steps: list[tuple[int, dict[str, float]]] = []
         self.spans: list[tuple[str, str, float, float, dict[str, Any]]] = []
         self.trajectories: list[dict[str, Any]] = []
+        self.decisions: list[dict[str, Any]] = []
         self.statuses: list[tuple[str, str]] = []
         self.notes: list[str] = []
 
@@ -32,6 +34,9 @@ class MemoryRecorder:
 
     def trajectory(self, record: Mapping[str, Any]) -> None:
         self.trajectories.append(dict(record))
+
+    def decision(self, record: Mapping[str, Any]) -> None:
+        self.decisions.append(dict(record))
 
     def status(self, worker: str, text: str) -> None:
         self.statuses.append((worker, text))

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from libra_jax import config as config_lib
 from libra_jax.protocols import ConfigError
-from libra_jax.telemetry import console, live, metrics, timeline, trace
+from libra_jax.telemetry import console, files, live, metrics, timeline, trace
 
 FLUSH_SECONDS = 1.0
 """Longest time that a record waits in memory, as long as further records come in."""
@@ -62,6 +62,7 @@ class RunRecorder:
       clock: seconds now, on the clock of the spans.
       trace_file: takes trajectories.
       timeline_file: takes spans.
+      plans_file: takes the planner's decisions.
       metrics_sinks: take steps, in this order.
       watched: the console, or None.
     """
@@ -71,12 +72,14 @@ class RunRecorder:
         clock: Callable[[], float],
         trace_file: trace.TraceFile,
         timeline_file: timeline.TimelineFile,
+        plans_file: files.RecordFile,
         metrics_sinks: list[MetricsSink],
         watched: Console | None,
     ) -> None:
         self._clock = clock
         self._trace = trace_file
         self._timeline = timeline_file
+        self._plans = plans_file
         self._console = watched
         self._metrics_sinks = metrics_sinks + ([watched] if watched else [])
         self._flushed_at = clock()
@@ -103,6 +106,12 @@ class RunRecorder:
             self._trace.trajectory(record)
             self._flush_if_due()
 
+    def decision(self, record: Mapping[str, Any]) -> None:
+        """One line of `plans.jsonl`."""
+        if not self._closed:
+            self._plans.write(files.json_line(record))
+            self._flush_if_due()
+
     def status(self, worker: str, text: str) -> None:
         """What a worker is doing now, for the console."""
         if not self._closed and self._console is not None:
@@ -118,6 +127,7 @@ class RunRecorder:
         self._flushed_at = self._clock()
         self._trace.flush()
         self._timeline.flush()
+        self._plans.flush()
         for sink in self._metrics_sinks:
             sink.flush()
 
@@ -128,6 +138,7 @@ class RunRecorder:
         self._closed = True
         self._trace.close()
         self._timeline.close()
+        self._plans.close()
         for sink in self._metrics_sinks:
             sink.close()
 
@@ -159,7 +170,8 @@ def create(config: config_lib.RunConfig, workdir: Path, clock: Callable[[], floa
         sinks.append(metrics.WandbSink(config, workdir, warn))
     trace_file = trace.TraceFile(workdir, warn)
     timeline_file = timeline.TimelineFile(workdir, clock, warn)
+    plans_file = files.open_lines(workdir / files.PLANS_FILE, warn)
     if config.telemetry.console:
         make = live.LiveConsole if sys.stdout.isatty() else console.PlainConsole
         warn.console = make(config.name, config.steps, sys.stdout, clock, warn)
-    return RunRecorder(clock, trace_file, timeline_file, sinks, warn.console)
+    return RunRecorder(clock, trace_file, timeline_file, plans_file, sinks, warn.console)

@@ -50,7 +50,7 @@ def test_a_sweep_says_what_each_case_comes_to_and_which_has_no_plan():
     ("arguments", "fragments"),
     [
         (["--accelerators=1"], ["--accelerators: 1 cannot both train and roll out"]),
-        (["--accelerators=16"], ["the model trains on no mesh of 16 a800 devices", "GB"]),
+        (["--accelerators=4"], ["the model trains on no mesh of 4 a800 devices", "GB"]),
         (["--config.simulation.hardware=a900"], ["'a900' is not one of", "did you mean"]),
         (["--config.rollout.tensor_parallel=()"], ["rollout.tensor_parallel"]),
     ],

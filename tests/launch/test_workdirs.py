@@ -5,6 +5,7 @@ import json
 import pathlib
 from typing import Any
 
+import placement
 import pytest
 
 import wiring
@@ -32,14 +33,32 @@ def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_cores_go_to_the_instances_in_order_and_ones_that_are_not_there_are_refused_early(tmp_path):
     rollout = config.RolloutConfig(tensor_parallel=(1, 2), cores=(3, 0, 1))
-    specs = wiring.engine_specs(settings(rollout=rollout), model_config.load_preset("libra-tiny"), tmp_path)
+    shape = model_config.load_preset("libra-tiny")
+    specs = placement.Engines(settings(rollout=rollout), shape, tmp_path).specs()
     assert [spec.arguments["cpu_cores"] for spec in specs] == ["3", "0|1"]
-    unpinned = wiring.engine_specs(settings(), model_config.load_preset("libra-tiny"), tmp_path)
+    unpinned = placement.Engines(settings(), shape, tmp_path).specs()
     assert [spec.arguments["cpu_cores"] for spec in unpinned] == ["auto"]
     with pytest.raises(protocols.ConfigError, match=r"config\.rollout\.cores: has 2 entries for the 1 workers"):
         config.RolloutConfig(cores=(0, 1))
     with pytest.raises(protocols.ConfigError, match=r"config\.trainer\.cores: there is no core 4095"):
         wiring.validate(settings(trainer=config.TrainerConfig(cores=(4095,))), need_weights=False)
+
+
+def test_an_engine_that_a_plan_adds_gets_the_devices_that_the_others_leave(tmp_path):
+    rollout = config.RolloutConfig(tensor_parallel=(1, 2), cores=(3, 0, 1), slots_by_instance=(16, 48))
+    trainer = config.TrainerConfig(platform="cuda")
+    engines = placement.Engines(
+        settings(rollout=rollout, trainer=trainer), model_config.load_preset("libra-tiny"), tmp_path
+    )
+    narrow, wide = engines.specs()
+    assert (narrow.devices, wide.devices) == ((1,), (2, 3))
+    added = engines.add(2, 1, [narrow])
+    assert (added.name, added.devices, added.gpus) == ("rollout-2", (2,), 1)
+    assert added.environment["CUDA_VISIBLE_DEVICES"] == "2"
+    assert (added.arguments["cpu_cores"], added.arguments["rollout"]["slots"]) == ("0", 16)
+    assert engines.add(3, 2, [narrow]).arguments["rollout"]["slots"] == 48
+    with pytest.raises(protocols.LibraError, match="of degree 2, and 1 devices are free"):
+        engines.add(4, 2, [narrow, added])
 
 
 @pytest.mark.parametrize("steps", [5, 7, 100])

@@ -91,6 +91,12 @@ class SchedulerMachine(stateful.RuleBasedStateMachine):
             self.waiting[request] = self.now
         self.tell("on_instance_change", sorted(live, key=lambda item: item.name))
 
+    @stateful.rule(bounds=st.lists(st.integers(1, 2 * TOTAL), min_size=3, max_size=3), degrees=st.sampled_from([1, 3]))
+    def follow_plan(self, bounds: list[int], degrees: int) -> None:
+        """Buckets of other bounds, or one for all instances."""
+        pairs = zip((1, 2, 4)[:degrees], sorted(bounds), strict=False)
+        self.tell("on_plan", [protocols.PlannedBucket(degree, 1, bound) for degree, bound in pairs])
+
     @stateful.rule(group=st.integers(-1, 2), version=st.integers(0, 2))
     def arrive(self, group: int, version: int) -> None:
         name = f"request-{self.arrived}"
@@ -158,6 +164,24 @@ def test_slots_hold_and_no_one_starves(policy):
     machine = type(f"{policy}Machine", (SchedulerMachine,), {"policy": policy})
     settings = hypothesis.settings(deadline=None, max_examples=25, stateful_step_count=40)
     stateful.run_state_machine_as_test(machine, settings=settings)
+
+
+@pytest.mark.parametrize("policy", ["cmlfq", "cmlfq_paper", "oracle"])
+def test_after_a_plan_requests_go_by_its_buckets(policy):
+    """What has been learnt says 300 tokens: the narrow bucket's under the first bounds, the wide one's under a plan."""
+    scheduler = create(policy, (1_000,))
+    narrow, wide = protocols.Instance("narrow", 1, 4), protocols.Instance("wide", 4, 4)
+    scheduler.on_instance_change([narrow, wide], 0.0)
+    before = scheduler.levels.of_length(300)
+    scheduler.on_arrival(protocols.RequestInfo("decodes", "p", 0, 10), 0.0)
+    scheduler.on_plan([protocols.PlannedBucket(1, 1, 100), protocols.PlannedBucket(4, 1, 9_000)], 1.0)
+    assert (before, scheduler.levels.of_length(300)) == (0, 1)
+    assert len(scheduler.decoding) == 1, "who decodes keeps his place"
+    scheduler.on_instance_change([narrow], 2.0)
+    scheduler.on_plan([protocols.PlannedBucket(1, 1, 9_000)], 2.0)
+    assert scheduler.levels.count == 1
+    placed = scheduler.on_arrival(protocols.RequestInfo("later", "p", 0, 10), 3.0)
+    assert [placement.instance for placement in placed] == ["narrow"]
 
 
 def arrive_at(scheduler: protocols.Scheduler, count: int) -> list[str]:

@@ -1,0 +1,102 @@
+"""Which devices each worker has, and how the rollout engines are made: those of the config, and those a plan adds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from libra_jax import config as libra_config
+from libra_jax import protocols
+from libra_jax.models import config as model_config
+
+ENGINES = {"vllm": "libra_jax.rollout.vllm_engine:create", "fake": "libra_jax.rollout.fake_engine:create"}
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Which accelerators train and which roll out. On CPU every worker shares the machine's cores.
+
+    Attributes:
+      trainer: device ordinals of the trainer's mesh.
+      instances: device ordinals of each rollout instance, in the order of `rollout.tensor_parallel`.
+    """
+
+    trainer: tuple[int, ...]
+    instances: tuple[tuple[int, ...], ...]
+
+    @property
+    def total(self) -> int:
+        return len(self.trainer) + sum(len(devices) for devices in self.instances)
+
+
+def partition(config: libra_config.RunConfig) -> Partition:
+    """Trainer devices first, then the instances in order."""
+    edge = config.trainer.devices
+    instances = []
+    for degree in config.rollout.tensor_parallel:
+        instances.append(tuple(range(edge, edge + degree)))
+        edge += degree
+    return Partition(tuple(range(config.trainer.devices)), tuple(instances))
+
+
+class Engines:
+    """How a run's rollout engines are made.
+
+    Args:
+      config: the run's configuration.
+      shape: its model's.
+      workdir: its folder; each engine logs into a file there.
+    """
+
+    def __init__(self, config: libra_config.RunConfig, shape: model_config.TransformerConfig, workdir: Path) -> None:
+        self._config = config
+        self._model = model_config.to_hf(shape)
+        self._workdir = workdir.resolve()
+        self._partition = partition(config)
+        degrees, slots = config.rollout.tensor_parallel, config.rollout.instance_slots
+        self._slots = dict(zip(degrees, slots, strict=True))
+
+    def specs(self) -> list[protocols.ActorSpec]:
+        """One actor an instance of the config, each with its own slots and devices."""
+        slots = self._config.rollout.instance_slots
+        return [self._spec(number, devices, slots[number]) for number, devices in enumerate(self._partition.instances)]
+
+    def add(self, number: int, degree: int, others: Sequence[protocols.ActorSpec]) -> protocols.ActorSpec:
+        """One that a plan adds, on rollout devices that the others leave (`coordinator.instances.MakeSpec`).
+
+        Its slots are those of the config's first instance of its degree, or `rollout.slots`.
+        """
+        taken = {device for other in others for device in other.devices}
+        free = [device for devices in self._partition.instances for device in devices if device not in taken]
+        if len(free) < degree:
+            raise protocols.LibraError(
+                f"a plan asks for an instance of degree {degree}, and {len(free)} devices are free"
+            )
+        return self._spec(number, tuple(free[:degree]), self._slots.get(degree, self._config.rollout.slots))
+
+    def _spec(self, number: int, devices: tuple[int, ...], slots: int) -> protocols.ActorSpec:
+        config, name = self._config, f"rollout-{number}"
+        on_gpu = config.trainer.platform == "cuda"
+        rollout = {**libra_config.to_dict(config.rollout), "slots_by_instance": (), "slots": slots}
+        return protocols.ActorSpec(
+            name=name,
+            factory=ENGINES[config.rollout.engine],
+            arguments={
+                "name": name,
+                "model_config": self._model,
+                "rollout": rollout,
+                "tensor_parallel": len(devices),
+                "seed": config.seed + number,
+                "log_path": str(self._workdir / f"{name}.log"),
+                "cpu_cores": self._cores(devices),
+            },
+            gpus=len(devices) if on_gpu else 0,
+            environment={"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if on_gpu else {},
+            devices=devices,
+        )
+
+    def _cores(self, devices: tuple[int, ...]) -> str:
+        """An instance's cores as vLLM takes them (`vllm_launch.core_binding`)."""
+        cores, first = self._config.rollout.cores, self._config.trainer.devices
+        return "|".join(str(cores[device - first]) for device in devices) if cores else "auto"

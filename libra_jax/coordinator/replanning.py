@@ -1,0 +1,145 @@
+"""Plans in a run: the planner is asked after each training step, and what it decides is carried out in the background.
+
+Nothing is lost on the way: requests of instances that end go on elsewhere from their tokens, or wait for those that are
+started; the trainer goes on meanwhile, save while its own mesh changes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from libra_jax import config as configuration
+from libra_jax import protocols
+from libra_jax.coordinator import deadlines, dispatch, failure, instances, reports
+from libra_jax.planning import replanning
+
+
+class Planner(Protocol):
+    """Decides (`planning.planner.GlobalPlanner`)."""
+
+    @property
+    def plan(self) -> protocols.Plan:
+        """The plan in force."""
+        ...
+
+    def after(
+        self, step: int, measured: replanning.Measured, trained: Sequence[protocols.Trajectory]
+    ) -> tuple[replanning.Decision[protocols.Plan] | None, dict[str, float]]:
+        """The decision after a training step, if there was a look, and its metrics; `plan` is what to do now."""
+        ...
+
+    def snapshot(self) -> Mapping[str, Any]:
+        """What to keep across a restart; JSON-able."""
+        ...
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None: ...
+
+
+class Replanning:
+    """Asks the planner and does what it says. Made inside the event loop it serves.
+
+    Args:
+      config: the run's configuration (`deadlines`).
+      planner: decides.
+      engines: the rollout instances.
+      dispatcher: serves their requests.
+      trainer: the trainer's proxy.
+      trainer_lock: held while the trainer is asked for anything.
+      recorder: gets each decision, and a span for each move.
+      ending: ends with a move under way.
+    """
+
+    def __init__(
+        self,
+        config: configuration.RunConfig,
+        *,
+        planner: Planner,
+        engines: instances.Instances,
+        dispatcher: dispatch.Dispatcher,
+        trainer: Any,
+        trainer_lock: asyncio.Lock,
+        recorder: protocols.Recorder,
+        ending: failure.Ending,
+    ) -> None:
+        self._limits = config.deadlines
+        self._planner = planner
+        self._engines = engines
+        self._dispatcher = dispatcher
+        self._trainer = trainer
+        self._lock = trainer_lock
+        self._recorder = recorder
+        self._ending = ending
+        self._followed = planner.plan
+        self._move: asyncio.Task[None] | None = None
+        self._losses = 0
+
+    def begin(self) -> None:
+        """The plan in force is a checkpoint's, whose instances have been started: requests go by its buckets."""
+        self._dispatcher.replan(self._planner.plan.rollout)
+
+    def after(self, step: int, report: reports.StepReport) -> Mapping[str, float]:
+        """Asks the planner, unless a move is still under way; returns the step's metrics of the plan."""
+        if self._moving():
+            return {}
+        times = report.times
+        step_seconds = times.step - report.evaluation.get("evaluation/seconds", 0.0)
+        lost, self._losses = self._engines.losses - self._losses, self._engines.losses
+        measured = replanning.Measured(
+            step=step_seconds,
+            train=times.train + times.sync,
+            wait=times.wait,
+            waiting=report.counts.waited_seconds / step_seconds if step_seconds > 0 else 0.0,
+            slots=sum(instance.slots for instance in self._engines.serving()),
+            lost=lost,
+        )
+        trained = [trajectory for group in report.groups for trajectory in group.trajectories]
+        decision, metrics = self._planner.after(step, measured, trained)
+        if decision is not None:
+            self._recorder.decision({"step": step, **decision.record()})
+            self._recorder.note(f"Plan, {decision.line()}.")
+        if self._planner.plan != self._followed:
+            self._follow(self._planner.plan)
+        return metrics
+
+    def _moving(self) -> bool:
+        return (self._move is not None and not self._move.done()) or not self._engines.settled
+
+    def _follow(self, plan: protocols.Plan) -> None:
+        before, self._followed = self._followed, plan
+        if _counts(plan) == _counts(before) and _mesh(plan) == _mesh(before):
+            self._dispatcher.replan(plan.rollout)
+            return
+        self._move = self._ending.start(self._carry_out(before, plan), "moving to a new plan")
+
+    async def _carry_out(self, before: protocols.Plan, plan: protocols.Plan) -> None:
+        begin = asyncio.get_running_loop().time()
+        grows = plan.train_devices > before.train_devices
+        if not grows:  # who gives devices goes first
+            await self._resize(before, plan)
+        if _counts(plan) == _counts(before):
+            self._dispatcher.replan(plan.rollout)
+        else:
+            await self._engines.follow(plan.rollout)
+        if grows:
+            await self._resize(before, plan)
+        end = asyncio.get_running_loop().time()
+        self._recorder.span("coordinator", "move to a new plan", begin, end, dataclasses.asdict(plan))
+
+    async def _resize(self, before: protocols.Plan, plan: protocols.Plan) -> None:
+        if _mesh(plan) == _mesh(before):
+            return
+        async with self._lock:
+            work = self._trainer.resize(*_mesh(plan))
+            seconds = self._limits.trainer_start
+            await deadlines.within(seconds, work, "The trainer, asked to change its mesh,", "trainer_start")
+
+
+def _counts(plan: protocols.Plan) -> dict[int, int]:
+    return {bucket.tensor_parallel: bucket.count for bucket in plan.rollout}
+
+
+def _mesh(plan: protocols.Plan) -> tuple[int, int, int]:
+    return plan.data, plan.fsdp, plan.tensor

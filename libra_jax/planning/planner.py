@@ -1,0 +1,326 @@
+"""The global planner of a run: plans from the trajectories that it trains on, and follows them as they drift.
+
+After each training step it is shown what was trained and how long the stages took. Lengths of the last steps say what
+the next will ask for (`demand`); costs start from a hardware sheet, and each stage's level is corrected by what the
+last steps took over what the sheet says of them. `replanning` says when to look and whether to move; where the
+instances stay, their ranges of lengths are drawn anew at each look, which costs nothing.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from libra_jax import config as configuration
+from libra_jax import protocols
+from libra_jax.models import config as model_config
+from libra_jax.planning import costs, demand, meshes, replanning, search, serving
+
+LEVELS = 8
+"""Steps over which a stage's level is taken: at eta > 0 long steps and short ones take turns, so none tells alone."""
+
+
+LEAST_STEPS = 4
+"""Steps, beyond the staleness, before the first look: levels of fewer say little."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a plan is made for, apart from lengths.
+
+    Attributes:
+      model: what things cost.
+      trainer: of the training steps.
+      degrees: tensor-parallel degrees that instances may have.
+      slots: of an instance of each degree.
+      devices: to split.
+      requests: trajectories of a training step.
+      staleness: eta.
+      mesh: (data, fsdp, tensor) where the trainer cannot change; None leaves it to the plan.
+    """
+
+    model: costs.CostModel
+    trainer: meshes.Trainer
+    degrees: tuple[int, ...]
+    slots: tuple[int, ...]
+    devices: int
+    requests: int
+    staleness: int
+    mesh: tuple[int, int, int] | None = None
+
+    @classmethod
+    def of_run(
+        cls,
+        run: configuration.RunConfig,
+        model: costs.CostModel,
+        devices: int,
+        *,
+        slots: Sequence[int] = (),
+        mesh: tuple[int, int, int] | None = None,
+    ) -> Setting:
+        """The setting of a run.
+
+        Args:
+          run: its configuration.
+          model: what things cost there.
+          devices: that train and roll out.
+          slots: of its instances, in the order of `rollout.tensor_parallel`; empty: as `rollout` says.
+          mesh: the trainer's, if it has to stay.
+
+        Raises:
+          ConfigError: an instance has a degree that plans may not use.
+        """
+        most = model.sheet.devices_per_node
+        degrees = tuple(
+            degree for degree in sorted(run.planner.degrees) if degree <= most and _divides(model.shape, degree)
+        )
+        for degree in run.rollout.tensor_parallel:
+            if degree not in degrees:
+                raise protocols.ConfigError(
+                    f"config.planner.degrees: {run.planner.degrees} leave out {degree}, which rollout.tensor_parallel "
+                    "has and the model and a node allow; add it"
+                )
+        given = dict(zip(run.rollout.tensor_parallel, slots or run.rollout.instance_slots, strict=True))
+        return cls(
+            model,
+            meshes.Trainer.of_run(run),
+            degrees,
+            tuple(given.get(degree, run.rollout.slots) for degree in degrees),
+            devices,
+            run.coordinator.groups_per_step * run.coordinator.group_size,
+            run.coordinator.staleness,
+            mesh,
+        )
+
+
+def _divides(shape: model_config.TransformerConfig, degree: int) -> bool:
+    try:
+        model_config.check_tensor_parallel(shape, degree)
+    except protocols.ConfigError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of a training step under a plan."""
+
+    train: float
+    rollout: float
+    step: float
+
+
+class Work:
+    """The work of training steps like these trajectories, and what plans make of it.
+
+    Args:
+      setting: of the plans.
+      prompts: tokens of each trajectory's prompt.
+      turns: of each trajectory.
+
+    Raises:
+      DataError: there are no trajectories.
+      ConfigError: nothing holds the model or a context; the message says what is short.
+    """
+
+    def __init__(self, setting: Setting, prompts: Sequence[int], turns: Sequence[Sequence[protocols.Turn]]) -> None:
+        self._setting = setting
+        wanted = demand.of_trajectories(prompts, turns, requests=setting.requests)
+        contexts = demand.contexts(prompts, turns)
+        lengths = [contexts[index * len(contexts) // setting.requests] for index in range(setting.requests)]
+        self.training = meshes.Training(setting.model, lengths, setting.trainer)
+        rollout = serving.Serving(setting.model, wanted, setting.degrees, setting.slots, staleness=setting.staleness)
+        self.search = search.Search(
+            rollout, self.training, setting.devices, staleness=setting.staleness, mesh=setting.mesh
+        )
+
+    def best(self, levels: Mapping[str, float]) -> protocols.Plan:
+        """The plan with the shortest step, the stages at these levels."""
+        return self.search.weighed(levels["train"] / levels["rollout"]).best(self._setting.devices).plan
+
+    def predict(self, plan: protocols.Plan, levels: Mapping[str, float]) -> Prediction:
+        """Times of the stages, each at its level, and of the step; infinite where a context fits no instance."""
+        model = self._setting.model
+        degrees = [bucket.tensor_parallel for bucket in plan.rollout]
+        publication = model.gather_seconds(plan.train_devices) + max(map(model.load_seconds, degrees))
+        train = levels["train"] * (self.training.seconds(plan.data, plan.fsdp, plan.tensor) + publication)
+        rollout = levels["rollout"] * self.search.rollout_seconds(plan.rollout)
+        return Prediction(train, rollout, max(train, rollout) if self._setting.staleness else train + rollout)
+
+    def drawn_anew(self, plan: protocols.Plan) -> protocols.Plan:
+        """The same devices, their instances with the ranges of lengths that suit them best."""
+        return dataclasses.replace(plan, rollout=self.search.ranges(plan.rollout))
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """Seconds of a step as it was, and of its stages by the sheet."""
+
+    step: float
+    wait: float
+    train: float
+    bare_rollout: float
+    bare_train: float
+
+
+class GlobalPlanner:
+    """See the module.
+
+    Args:
+      config: when to look, and what moves cost.
+      setting: what plans are made for.
+      plan: the one in force at first.
+    """
+
+    def __init__(self, config: configuration.PlannerConfig, setting: Setting, plan: protocols.Plan) -> None:
+        self._config = config
+        self._setting = setting
+        self._seen: collections.deque[list[tuple[int, list[protocols.Turn]]]] = collections.deque(maxlen=config.window)
+        self._taken: collections.deque[_Taken] = collections.deque(maxlen=LEVELS)
+        self._levels: dict[str, float] = {}
+        self._steps = 0
+        self._work: Work | None = None
+        self._expected: Prediction | None = None
+        rules = replanning.Rules(
+            **{item.name: getattr(config, item.name) for item in dataclasses.fields(replanning.Rules)}
+        )
+        self._replanner: replanning.Replanner[protocols.Plan] = replanning.Replanner(
+            rules, plan, best=self._best, seconds=self._seconds, move=self._move_seconds
+        )
+
+    @property
+    def plan(self) -> protocols.Plan:
+        """The plan in force."""
+        return self._replanner.present
+
+    @property
+    def levels(self) -> dict[str, float]:
+        """By stage, how many times as long as the sheet says it takes here."""
+        return {"train": 1.0, "rollout": 1.0, **self._levels}
+
+    @property
+    def calibrated(self) -> bool:
+        """Both stages have been measured."""
+        return len(self._levels) == 2
+
+    def after(
+        self, step: int, measured: replanning.Measured, trained: Sequence[protocols.Trajectory]
+    ) -> tuple[replanning.Decision[protocols.Plan] | None, dict[str, float]]:
+        """What to do after a training step, and its metrics.
+
+        Args:
+          step: its number, from 1.
+          measured: what it took.
+          trained: what was trained on.
+
+        Returns:
+          The decision, if there was a look; `plan` has been updated. The metrics compare what was predicted for this
+          step, before it, with what it took.
+        """
+        metrics = self._metrics(measured)
+        self._steps += 1
+        if self._steps <= self._setting.staleness + 1:  # what finishes first is short, and engines were filling up
+            return None, {}
+        self._see(measured, trained)
+        assert self._work is not None
+        decision = None
+        if self._steps > self._setting.staleness + LEAST_STEPS:
+            now = self._work.predict(self.plan, self.levels)
+            signs = replanning.Signs(
+                now.train, now.rollout, waiting=measured.waiting, slots=measured.slots, lost=measured.lost
+            )
+            decision = self._replanner.after(step, signs)
+        if decision is not None and not self._config.shadow:
+            self._replanner.present = self._work.drawn_anew(self.plan)
+        self._expected = self._work.predict(self.plan, self.levels)
+        return decision, metrics
+
+    def _see(self, measured: replanning.Measured, trained: Sequence[protocols.Trajectory]) -> None:
+        """Takes in what was trained and what it took."""
+        self._seen.append([(item.prompt_tokens, list(item.turns)) for item in trained if item.turns])
+        shown = [one for step_seen in self._seen for one in step_seen]
+        self._work = Work(self._setting, [prompt for prompt, _ in shown], [turns for _, turns in shown])
+        self._learn_levels(measured)
+
+    def snapshot(self) -> dict[str, Any]:
+        """JSON-able: the plan in force and the levels; lengths are seen again."""
+        return {
+            "plan": dataclasses.asdict(self.plan),
+            "levels": self._levels,
+            "taken": [dataclasses.astuple(taken) for taken in self._taken],
+        }
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Takes a snapshot's state in place of its own."""
+        self._replanner.present = plan_of(snapshot["plan"])
+        self._levels = dict(snapshot["levels"])
+        self._taken.extend(_Taken(*taken) for taken in snapshot["taken"])
+
+    def _metrics(self, measured: replanning.Measured) -> dict[str, float]:
+        expected = self._expected
+        if expected is None:
+            return {}
+        metrics = {"plan/step_seconds": expected.step, "plan/train_seconds": expected.train}
+        metrics["plan/rollout_seconds"] = expected.rollout
+        metrics["plan/step_error"] = abs(expected.step / measured.step - 1.0) if measured.step > 0 else math.nan
+        return metrics
+
+    def _learn_levels(self, measured: replanning.Measured) -> None:
+        """What the step took, against what the sheet says of the very trajectories that it was."""
+        assert self._work is not None
+        bare = self._work.predict(self.plan, {"train": 1.0, "rollout": 1.0})
+        if not math.isfinite(bare.rollout):
+            return
+        self._taken.append(_Taken(measured.step, measured.wait, measured.train, bare.rollout, bare.train))
+        step, wait, train, bare_rollout, bare_train = map(sum, zip(*map(dataclasses.astuple, self._taken), strict=True))
+        if train > 0:
+            self._levels["train"] = train / bare_train
+        if wait > replanning.WAITED * step:  # else training hid rollout, and nothing is known of it
+            self._levels["rollout"] = (step if self._setting.staleness else wait) / bare_rollout
+
+    def _best(self) -> protocols.Plan:
+        assert self._work is not None
+        return self._work.best(self.levels)
+
+    def _seconds(self, plan: protocols.Plan) -> float:
+        assert self._work is not None
+        return self._work.predict(plan, self.levels).step
+
+    def _move_seconds(self, present: protocols.Plan, best: protocols.Plan) -> float:
+        """What a move takes from the steps: training stands still while its mesh changes, and new instances start."""
+        config = self._config
+        resized = (present.data, present.fsdp, present.tensor) != (best.data, best.fsdp, best.tensor)
+        before = {bucket.tensor_parallel: bucket.count for bucket in present.rollout}
+        new = sum(
+            bucket.tensor_parallel * max(0, bucket.count - before.get(bucket.tensor_parallel, 0))
+            for bucket in best.rollout
+        )
+        return config.resize_seconds * resized + config.start_seconds * new / best.rollout_devices
+
+
+def plan_of_run(run: configuration.RunConfig, mesh: tuple[int, int, int]) -> protocols.Plan:
+    """The plan that a run's configuration amounts to.
+
+    Args:
+      run: its configuration; buckets are drawn by `scheduler.max_remaining_tokens`.
+      mesh: (data, fsdp, tensor) of its trainer.
+    """
+    counts = collections.Counter(run.rollout.tensor_parallel)
+    bounds = [*run.scheduler.max_remaining_tokens, run.rollout.max_context]
+    if len(bounds) != len(counts):  # one bucket of all instances
+        bounds = [run.rollout.max_context] * len(counts)
+    rollout = [
+        protocols.PlannedBucket(degree, counts[degree], bound)
+        for degree, bound in zip(sorted(counts), bounds, strict=True)
+    ]
+    return protocols.Plan(*mesh, tuple(rollout))
+
+
+def plan_of(values: Mapping[str, Any]) -> protocols.Plan:
+    """The plan that `dataclasses.asdict` was given."""
+    rollout = tuple(protocols.PlannedBucket(**bucket) for bucket in values["rollout"])
+    return protocols.Plan(values["data"], values["fsdp"], values["tensor"], rollout)

@@ -1,0 +1,154 @@
+"""Plans in a run: instances end and begin by them, requests go on, and nothing is lost or trained twice."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import coordinator_doubles as doubles
+import pytest
+
+from libra_jax import protocols
+from libra_jax.planning import replanning
+
+BEGIN = protocols.Plan(1, 1, 1, (protocols.PlannedBucket(1, 2, 100),))
+WIDE = protocols.Plan(1, 1, 1, (protocols.PlannedBucket(1, 1, 6), protocols.PlannedBucket(2, 1, 100)))
+REBUCKETED = protocols.Plan(1, 1, 1, (protocols.PlannedBucket(1, 2, 50),))
+GROWN = protocols.Plan(2, 1, 1, (protocols.PlannedBucket(1, 1, 100),))
+
+
+class Scripted:
+    """Says what to do after which step."""
+
+    def __init__(self, plans: Mapping[int, protocols.Plan]) -> None:
+        self.plan = BEGIN
+        self.plans = plans
+        self.measured: list[replanning.Measured] = []
+
+    def after(self, step: int, measured: replanning.Measured, trained: Sequence[protocols.Trajectory]) -> Any:
+        self.measured.append(measured)
+        assert len(trained) == 6
+        if step not in self.plans:
+            return None, {"plan/step_seconds": 1.0}
+        self.plan = self.plans[step]
+        return replanning.Decision(step, "told to", self.plan, 2.0, 1.0, 0.1, True, "it pays"), {}
+
+    def snapshot(self) -> dict[str, Any]:
+        return {"plan": dataclasses.asdict(self.plan)}
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        kept = snapshot["plan"]
+        self.plan = protocols.Plan(**{**kept, "rollout": tuple(protocols.PlannedBucket(**b) for b in kept["rollout"])})
+
+
+class Makes:
+    """Makes engines of any degree."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self.made: list[tuple[int, int, list[str]]] = []
+
+    def __call__(self, number: int, degree: int, others: Sequence[protocols.ActorSpec]) -> protocols.ActorSpec:
+        self.made.append((number, degree, [other.name for other in others]))
+        (spec,) = doubles.engine_specs(self.config, 1)
+        name = f"engine-{number}"
+        return dataclasses.replace(
+            spec, name=name, arguments={**spec.arguments, "name": name, "tensor_parallel": degree, "seed": number}
+        )
+
+
+def make_bench(tmp_path, plans, **changes):
+    config = doubles.make_config(steps=6, coordinator={"staleness": 1}, **changes)
+    planner, makes = Scripted(plans), Makes(config)
+    bench = doubles.Bench(config, tmp_path, planner=planner, make_engine=makes)
+    return bench, planner, makes
+
+
+def check_whole(bench) -> None:
+    """Six steps of three groups, each prompt once."""
+    trained = bench.trained
+    assert sorted(trained["prompts"]) == sorted(set(trained["prompts"]))
+    assert len(trained["prompts"]) == 6 * 3
+
+
+def test_a_plan_ends_and_begins_instances_and_nothing_is_lost(tmp_path):
+    bench, planner, makes = make_bench(tmp_path, {2: WIDE})
+    bench.run()
+    check_whole(bench)
+    assert makes.made == [(2, 2, ["engine-0"])]
+    assert bench.cluster.spawned == ["trainer", "engine-0", "engine-1", "engine-2"]
+    served = collections.Counter(
+        span[0] for span in bench.recorder.spans if span[1] == "generate" and span[4]["tokens"]
+    )
+    assert served["engine-2"] > 0
+    assert ("engine-1", "ended by a plan") in bench.recorder.statuses
+    (decision,) = bench.recorder.decisions
+    assert (decision["step"], decision["moved"], decision["reason"]) == (2, True, "it pays")
+    assert any("moves" in note for note in bench.recorder.notes)
+    steps = [scalars for _, scalars in bench.recorder.steps]
+    assert [step["staleness/max"] <= 1 for step in steps] == [True] * 6
+    assert any("plan/step_seconds" in step for step in steps)
+    assert all(measured.step > 0 and measured.slots > 0 for measured in planner.measured)
+
+
+def test_other_bounds_alone_restart_nothing(tmp_path):
+    bench, _, makes = make_bench(tmp_path, {2: REBUCKETED})
+    bench.run()
+    check_whole(bench)
+    assert not makes.made
+    assert bench.cluster.spawned == ["trainer", "engine-0", "engine-1"]
+
+
+def test_every_instance_may_be_replaced_at_once(tmp_path):
+    only_wide = protocols.Plan(1, 1, 1, (protocols.PlannedBucket(2, 1, 100),))
+    bench, _, makes = make_bench(tmp_path, {1: only_wide, 4: BEGIN})
+    bench.run()
+    check_whole(bench)
+    assert [(number, degree) for number, degree, _ in makes.made] == [(2, 2), (3, 1), (4, 1)]
+
+
+def test_the_trainer_changes_its_mesh_between_two_steps(tmp_path, monkeypatch):
+    resized: list[tuple[int, int, int]] = []
+
+    async def resize(self: Any, data: int, fsdp: int, tensor: int) -> None:
+        resized.append((data, fsdp, tensor))
+
+    monkeypatch.setattr(doubles.RecordingTrainer, "resize", resize, raising=False)
+    bench, _, _ = make_bench(tmp_path, {2: GROWN})
+    bench.run()
+    check_whole(bench)
+    assert resized == [(2, 1, 1)]
+
+
+def test_a_resumed_run_starts_the_instances_of_the_plan_in_force(tmp_path):
+    bench, _, _ = make_bench(tmp_path, {2: WIDE}, checkpoint={"every": 1})
+    bench.coordinator._config = dataclasses.replace(bench.coordinator._config, steps=4)
+    bench.run()
+    again, planner, makes = make_bench(tmp_path, {}, checkpoint={"every": 1})
+    again.run()
+    check_whole(again)
+    assert planner.plan == WIDE
+    assert [(number, degree) for number, degree, _ in makes.made] == [(0, 1), (1, 2)]
+
+
+def test_a_lost_instance_is_told_to_the_planner(tmp_path):
+    config = doubles.make_config(steps=6)
+    planner = Scripted({})
+    specs = doubles.engine_specs(config, 2)
+    specs[1] = dataclasses.replace(specs[1], arguments={**specs[1].arguments, "fail_after_tokens": 30})
+    bench = doubles.Bench(config, tmp_path, specs=specs, planner=planner, make_engine=Makes(config))
+    bench.run()
+    check_whole(bench)
+    assert sum(measured.lost for measured in planner.measured) > 0
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_waits_for_slots_are_measured(tmp_path, staleness):
+    config = doubles.make_config(steps=6, rollout={"slots": 1}, coordinator={"staleness": staleness})
+    planner = Scripted({})
+    specs = doubles.engine_specs(config, 2, tokens_per_second=20.0)
+    bench = doubles.Bench(config, tmp_path, specs=specs, planner=planner, make_engine=Makes(config))
+    bench.run()
+    assert max(measured.waiting for measured in planner.measured) > 1.0
