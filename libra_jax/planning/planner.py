@@ -185,6 +185,7 @@ class GlobalPlanner:
         self._steps = 0
         self._work: Work | None = None
         self._expected: Prediction | None = None
+        self._before: protocols.Plan | None = None
         rules = replanning.Rules(
             **{item.name: getattr(config, item.name) for item in dataclasses.fields(replanning.Rules)}
         )
@@ -219,7 +220,7 @@ class GlobalPlanner:
 
         Returns:
           The decision, if there was a look; `plan` has been updated. The metrics compare what was predicted for this
-          step, before it, with what it took.
+          step, before it, with what it took, and what it would have taken under the plan before the last move.
         """
         metrics = self._metrics(measured)
         self._steps += 1
@@ -227,13 +228,17 @@ class GlobalPlanner:
             return None, {}
         self._see(measured, trained)
         assert self._work is not None
+        if self._before is not None:
+            metrics["plan/saved_seconds"] = self._work.predict(self._before, self.levels).step - measured.step
         decision = None
         if self._steps > self._setting.staleness + LEAST_STEPS:
             now = self._work.predict(self.plan, self.levels)
             signs = replanning.Signs(
                 now.train, now.rollout, waiting=measured.waiting, slots=measured.slots, lost=measured.lost
             )
-            decision = self._replanner.after(step, signs)
+            before, decision = self.plan, self._replanner.after(step, signs)
+            if self.plan != before:
+                self._before = before
         if decision is not None and not self._config.shadow:
             self._replanner.present = self._work.drawn_anew(self.plan)
         self._expected = self._work.predict(self.plan, self.levels)

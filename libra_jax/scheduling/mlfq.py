@@ -61,7 +61,10 @@ class Mlfq(slots.SlotScheduler):
     def _used_up(self, request: state.Request, generated_tokens: int) -> bool:
         """Whether it has generated its level's quantum since it came there (`request.mark`)."""
         level = request.level
-        return level < len(self.buckets) - 1 and generated_tokens - request.mark >= self._quanta[min(level, len(self._quanta) - 1)]
+        return (
+            level < len(self.buckets) - 1
+            and generated_tokens - request.mark >= self._quanta[min(level, len(self._quanta) - 1)]
+        )
 
     @staticmethod
     def _demote(request: state.Request, generated_tokens: int) -> None:

@@ -1,0 +1,83 @@
+"""A simulated run that plans: it follows lengths that drift, and loses nothing on the way."""
+
+from __future__ import annotations
+
+import pytest
+
+from configs import simulate
+from libra_jax import config as configuration
+from libra_jax import protocols
+from libra_jax.simulator import comparison, settings, world
+
+
+def make(steps: int = 14, **planner) -> settings.SimulatedRun:
+    config = simulate.get_config("swe")
+    config.steps = steps
+    config.simulation.model = "Qwen3-1.7B"
+    config.simulation.train_devices, config.simulation.train_mesh = 2, (1, 2, 1)
+    config.simulation.slots = ()
+    config.rollout.tensor_parallel = (1,) * 14
+    config.rollout.slots = 32
+    config.scheduler.max_remaining_tokens = ()
+    config.coordinator.groups_per_step, config.coordinator.group_size = 4, 8
+    config.planner.update({"period": 3, "degrees": (1, 2, 4), **planner})
+    return comparison.prepare(configuration.parse(settings.SimulatedRun, config.to_dict()), ["cmlfq"])
+
+
+def check_whole(result: world.Result, run: settings.SimulatedRun) -> None:
+    limits = run.coordinator
+    assert result.trained_trajectories == run.steps * limits.groups_per_step * limits.group_size
+    assert result.lost_trajectories == result.duplicated_trajectories == 0
+    assert result.staleness_max <= limits.staleness
+
+
+def moves(result: world.Result) -> int:
+    return sum(bool(decision["moved"]) for decision in result.decisions)
+
+
+def test_it_follows_lengths_that_drift_and_is_faster_for_it():
+    run, still = make(), make(period=0)
+    result, without = comparison.simulate(run), comparison.simulate(still)
+    check_whole(result, run)
+    check_whole(without, still)
+    assert moves(result) > 0
+    assert not without.decisions
+    assert result.seconds < 0.95 * without.seconds
+    assert any(step.get("plan/step_seconds") for step in result.steps)
+
+
+def test_a_run_that_plans_repeats_exactly():
+    first, second = comparison.simulate(make(8)), comparison.simulate(make(8))
+    assert first.steps == second.steps
+    assert first.decisions == second.decisions
+
+
+def test_devices_go_from_one_stage_to_the_other():
+    """Training is four times too slow at first, so the mesh grows and instances go."""
+    run = make(10)
+    simulation = run.simulation.__class__(**{**vars(run.simulation), "coefficients": slow_training(run)})
+    result = comparison.simulate(
+        configuration.parse(
+            settings.SimulatedRun, {**configuration.to_dict(run), "simulation": configuration.to_dict(simulation)}
+        )
+    )
+    check_whole(result, run)
+    plans = [decision["plan"] for decision in result.decisions if decision["moved"]]
+    assert plans
+    assert plans[-1]["data"] * plans[-1]["fsdp"] * plans[-1]["tensor"] > 2
+
+
+def slow_training(run: settings.SimulatedRun):
+    coefficients = run.simulation.coefficients
+    return coefficients.__class__(**{**vars(coefficients), "train_flops_share": 0.02})
+
+
+def test_a_planner_without_a_mesh_to_start_from_is_refused():
+    config = simulate.get_config("swe")
+    config.planner.period = 2
+    run = configuration.parse(settings.SimulatedRun, config.to_dict())
+    with pytest.raises(protocols.ConfigError, match=r"config\.simulation\.train_mesh: is what a planner starts from"):
+        comparison.simulate(run)
+    config.simulation.train_mesh = (1, 4, 4)
+    with pytest.raises(protocols.ConfigError, match=r"simulation\.train_mesh: \(1, 4, 4\) is no"):
+        configuration.parse(settings.SimulatedRun, config.to_dict())
