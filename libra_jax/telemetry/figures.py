@@ -191,6 +191,25 @@ def step_times(parts: Mapping[str, Curve]) -> str:
     return _styled(draw)
 
 
+def predicted(measured: Curve, steps: Curve, training: Curve, moves: Sequence[int]) -> str:
+    """Step times as they were and as they had been predicted, the training in them, and moves between plans."""
+
+    def draw() -> Any:
+        figure, axes = _axes(10, 3.0)
+        axes.plot(*thinned(measured), color=BLUE, linewidth=1.8, label="step, measured")
+        axes.plot(*thinned(steps), color=ORANGE, linewidth=1.6, linestyle=(0, (4, 3)), label="step, predicted")
+        axes.plot(*thinned(training), color=GREEN, linewidth=1.4, linestyle=(0, (4, 3)), label="training, predicted")
+        for index, step in enumerate(moves):
+            axes.axvline(step, color=TEAL, linewidth=1.2, linestyle=":", label="move" if index == 0 else None)
+        axes.set_ylabel("seconds")
+        axes.set_ylim(bottom=0, top=axes.get_ylim()[1] * 1.2)
+        _step_axis(axes)
+        axes.legend(loc="upper right", ncols=4, handlelength=1.6, columnspacing=1)
+        return figure
+
+    return _styled(draw)
+
+
 def lengths(generated_tokens: Sequence[int]) -> str:
     """Histogram of generated tokens a trajectory, with a logarithmic axis where the tail is long."""
     import numpy

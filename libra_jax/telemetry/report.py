@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from libra_jax.protocols import DataError
-from libra_jax.telemetry import console, figures, files, metrics, page, timeline, trace
+from libra_jax.telemetry import console, figures, files, metrics, page, plan_section, timeline, trace
 
 REPORT_FILE = "report.html"
 CONFIG_FILE = "config.json"
@@ -56,6 +56,7 @@ class Run:
       lengths: generated tokens of each trajectory.
       tool_calls: outcomes of the trajectories' tool calls and how often each came.
       config: the resolved config, empty where there is none.
+      decisions: the planner's, in order.
     """
 
     steps: dict[int, dict[str, float]]
@@ -64,6 +65,7 @@ class Run:
     lengths: list[int]
     tool_calls: dict[str, int]
     config: dict[str, Any] = field(default_factory=dict)
+    decisions: list[dict[str, Any]] = field(default_factory=list)
 
     def curve(self, name: str) -> dict[int, float]:
         """Finite values by step, of the steps that have the number."""
@@ -101,7 +103,8 @@ def load(workdir: Path) -> Run:
         config = json.loads((workdir / CONFIG_FILE).read_text())
     except (OSError, ValueError):
         config = {}
-    return Run(steps, list(spans), seconds, lengths, calls, config if isinstance(config, dict) else {})
+    decisions = list(files.whole_json_lines(workdir / files.PLANS_FILE))
+    return Run(steps, list(spans), seconds, lengths, calls, config if isinstance(config, dict) else {}, decisions)
 
 
 def write_report(workdir: Path) -> Path:
@@ -208,6 +211,7 @@ def sections(run: Run) -> list[page.Section]:
         out.append(page.Section("Mismatch", figures.curve(mismatch, colour=figures.ORANGE, log=True), note))
     if any((moves := run.curve("routing/moves")).values()):
         out.append(page.Section("Moves between instances", figures.curve(moves, colour=figures.TEAL), MOVES_NOTE))
+    out.extend(plan_section.sections(run.steps, run.decisions))
     if run.lengths:
         out.append(page.Section("Trajectory lengths", figures.lengths(run.lengths)))
     if loss := run.curve("loss"):

@@ -55,6 +55,21 @@ def parsed(path) -> tuple[Page, str]:
     return page, " ".join(" ".join(page.text).split())
 
 
+def decision(step, moved):
+    rollout = [{"tensor_parallel": 1, "count": 3, "max_remaining_tokens": 4000}]
+    return {
+        "step": step,
+        "why": "every 4 steps",
+        "plan": {"data": 1, "fsdp": 2, "tensor": 1, "rollout": rollout},
+        "present_seconds": 3.0,
+        "best_seconds": 2.4,
+        "move_seconds": 1.5,
+        "moved": moved,
+        "reason": "saves 10 s" if moved else "the present plan is the best",
+        "gain": 0.2,
+    }
+
+
 @pytest.fixture
 def workdir(tmp_path):
     """Twelve steps of an invented run."""
@@ -90,7 +105,10 @@ def workdir(tmp_path):
             "sync/seconds": 0.1,
             "groups/replaced": 1,
             "groups/replaced_zero_variance": 1,
+            **({"plan/step_seconds": 2.4, "plan/train_seconds": 1.2, "plan/rollout_seconds": 2.4} if step > 2 else {}),
         }
+        if step in (4, 8):
+            one.decision(decision(step, moved=step == 4))
         one.metrics(step, numbers | ({"evaluation/accuracy": 0.8} if step == 12 else {}))
     one.close()
     (tmp_path / "config.json").write_text(json.dumps(config_lib.to_dict(config)))
@@ -108,6 +126,10 @@ def test_a_report_tells_the_run_and_needs_nothing_else(workdir):
         "It generated 2,520 tokens in 72 trajectories , with 72 tool calls (100% successful).",
         "The median step generated 9,007 tokens a second .",
         "No group was older than 1 version when it was trained on.",
+        "Predicted and measured step times",
+        "moved: saves 10 s",
+        "stayed: the present plan is the best",
+        "train on 1 x 2 x 1; 3 of degree 1 to 4,000 tokens",
         "Requests moved to another instance 12 times , with 80 tokens of context; first tokens came after 32 ms, those "
         "of requests that stayed after 20 ms. The first decision after a tool return named the right bucket "
         "for 50%.",

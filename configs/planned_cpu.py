@@ -1,0 +1,33 @@
+"""Plans over real vLLM engines on two CPU cores: the rollout devices are laid out anew while the run goes on.
+
+It begins with one instance of tensor-parallel degree 2. After a few steps the planner has seen how long trajectories
+are and how long the stages take: a model of 0.4 million parameters gains nothing from being split, and two narrow
+instances decode twice as many requests at a time. So the wide one ends and two narrow ones are started, in the
+background; requests that it served wait for them, and go on from their tokens.
+
+Expected: a move to two instances of degree 1 at step 5 or 7 of 16, each look in plans.jsonl in the run's folder, and in
+report.html what was predicted beside what was measured. It took 5 minutes on 2 cores.
+
+  python launch/train.py --config=configs/planned_cpu.py
+  python launch/train.py --config=configs/planned_cpu.py --config.planner.shadow  # decides, logs, and never moves
+"""
+
+import ml_collections
+
+from configs import cmlfq_cpu
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """The run."""
+    config = cmlfq_cpu.get_config()
+    config.name = "planned_cpu"
+    config.rollout.tensor_parallel = (2,)
+    config.rollout.slots_by_instance = ()
+    config.rollout.slots = 16
+    config.scheduler.max_remaining_tokens = ()
+    config.planner.period = 2
+    config.planner.degrees = (1, 2)
+    config.planner.horizon = 50
+    config.planner.start_seconds = 30.0  # a cold vLLM, on cores that are busy
+    config.checkpoint.every = 4
+    return config
