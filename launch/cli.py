@@ -49,6 +49,20 @@ def run(
     )
 
 
+def seeds(text: str) -> list[int]:
+    """What --seeds says, each once.
+
+    Raises:
+      ConfigError: a part is no whole number.
+    """
+    found = []
+    for part in text.split(","):
+        if not part.strip().isdecimal():
+            raise protocols.ConfigError(f"--seeds: {part!r} is not a whole number; seeds look like 0,1,2")
+        found.append(int(part))
+    return list(dict.fromkeys(found))
+
+
 def check_output(path: Path) -> None:
     """Makes the folder of --output and sees that the file can be written, before there is work to lose.
 

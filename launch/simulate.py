@@ -39,7 +39,7 @@ _SENSITIVITY = flags.DEFINE_bool("sensitivity", False, "Move each coefficient by
 
 
 def main() -> None:
-    policies, seeds = _policies(_POLICIES.value), _seeds(_SEEDS.value)
+    policies, seeds = _policies(_POLICIES.value), cli.seeds(_SEEDS.value)
     run = comparison.prepare(_run(_CONFIG.value.to_dict(), _TRACE.value), policies)
     output = None if _OUTPUT.value is None else Path(_OUTPUT.value)
     if output is not None:
@@ -75,15 +75,6 @@ def _policies(text: str) -> list[str]:
             known = ", ".join(libra_config.POLICIES)
             raise protocols.ConfigError(f"--policies: {name!r} is not one of {known}{hint}")
     return list(dict.fromkeys(names))
-
-
-def _seeds(text: str) -> list[int]:
-    seeds = []
-    for part in text.split(","):
-        if not part.strip().isdecimal():
-            raise protocols.ConfigError(f"--seeds: {part!r} is not a whole number; seeds look like 0,1,2")
-        seeds.append(int(part))
-    return list(dict.fromkeys(seeds))
 
 
 def _progress(line: str) -> None:

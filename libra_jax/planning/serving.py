@@ -1,9 +1,10 @@
 """How long an instance takes to serve a run of requests: the rollout half of the cost evaluator.
 
 With a run's sums (`demand`), the steps that an instance makes are at least its longest request's tokens, its tokens
-over the slots, and its context over the tokens that its cache holds; the largest of the three is taken. It decodes so
-many requests at a time on average, which gives a step's time. Prefill comes on top, as does prefilling again what was
-live whenever the weights change. Against that stands the longest path: the longest request at the pace of so many
+over the slots, and its context over the tokens that its cache holds; the largest of the three is taken. At eta > 0 the
+requests of eta + 1 training steps overlap, so of the longest request's tokens that part counts for one of them. It
+decodes so many requests at a time on average, which gives a step's time. Prefill comes on top, as does prefilling again
+what was live whenever the weights change. Against that stands the longest path: the longest request at the pace of so many
 decoding, with its prefill and its tools; or another, whose tools take longer, alone.
 
 All of it grows with every request that is added, which the search relies on, if longer requests have no shorter
@@ -56,7 +57,8 @@ class Serving:
         tokens, context = spans["tokens"], spans["context"]
         head = np.minimum(first, len(self.demand) - 1)
         longest, per_context = self.demand.tokens[head], self._model.context_seconds(degree)
-        steps = np.maximum(longest, np.maximum(tokens / slots, context / room))
+        overlapping = self._staleness + 1
+        steps = np.maximum(longest / overlapping, np.maximum(tokens / slots, context / room))
         decoding = tokens / steps
         fixed = self._fixed(degree, decoding)
         decode = steps * fixed + per_context * context
@@ -66,10 +68,10 @@ class Serving:
             + terms.pair * spans["pairs"]
             + terms.prefill * spans["prefills"]
         )
-        again = terms.new * context / steps if self._staleness else 0.0
+        again = terms.new * context / steps if self._staleness else 0.0  # the contexts that are live at an update
         path = longest * fixed + per_context * decoding * self.demand.context[head] + self._ways[degree][head]
         path = np.maximum(path, self._paths[degree].over(first, last))
-        seconds = np.maximum(decode + prefill + again, path / (self._staleness + 1))
+        seconds = np.maximum(decode + prefill + again, path / overlapping)
         seconds = np.where(self._peaks.over(first, last) > room, np.inf, seconds)
         return np.where(last > first, seconds, 0.0)
 

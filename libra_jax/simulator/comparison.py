@@ -98,7 +98,11 @@ def simulate(run: settings.SimulatedRun) -> world.Result:
 
 def entry(run: settings.SimulatedRun) -> dict[str, Any]:
     """One policy under one seed, as the output file has it."""
-    result = simulate(run)
+    return entry_of(run, simulate(run))
+
+
+def entry_of(run: settings.SimulatedRun, result: world.Result) -> dict[str, Any]:
+    """A result, as the output file has it."""
     return {
         "policy": run.scheduler.policy,
         "seed": run.seed,

@@ -1,0 +1,115 @@
+"""What each mechanism adds, and other frameworks' ways, on the simulated 48 A800s of configs/simulate.py.
+
+The steps of the published ablation (arXiv 2606.03077), each with what the one before it has:
+
+* static: half of the accelerators train, half roll out, instances of one degree; requests stay with the instance that
+  holds their context unless loads differ (sticky).
+* homogeneous: the planner splits the accelerators, and again when lengths have drifted; instances keep one degree.
+* heterogeneous: the planner also chooses degrees.
+* cmlfq: requests go to the degrees by what tools returned.
+* elastic: the planner looks after every step, and moves without a cooldown, as a pool of hybrid workers lets it.
+
+Peers' ways, with the same hardware and the same costs:
+
+* colocated: all accelerators roll out, then all train (synchronous).
+* one_step_off: a fixed split, rollout one version ahead; this is static.
+* static_optimal: a fixed split and layout, the best for the whole run's lengths, up to four versions ahead.
+* greedy: after every step the plan that is best for the last one, whatever the move costs.
+
+A name may be followed by a workload: static-search, cmlfq-math; without, it is software engineering.
+
+  python launch/simulate.py --config=configs/ablation.py:cmlfq --policies=cmlfq --output=runs/one.json
+  python launch/sweep.py --configs=static,homogeneous,heterogeneous,cmlfq,elastic --of=configs/ablation.py
+"""
+
+import math
+
+import ml_collections
+
+from configs import simulate
+
+DEGREE = 2
+"""Of all instances where they have one: the narrowest with room for several of the longest contexts."""
+
+LONGEST = {"swe": (131_072, 65_536), "search": (24_576, 12_288), "math": (40_960, 32_768)}
+"""Tokens of a context (and of a row of the trainer) and of a turn, by workload."""
+
+BEST = {"swe": ((1, 5, 4), 14), "search": ((3, 10, 1), 9), "math": ((1, 20, 1), 14)}
+"""(data, fsdp, tensor) and instances: what launch/plan.py finds best for homogeneous-<workload> at eta 4."""
+
+HALVES = (3, 2, 4)
+"""(data, fsdp, tensor) of the 24 accelerators that train in a split in halves."""
+
+ALL = (3, 4, 4)
+"""Of all 48."""
+
+WORKLOADS = ("swe", "search", "math")
+NAMES = (
+    "static",
+    "homogeneous",
+    "heterogeneous",
+    "cmlfq",
+    "elastic",
+    "colocated",
+    "one_step_off",
+    "static_optimal",
+    "greedy",
+)
+
+
+def get_config(variant: str = "cmlfq") -> ml_collections.ConfigDict:
+    """The run of `variant`: a name, or a name and a workload with a dash between."""
+    name, _, workload = variant.partition("-")
+    workload = workload or "swe"
+    if name not in NAMES or workload not in WORKLOADS:
+        raise ValueError(
+            f"configs/ablation.py has {', '.join(NAMES)}, each also with -{', -'.join(WORKLOADS)}, not {variant!r}"
+        )
+    config = simulate.get_config(workload)
+    config.name = f"ablation-{variant}"
+    config.rollout.max_context, config.rollout.max_tokens = LONGEST[workload]
+    config.trainer.row_tokens = config.rollout.max_context
+    _halves(config)
+    if name in ("homogeneous", "heterogeneous", "cmlfq", "elastic", "greedy"):
+        config.planner.period = 5
+        config.planner.degrees = (DEGREE,) if name == "homogeneous" else (1, 2, 4, 8)
+    if name in ("cmlfq", "elastic"):
+        config.scheduler.policy = "cmlfq"
+    if name == "elastic":
+        config.planner.update({"period": 1, "cooldown": 0})
+    if name == "greedy":
+        config.planner.update({"period": 1, "cooldown": 0, "least_gain": 0.0, "horizon": 1_000_000})
+    if name == "colocated":
+        _colocated(config)
+    if name == "static_optimal":
+        _static_optimal(config, workload)
+    return config
+
+
+def _halves(config: ml_collections.ConfigDict) -> None:
+    """24 accelerators train, 24 roll out on instances of one degree."""
+    config.simulation.train_devices, config.simulation.train_mesh = 24, HALVES
+    _instances(config, 24 // DEGREE)
+    config.scheduler.policy = "sticky"
+
+
+def _instances(config: ml_collections.ConfigDict, count: int) -> None:
+    config.rollout.slots = config.simulation.slots[0]  # of whatever degree
+    config.simulation.slots = ()
+    config.rollout.tensor_parallel = (DEGREE,) * count
+    config.scheduler.max_remaining_tokens = ()
+
+
+def _colocated(config: ml_collections.ConfigDict) -> None:
+    """Both stages have everything, one after the other."""
+    config.simulation.train_devices, config.simulation.train_mesh = 48, ALL
+    config.rollout.tensor_parallel = (DEGREE,) * (48 // DEGREE)
+    config.coordinator.staleness = 0
+
+
+def _static_optimal(config: ml_collections.ConfigDict, workload: str) -> None:
+    """The best split by `launch/plan.py` of the whole run's lengths, of one degree."""
+    mesh, instances = BEST[workload]
+    config.simulation.train_devices, config.simulation.train_mesh = math.prod(mesh), mesh
+    config.rollout.tensor_parallel = (DEGREE,) * instances
+    config.coordinator.staleness = 4

@@ -1,0 +1,199 @@
+"""Runs a list of simulated configs under several seeds; one table, one picture, and what is done is not done again.
+
+  python launch/sweep.py --of=configs/ablation.py --configs=static,homogeneous,heterogeneous,cmlfq,elastic --seeds=0,1
+  python launch/sweep.py --configs=configs/simulate.py,configs/ablation.py:greedy --output=runs/mine
+
+Each run leaves a file in the output folder, named by its config, its seed and a hash of its settings: the same command
+goes on where it was stopped, and a changed setting runs anew.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import importlib.util
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+from rich import console, table
+
+import cli
+from libra_jax import config as libra_config
+from libra_jax import protocols
+from libra_jax.simulator import comparison, settings
+
+_CONFIGS = flags.DEFINE_string("configs", None, "Config files (or variants of --of), separated by commas.")
+_OF = flags.DEFINE_string("of", None, "Config file whose variants --configs names.")
+_SEEDS = flags.DEFINE_string("seeds", "0", "Seeds, separated by commas.")
+_STEPS = flags.DEFINE_integer("steps", None, "Training steps of each run; default: as its config says.", lower_bound=1)
+_OUTPUT = flags.DEFINE_string("output", "runs/sweep", "Folder for the results.")
+_JOBS = flags.DEFINE_integer("jobs", None, "Runs simulated at a time; default: one a core.", lower_bound=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One run.
+
+    Attributes:
+      name: the config's, as the table has it.
+      run: its settings, the seed included.
+      file: where its result goes.
+    """
+
+    name: str
+    run: settings.SimulatedRun
+    file: Path
+
+
+def main() -> None:
+    if not _CONFIGS.value:
+        raise protocols.ConfigError("--configs: name at least one config file, or with --of one of its variants")
+    names = [name.strip() for name in _CONFIGS.value.split(",") if name.strip()]
+    folder = Path(_OUTPUT.value)
+    cli.check_output(folder / "sweep.json")
+    jobs = [_job(name, seed, folder) for name in names for seed in cli.seeds(_SEEDS.value)]
+    left = [job for job in jobs if not job.file.exists()]
+    _say(f"{len(names)} configs, {len(jobs)} runs, of which {len(jobs) - len(left)} are done already")
+    _run(left)
+    results = {name: [_read(job.file) for job in jobs if job.name == name] for name in names}
+    _print(results)
+    summary = {name: [dict(entry) for entry in entries] for name, entries in results.items()}
+    (folder / "sweep.json").write_text(json.dumps(summary, indent=2) + "\n")
+    _draw(folder / "sweep.svg", results)
+    print(f"wrote {folder / 'sweep.json'} and {folder / 'sweep.svg'}")
+
+
+def _job(name: str, seed: int, folder: Path) -> Job:
+    text = f"{_OF.value}:{name}" if _OF.value else name
+    values = _load(text)
+    values["seed"] = seed
+    if _STEPS.value:
+        values["steps"] = _STEPS.value
+    run = libra_config.parse(settings.SimulatedRun, values)
+    run = comparison.prepare(run, [run.scheduler.policy])
+    file = folder / f"{Path(name).stem.replace(':', '-')}-seed{seed}-{libra_config.digest(run)}.json"
+    return Job(name, run, file)
+
+
+def _load(text: str) -> dict[str, Any]:
+    """What a config file's get_config says, given the variant behind a colon."""
+    file, _, variant = text.partition(":")
+    path = Path(file)
+    if not path.exists():
+        raise protocols.ConfigError(f"--configs: {file}: no such config file; variants of one file need --of=FILE")
+    spec = importlib.util.spec_from_file_location(f"sweep_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        made = module.get_config(variant) if variant else module.get_config()
+    except (ValueError, TypeError) as error:
+        raise protocols.ConfigError(f"--configs: {text}: {error}") from error
+    values: dict[str, Any] = made.to_dict()
+    if "simulation" not in values:
+        raise protocols.ConfigError(f"--configs: {text} is no simulated run (it has no config.simulation)")
+    return values
+
+
+def _run(jobs: Sequence[Job]) -> None:
+    workers = min(_JOBS.value or os.cpu_count() or 1, len(jobs))
+    if not workers:
+        return
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
+        doing = {pool.submit(result_of, job.run): job for job in jobs}
+        for number, done in enumerate(concurrent.futures.as_completed(doing), start=1):
+            job, entry = doing[done], done.result()
+            partial = job.file.with_suffix(".partial")
+            partial.write_text(json.dumps(entry) + "\n")
+            partial.rename(job.file)
+            _say(
+                f"[{number}/{len(jobs)}] {job.name}, seed {job.run.seed}: {entry['tokens_per_second']:.0f} tokens/s "
+                f"(simulated in {entry['wall_seconds']:.1f} s)"
+            )
+
+
+def result_of(run: settings.SimulatedRun) -> dict[str, Any]:
+    """A run's entry (`simulator.report.KEYS`), with what its planner did."""
+    result = comparison.simulate(run)
+    entry = comparison.entry_of(run, result)
+    moved = [decision for decision in result.decisions if decision["moved"]]
+    errors = [step["plan/step_error"] for step in result.steps if "plan/step_error" in step]
+    saved = [step["plan/saved_seconds"] for step in result.steps if "plan/saved_seconds" in step]
+    return {
+        **entry,
+        "looks": len(result.decisions),
+        "moves": len(moved),
+        "saved_seconds": sum(saved),
+        "plan_error": statistics.fmean(errors) if errors else None,
+        "step_times": list(result.step_seconds),
+    }
+
+
+def _read(file: Path) -> Mapping[str, Any]:
+    try:
+        entry: Mapping[str, Any] = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise protocols.DataError(f"{file}: cannot be read ({error}); remove it, and it is run again") from error
+    return entry
+
+
+def _mean(entries: Sequence[Mapping[str, Any]], *path: str) -> float:
+    values = []
+    for entry in entries:
+        value: Any = entry
+        for name in path:
+            value = value[name]
+        values.append(float(value))
+    return statistics.fmean(values)
+
+
+def _print(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    rows = table.Table("config", "tokens/s", "+-", "x first", "step, s", "train", "rollout", "moves", "lost")
+    first = _mean(next(iter(results.values())), "tokens_per_second")
+    for name, entries in results.items():
+        rates = [entry["tokens_per_second"] for entry in entries]
+        rows.add_row(
+            name,
+            f"{statistics.fmean(rates):.0f}",
+            f"{statistics.stdev(rates):.0f}" if len(rates) > 1 else "",
+            f"{statistics.fmean(rates) / first:.2f}",
+            f"{_mean(entries, 'step_seconds', 'mean'):.0f}",
+            f"{_mean(entries, 'utilisation', 'train'):.0%}",
+            f"{_mean(entries, 'utilisation', 'rollout'):.0%}",
+            f"{_mean(entries, 'moves'):.1f}",
+            str(sum(entry["lost_trajectories"] for entry in entries)),
+        )
+    console.Console().print(rows)
+
+
+def _draw(path: Path, results: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    from matplotlib import figure, rc_context
+
+    names = list(results)
+    rates = [[entry["tokens_per_second"] for entry in results[name]] for name in names]
+    with rc_context({"svg.hashsalt": "libra-jax", "font.size": 10}):
+        drawn = figure.Figure(figsize=(7.0, 1.2 + 0.42 * len(names)), layout="constrained")
+        axes = drawn.add_subplot()
+        spread = [statistics.stdev(each) if len(each) > 1 else 0.0 for each in rates]
+        axes.barh(names, list(map(statistics.fmean, rates)), xerr=spread, color="#4c78a8", capsize=3, height=0.65)
+        axes.invert_yaxis()
+        axes.set_xlabel("generated tokens a second (mean over seeds, +- one standard deviation)")
+        axes.spines[["top", "right"]].set_visible(False)
+        drawn.savefig(path, metadata={"Date": None})
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    cli.run(main, settings.SimulatedRun)
