@@ -3,9 +3,9 @@
 With a run's sums (`demand`), the steps that an instance makes are at least its longest request's tokens, its tokens
 over the slots, and its context over the tokens that its cache holds; the largest of the three is taken. At eta > 0 the
 requests of eta + 1 training steps overlap, so of the longest request's tokens that part counts for one of them. It
-decodes so many requests at a time on average, which gives a step's time. Prefill comes on top, as does prefilling again
-what was live whenever the weights change. Against that stands the longest path: the longest request at the pace of so many
-decoding, with its prefill and its tools; or another, whose tools take longer, alone.
+decodes so many requests at a time on average, which gives a step's time. Prefill comes on top, as does prefilling
+again what was live whenever the weights change. Against that stands the longest path: the longest request at the pace
+of so many decoding, with its prefill and its tools; or another, whose tools take longer, alone.
 
 All of it grows with every request that is added, which the search relies on, if longer requests have no shorter
 contexts and tools; where they have, it may fall a little short of that.

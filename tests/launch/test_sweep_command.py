@@ -1,0 +1,46 @@
+"""launch/sweep.py: every config under every seed once, one table, and sentences for what cannot be run."""
+
+import json
+
+import pytest
+import scripts
+
+ABLATION = ("--of=configs/ablation.py", "--steps=1", "--jobs=1")
+
+
+def test_a_sweep_runs_each_config_and_seed_once_and_goes_on_where_it_was_stopped(tmp_path):
+    output = tmp_path / "sweep"
+    arguments = (*ABLATION, "--configs=static-search,colocated-search", f"--output={output}")
+    first = scripts.run("sweep.py", *arguments, seconds=200)
+    assert first.returncode == 0, first.stderr
+    assert "2 runs, of which 0 are done already" in first.stderr
+    results = json.loads((output / "sweep.json").read_text())
+    assert list(results) == ["static-search", "colocated-search"]
+    for entry in (entries[0] for entries in results.values()):
+        assert entry["tokens_per_second"] > 0
+        assert entry["lost_trajectories"] == entry["duplicated_trajectories"] == 0
+        assert entry["moves"] == entry["looks"] == 0
+    assert results["colocated-search"][0]["staleness_max"] == 0
+    assert (output / "sweep.svg").stat().st_size > 1000
+
+    more = scripts.run("sweep.py", *arguments[:-1], "--seeds=0,1", arguments[-1], seconds=200)
+    assert more.returncode == 0, more.stderr
+    assert "4 runs, of which 2 are done already" in more.stderr
+    again = json.loads((output / "sweep.json").read_text())
+    assert [entry["seed"] for entry in again["static-search"]] == [0, 1]
+    assert again["static-search"][0] == results["static-search"][0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragments"),
+    [
+        ((), ("--configs: name at least one",)),
+        (("--configs=statik", "--of=configs/ablation.py"), ("configs/ablation.py has static", "'statik'")),
+        (("--configs=static",), ("static: no such config file", "--of=FILE")),
+        (("--configs=configs/quickstart.py",), ("configs/quickstart.py is no simulated run",)),
+        (("--configs=configs/simulate.py", "--seeds=a"), ("--seeds: 'a' is not a whole number",)),
+    ],
+)
+def test_what_cannot_be_swept_is_refused_in_a_sentence(arguments, fragments, tmp_path):
+    result = scripts.run("sweep.py", *arguments, f"--output={tmp_path}")
+    scripts.assert_one_sentence(result, *fragments)
