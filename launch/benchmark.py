@@ -1,5 +1,5 @@
 """Ratios measured in one run: rollout through the coordinator, weight bridge, train step; and what a whole publication,
-the coordinator and the scheduler cost.
+the coordinator, the scheduler and the search for a plan cost.
 
   python launch/benchmark.py [--peer_python=PATH] [--only=rollout,scheduler] [--output=benchmark.json]
 
@@ -20,14 +20,14 @@ from absl import flags
 from rich import console, table
 
 import cli
-from benchmarks import bridge, coordinator, publication, rollout, scheduler, train
+from benchmarks import bridge, coordinator, planner, publication, rollout, scheduler, train
 from libra_jax import protocols
 
 _ROUNDS = flags.DEFINE_integer(
     "rounds", 5, "Alternations of the two sides; the shorter a round, the more of them are made of it.", lower_bound=1
 )
 _PEER = flags.DEFINE_string("peer_python", None, "Interpreter with google-tunix; without it that ratio is left out.")
-_OUTPUT = flags.DEFINE_string("output", None, "File for the JSON, beside standard output.")
+_OUTPUT = flags.DEFINE_string("output", None, "File for the JSON, beside standard output; pictures lie beside it.")
 
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "rollout": lambda: asyncio.run(rollout.measure(3 * _ROUNDS.value)),
@@ -36,6 +36,7 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "train": lambda: train.measure(_ROUNDS.value, _PEER.value),
     "coordinator": lambda: asyncio.run(coordinator.measure()),
     "scheduler": scheduler.measure,
+    "planner": lambda: planner.measure(Path(_OUTPUT.value).with_suffix(".planner.svg") if _OUTPUT.value else None),
 }
 
 _ONLY = flags.DEFINE_list("only", list(PARTS), "Which parts to measure.")

@@ -125,7 +125,7 @@ def assigned(made: serving.Serving, devices: int) -> float:
 
 
 @hypothesis.settings(deadline=None, max_examples=15)
-@hypothesis.given(st.lists(LIKE_THEIR_LENGTH, min_size=1, max_size=5), st.integers(1, 6))
+@hypothesis.given(st.lists(LIKE_THEIR_LENGTH, min_size=1, max_size=7), st.integers(1, 6))
 def test_sharing_requests_out_in_any_other_way_gains_at_most_a_percent(trajectories, devices):
     made = serve(trajectories)
     found = partitions(made).fastest(devices)
