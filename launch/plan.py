@@ -3,16 +3,17 @@
   python launch/plan.py --config=configs/simulate.py --output=runs/plan.json
   python launch/plan.py --config=configs/simulate.py --trace=runs/mine/trace.jsonl --accelerators=64
   python launch/plan.py --config=configs/simulate.py --sweep=accelerators
+  python launch/plan.py --config=configs/planned_cpu.py --trace=runs/mine/trace.jsonl   # a real run's
 
 What steps cost is computed from a hardware sheet and the model's shape. Without --trace, lengths are those of the
-config's workload.
+config's workload; a real run's config has none. launch/train.py and launch/simulate.py take the file by --plan.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from rich import console, table
 import cli
 from libra_jax import config as libra_config
 from libra_jax import protocols
-from libra_jax.planning import hardware, planner, search
-from libra_jax.simulator import comparison, scripts, settings
+from libra_jax.models import config as model_config
+from libra_jax.planning import costs, hardware, planner, search
+from libra_jax.simulator import comparison, scripts, settings, traces
 
 SAMPLES = 8_192
 """Trajectories that lengths are taken from, at most."""
@@ -33,7 +35,7 @@ SWEEPS = ("accelerators", "hardware", "lengths")
 ACCELERATORS = (16, 32, 48, 64, 96, 128, 256, 512, 1_024, 2_048, 4_096, 10_240)
 FACTORS = (0.25, 0.5, 1.0, 2.0)
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "A simulated run's config file.", lock_config=True)
+_CONFIG = config_flags.DEFINE_config_file("config", None, "A run's config file, simulated or real.", lock_config=True)
 _TRACE = flags.DEFINE_string("trace", None, "Trace (JSON lines) whose lengths to plan for.")
 _ACCELERATORS = flags.DEFINE_integer("accelerators", None, "How many there are; default: as many as the config has.")
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write; the picture lies beside it, as .svg.")
@@ -64,47 +66,84 @@ class Work:
         return max(scripts.Script(*one).context_tokens for one in zip(self.prompts, self.turns, strict=True))
 
 
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What to plan for.
+
+    Attributes:
+      run: batches, rows, limits.
+      model: what things cost.
+      slots: of the config's instances.
+      work: of a training step.
+      devices: to split.
+    """
+
+    run: libra_config.RunConfig
+    model: costs.CostModel
+    slots: tuple[int, ...]
+    work: Work
+    devices: int
+
+    def searched(self) -> search.Search:
+        """The search for its plans."""
+        setting = planner.Setting.of_run(self.run, self.model, self.devices, slots=self.slots)
+        setting = dataclasses.replace(setting, requests=self.work.count)
+        return planner.Work(setting, self.work.prompts, self.work.turns).search
+
+
 def main() -> None:
     values = _CONFIG.value.to_dict()
-    if _TRACE.value is not None:
-        values["workload"] |= {"shape": "trace", "trace": _TRACE.value}
-    run = comparison.prepare(libra_config.parse(settings.SimulatedRun, values), [values["scheduler"]["policy"]])
-    devices = _ACCELERATORS.value
-    if devices is None:
-        devices = run.simulation.train_devices + sum(run.rollout.tensor_parallel)
-    if devices < 2:
-        raise protocols.ConfigError(f"--accelerators: {devices} cannot both train and roll out; give 2 or more")
+    case = _of_simulation(values) if "simulation" in values else _of_run(values)
+    if _ACCELERATORS.value is not None:
+        case = dataclasses.replace(case, devices=_ACCELERATORS.value)
+    if case.devices < 2:
+        raise protocols.ConfigError(f"--accelerators: {case.devices} cannot both train and roll out; give 2 or more")
     output = None if _OUTPUT.value is None else Path(_OUTPUT.value)
     if output is not None:
         cli.check_output(output)
-    work = _work(run)
     if _SWEEP.value:
-        _print_sweep(run, work, devices)
+        _print_sweep(case)
         return
-    searched = _search(run, work, devices)
-    best, seconds = search.timed(searched, devices)
-    splits = list(searched.splits(devices))
-    _print(best, devices, search.compared(best, splits))
+    searched = case.searched()
+    best, seconds = search.timed(searched, case.devices)
+    splits = list(searched.splits(case.devices))
+    _print(best, case.devices, search.compared(best, splits))
     if output is not None:
-        _write(output, best, splits, seconds, run.name)
+        _write(output, best, splits, seconds, case.run.name)
 
 
-def _work(run: settings.SimulatedRun) -> Work:
+def _of_simulation(values: dict[str, Any]) -> Case:
+    """A simulated run, and a sample of its workload."""
+    if _TRACE.value is not None:
+        values["workload"] |= {"shape": "trace", "trace": _TRACE.value}
+    run = comparison.prepare(libra_config.parse(settings.SimulatedRun, values), [values["scheduler"]["policy"]])
     workload, groups = comparison.workload(run), run.steps * run.coordinator.groups_per_step
     size = run.coordinator.group_size
     every = max(1, -(-groups * size // SAMPLES))
     drawn = [workload.script(task, sample) for task in range(0, groups, every) for sample in range(size)]
-    return Work(
-        [script.prompt_tokens for script in drawn],
-        [script.turns for script in drawn],
-        run.coordinator.groups_per_step * size,
-    )
+    devices = run.simulation.train_devices + sum(run.rollout.tensor_parallel)
+    work = _work(run, drawn)
+    return Case(run, run.simulation.cost_model(), run.simulation.slots, work, devices)
 
 
-def _search(run: settings.SimulatedRun, work: Work, most: int) -> search.Search:
-    setting = planner.Setting.of_run(run, run.simulation.cost_model(), most, slots=run.simulation.slots)
-    setting = dataclasses.replace(setting, requests=work.count)
-    return planner.Work(setting, work.prompts, work.turns).search
+def _of_run(values: dict[str, Any]) -> Case:
+    """A real run, and the trajectories of a trace."""
+    run = libra_config.parse(libra_config.RunConfig, values)
+    if _TRACE.value is None:
+        raise protocols.ConfigError(
+            "--trace: the config of a real run has no workload to take lengths from; give a trace, such as the "
+            "trace.jsonl of a run's folder"
+        )
+    path = run.model.path
+    shape = model_config.read_directory(path) if path else model_config.load_preset(run.model.preset)
+    model = costs.CostModel(hardware.sheet(run.planner.hardware, "planner.hardware"), shape)
+    devices = run.trainer.devices + sum(run.rollout.tensor_parallel)
+    return Case(run, model, (), _work(run, traces.read(Path(_TRACE.value))[-SAMPLES:]), devices)
+
+
+def _work(run: libra_config.RunConfig, drawn: Sequence[scripts.Script]) -> Work:
+    count = run.coordinator.groups_per_step * run.coordinator.group_size
+    return Work([script.prompt_tokens for script in drawn], [script.turns for script in drawn], count)
 
 
 def _print(best: search.Split, devices: int, runner_up: str) -> None:
@@ -126,27 +165,27 @@ def _print(best: search.Split, devices: int, runner_up: str) -> None:
     print(f"Runner-up: {runner_up}.")
 
 
-def _print_sweep(run: settings.SimulatedRun, work: Work, devices: int) -> None:
+def _print_sweep(case: Case) -> None:
     rows = table.Table(
         _SWEEP.value, "train", "data x fsdp x tensor", "rollout", "step, s", "tokens/s each", "solved, s"
     )
     refused = []
-    for name, case, scaled, count in _cases(run, work, devices):
+    for name, one in _cases(case):
         try:
-            best, seconds = search.timed(_search(case, scaled, count), count)
+            best, seconds = search.timed(one.searched(), one.devices)
         except protocols.ConfigError as error:
             rows.add_row(name, "no plan")
             refused.append(f"{name}: {error}")
             continue
-        mesh = best.train
-        tokens = sum(turn.generated_tokens for turns in scaled.turns for turn in turns) / len(scaled.turns)
+        mesh, work = best.train, one.work
+        tokens = sum(turn.generated_tokens for turns in work.turns for turn in turns) / len(work.turns)
         rows.add_row(
             name,
             str(mesh.devices),
             f"{mesh.data} x {mesh.fsdp} x {mesh.tensor}",
             ", ".join(f"{bucket.count} of {bucket.tensor_parallel}" for bucket in best.rollout),
             f"{best.step_seconds:.1f}",
-            f"{tokens * scaled.count / best.step_seconds / count:.1f}",
+            f"{tokens * work.count / best.step_seconds / one.devices:.1f}",
             f"{seconds:.3f}",
         )
     console.Console().print(rows)
@@ -154,21 +193,20 @@ def _print_sweep(run: settings.SimulatedRun, work: Work, devices: int) -> None:
         print(line)
 
 
-def _cases(
-    run: settings.SimulatedRun, work: Work, devices: int
-) -> Iterator[tuple[str, settings.SimulatedRun, Work, int]]:
+def _cases(case: Case) -> Iterator[tuple[str, Case]]:
+    work, run = case.work, case.run
     if _SWEEP.value == "accelerators":
         for count in ACCELERATORS:  # as much work for each accelerator as the config has
-            yield f"{count:,}", run, dataclasses.replace(work, count=max(1, work.count * count // devices)), count
+            scaled = dataclasses.replace(work, count=max(1, work.count * count // case.devices))
+            yield f"{count:,}", dataclasses.replace(case, work=scaled, devices=count)
     elif _SWEEP.value == "lengths":
         for factor in FACTORS:
-            longest = work.scaled(factor).longest()
-            trainer = dataclasses.replace(run.trainer, row_tokens=max(run.trainer.row_tokens, longest))
-            yield f"x {factor:g}", dataclasses.replace(run, trainer=trainer), work.scaled(factor), devices
+            scaled = work.scaled(factor)
+            trainer = dataclasses.replace(run.trainer, row_tokens=max(run.trainer.row_tokens, scaled.longest()))
+            yield f"x {factor:g}", dataclasses.replace(case, work=scaled, run=dataclasses.replace(run, trainer=trainer))
     else:
         for name in hardware.names():
-            simulation = dataclasses.replace(run.simulation, hardware=name)
-            yield name, dataclasses.replace(run, simulation=simulation), work, devices
+            yield name, dataclasses.replace(case, model=dataclasses.replace(case.model, sheet=hardware.sheet(name)))
 
 
 def as_json(best: search.Split, seconds: float) -> dict[str, Any]:

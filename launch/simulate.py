@@ -23,6 +23,7 @@ from ml_collections import config_flags
 import cli
 from libra_jax import config as libra_config
 from libra_jax import protocols
+from libra_jax.planning import plans
 from libra_jax.simulator import comparison, report, settings
 
 COMPARED = ("cmlfq", "cmlfq_paper", "least_loaded", "sticky", "mlfq", "heddle", "oracle")
@@ -31,6 +32,7 @@ _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "The run's config file; configs/simulate.py.", lock_config=True
 )
 _TRACE = flags.DEFINE_string("trace", None, "Trace (JSON lines) to replay instead of the config's workload.")
+_PLAN = flags.DEFINE_string("plan", None, "Plan of launch/plan.py to lay the cluster out by.")
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write; the picture lies beside it, as .svg.")
 _POLICIES = flags.DEFINE_string("policies", ",".join(COMPARED), "Scheduling policies, separated by commas.")
 _SEEDS = flags.DEFINE_string("seeds", "0", "Seeds, separated by commas.")
@@ -61,6 +63,8 @@ def main() -> None:
 def _run(values: dict[str, Any], trace: str | None) -> settings.SimulatedRun:
     if trace is not None:
         values["workload"] |= {"shape": "trace", "trace": trace}
+    if _PLAN.value is not None:
+        values = plans.applied(values, plans.read(Path(_PLAN.value)))
     return libra_config.parse(settings.SimulatedRun, values)
 
 

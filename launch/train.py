@@ -8,6 +8,7 @@ Started again with the same workdir, a run goes on from its last checkpoint.
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 from absl import flags
 from ml_collections import config_flags
@@ -18,10 +19,12 @@ import wiring
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.agents import factories
+from libra_jax.planning import plans
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "The run's config file; configs/quickstart.py.", lock_config=True
 )
+_PLAN = flags.DEFINE_string("plan", None, "Plan of launch/plan.py to lay the run out by.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run writes; default runs/<config>-<hash of config>.")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print the resolved config, tasks, mesh and partition; stop.")
 
@@ -31,6 +34,8 @@ def main() -> None:
     if "simulation" in values:
         file = config_flags.get_config_filename(flags.FLAGS["config"])
         raise protocols.ConfigError(f"--config={file}: is a config for launch/simulate.py; give it to that script")
+    if _PLAN.value is not None:
+        values = plans.applied(values, plans.read(Path(_PLAN.value)))
     config = libra_config.parse(libra_config.RunConfig, values)
     if _DRY_RUN.value:
         wiring.validate(config, need_weights=False)

@@ -20,7 +20,7 @@ from libra_jax.cluster import create as cluster
 from libra_jax.coordinator import checkpoints, signals
 from libra_jax.coordinator import run as coordinator
 from libra_jax.models import config as model_config
-from libra_jax.planning import costs, hardware, planner
+from libra_jax.planning import costs, hardware, planner, plans
 from libra_jax.rollout import logprob_contract
 from libra_jax.scheduling import costs as scheduling_costs
 from libra_jax.scheduling import registry as schedulers
@@ -268,7 +268,7 @@ def global_planner(
     mesh = config.trainer.data, config.trainer.fsdp, config.trainer.tensor
     model = costs.CostModel(hardware.sheet(config.planner.hardware, "planner.hardware"), shape)
     setting = planner.Setting.of_run(config, model, placement.partition(config).total, mesh=mesh)
-    return planner.GlobalPlanner(config.planner, setting, planner.plan_of_run(config, mesh))
+    return planner.GlobalPlanner(config.planner, setting, plans.of_run(config, mesh))
 
 
 async def train(

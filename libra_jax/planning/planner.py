@@ -18,7 +18,7 @@ from typing import Any
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.models import config as model_config
-from libra_jax.planning import costs, demand, meshes, replanning, search, serving
+from libra_jax.planning import costs, demand, meshes, plans, replanning, search, serving
 
 LEVELS = 8
 """Steps over which a stage's level is taken: at eta > 0 long steps and short ones take turns, so none tells alone."""
@@ -261,7 +261,7 @@ class GlobalPlanner:
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Takes a snapshot's state in place of its own."""
-        self._replanner.present = plan_of(snapshot["plan"])
+        self._replanner.present = plans.of_values(snapshot["plan"])
         self._levels = dict(snapshot["levels"])
         self._taken.extend(_Taken(*taken) for taken in snapshot["taken"])
 
@@ -305,27 +305,3 @@ class GlobalPlanner:
             for bucket in best.rollout
         )
         return config.resize_seconds * resized + config.start_seconds * new / best.rollout_devices
-
-
-def plan_of_run(run: configuration.RunConfig, mesh: tuple[int, int, int]) -> protocols.Plan:
-    """The plan that a run's configuration amounts to.
-
-    Args:
-      run: its configuration; buckets are drawn by `scheduler.max_remaining_tokens`.
-      mesh: (data, fsdp, tensor) of its trainer.
-    """
-    counts = collections.Counter(run.rollout.tensor_parallel)
-    bounds = [*run.scheduler.max_remaining_tokens, run.rollout.max_context]
-    if len(bounds) != len(counts):  # one bucket of all instances
-        bounds = [run.rollout.max_context] * len(counts)
-    rollout = [
-        protocols.PlannedBucket(degree, counts[degree], bound)
-        for degree, bound in zip(sorted(counts), bounds, strict=True)
-    ]
-    return protocols.Plan(*mesh, tuple(rollout))
-
-
-def plan_of(values: Mapping[str, Any]) -> protocols.Plan:
-    """The plan that `dataclasses.asdict` was given."""
-    rollout = tuple(protocols.PlannedBucket(**bucket) for bucket in values["rollout"])
-    return protocols.Plan(values["data"], values["fsdp"], values["tensor"], rollout)

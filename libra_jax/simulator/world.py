@@ -20,7 +20,7 @@ from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.coordinator import run as coordinator
 from libra_jax.models import config as model_config
-from libra_jax.planning import costs, hardware, meshes, planner
+from libra_jax.planning import costs, hardware, meshes, planner, plans
 from libra_jax.scheduling import registry
 from libra_jax.simulator import clock, engine, environment, scripts, trainer, trajectory
 
@@ -357,7 +357,7 @@ def _planner(
     data, fsdp, tensor = simulation.train_mesh
     devices = simulation.train_devices + sum(config.rollout.tensor_parallel)
     setting = planner.Setting.of_run(config, model, devices, slots=simulation.slots)
-    return planner.GlobalPlanner(config.planner, setting, planner.plan_of_run(config, (data, fsdp, tensor)))
+    return planner.GlobalPlanner(config.planner, setting, plans.of_run(config, (data, fsdp, tensor)))
 
 
 def _result(

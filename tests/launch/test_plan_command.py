@@ -67,3 +67,45 @@ def test_a_trace_that_cannot_be_used_is_named_with_its_line(turns, fragments, tm
     trace = tmp_path / "trace.jsonl"
     trace.write_text("" if turns is None else json.dumps({**LINE, "turns": turns}) + "\n")
     scripts.assert_one_sentence(plan("--config=configs/simulate.py", f"--trace={trace}"), *fragments)
+
+
+def test_a_real_run_is_planned_from_a_trace_and_laid_out_by_the_plan(tmp_path):
+    turn = {
+        "generated_tokens": 30,
+        "payload_tokens": 20,
+        "tool": "calculator",
+        "status": "success",
+        "tool_seconds": 0.1,
+    }
+    trace, output = tmp_path / "trace.jsonl", tmp_path / "plan.json"
+    lines = [json.dumps({**LINE, "prompt_tokens": 40, "turns": [turn] * (1 + index % 3)}) for index in range(30)]
+    trace.write_text("\n".join(lines) + "\n")
+    config = "--config=configs/planned_cpu.py"
+    scripts.assert_one_sentence(plan(config), "--trace: the config of a real run has no workload")
+    result = plan(config, f"--trace={trace}", "--accelerators=5", f"--output={output}")
+    assert result.returncode == 0, result.stderr
+    made = json.loads(output.read_text())
+    shown = scripts.run("train.py", config, f"--plan={output}", "--dry_run")
+    assert shown.returncode == 0, shown.stderr
+    assert f"data={made['train']['data']} fsdp={made['train']['fsdp']}" in shown.stdout
+    wide = sum(bucket["count"] for bucket in made["rollout"])
+    assert sum(line.startswith("  rollout-") for line in shown.stdout.splitlines()) == wide
+
+
+def test_a_simulation_is_laid_out_by_a_plan_and_a_file_that_is_none_is_refused(tmp_path):
+    output = tmp_path / "plan.json"
+    search = ("--config=configs/simulate.py:search", "--config.steps=1", "--config.coordinator.groups_per_step=4")
+    assert plan(*search, f"--output={output}").returncode == 0
+    simulated = scripts.run("simulate.py", *search, f"--plan={output}", "--policies=cmlfq", "--jobs=1")
+    assert simulated.returncode == 0, simulated.stderr
+    assert "cmlfq" in simulated.stdout
+    made = json.loads(output.read_text())
+    made["rollout"][0]["count"] = 0
+    for text, fragment in ((json.dumps(made), "at least one instance"), ("{}", "no plan of launch/plan.py")):
+        output.write_text(text)
+        refused = scripts.run("simulate.py", *search, f"--plan={output}", "--policies=cmlfq")
+        scripts.assert_one_sentence(refused, "plan.json", fragment)
+    missing = scripts.run(
+        "train.py", "--config=configs/planned_cpu.py", f"--plan={tmp_path / 'none.json'}", "--dry_run"
+    )
+    scripts.assert_one_sentence(missing, "none.json: the plan cannot be read")

@@ -10,7 +10,7 @@ import pytest
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.models import config as model_config
-from libra_jax.planning import costs, hardware, meshes, planner, replanning
+from libra_jax.planning import costs, hardware, meshes, planner, plans, replanning
 
 MODEL = costs.CostModel(hardware.sheet("a800"), model_config.load_preset("Qwen3-1.7B"))
 TRAINER = meshes.Trainer(lengths=(65_536,))
@@ -141,6 +141,6 @@ def test_a_machine_without_a_sheet_is_measured():
 def test_the_plan_of_a_configuration_has_its_buckets():
     values = {"rollout": {"tensor_parallel": (2, 1, 1)}, "scheduler": {"max_remaining_tokens": (100,)}}
     run = configuration.parse(configuration.RunConfig, values)
-    plan = planner.plan_of_run(run, (2, 1, 1))
+    plan = plans.of_run(run, (2, 1, 1))
     assert plan.rollout == (protocols.PlannedBucket(1, 2, 100), protocols.PlannedBucket(2, 1, 512))
-    assert planner.plan_of(json.loads(json.dumps(dataclasses.asdict(plan)))) == plan
+    assert plans.of_values(json.loads(json.dumps(dataclasses.asdict(plan)))) == plan

@@ -1,0 +1,91 @@
+"""Plans as values: of a configuration, of a file, and laid over a configuration."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from libra_jax import config as configuration
+from libra_jax import protocols
+
+
+def of_run(run: configuration.RunConfig, mesh: tuple[int, int, int]) -> protocols.Plan:
+    """The plan that a run's configuration amounts to.
+
+    Args:
+      run: its configuration; buckets are drawn by `scheduler.max_remaining_tokens`.
+      mesh: (data, fsdp, tensor) of its trainer.
+    """
+    counts = collections.Counter(run.rollout.tensor_parallel)
+    bounds = [*run.scheduler.max_remaining_tokens, run.rollout.max_context]
+    if len(bounds) != len(counts):  # one bucket of all instances
+        bounds = [run.rollout.max_context] * len(counts)
+    rollout = [
+        protocols.PlannedBucket(degree, counts[degree], bound)
+        for degree, bound in zip(sorted(counts), bounds, strict=True)
+    ]
+    return protocols.Plan(*mesh, tuple(rollout))
+
+
+def read(path: Path) -> protocols.Plan:
+    """The plan that `launch/plan.py` wrote.
+
+    Raises:
+      DataError: the file is missing, or is no such plan; the message says what is wrong with it.
+    """
+    try:
+        written = json.loads(path.read_text())
+        train, rollout = written["train"], written["rollout"]
+        plan = of_values({**{name: train[name] for name in ("data", "fsdp", "tensor")}, "rollout": rollout})
+    except OSError as error:
+        raise protocols.DataError(f"{path}: the plan cannot be read ({error.strerror or error})") from error
+    except (ValueError, KeyError, TypeError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise protocols.DataError(f"{path}: this is no plan of launch/plan.py ({problem})") from error
+    sizes = [plan.data, plan.fsdp, plan.tensor]
+    sizes += [size for bucket in plan.rollout for size in dataclasses.astuple(bucket)]
+    if not plan.rollout or not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise protocols.DataError(
+            f"{path}: a plan has at least one instance, and every size is a positive whole number"
+        )
+    return plan
+
+
+def applied(values: Mapping[str, Any], plan: protocols.Plan) -> dict[str, Any]:
+    """A configuration, as nested dicts, laid out by a plan: mesh, instances, their slots, buckets.
+
+    Rows of a micro-batch become as many more as the mesh's shards ask for.
+
+    Args:
+      values: of a run, or of a simulated one.
+      plan: from `read`. An instance has the slots that the configuration gives its degree, or else
+        `rollout.slots`.
+    """
+    degrees = [bucket.tensor_parallel for bucket in plan.rollout for _ in range(bucket.count)]
+    rollout, simulation = values["rollout"], values.get("simulation", {})
+    given = simulation.get("slots") or rollout["slots_by_instance"]
+    by_degree = dict(zip(rollout["tensor_parallel"], given, strict=False))
+    slots = tuple(by_degree.get(degree, rollout["slots"]) for degree in degrees)
+    mesh = {"data": plan.data, "fsdp": plan.fsdp, "tensor": plan.tensor}
+    bounds = tuple(bucket.max_remaining_tokens for bucket in plan.rollout[:-1])
+    laid_out = {
+        **values,
+        "rollout": {**rollout, "tensor_parallel": tuple(degrees), "slots_by_instance": slots},
+        "scheduler": {**values["scheduler"], "max_remaining_tokens": bounds},
+    }
+    if simulation:
+        sizes = {"train_devices": plan.train_devices, "train_mesh": tuple(mesh.values()), "slots": slots}
+        return {**laid_out, "simulation": {**simulation, **sizes}}
+    shards, rows = plan.data * plan.fsdp, values["trainer"]["rows_per_micro_batch"]
+    trainer = {**values["trainer"], **mesh, "rows_per_micro_batch": -(-rows // shards) * shards}
+    return {**laid_out, "trainer": trainer}
+
+
+def of_values(values: Mapping[str, Any]) -> protocols.Plan:
+    """The plan that `dataclasses.asdict` was given."""
+    rollout = tuple(protocols.PlannedBucket(**bucket) for bucket in values["rollout"])
+    return protocols.Plan(values["data"], values["fsdp"], values["tensor"], rollout)
