@@ -18,7 +18,6 @@ Peers' ways, with the same hardware and the same costs:
 
 A name may be followed by a workload: static-search, cmlfq-math; without, it is software engineering.
 
-  python launch/simulate.py --config=configs/ablation.py:cmlfq --policies=cmlfq --output=runs/one.json
   python launch/sweep.py --configs=static,homogeneous,heterogeneous,cmlfq,elastic --of=configs/ablation.py
 """
 
@@ -78,7 +77,7 @@ def get_config(variant: str = "cmlfq") -> ml_collections.ConfigDict:
     if name == "elastic":
         config.planner.update({"period": 1, "cooldown": 0})
     if name == "greedy":
-        config.planner.update({"period": 1, "cooldown": 0, "least_gain": 0.0, "horizon": 1_000_000})
+        config.planner.update({"period": 1, "cooldown": 0, "least_gain": 0.0, "window": 1, "horizon": 1_000_000})
     if name == "colocated":
         _colocated(config)
     if name == "static_optimal":

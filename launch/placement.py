@@ -55,7 +55,7 @@ class Engines:
         self._workdir = workdir.resolve()
         self._partition = partition(config)
         degrees, slots = config.rollout.tensor_parallel, config.rollout.instance_slots
-        self._slots = dict(zip(degrees, slots, strict=True))
+        self._slots = dict(reversed(list(zip(degrees, slots, strict=True))))  # the first of a degree counts
 
     def specs(self) -> list[protocols.ActorSpec]:
         """One actor an instance of the config, each with its own slots and devices."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from libra_jax.simulator import comparison, scripts, settings, traces
 SAMPLES = 8_192
 """Trajectories that lengths are taken from, at most."""
 
+OBJECTIVES = ("step_time", "per_accelerator", "cheapest")
 SWEEPS = ("accelerators", "hardware", "lengths")
 ACCELERATORS = (16, 32, 48, 64, 96, 128, 256, 512, 1_024, 2_048, 4_096, 10_240)
 FACTORS = (0.25, 0.5, 1.0, 2.0)
@@ -39,6 +41,14 @@ _CONFIG = config_flags.DEFINE_config_file("config", None, "A run's config file, 
 _TRACE = flags.DEFINE_string("trace", None, "Trace (JSON lines) whose lengths to plan for.")
 _ACCELERATORS = flags.DEFINE_integer("accelerators", None, "How many there are; default: as many as the config has.")
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write; the picture lies beside it, as .svg.")
+_OBJECTIVE = flags.DEFINE_enum(
+    "objective",
+    "step_time",
+    OBJECTIVES,
+    "step_time: the shortest step; per_accelerator: the most tokens a second for each accelerator in use, of which "
+    "there may be fewer; cheapest: the fewest accelerators whose step takes at most --within seconds.",
+)
+_WITHIN = flags.DEFINE_float("within", None, "Seconds that a step may take, for --objective=cheapest.")
 _SWEEP = flags.DEFINE_enum("sweep", None, SWEEPS, "Plan again and again: for other numbers, hardware or lengths.")
 
 
@@ -105,11 +115,31 @@ def main() -> None:
         _print_sweep(case)
         return
     searched = case.searched()
-    best, seconds = search.timed(searched, case.devices)
+    best, seconds = _timed(searched, case.devices)
     splits = list(searched.splits(case.devices))
-    _print(best, case.devices, search.compared(best, splits))
+    _print(best, case.devices)
+    if _OBJECTIVE.value == "step_time":
+        print(f"Runner-up: {search.compared(best, splits)}.")
+    else:
+        print(f"The shortest step that {case.devices} accelerators allow takes {_shortest(splits):.1f} s.")
     if output is not None:
         _write(output, best, splits, seconds, case.run.name)
+
+
+def _timed(searched: search.Search, devices: int) -> tuple[search.Split, float]:
+    """The best by --objective, and the seconds that finding it took."""
+    if (_OBJECTIVE.value == "cheapest") != (_WITHIN.value is not None):
+        raise protocols.ConfigError(
+            "--within: give the seconds of a step with --objective=cheapest, and only with that"
+        )
+    began = time.perf_counter()
+    if _OBJECTIVE.value == "cheapest":
+        found = searched.cheapest(_WITHIN.value, devices)
+    elif _OBJECTIVE.value == "per_accelerator":
+        found = searched.thriftiest(devices)
+    else:
+        found = searched.best(devices)
+    return found, time.perf_counter() - began
 
 
 def _of_simulation(values: dict[str, Any]) -> Case:
@@ -136,7 +166,7 @@ def _of_run(values: dict[str, Any]) -> Case:
         )
     path = run.model.path
     shape = model_config.read_directory(path) if path else model_config.load_preset(run.model.preset)
-    model = costs.CostModel(hardware.sheet(run.planner.hardware, "planner.hardware"), shape)
+    model = costs.of_hardware(run.planner.hardware, shape, "planner.hardware")
     devices = run.trainer.devices + sum(run.rollout.tensor_parallel)
     return Case(run, model, (), _work(run, traces.read(Path(_TRACE.value))[-SAMPLES:]), devices)
 
@@ -146,7 +176,11 @@ def _work(run: libra_config.RunConfig, drawn: Sequence[scripts.Script]) -> Work:
     return Work([script.prompt_tokens for script in drawn], [script.turns for script in drawn], count)
 
 
-def _print(best: search.Split, devices: int, runner_up: str) -> None:
+def _shortest(splits: Sequence[search.Split]) -> float:
+    return min(split.step_seconds for split in splits)
+
+
+def _print(best: search.Split, devices: int) -> None:
     mesh, rows = best.train, table.Table("stage", "accelerators", "as", "serves", "seconds a step")
     shape = f"data {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor}, {mesh.memory_bytes / 1e9:.0f} GB each"
     rows.add_row("train", str(mesh.devices), shape, "", f"{best.train_seconds:.1f}")
@@ -162,7 +196,6 @@ def _print(best: search.Split, devices: int, runner_up: str) -> None:
     console.Console().print(rows)
     idle = f"; {devices - best.devices} of {devices} accelerators have no use" if best.devices < devices else ""
     print(f"A step takes {best.step_seconds:.1f} s by the hardware sheet, not calibrated by any run{idle}.")
-    print(f"Runner-up: {runner_up}.")
 
 
 def _print_sweep(case: Case) -> None:
@@ -172,7 +205,7 @@ def _print_sweep(case: Case) -> None:
     refused = []
     for name, one in _cases(case):
         try:
-            best, seconds = search.timed(one.searched(), one.devices)
+            best, seconds = _timed(one.searched(), one.devices)
         except protocols.ConfigError as error:
             rows.add_row(name, "no plan")
             refused.append(f"{name}: {error}")

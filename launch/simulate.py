@@ -42,6 +42,11 @@ _SENSITIVITY = flags.DEFINE_bool("sensitivity", False, "Move each coefficient by
 
 def main() -> None:
     policies, seeds = _policies(_POLICIES.value), cli.seeds(_SEEDS.value)
+    if _CONFIG.value.planner.period:
+        raise protocols.ConfigError(
+            "config.planner.period: what is compared here has one layout for all, and so a bound; set it to 0, or give "
+            "runs that plan to launch/sweep.py"
+        )
     run = comparison.prepare(_run(_CONFIG.value.to_dict(), _TRACE.value), policies)
     output = None if _OUTPUT.value is None else Path(_OUTPUT.value)
     if output is not None:

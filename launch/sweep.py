@@ -27,7 +27,7 @@ from rich import console, table
 import cli
 from libra_jax import config as libra_config
 from libra_jax import protocols
-from libra_jax.simulator import comparison, settings
+from libra_jax.simulator import comparison, report, settings
 
 _CONFIGS = flags.DEFINE_string("configs", None, "Config files (or variants of --of), separated by commas.")
 _OF = flags.DEFINE_string("of", None, "Config file whose variants --configs names.")
@@ -55,7 +55,7 @@ class Job:
 def main() -> None:
     if not _CONFIGS.value:
         raise protocols.ConfigError("--configs: name at least one config file, or with --of one of its variants")
-    names = [name.strip() for name in _CONFIGS.value.split(",") if name.strip()]
+    names = list(dict.fromkeys(name.strip() for name in _CONFIGS.value.split(",") if name.strip()))
     folder = Path(_OUTPUT.value)
     cli.check_output(folder / "sweep.json")
     jobs = [_job(name, seed, folder) for name in names for seed in cli.seeds(_SEEDS.value)]
@@ -78,7 +78,8 @@ def _job(name: str, seed: int, folder: Path) -> Job:
         values["steps"] = _STEPS.value
     run = libra_config.parse(settings.SimulatedRun, values)
     run = comparison.prepare(run, [run.scheduler.policy])
-    file = folder / f"{Path(name).stem.replace(':', '-')}-seed{seed}-{libra_config.digest(run)}.json"
+    title = name.replace(".py", "").replace("/", "-").replace(":", "-")
+    file = folder / f"{title}-seed{seed}-steps{run.steps}-{libra_config.digest(run)}.json"
     return Job(name, run, file)
 
 
@@ -86,7 +87,7 @@ def _load(text: str) -> dict[str, Any]:
     """What a config file's get_config says, given the variant behind a colon."""
     file, _, variant = text.partition(":")
     path = Path(file)
-    if not path.exists():
+    if path.suffix != ".py" or not path.is_file():
         raise protocols.ConfigError(f"--configs: {file}: no such config file; variants of one file need --of=FILE")
     spec = importlib.util.spec_from_file_location(f"sweep_{path.stem}", path)
     assert spec is not None
@@ -95,7 +96,7 @@ def _load(text: str) -> dict[str, Any]:
     try:
         spec.loader.exec_module(module)
         made = module.get_config(variant) if variant else module.get_config()
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError, ImportError, SyntaxError) as error:
         raise protocols.ConfigError(f"--configs: {text}: {error}") from error
     values: dict[str, Any] = made.to_dict()
     if "simulation" not in values:
@@ -110,8 +111,14 @@ def _run(jobs: Sequence[Job]) -> None:
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
         doing = {pool.submit(result_of, job.run): job for job in jobs}
+        failed = []
         for number, done in enumerate(concurrent.futures.as_completed(doing), start=1):
-            job, entry = doing[done], done.result()
+            job = doing[done]
+            if (error := done.exception()) is not None:
+                failed.append(f"{job.name}, seed {job.run.seed}: {error}")
+                _say(f"[{number}/{len(jobs)}] {failed[-1]}")
+                continue
+            entry = done.result()
             partial = job.file.with_suffix(".partial")
             partial.write_text(json.dumps(entry) + "\n")
             partial.rename(job.file)
@@ -119,6 +126,10 @@ def _run(jobs: Sequence[Job]) -> None:
                 f"[{number}/{len(jobs)}] {job.name}, seed {job.run.seed}: {entry['tokens_per_second']:.0f} tokens/s "
                 f"(simulated in {entry['wall_seconds']:.1f} s)"
             )
+    if failed:
+        raise protocols.LibraError(
+            f"{len(failed)} of {len(jobs)} runs failed, the others are kept: {'; '.join(failed)}"
+        )
 
 
 def result_of(run: settings.SimulatedRun) -> dict[str, Any]:
@@ -141,7 +152,9 @@ def result_of(run: settings.SimulatedRun) -> dict[str, Any]:
 def _read(file: Path) -> Mapping[str, Any]:
     try:
         entry: Mapping[str, Any] = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+        if not set(report.KEYS) <= set(entry):
+            raise ValueError("it is no result of a run")
+    except (OSError, ValueError, TypeError) as error:
         raise protocols.DataError(f"{file}: cannot be read ({error}); remove it, and it is run again") from error
     return entry
 

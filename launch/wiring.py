@@ -20,7 +20,7 @@ from libra_jax.cluster import create as cluster
 from libra_jax.coordinator import checkpoints, signals
 from libra_jax.coordinator import run as coordinator
 from libra_jax.models import config as model_config
-from libra_jax.planning import costs, hardware, planner, plans
+from libra_jax.planning import costs, planner, plans
 from libra_jax.rollout import logprob_contract
 from libra_jax.scheduling import costs as scheduling_costs
 from libra_jax.scheduling import registry as schedulers
@@ -266,8 +266,9 @@ def global_planner(
     if not config.planner.period:
         return None
     mesh = config.trainer.data, config.trainer.fsdp, config.trainer.tensor
-    model = costs.CostModel(hardware.sheet(config.planner.hardware, "planner.hardware"), shape)
+    model = costs.of_hardware(config.planner.hardware, shape, "planner.hardware")
     setting = planner.Setting.of_run(config, model, placement.partition(config).total, mesh=mesh)
+    planner.check_layout(config, setting)
     return planner.GlobalPlanner(config.planner, setting, plans.of_run(config, mesh))
 
 

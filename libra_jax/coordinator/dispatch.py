@@ -55,6 +55,7 @@ class _Request:
     generated: int
     instance: str = ""  # empty while it waits or is away
     waits: bool = False  # it asks for tokens and has no instance
+    waits_since: float = 0.0  # what was before has been counted
     passed_over_since: float | None = None  # it waits, and some slot has been free since then
     placed: asyncio.Event = field(default_factory=asyncio.Event)
     stream: _Stream | None = None
@@ -82,7 +83,7 @@ class Counts:
       tokens: sampled for training groups.
       requests: attempts that began to ask for tokens.
       resumed: streams that failed and went on.
-      waited_seconds: that requests waited for a slot, in sum.
+      waited_seconds: that requests of training groups waited for a slot, in sum.
       seconds: spent on decisions and book-keeping.
     """
 
@@ -154,8 +155,17 @@ class Dispatcher:
 
     def take_counts(self) -> Counts:
         """Counts since the last call."""
+        for request in self._requests.values():
+            if request.waits:
+                self._count_wait(request)
         counts, self.counts = self.counts, Counts()
         return counts
+
+    def _count_wait(self, request: _Request) -> None:
+        now = self._loop.time()
+        if request.group_id != protocols.EVALUATION_GROUP:
+            self.counts.waited_seconds += now - request.waits_since
+        request.waits_since = now
 
     async def sample(
         self, trajectory: protocols.Trajectory, sampling: protocols.SamplingParams
@@ -171,11 +181,11 @@ class Dispatcher:
             if finish := _finish_of(trajectory.token_ids, start, sampling):
                 return finish
             if not request.instance:
-                request.waits, since = True, self._loop.time()
+                request.waits, request.waits_since = True, self._loop.time()
                 while not request.instance:  # a place may be lost again before the request that got it wakes
                     await request.placed.wait()
+                self._count_wait(request)
                 request.waits = False
-                self.counts.waited_seconds += self._loop.time() - since
             left = sampling.max_tokens - (len(trajectory.token_ids) - start)
             finish = await self._stream(request, replace(sampling, max_tokens=left))
             if finish is not None:

@@ -12,6 +12,9 @@ from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.coordinator import deadlines, failure
 
+SETTLE_SECONDS = 1.0
+"""Between two looks at whether engines that are being started have come up."""
+
 State = Literal["starting", "loaded", "serving", "lost", "dead", "retired"]
 
 MakeSpec = Callable[[int, int, Sequence[protocols.ActorSpec]], protocols.ActorSpec]
@@ -55,7 +58,7 @@ class Instances:
       config: the run's configuration (`rollout`, `deadlines`).
       cluster: makes and ends the actors.
       specs: one entry an engine.
-      make_spec: makes engines that a plan adds; None refuses such plans.
+      make_spec: makes engines that a plan adds; without it no plan can be followed.
       recorder: told of starts and losses.
       ending: told when no engine can ever serve again.
     """
@@ -100,6 +103,11 @@ class Instances:
         """No engine is being started or stopped: a plan may be followed."""
         return all(engine.state in ("serving", "dead") for engine in self.engines.values())
 
+    @property
+    def dead(self) -> bool:
+        """Some engine has died for good."""
+        return any(engine.state == "dead" for engine in self.engines.values())
+
     def loadable(self) -> list[Engine]:
         """The engines that a weight update goes to."""
         return [engine for engine in self.engines.values() if engine.state in ("loaded", "serving")]
@@ -132,8 +140,16 @@ class Instances:
         """Makes the engines those of a plan: what it has no use for ends, and what it has more of is started.
 
         Requests of engines that end go on elsewhere, or wait for those that are started. Engines that have died for
-        good are replaced, if the plan has use for their degree. Only where all are `settled`.
+        good are replaced, if the plan has use for their degree.
+
+        Raises:
+          ConfigError: there is nothing to make engines with.
         """
+        if self._make_spec is None:
+            raise protocols.ConfigError("a plan cannot be followed: this run was not told how further engines are made")
+        # An engine that is being started would come up unknown to all; each start has its own deadline.
+        while not self.settled:  # noqa: ASYNC110 (states change in many places)
+            await asyncio.sleep(SETTLE_SECONDS)
         wanted = {bucket.tensor_parallel: bucket.count for bucket in rollout}
         kept: collections.Counter[int] = collections.Counter()
         retired = []

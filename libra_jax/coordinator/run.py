@@ -25,8 +25,8 @@ from libra_jax.coordinator import (
     failure,
     groups,
     instances,
+    plan_follower,
     publication,
-    replanning,
     reports,
     saving,
     signals,
@@ -98,7 +98,7 @@ class Coordinator:
         reward: agent_loop.RewardFunction | None = None,
         export: Path | None = None,
         make_trajectory: attempts.MakeTrajectory = attempts.make_trajectory,
-        planner: replanning.Planner | None = None,
+        planner: plan_follower.Planner | None = None,
         make_engine: instances.MakeSpec | None = None,
     ) -> None:
         self._config = config
@@ -164,8 +164,8 @@ class Coordinator:
             self._build(await self._ending.race(self._start_workers()))
             if newest >= 0:
                 await self._restore(newest)
-            if replanned and self._replanning is not None:
-                self._replanning.begin()
+            if replanned and self._follower is not None:
+                self._follower.begin()
             self._ready = True
             await self._open()
             while self._step < self._config.steps:
@@ -250,9 +250,9 @@ class Coordinator:
             saver=self._saver,
             recorder=recorder,
         )
-        self._replanning = None
+        self._follower = None
         if self._planner is not None:
-            self._replanning = replanning.Replanning(
+            self._follower = plan_follower.PlanFollower(
                 config,
                 planner=self._planner,
                 engines=self._engines,
@@ -374,8 +374,8 @@ class Coordinator:
         report.times.step = self._loop.time() - self._step_began
         report.times.rollout = self._groups.busy_seconds()
         report.times.checkpoint = self._saver.take_seconds()
-        if self._replanning is not None:
-            report.plan = self._replanning.after(self._step, report)
+        if self._follower is not None:
+            report.plan = self._follower.after(self._step, report)
         metrics = report.metrics()
         for record in report.trace():
             self._recorder.trajectory(record)
@@ -419,7 +419,8 @@ class Coordinator:
         """Ends everything, whatever state it is in; what fails here is noted and hides nothing."""
         seconds = self._config.deadlines.shutdown
         await self._ending.cancel_background(seconds)
-        workers = 1 + len(self._engine_specs)
+        engines = getattr(self, "_engines", None)
+        workers = 1 + max(len(self._engine_specs), len(engines.engines) if engines is not None else 0)
         try:
             ending = self._cluster.shutdown()
             await deadlines.within(seconds * workers, ending, "The shutdown of the workers", "shutdown")

@@ -277,6 +277,21 @@ class CostModel:
         return self.sheet.network_bytes_per_second * self.coefficients.network_share
 
 
+def of_hardware(name: str, shape: model_config.TransformerConfig, field: str) -> CostModel:
+    """The costs of a model on what a config names; an engine on a CPU keeps nothing for graphs.
+
+    Args:
+      name: of a sheet, or "cpu".
+      shape: of the model.
+      field: of the config that names it.
+
+    Raises:
+      ConfigError: there is no such sheet.
+    """
+    kept = Coefficients(activation_bytes=0.0) if name == "cpu" else Coefficients()
+    return CostModel(hardware.sheet(name, field), shape, kept)
+
+
 @dataclass(frozen=True)
 class SchedulingCosts:
     """The costs that a scheduler is handed (`scheduling.costs.Costs`), read off the same model.

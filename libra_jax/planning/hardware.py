@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import difflib
 import functools
+import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +22,9 @@ from libra_jax import protocols
 
 REPEATS = 5
 """Measurements of this machine, of which the fastest counts."""
+
+MEASURING_SECONDS = 60.0
+"""Deadline of the process that measures, which takes about a second."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,7 @@ def names() -> tuple[str, ...]:
 
 
 def sheet(name: str, field: str = "simulation.hardware") -> HardwareSheet:
-    """The sheet of the accelerator `name`; of "cpu", this machine's, measured now (`measured`).
+    """The sheet of the accelerator `name`; for `planner.hardware`, "cpu" is this machine, measured now (`measured`).
 
     Args:
       name: see `names`.
@@ -84,34 +90,56 @@ def sheet(name: str, field: str = "simulation.hardware") -> HardwareSheet:
     Raises:
       ConfigError: there is none; the nearest name is offered.
     """
-    if name == "cpu":
+    if name == "cpu" and field == "planner.hardware":
         return measured()
     for known in SHEETS:
         if known.name == name:
             return known
     near = difflib.get_close_matches(name.lower(), names(), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise protocols.ConfigError(f"config.{field}: {name!r} is not one of cpu, {', '.join(names())}{hint}")
+    known_names = ", ".join(names())
+    raise protocols.ConfigError(f"config.{field}: {name!r} is not one of {known_names}{hint}")
 
 
 @functools.cache
 def measured() -> HardwareSheet:
     """One core of this machine, as NumPy finds it: a product of matrices, a copy through memory, the memory there is.
 
-    What workers exchange goes through memory too, so links are as fast as a copy between two of them.
+    What workers exchange goes through memory too, so links are as fast as a copy between two of them. It is measured in
+    a process of its own, whose products stay on one core.
+
+    Raises:
+      ConfigError: that process did not end well.
     """
+    environment = {**os.environ, **dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")}
+    command = [sys.executable, "-m", "libra_jax.planning.hardware"]
+    try:
+        told = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=MEASURING_SECONDS, check=True
+        )
+        product, copied = json.loads(told.stdout)
+    except (subprocess.SubprocessError, ValueError) as error:
+        raise protocols.ConfigError(f"planner.hardware: this machine could not be measured ({error})") from error
+    cores = max(1, len(os.sched_getaffinity(0)))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / cores
+    return HardwareSheet("cpu", product, copied, memory, copied / 2, copied / 2, cores)
+
+
+def _measure() -> tuple[float, float]:
+    """Operations a second of a product in float32, and bytes a second that a copy reads and writes."""
     side, words = 768, 4_000_000  # 2 MiB a matrix, 32 MB a copy: beyond the caches
     matrix, source = np.ones((side, side), np.float32), np.ones(words)
     target = np.empty_like(source)
     product = min(_seconds(lambda: matrix @ matrix) for _ in range(REPEATS))
     copied = min(_seconds(lambda: np.copyto(target, source)) for _ in range(REPEATS))
-    cores = max(1, len(os.sched_getaffinity(0)))
-    rate = 2 * source.nbytes / copied
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / cores
-    return HardwareSheet("cpu", 2 * side**3 / product, rate, memory, rate / 2, rate / 2, cores)
+    return 2 * side**3 / product, 2 * source.nbytes / copied
 
 
 def _seconds(work: Callable[[], object]) -> float:
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    print(json.dumps(_measure()))

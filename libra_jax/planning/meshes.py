@@ -92,6 +92,33 @@ class Mesh:
         return self.data * self.fsdp * self.tensor
 
 
+def check_fits(model: costs.CostModel, trainer: Trainer, sizes: tuple[int, int, int], field: str) -> None:
+    """Refuses a mesh that does not divide the model or does not hold it.
+
+    Args:
+      model: of the accelerators.
+      trainer: rows and memory.
+      sizes: data, fsdp and tensor.
+      field: of the config that gives them.
+
+    Raises:
+      ConfigError: the message names the field, and what is short.
+    """
+    _, fsdp, tensor = sizes
+    made = Training(model, [2], trainer)
+    if tensor not in made.tensor_degrees() or model.shape.hidden_size % fsdp:
+        raise protocols.ConfigError(
+            f"config.{field}: (data, fsdp, tensor) = {sizes} does not divide the model: tensor is one of "
+            f"{made.tensor_degrees()}, and fsdp a divisor of {model.shape.hidden_size}"
+        )
+    needed, room = made.memory_bytes(fsdp, tensor), model.sheet.memory_bytes * model.coefficients.memory_fraction
+    if needed > room:
+        raise protocols.ConfigError(
+            f"config.{field}: on (data, fsdp, tensor) = {sizes} a device needs {needed / 1e9:.1f} GB and has "
+            f"{room / 1e9:.1f}; shard more over fsdp or tensor, or take shorter rows (trainer.row_tokens)"
+        )
+
+
 class Training:
     """Training steps on a batch of sequences of these lengths.
 
@@ -162,7 +189,7 @@ class Training:
 
     def _meshes(self, most: int) -> Iterator[Mesh]:
         room = self._model.sheet.memory_bytes * self._model.coefficients.memory_fraction
-        for tensor in self._tensor_degrees():
+        for tensor in self.tensor_degrees():
             for fsdp in range(1, most // tensor + 1):
                 memory = self.memory_bytes(fsdp, tensor)
                 if self._model.shape.hidden_size % fsdp or memory > room:
@@ -171,7 +198,7 @@ class Training:
                 for data in range(1, min(enough, most // (fsdp * tensor)) + 1):
                     yield self.mesh(data, fsdp, tensor)
 
-    def _tensor_degrees(self) -> list[int]:
+    def tensor_degrees(self) -> list[int]:
         """Those that stay inside a node and divide heads and feed-forward columns."""
         shape = self._model.shape
         sizes = shape.num_heads, shape.num_kv_heads, shape.intermediate_size, shape.vocab_size
@@ -225,7 +252,7 @@ class Training:
     def _too_large(self, most: int) -> str:
         sheet, row = self._model.sheet, self._trainer.lengths[-1]
         room = sheet.memory_bytes * self._model.coefficients.memory_fraction
-        degrees = self._tensor_degrees()
+        degrees = self.tensor_degrees()
         least = min(self.memory_bytes(most // tensor, tensor) for tensor in degrees if tensor <= most)
         return (
             f"the model trains on no mesh of {most} {sheet.name} devices: even sharded over all of them a device needs "

@@ -72,19 +72,22 @@ class Setting:
           mesh: the trainer's, if it has to stay.
 
         Raises:
-          ConfigError: an instance has a degree that plans may not use.
+          ConfigError: no instance that plans may use holds a whole context.
         """
-        most = model.sheet.devices_per_node
-        degrees = tuple(
-            degree for degree in sorted(run.planner.degrees) if degree <= most and _divides(model.shape, degree)
-        )
-        for degree in run.rollout.tensor_parallel:
-            if degree not in degrees:
-                raise protocols.ConfigError(
-                    f"config.planner.degrees: {run.planner.degrees} leave out {degree}, which rollout.tensor_parallel "
-                    "has and the model and a node allow; add it"
-                )
-        given = dict(zip(run.rollout.tensor_parallel, slots or run.rollout.instance_slots, strict=True))
+        most, context = model.sheet.devices_per_node, run.rollout.max_context
+        possible = [
+            degree for degree in sorted(set(run.planner.degrees)) if degree <= most and _divides(model.shape, degree)
+        ]
+        degrees = tuple(degree for degree in possible if model.kv_tokens(degree) >= context)
+        if not degrees:
+            room = max((model.kv_tokens(degree) for degree in possible), default=0)
+            raise protocols.ConfigError(
+                f"config.rollout.max_context: beside the weights, no instance on {model.sheet.name} of the "
+                f"tensor-parallel degrees {possible} (planner.degrees) holds {context} tokens; the most is "
+                f"{max(0, room)}: lower it, or plan for other hardware or wider instances"
+            )
+        pairs = zip(run.rollout.tensor_parallel, slots or run.rollout.instance_slots, strict=True)
+        given = dict(reversed(list(pairs)))  # the first of a degree counts
         return cls(
             model,
             meshes.Trainer.of_run(run),
@@ -114,6 +117,21 @@ class Prediction:
     step: float
 
 
+@dataclass(frozen=True)
+class Levels:
+    """What measuring adds to the sheet.
+
+    Attributes:
+      train: how many times as long as the sheet says a training step takes here.
+      rollout: likewise of a step's requests.
+      sync: seconds of a publication.
+    """
+
+    train: float = 1.0
+    rollout: float = 1.0
+    sync: float = 0.0
+
+
 class Work:
     """The work of training steps like these trajectories, and what plans make of it.
 
@@ -138,18 +156,17 @@ class Work:
             rollout, self.training, setting.devices, staleness=setting.staleness, mesh=setting.mesh
         )
 
-    def best(self, levels: Mapping[str, float]) -> protocols.Plan:
+    def best(self, levels: Levels) -> protocols.Plan:
         """The plan with the shortest step, the stages at these levels."""
-        return self.search.weighed(levels["train"] / levels["rollout"]).best(self._setting.devices).plan
+        weighed = self.search.weighed(levels.train / levels.rollout, levels.sync / levels.rollout)
+        return weighed.best(self._setting.devices).plan
 
-    def predict(self, plan: protocols.Plan, levels: Mapping[str, float]) -> Prediction:
+    def predict(self, plan: protocols.Plan, levels: Levels) -> Prediction:
         """Times of the stages, each at its level, and of the step; infinite where a context fits no instance."""
-        model = self._setting.model
-        degrees = [bucket.tensor_parallel for bucket in plan.rollout]
-        publication = model.gather_seconds(plan.train_devices) + max(map(model.load_seconds, degrees))
-        train = levels["train"] * (self.training.seconds(plan.data, plan.fsdp, plan.tensor) + publication)
-        rollout = levels["rollout"] * self.search.rollout_seconds(plan.rollout)
-        return Prediction(train, rollout, max(train, rollout) if self._setting.staleness else train + rollout)
+        train = levels.train * self.training.seconds(plan.data, plan.fsdp, plan.tensor)
+        rollout = levels.rollout * self.search.rollout_seconds(plan.rollout)
+        cycle = train + levels.sync
+        return Prediction(train, rollout, max(cycle, rollout) if self._setting.staleness else cycle + rollout)
 
     def drawn_anew(self, plan: protocols.Plan) -> protocols.Plan:
         """The same devices, their instances with the ranges of lengths that suit them best."""
@@ -158,11 +175,12 @@ class Work:
 
 @dataclass(frozen=True)
 class _Taken:
-    """Seconds of a step as it was, and of its stages by the sheet."""
+    """Seconds of a step as it was, and of the stages of steps like it by the sheet."""
 
     step: float
     wait: float
     train: float
+    sync: float
     bare_rollout: float
     bare_train: float
 
@@ -181,7 +199,8 @@ class GlobalPlanner:
         self._setting = setting
         self._seen: collections.deque[list[tuple[int, list[protocols.Turn]]]] = collections.deque(maxlen=config.window)
         self._taken: collections.deque[_Taken] = collections.deque(maxlen=LEVELS)
-        self._levels: dict[str, float] = {}
+        self._levels = Levels()
+        self._measured: set[str] = set()
         self._steps = 0
         self._work: Work | None = None
         self._expected: Prediction | None = None
@@ -199,17 +218,22 @@ class GlobalPlanner:
         return self._replanner.present
 
     @property
-    def levels(self) -> dict[str, float]:
-        """By stage, how many times as long as the sheet says it takes here."""
-        return {"train": 1.0, "rollout": 1.0, **self._levels}
+    def levels(self) -> Levels:
+        """What has been measured so far."""
+        return self._levels
 
     @property
     def calibrated(self) -> bool:
         """Both stages have been measured."""
-        return len(self._levels) == 2
+        return {"train", "rollout"} <= self._measured
 
     def after(
-        self, step: int, measured: replanning.Measured, trained: Sequence[protocols.Trajectory]
+        self,
+        step: int,
+        measured: replanning.Measured,
+        trained: Sequence[protocols.Trajectory],
+        *,
+        may_move: bool = True,
     ) -> tuple[replanning.Decision[protocols.Plan] | None, dict[str, float]]:
         """What to do after a training step, and its metrics.
 
@@ -217,6 +241,7 @@ class GlobalPlanner:
           step: its number, from 1.
           measured: what it took.
           trained: what was trained on.
+          may_move: nothing is decided otherwise.
 
         Returns:
           The decision, if there was a look; `plan` has been updated. The metrics compare what was predicted for this
@@ -231,7 +256,7 @@ class GlobalPlanner:
         if self._before is not None:
             metrics["plan/saved_seconds"] = self._work.predict(self._before, self.levels).step - measured.step
         decision = None
-        if self._steps > self._setting.staleness + LEAST_STEPS:
+        if may_move and self._steps > self._setting.staleness + LEAST_STEPS:
             now = self._work.predict(self.plan, self.levels)
             signs = replanning.Signs(
                 now.train, now.rollout, waiting=measured.waiting, slots=measured.slots, lost=measured.lost
@@ -255,14 +280,15 @@ class GlobalPlanner:
         """JSON-able: the plan in force and the levels; lengths are seen again."""
         return {
             "plan": dataclasses.asdict(self.plan),
-            "levels": self._levels,
+            "levels": dataclasses.asdict(self._levels),
+            "measured": sorted(self._measured),
             "taken": [dataclasses.astuple(taken) for taken in self._taken],
         }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Takes a snapshot's state in place of its own."""
         self._replanner.present = plans.of_values(snapshot["plan"])
-        self._levels = dict(snapshot["levels"])
+        self._levels, self._measured = Levels(**snapshot["levels"]), set(snapshot["measured"])
         self._taken.extend(_Taken(*taken) for taken in snapshot["taken"])
 
     def _metrics(self, measured: replanning.Measured) -> dict[str, float]:
@@ -275,17 +301,24 @@ class GlobalPlanner:
         return metrics
 
     def _learn_levels(self, measured: replanning.Measured) -> None:
-        """What the step took, against what the sheet says of the very trajectories that it was."""
+        """What steps took, against what the sheet says of the trajectories seen last."""
         assert self._work is not None
-        bare = self._work.predict(self.plan, {"train": 1.0, "rollout": 1.0})
-        if not math.isfinite(bare.rollout):
+        bare = self._work.predict(self.plan, Levels())
+        if measured.disturbed or not math.isfinite(bare.rollout):
             return
-        self._taken.append(_Taken(measured.step, measured.wait, measured.train, bare.rollout, bare.train))
-        step, wait, train, bare_rollout, bare_train = map(sum, zip(*map(dataclasses.astuple, self._taken), strict=True))
+        self._taken.append(
+            _Taken(measured.step, measured.wait, measured.train, measured.sync, bare.rollout, bare.train)
+        )
+        sums = map(sum, zip(*map(dataclasses.astuple, self._taken), strict=True))
+        step, wait, train, sync, bare_rollout, bare_train = sums
+        self._levels = dataclasses.replace(self._levels, sync=sync / len(self._taken))
         if train > 0:
-            self._levels["train"] = train / bare_train
+            self._levels = dataclasses.replace(self._levels, train=train / bare_train)
+            self._measured.add("train")
         if wait > replanning.WAITED * step:  # else training hid rollout, and nothing is known of it
-            self._levels["rollout"] = (step if self._setting.staleness else wait) / bare_rollout
+            rollout = step if self._setting.staleness else wait
+            self._levels = dataclasses.replace(self._levels, rollout=rollout / bare_rollout)
+            self._measured.add("rollout")
 
     def _best(self) -> protocols.Plan:
         assert self._work is not None
@@ -305,3 +338,26 @@ class GlobalPlanner:
             for bucket in best.rollout
         )
         return config.resize_seconds * resized + config.start_seconds * new / best.rollout_devices
+
+
+def check_layout(run: configuration.RunConfig, setting: Setting) -> None:
+    """Refuses a layout with instances that no plan may have: what it takes could not be predicted.
+
+    Raises:
+      ConfigError: the message names the degree, and what speaks against it.
+    """
+    for degree in run.rollout.tensor_parallel:
+        if degree in setting.degrees:
+            continue
+        model = setting.model
+        if degree not in run.planner.degrees:
+            reason = f"config.planner.degrees: {run.planner.degrees} leave it out; add it"
+        elif degree > model.sheet.devices_per_node:
+            reason = f"a node of {model.sheet.name} has {model.sheet.devices_per_node} devices; take narrower instances"
+        else:
+            room = max(0, model.kv_tokens(degree))
+            reason = (
+                f"by the sheet of {model.sheet.name} it holds {room} tokens beside the weights, of "
+                f"config.rollout.max_context = {run.rollout.max_context}; is planner.hardware right?"
+            )
+        raise protocols.ConfigError(f"config.rollout.tensor_parallel: plans cannot use degree {degree}: {reason}")

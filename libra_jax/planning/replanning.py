@@ -25,7 +25,7 @@ class Rules:
     """When to look and when to move.
 
     Attributes:
-      period: training steps between two looks; 0 looks early only.
+      period: training steps between two looks.
       horizon: steps over which a move has to pay.
       cooldown: steps after a move before the next.
       least_gain: relative gain of a step below which nothing moves.
@@ -68,19 +68,23 @@ class Measured:
 
     Attributes:
       step: seconds, from the end of the step before, without an evaluation.
-      train: of them, the training step and the publication of its weights.
+      train: of them, the training step.
+      sync: of them, the publication of its weights.
       wait: of them, the trainer waited for its batch.
       waiting: requests that waited for a slot, mean over the step.
       slots: of all instances.
       lost: instances lost since the step before.
+      disturbed: a move or a loss touched the step, so that it says nothing of those to come.
     """
 
     step: float
     train: float
     wait: float
+    sync: float = 0.0
     waiting: float = 0.0
     slots: int = 1
     lost: int = 0
+    disturbed: bool = False
 
 
 @dataclass(frozen=True)
@@ -183,7 +187,7 @@ class Replanner(Generic[Plan]):
         rules = self.rules
         if signs.lost:
             return f"{signs.lost} instances lost"
-        if rules.period and step - self._looked_at >= rules.period:
+        if step - self._looked_at >= rules.period:
             return f"every {rules.period} steps"
         if self._cooling(step):
             return None

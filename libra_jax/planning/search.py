@@ -14,9 +14,10 @@ import copy
 import dataclasses
 import itertools
 import math
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from libra_jax import protocols
 from libra_jax.planning import meshes, partition, serving
@@ -26,6 +27,9 @@ PARTS = 256
 """Places, at most, at which the requests may be cut; more for more devices."""
 
 PARTS_A_DEVICE = 2
+
+SLOWER, TRIED = 64.0, 96
+"""How much longer than the shortest a step may be for the sake of fewer devices, and how many lengths are tried."""
 
 
 @dataclass(frozen=True)
@@ -95,10 +99,10 @@ class Search:
                 f"of tensor-parallel degree {max(rollout.degrees)}; lower rollout.max_context or take wider instances"
             )
 
-    def weighed(self, ratio: float) -> Search:
-        """The same search where training takes `ratio` times as long beside rollout as its costs say."""
+    def weighed(self, ratio: float, more: float = 0.0) -> Search:
+        """The same search where training takes `ratio` times as long as its costs say, and `more` seconds besides."""
         other = copy.copy(self)
-        other._front = tuple(dataclasses.replace(mesh, seconds=ratio * mesh.seconds) for mesh in self._front)
+        other._front = tuple(dataclasses.replace(mesh, seconds=ratio * mesh.seconds + more) for mesh in self._front)
         return other
 
     def best(self, devices: int) -> Split:
@@ -108,6 +112,51 @@ class Search:
           ConfigError: they are too few to train and roll out; the message says how many each stage takes.
         """
         return self._together(devices) if self._staleness else self._in_turn(devices)
+
+    def cheapest(self, seconds: float, devices: int) -> Split:
+        """The split with the fewest devices, `devices` at most, whose step takes no longer than `seconds`.
+
+        Raises:
+          ConfigError: there is none; the message says how long the shortest step takes.
+        """
+        found = self._cheapest(seconds, devices)
+        if found is None:
+            best = self.best(devices)
+            raise protocols.ConfigError(
+                f"no plan of {devices} devices takes a step in {seconds:g} s; the fastest takes {best.step_seconds:.1f}"
+            )
+        return found
+
+    def thriftiest(self, devices: int) -> Split:
+        """The split of at most so many devices with the fewest device-seconds a step: the most tokens for each.
+
+        Steps of up to `SLOWER` times the shortest are tried, `TRIED` of them.
+
+        Raises:
+          ConfigError: the devices are too few to train and roll out.
+        """
+        found = [self.best(devices)]
+        for factor in np.geomspace(1.0, SLOWER, TRIED):
+            other = self._cheapest(float(factor) * found[0].step_seconds, devices)
+            if other is not None:
+                found.append(other)
+        return min(found, key=lambda split: split.devices * split.step_seconds)
+
+    def _cheapest(self, seconds: float, devices: int) -> Split | None:
+        seconds *= 1.0 + partition.PRECISION
+        best: Split | None = None
+        for mesh in self._front:
+            left = seconds if self._staleness else seconds - mesh.seconds
+            if mesh.seconds > seconds or left <= 0 or mesh.devices >= devices:
+                continue
+            served = self._partitions.within(left)
+            if served is not None and mesh.devices + served.devices <= devices:
+                split = self._split(mesh, served)
+                if best is None or split.devices < best.devices:
+                    best = split
+            if self._staleness:  # a larger mesh makes nothing else smaller
+                break
+        return best
 
     def splits(self, devices: int) -> Iterator[Split]:
         """Every mesh of the front with the best that the rest of the devices can do, fewest training devices first."""
@@ -194,13 +243,6 @@ class Search:
 def _degrees(rollout: Sequence[protocols.PlannedBucket]) -> list[int]:
     """The degree of each instance."""
     return [bucket.tensor_parallel for bucket in rollout for _ in range(bucket.count)]
-
-
-def timed(search: Search, devices: int) -> tuple[Split, float]:
-    """The best split, and the seconds that finding it took."""
-    began = time.perf_counter()
-    found = search.best(devices)
-    return found, time.perf_counter() - began
 
 
 def compared(best: Split, splits: Sequence[Split]) -> str:

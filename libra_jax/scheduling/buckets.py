@@ -71,6 +71,12 @@ class Levels:
         """The bucket of an instance."""
         return self.degrees.index(degree) if self.bounds else 0
 
+    def nearest(self, other: Levels, level: int) -> int:
+        """The level here for one of other levels: of the same degree, else of the next wider one, else the widest."""
+        if not other.bounds or not other.degrees:
+            return min(level, self.count - 1)
+        return min(bisect.bisect_left(self.degrees, other.degrees[level]), self.count - 1)
+
     def of_length(self, tokens: float) -> int:
         """The bucket that so many tokens to generate ask for."""
         return min(bisect.bisect_left(self.bounds, tokens), self.count - 1)

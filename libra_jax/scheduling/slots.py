@@ -139,9 +139,9 @@ class SlotScheduler:
     def on_plan(self, planned: Sequence[protocols.PlannedBucket], now: float) -> list[protocols.Placement]:
         if not self.by_length:
             return []
-        self.levels = buckets.Levels.planned(planned)
+        before, self.levels = self.levels, buckets.Levels.planned(planned)
         for request in self.requests.values():
-            request.level = min(request.level, self.levels.count - 1)
+            request.level = self.levels.nearest(before, request.level)
         return self.on_instance_change([server.instance for server in self.servers.values()], now)
 
     def on_arrival(self, request: protocols.RequestInfo, now: float) -> list[protocols.Placement]:

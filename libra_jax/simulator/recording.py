@@ -19,7 +19,7 @@ from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.planning import streams
 from libra_jax.simulator import scripts, traces
-from libra_jax.telemetry import metrics, timeline, trace
+from libra_jax.telemetry import files, metrics, timeline, trace
 
 LEAST_STEPS = 4
 """Steps of a recording: half of them calibrate, the others are predicted."""
@@ -110,6 +110,11 @@ def read(workdir: Path) -> Recording:
       DataError: a file is missing, or the run cannot be replayed from its files; the message says why and what to do.
     """
     config = _config(workdir / CONFIG_FILE)
+    if any(decision.get("moved") for decision in files.whole_json_lines(workdir / files.PLANS_FILE)):
+        raise protocols.DataError(
+            f"{workdir / files.PLANS_FILE}: the run moved to another plan, and a twin has one layout; record a run "
+            "with planner.shadow, or with planner.period at 0"
+        )
     numbers = _numbers(workdir / metrics.METRICS_FILE, config)
     records = trace.read(workdir / trace.TRACE_FILE)
     groups = _groups(workdir / trace.TRACE_FILE, records, config)

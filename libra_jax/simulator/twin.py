@@ -183,6 +183,7 @@ def _simulated(config: configuration.RunConfig, steps: int) -> configuration.Run
         warm_start=dataclasses.replace(config.warm_start, steps=0),
         evaluation=dataclasses.replace(config.evaluation, every=0),
         checkpoint=dataclasses.replace(config.checkpoint, every=0),
+        planner=dataclasses.replace(config.planner, period=0),
         rollout=dataclasses.replace(config.rollout, kv_transfer="none"),  # here a moved context is prefilled again
     )
 

@@ -301,7 +301,8 @@ class _Fleet:
         self._config = config
         self._model = model
         self._slots = simulation.slots or config.rollout.instance_slots
-        self._by_degree = dict(zip(config.rollout.tensor_parallel, self._slots, strict=True))
+        pairs = zip(config.rollout.tensor_parallel, self._slots, strict=True)
+        self._by_degree = dict(reversed(list(pairs)))  # the first of a degree counts
         self.counters: list[engine.Counters] = []
         self.degrees: list[int] = []
 
@@ -344,7 +345,9 @@ def _mesh(config: configuration.RunConfig, simulation: SimulationConfig, model: 
     )
     assert isinstance(model, costs.CostModel)
     data, fsdp, tensor = simulation.train_mesh
-    return trainer.OnMesh((data, fsdp, tensor), model, meshes.Trainer.of_run(config), config.planner.resize_seconds)
+    made = meshes.Trainer.of_run(config)
+    meshes.check_fits(model, made, (data, fsdp, tensor), "simulation.train_mesh")
+    return trainer.OnMesh((data, fsdp, tensor), model, made, config.planner.resize_seconds)
 
 
 def _planner(
@@ -357,6 +360,7 @@ def _planner(
     data, fsdp, tensor = simulation.train_mesh
     devices = simulation.train_devices + sum(config.rollout.tensor_parallel)
     setting = planner.Setting.of_run(config, model, devices, slots=simulation.slots)
+    planner.check_layout(config, setting)
     return planner.GlobalPlanner(config.planner, setting, plans.of_run(config, (data, fsdp, tensor)))
 
 

@@ -41,7 +41,8 @@ def _step_seconds(numbers: Mapping[str, float]) -> float:
 
 
 def _row(decision: Mapping[str, Any]) -> tuple[str, ...]:
-    seconds = (f"{decision[name]:,.1f}" for name in ("present_seconds", "best_seconds", "move_seconds"))
+    numbers = (decision[name] for name in ("present_seconds", "best_seconds", "move_seconds"))
+    seconds = ("∞" if number is None else f"{number:,.1f}" for number in numbers)
     verdict = f"{'moved' if decision['moved'] else 'stayed'}: {decision['reason']}"
     return str(decision["step"]), decision["why"], *seconds, verdict, described(decision["plan"])
 

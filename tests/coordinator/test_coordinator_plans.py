@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -26,11 +27,21 @@ class Scripted:
         self.plan = BEGIN
         self.plans = plans
         self.measured: list[replanning.Measured] = []
+        self.fails: tuple[int, ...] = ()
 
-    def after(self, step: int, measured: replanning.Measured, trained: Sequence[protocols.Trajectory]) -> Any:
+    def after(
+        self,
+        step: int,
+        measured: replanning.Measured,
+        trained: Sequence[protocols.Trajectory],
+        *,
+        may_move: bool = True,
+    ) -> Any:
         self.measured.append(measured)
         assert len(trained) == 6
-        if step not in self.plans:
+        if step in self.fails:
+            raise protocols.ConfigError("the model fits nowhere")
+        if step not in self.plans or not may_move:
             return None, {"plan/step_seconds": 1.0}
         self.plan = self.plans[step]
         return replanning.Decision(step, "told to", self.plan, 2.0, 1.0, 0.1, True, "it pays"), {}
@@ -142,6 +153,87 @@ def test_a_lost_instance_is_told_to_the_planner(tmp_path):
     bench.run()
     check_whole(bench)
     assert sum(measured.lost for measured in planner.measured) > 0
+    assert any(measured.disturbed for measured in planner.measured)
+
+
+def test_a_planner_that_cannot_plan_leaves_the_run_alone(tmp_path):
+    bench, planner, _ = make_bench(tmp_path, {})
+    planner.fails = (2, 3, 4)
+    bench.run()
+    check_whole(bench)
+    said = [note for note in bench.recorder.notes if "the model fits nowhere" in note]
+    assert said == ["No plan could be made, and everything stays as it is: the model fits nowhere."]
+
+
+def test_the_last_step_decides_nothing(tmp_path):
+    bench, planner, makes = make_bench(tmp_path, {6: WIDE})
+    bench.run()
+    check_whole(bench)
+    assert len(planner.measured) == 5
+    assert not makes.made
+
+
+def slow_starts(bench, seconds: float) -> None:
+    """Engines take so long until they serve."""
+    spawn = bench.cluster.spawn
+
+    async def delayed(spec: protocols.ActorSpec) -> Any:
+        if spec.name.startswith("engine-") and int(spec.name[-1]) > 1:
+            await asyncio.sleep(seconds)
+        return await spawn(spec)
+
+    bench.cluster.spawn = delayed
+
+
+def test_while_instances_start_training_goes_on_and_nothing_further_is_decided(tmp_path):
+    bench, planner, makes = make_bench(tmp_path, {2: WIDE, 3: BEGIN}, deadlines={"engine_start": 100.0})
+    slow_starts(bench, 1.0)
+    bench.run()
+    check_whole(bench)
+    assert makes.made == [(2, 2, ["engine-0"])], "the plan of step 3 came while the move was under way"
+    disturbed = [measured.disturbed for measured in planner.measured]
+    assert disturbed[2]
+    assert not disturbed[0]
+
+
+def test_an_instance_lost_while_others_start_comes_back_and_nothing_is_lost(tmp_path):
+    config = doubles.make_config(steps=6, coordinator={"staleness": 1}, deadlines={"engine_start": 100.0})
+    specs = doubles.engine_specs(config, 2)
+    specs[0] = dataclasses.replace(specs[0], arguments={**specs[0].arguments, "fail_after_tokens": 60})
+    bench = doubles.Bench(config, tmp_path, specs=specs, planner=Scripted({2: WIDE}), make_engine=Makes(config))
+    slow_starts(bench, 0.5)
+    bench.run()
+    check_whole(bench)
+
+
+def test_stopped_in_the_middle_of_a_move_it_ends_and_goes_on_with_the_new_plan(tmp_path):
+    bench, planner, _ = make_bench(tmp_path, {2: WIDE}, checkpoint={"every": 1}, deadlines={"engine_start": 100.0})
+    slow_starts(bench, 50.0)
+    ask = planner.after
+
+    def stop_soon(step: int, *arguments: Any, **further: Any) -> Any:
+        if step == 3:
+            bench.coordinator.request_stop()
+        return ask(step, *arguments, **further)
+
+    planner.after = stop_soon
+    assert bench.run().stopped
+    again, planner, makes = make_bench(tmp_path, {}, checkpoint={"every": 1})
+    again.run()
+    check_whole(again)
+    assert planner.plan == WIDE
+    assert [(number, degree) for number, degree, _ in makes.made] == [(0, 1), (1, 2)]
+
+
+def test_an_instance_that_is_lost_for_good_is_replaced_at_the_next_look(tmp_path):
+    config = doubles.make_config(steps=6, rollout={"restarts": 0})
+    specs = doubles.engine_specs(config, 2)
+    specs[1] = dataclasses.replace(specs[1], arguments={**specs[1].arguments, "fail_after_tokens": 30})
+    makes = Makes(config)
+    bench = doubles.Bench(config, tmp_path, specs=specs, planner=Scripted({4: BEGIN}), make_engine=makes)
+    bench.run()
+    check_whole(bench)
+    assert [(number, degree) for number, degree, _ in makes.made] == [(2, 1)]
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

@@ -1,5 +1,7 @@
 """Splitting the model over a mesh changes where it is computed, not what."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,6 +64,36 @@ def test_sharded_loss_and_gradient_equal_unsharded(config, batch, reference, sha
     for ours, whole in zip(jax.tree.leaves(got), jax.tree.leaves(gradient), strict=True):
         np.testing.assert_allclose(ours, whole, atol=1e-5 * np.abs(whole).max(), rtol=0)
     assert "Involuntary full rematerialization" not in capfd.readouterr().err
+
+
+def test_what_a_layer_keeps_is_split_over_the_tensor_axis(config, monkeypatch):
+    """Its input, under full rematerialisation: with the tokens of the residual stream held whole, more is kept."""
+    config = dataclasses.replace(config, num_layers=16)
+    options = transformer.ComputeOptions(attention_chunk=64, remat="full")
+    tokens = jax.ShapeDtypeStruct((1, 1024), jnp.int32)
+
+    def held() -> int:
+        mesh = _mesh((1, 1, 2, 1))
+
+        def loss(params, tokens):
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+            return transformer.forward(params, config, options, tokens, positions, jnp.ones_like(tokens)).var()
+
+        where = sharding.shardings(config, mesh)
+        params = jax.tree.map(
+            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+            transformer.abstract_params(config),
+            where,
+        )
+        with jax.set_mesh(mesh):
+            step = jax.jit(jax.grad(loss), out_shardings=where).lower(params, tokens).compile()
+        return step.memory_analysis().temp_size_in_bytes
+
+    split = held()
+    monkeypatch.setitem(axes.RULES, "residual", "context")
+    jax.clear_caches()
+    kept = 4 * config.num_layers * 1024 * config.hidden_size
+    assert held() - split > 0.3 * kept  # two devices: half of it, less what gathering takes
 
 
 def test_parameters_are_drawn_where_they_live(config, reference):

@@ -92,3 +92,35 @@ def test_why_the_runner_up_lost_names_the_stage_that_is_slower():
     sentence = search.compared(best, splits)
     assert "training devices would make the step" in sentence
     assert ("rollout takes" in sentence) != ("training alone takes" in sentence)
+
+
+@hypothesis.settings(deadline=None, max_examples=30)
+@hypothesis.given(TOKENS, st.floats(1.0, 8.0), st.integers(0, 2))
+def test_the_cheapest_plan_within_a_time_has_no_device_too_many(tokens, slower, staleness):
+    made = search.Search(*parts(tokens, staleness), 12, staleness=staleness)
+    limit = slower * made.best(12).step_seconds
+    found = made.cheapest(limit, 12)
+    assert found.step_seconds <= limit
+    for devices in range(2, found.devices):
+        try:
+            assert made.best(devices).step_seconds > limit * (1 - 1e-9)
+        except protocols.ConfigError:
+            continue
+    with pytest.raises(protocols.ConfigError, match=r"no plan of 12 devices takes a step in .* the fastest takes"):
+        made.cheapest(0.5 * made.best(12).step_seconds, 12)
+
+
+@hypothesis.settings(deadline=None, max_examples=30)
+@hypothesis.given(TOKENS, st.integers(3, 12), st.integers(0, 2))
+def test_no_number_of_devices_gives_each_of_them_much_more_to_do_than_the_thriftiest_plan(tokens, most, staleness):
+    made = search.Search(*parts(tokens, staleness), 12, staleness=staleness)
+    found = made.thriftiest(most)
+    assert found.devices <= most
+    spent = []
+    for devices in range(2, most + 1):
+        try:
+            best = made.best(devices)
+        except protocols.ConfigError:
+            continue
+        spent.append(best.devices * best.step_seconds)
+    assert found.devices * found.step_seconds <= 1.05 * min(spent)

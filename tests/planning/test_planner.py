@@ -55,8 +55,8 @@ def test_predictions_take_on_the_level_of_what_is_measured():
 def test_where_training_hides_rollout_nothing_is_learnt_of_rollout():
     made = make(shadow=True)
     steps(made, replanning.Measured(step=300.0, train=299.0, wait=0.5, slots=448), 4_000, 8)
-    assert made.levels["rollout"] == 1.0
-    assert made.levels["train"] != 1.0
+    assert made.levels.rollout == 1.0
+    assert made.levels.train != 1.0
     assert not made.calibrated
 
 
@@ -71,7 +71,42 @@ def test_it_does_not_look_before_it_has_seen_enough_and_then_moves_where_it_pays
     assert made.plan.train_devices + made.plan.rollout_devices <= 16
     assert moves[0].gain > 0.05
     assert moves[0].move_seconds > 0
-    assert "plan/saved_seconds" in looks[-1][1]
+
+
+def test_what_a_move_saved_is_the_old_plans_step_less_the_one_that_was_measured():
+    made, measured = make(), replanning.Measured(step=400.0, train=30.0, wait=370.0, slots=448)
+    decided = [decision for decision, _ in steps(made, measured, 8_000, 6)][-1]
+    assert decided is not None
+    assert decided.moved
+    best = dataclasses.replace(measured, step=decided.best_seconds, wait=decided.best_seconds - 30.0)
+    _, metrics = made.after(7, best, trained(8_000))
+    assert metrics["plan/saved_seconds"] == pytest.approx(400.0 - decided.best_seconds, rel=0.1)
+
+
+def test_a_step_that_a_move_or_a_loss_touched_says_nothing_of_levels():
+    made = make(shadow=True)
+    steps(made, replanning.Measured(step=400.0, train=30.0, wait=370.0, slots=448), 4_000, 6)
+    before = made.levels
+    steps(made, replanning.Measured(step=4_000.0, train=30.0, wait=3_970.0, slots=448, disturbed=True), 4_000, 2, 7)
+    assert made.levels == before
+    steps(made, replanning.Measured(step=4_000.0, train=30.0, wait=3_970.0, slots=448), 4_000, 1, 9)
+    assert made.levels.rollout > 1.5 * before.rollout
+
+
+def test_nothing_is_decided_while_it_may_not_move():
+    made, measured = make(), replanning.Measured(step=400.0, train=30.0, wait=370.0, slots=448)
+    for step in range(1, 11):
+        decision, metrics = made.after(step, measured, trained(8_000), may_move=False)
+        assert decision is None
+    assert metrics["plan/step_seconds"] > 0
+
+
+def test_publication_is_part_of_the_trainers_cycle():
+    made = make(shadow=True)
+    looks = steps(made, replanning.Measured(step=60.0, train=40.0, sync=20.0, wait=0.0, slots=448), 500, 8)
+    assert made.levels.sync == pytest.approx(20.0)
+    metrics = looks[-1][1]
+    assert metrics["plan/step_seconds"] == pytest.approx(metrics["plan/train_seconds"] + 20.0)
 
 
 def test_a_shadow_decides_and_never_moves():
@@ -107,16 +142,52 @@ def test_what_it_knows_survives_a_restart():
     steps(made, measured, 8_000, 8)
     again = make()
     again.restore(json.loads(json.dumps(made.snapshot())))
-    assert (again.plan, again.levels) == (made.plan, made.levels)
+    assert (again.plan, again.levels, again.calibrated) == (made.plan, made.levels, made.calibrated)
+    assert again.snapshot() == made.snapshot()
 
 
-def test_a_degree_of_the_layout_that_plans_may_not_use_is_refused():
-    run = configuration.parse(
-        configuration.RunConfig,
-        {"rollout": {"tensor_parallel": (1, 2)}, "planner": {"degrees": (1, 4)}, "trainer": {"row_tokens": 512}},
-    )
-    with pytest.raises(protocols.ConfigError, match=r"config\.planner\.degrees: \(1, 4\) leave out 2"):
-        planner.Setting.of_run(run, MODEL, 4)
+@pytest.mark.parametrize(
+    ("name", "layout", "degrees", "context", "why"),
+    [
+        ("a800", (1, 2), (1, 4), 512, r"degree 2: config\.planner\.degrees: \(1, 4\) leave it out"),
+        ("v5p", (1, 8), (1, 4, 8), 512, r"degree 8: a node of v5p has 4 devices"),
+        ("v5e", (1, 2), (1, 2), 100_000, r"degree 1: by the sheet of v5e it holds \d+ tokens .* = 100000"),
+    ],
+)
+def test_a_layout_with_instances_that_no_plan_may_have_is_refused(name, layout, degrees, context, why):
+    values = {
+        "rollout": {"tensor_parallel": layout, "max_context": context},
+        "planner": {"degrees": degrees},
+        "trainer": {"row_tokens": context},
+    }
+    run = configuration.parse(configuration.RunConfig, values)
+    model = costs.CostModel(hardware.sheet(name), MODEL.shape)
+    setting = planner.Setting.of_run(run, model, 16)
+    with pytest.raises(protocols.ConfigError, match=rf"config\.rollout\.tensor_parallel: plans cannot use {why}"):
+        planner.check_layout(run, setting)
+
+
+def test_a_context_that_no_instance_holds_is_refused_before_the_run():
+    values = {"rollout": {"max_context": 900_000, "max_tokens": 100}, "trainer": {"row_tokens": 900_000}}
+    run = configuration.parse(configuration.RunConfig, values)
+    model = costs.CostModel(hardware.sheet("v5e"), MODEL.shape)
+    with pytest.raises(
+        protocols.ConfigError, match=r"config\.rollout\.max_context: .* holds 900000 tokens; the most is"
+    ):
+        planner.Setting.of_run(run, model, 16)
+
+
+def test_a_mesh_that_does_not_hold_the_model_or_divide_it_is_refused():
+    model = costs.CostModel(hardware.sheet("a800"), model_config.load_preset("Qwen3-14B"))
+    meshes.check_fits(model, TRAINER, (1, 5, 4), "simulation.train_mesh")
+    with pytest.raises(
+        protocols.ConfigError, match=r"config\.simulation\.train_mesh: .* a device needs \d+\.\d GB and"
+    ):
+        meshes.check_fits(model, TRAINER, (20, 1, 1), "simulation.train_mesh")
+    with pytest.raises(
+        protocols.ConfigError, match=r"\(1, 4, 3\) does not divide the model: tensor is one of \[1, 2, 4"
+    ):
+        meshes.check_fits(model, TRAINER, (1, 4, 3), "simulation.train_mesh")
 
 
 @pytest.mark.parametrize(
@@ -129,13 +200,19 @@ def test_settings_that_make_no_sense_are_refused_by_name(name, value):
 
 
 def test_a_machine_without_a_sheet_is_measured():
-    sheet = hardware.sheet("cpu")
-    assert sheet is hardware.sheet("cpu")
+    sheet = hardware.sheet("cpu", "planner.hardware")
+    assert sheet is hardware.sheet("cpu", "planner.hardware")
     assert sheet.flops > 1e9
     assert sheet.memory_bytes_per_second > 1e8
     assert sheet.memory_bytes > 1e8
-    with pytest.raises(protocols.ConfigError, match=r"config\.planner\.hardware: 'h10' is not one of cpu, a100"):
+    model = costs.of_hardware("cpu", model_config.load_preset("libra-tiny"), "planner.hardware")
+    assert model.kv_tokens(1) > 100_000, "nothing is kept for graphs"
+    with pytest.raises(
+        protocols.ConfigError, match=r"config\.planner\.hardware: 'h10' is not one of a100, .* did you mean"
+    ):
         hardware.sheet("h10", "planner.hardware")
+    with pytest.raises(protocols.ConfigError, match=r"config\.simulation\.hardware: 'cpu' is not one of"):
+        hardware.sheet("cpu")  # a simulation repeats exactly, wherever it runs
 
 
 def test_the_plan_of_a_configuration_has_its_buckets():

@@ -26,7 +26,12 @@ class Planner(Protocol):
         ...
 
     def after(
-        self, step: int, measured: replanning.Measured, trained: Sequence[protocols.Trajectory]
+        self,
+        step: int,
+        measured: replanning.Measured,
+        trained: Sequence[protocols.Trajectory],
+        *,
+        may_move: bool = True,
     ) -> tuple[replanning.Decision[protocols.Plan] | None, dict[str, float]]:
         """The decision after a training step, if there was a look, and its metrics; `plan` is what to do now."""
         ...
@@ -38,7 +43,7 @@ class Planner(Protocol):
     def restore(self, snapshot: Mapping[str, Any]) -> None: ...
 
 
-class Replanning:
+class PlanFollower:
     """Asks the planner and does what it says. Made inside the event loop it serves.
 
     Args:
@@ -65,6 +70,7 @@ class Replanning:
         ending: failure.Ending,
     ) -> None:
         self._limits = config.deadlines
+        self._steps = config.steps
         self._planner = planner
         self._engines = engines
         self._dispatcher = dispatcher
@@ -75,32 +81,50 @@ class Replanning:
         self._followed = planner.plan
         self._move: asyncio.Task[None] | None = None
         self._losses = 0
+        self._disturbed = False
+        self._failed = ""
 
     def begin(self) -> None:
         """The plan in force is a checkpoint's, whose instances have been started: requests go by its buckets."""
         self._dispatcher.replan(self._planner.plan.rollout)
 
     def after(self, step: int, report: reports.StepReport) -> Mapping[str, float]:
-        """Asks the planner, unless a move is still under way; returns the step's metrics of the plan."""
-        if self._moving():
+        """Asks the planner; returns the step's metrics of the plan.
+
+        Nothing is decided while a move is under way, and nothing in a run that is to end. What the planner cannot make
+        a plan for is said once, and leaves everything as it is.
+        """
+        if self._ending.called or step >= self._steps:
             return {}
+        moving = self._moving()
         times = report.times
         step_seconds = times.step - report.evaluation.get("evaluation/seconds", 0.0)
         lost, self._losses = self._engines.losses - self._losses, self._engines.losses
         measured = replanning.Measured(
             step=step_seconds,
-            train=times.train + times.sync,
+            train=times.train,
+            sync=times.sync,
             wait=times.wait,
             waiting=report.counts.waited_seconds / step_seconds if step_seconds > 0 else 0.0,
             slots=sum(instance.slots for instance in self._engines.serving()),
             lost=lost,
+            disturbed=moving or self._disturbed or lost > 0,
         )
+        self._disturbed = moving  # a move that ends later touches the step after this one too
         trained = [trajectory for group in report.groups for trajectory in group.trajectories]
-        decision, metrics = self._planner.after(step, measured, trained)
+        try:
+            decision, metrics = self._planner.after(step, measured, trained, may_move=not moving)
+        except protocols.LibraError as error:
+            if str(error) != self._failed:
+                self._failed = str(error)
+                self._recorder.note(f"No plan could be made, and everything stays as it is: {error}.")
+            return {}
         if decision is not None:
             self._recorder.decision({"step": step, **decision.record()})
             self._recorder.note(f"Plan, {decision.line()}.")
-        if self._planner.plan != self._followed:
+        if moving:
+            return metrics
+        if self._planner.plan != self._followed or (decision is not None and self._engines.dead):
             self._follow(self._planner.plan)
         return metrics
 
@@ -109,9 +133,10 @@ class Replanning:
 
     def _follow(self, plan: protocols.Plan) -> None:
         before, self._followed = self._followed, plan
-        if _counts(plan) == _counts(before) and _mesh(plan) == _mesh(before):
+        if _counts(plan) == _counts(before) and _mesh(plan) == _mesh(before) and not self._engines.dead:
             self._dispatcher.replan(plan.rollout)
             return
+        self._disturbed = True
         self._move = self._ending.start(self._carry_out(before, plan), "moving to a new plan")
 
     async def _carry_out(self, before: protocols.Plan, plan: protocols.Plan) -> None:
@@ -119,7 +144,7 @@ class Replanning:
         grows = plan.train_devices > before.train_devices
         if not grows:  # who gives devices goes first
             await self._resize(before, plan)
-        if _counts(plan) == _counts(before):
+        if _counts(plan) == _counts(before) and not self._engines.dead:
             self._dispatcher.replan(plan.rollout)
         else:
             await self._engines.follow(plan.rollout)
