@@ -12,7 +12,7 @@ import math
 import pathlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from libra_jax.models import config as model_config
 from libra_jax.planning import costs, hardware, meshes, planner, plans
 from libra_jax.scheduling import registry
 from libra_jax.simulator import clock, engine, environment, scripts, trainer, trajectory
+from libra_jax.simulator import fleet as fleets
 
 MakeScheduler = Callable[[costs.SchedulingCosts, registry.Remaining], protocols.Scheduler]
 """A fresh scheduler, handed the costs of the simulated hardware and the truth (for policies that may know it)."""
@@ -232,7 +233,7 @@ def run(
     _check(config, simulation)
     model, parts, recorder = model or simulation.cost_model(), parts or Parts(), recorder or StepRecorder()
     book, log = trajectory.Book(workload), trainer.TrainingLog()
-    fleet = _Fleet(config, simulation, model)
+    fleet = fleets.Fleet(config, simulation.slots, model)
     specs = [fleet.spec(index, degree) for index, degree in enumerate(config.rollout.tensor_parallel)]
     mesh, planned = _mesh(config, simulation, model), None
     if config.planner.period:
@@ -294,49 +295,6 @@ def _check(config: configuration.RunConfig, simulation: SimulationConfig) -> Non
     )
 
 
-class _Fleet:
-    """All instances that a run has had, and what they counted."""
-
-    def __init__(self, config: configuration.RunConfig, simulation: SimulationConfig, model: costs.Costs) -> None:
-        self._config = config
-        self._model = model
-        self._slots = simulation.slots or config.rollout.instance_slots
-        pairs = zip(config.rollout.tensor_parallel, self._slots, strict=True)
-        self._by_degree = dict(reversed(list(pairs)))  # the first of a degree counts
-        self.counters: list[engine.Counters] = []
-        self.degrees: list[int] = []
-
-    def spec(self, number: int, degree: int, start_seconds: float = 0.0) -> protocols.ActorSpec:
-        """How one is made; its slots are those of config's instances, or of its degree."""
-        rollout, at_first = self._config.rollout, number < len(self._slots)
-        self.counters.append(engine.Counters())
-        self.degrees.append(degree)
-        arguments = {
-            "name": f"engine-{number}",
-            "degree": degree,
-            "slots": self._slots[number] if at_first else self._by_degree.get(degree, rollout.slots),
-            "max_context": rollout.max_context,
-            "stream_interval": rollout.stream_interval,
-            "model": self._model,
-            "counters": self.counters[-1],
-            "start_seconds": start_seconds,
-        }
-        return protocols.ActorSpec(f"engine-{number}", "libra_jax.simulator.engine:create", arguments)
-
-    def add(self, number: int, degree: int, others: Sequence[protocols.ActorSpec]) -> protocols.ActorSpec:
-        """One that a plan adds (`coordinator.instances.MakeSpec`)."""
-        return self.spec(number, degree, self._config.planner.start_seconds)
-
-    def busy_share(self, seconds: float) -> float:
-        """Share of the device-seconds in which instances ran steps."""
-        busy = sum(degree * count.busy_seconds for degree, count in zip(self.degrees, self.counters, strict=True))
-        if not self._config.planner.period:
-            return busy / (sum(self.degrees) * seconds)
-        return busy / sum(
-            degree * count.alive_seconds for degree, count in zip(self.degrees, self.counters, strict=True)
-        )
-
-
 def _mesh(config: configuration.RunConfig, simulation: SimulationConfig, model: costs.Costs) -> trainer.OnMesh | None:
     if not simulation.train_mesh:
         return None
@@ -370,7 +328,7 @@ def _result(
     recorder: StepRecorder,
     book: trajectory.Book,
     log: trainer.TrainingLog,
-    fleet: _Fleet,
+    fleet: fleets.Fleet,
     wall: float,
 ) -> Result:
     steps = recorder.steps

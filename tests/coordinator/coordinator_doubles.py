@@ -287,3 +287,18 @@ class Bench:
     def trained(self) -> dict[str, Any]:
         """The trainer's state at its end."""
         return json.loads((self.workdir / "trainer.json").read_text())
+
+
+def reference_tokens(tmp_path: Path) -> dict[str, Any]:
+    """Tokens per turn of every attempt in a run where nothing breaks; the script depends on the context alone."""
+    bench = Bench(make_config(), tmp_path / "reference")
+    bench.run()
+    return turns_of(bench)
+
+
+def turns_of(bench: Bench) -> dict[str, Any]:
+    """Tokens per turn of every attempt, and its reward."""
+    return {
+        record["trajectory_id"]: ([turn["generated_tokens"] for turn in record["turns"]], record["reward"])
+        for record in bench.recorder.trajectories
+    }
