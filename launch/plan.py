@@ -26,7 +26,7 @@ import cli
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.models import config as model_config
-from libra_jax.planning import costs, hardware, planner, search
+from libra_jax.planning import costs, hardware, planner, search, uncertainty
 from libra_jax.simulator import comparison, scripts, settings, traces
 
 SAMPLES = 8_192
@@ -96,9 +96,15 @@ class Case:
 
     def searched(self) -> search.Search:
         """The search for its plans."""
+        return planner.Work(self._setting(), self.work.prompts, self.work.turns).search
+
+    def uncertainty(self, plan: protocols.Plan) -> planner.Prediction:
+        """Of a plan's times, relative."""
+        return uncertainty.relative(self._setting(), self.work.prompts, self.work.turns, plan)
+
+    def _setting(self) -> planner.Setting:
         setting = planner.Setting.of_run(self.run, self.model, self.devices, slots=self.slots)
-        setting = dataclasses.replace(setting, requests=self.work.count)
-        return planner.Work(setting, self.work.prompts, self.work.turns).search
+        return dataclasses.replace(setting, requests=self.work.count)
 
 
 def main() -> None:
@@ -117,13 +123,14 @@ def main() -> None:
     searched = case.searched()
     best, seconds = _timed(searched, case.devices)
     splits = list(searched.splits(case.devices))
-    _print(best, case.devices)
+    unsure = case.uncertainty(best.plan)
+    _print(best, case.devices, unsure)
     if _OBJECTIVE.value == "step_time":
         print(f"Runner-up: {search.compared(best, splits)}.")
     else:
         print(f"The shortest step that {case.devices} accelerators allow takes {_shortest(splits):.1f} s.")
     if output is not None:
-        _write(output, best, splits, seconds, case.run.name)
+        _write(output, as_json(best, unsure, seconds), best, splits, case.run.name)
 
 
 def _timed(searched: search.Search, devices: int) -> tuple[search.Split, float]:
@@ -180,7 +187,7 @@ def _shortest(splits: Sequence[search.Split]) -> float:
     return min(split.step_seconds for split in splits)
 
 
-def _print(best: search.Split, devices: int) -> None:
+def _print(best: search.Split, devices: int, unsure: planner.Prediction) -> None:
     mesh, rows = best.train, table.Table("stage", "accelerators", "as", "serves", "seconds a step")
     shape = f"data {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor}, {mesh.memory_bytes / 1e9:.0f} GB each"
     rows.add_row("train", str(mesh.devices), shape, "", f"{best.train_seconds:.1f}")
@@ -196,6 +203,10 @@ def _print(best: search.Split, devices: int) -> None:
     console.Console().print(rows)
     idle = f"; {devices - best.devices} of {devices} accelerators have no use" if best.devices < devices else ""
     print(f"A step takes {best.step_seconds:.1f} s by the hardware sheet, not calibrated by any run{idle}.")
+    print(
+        f"Were each coefficient off by {uncertainty.MOVE:.0%}: training {unsure.train:.0%}, rollout "
+        f"{unsure.rollout:.0%}, a step {unsure.step:.0%} more or less."
+    )
 
 
 def _print_sweep(case: Case) -> None:
@@ -242,7 +253,7 @@ def _cases(case: Case) -> Iterator[tuple[str, Case]]:
             yield name, dataclasses.replace(case, model=dataclasses.replace(case.model, sheet=hardware.sheet(name)))
 
 
-def as_json(best: search.Split, seconds: float) -> dict[str, Any]:
+def as_json(best: search.Split, unsure: planner.Prediction, seconds: float) -> dict[str, Any]:
     """The plan as its file has it."""
     mesh = best.train
     return {
@@ -253,15 +264,20 @@ def as_json(best: search.Split, seconds: float) -> dict[str, Any]:
             "rollout_seconds": best.rollout_seconds,
             "step_seconds": best.step_seconds,
         },
+        "uncertainty": {
+            "train_seconds": unsure.train,
+            "rollout_seconds": unsure.rollout,
+            "step_seconds": unsure.step,
+        },
         "solve_seconds": seconds,
         "calibrated": False,
     }
 
 
-def _write(output: Path, best: search.Split, splits: list[search.Split], seconds: float, title: str) -> None:
+def _write(output: Path, made: dict[str, Any], best: search.Split, splits: list[search.Split], title: str) -> None:
     picture = output.with_suffix(".svg")
     try:
-        output.write_text(json.dumps(as_json(best, seconds), indent=2) + "\n")
+        output.write_text(json.dumps(made, indent=2) + "\n")
         _draw(picture, best, splits, title)
     except OSError as error:
         raise protocols.DataError(f"--output: {output} cannot be written ({error.strerror or error})") from error

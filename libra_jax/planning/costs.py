@@ -7,8 +7,9 @@ Lengths are tokens, sizes bytes, times seconds.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -58,6 +59,19 @@ class Coefficients:
     activation_bytes: float = 4e9
     chunk_tokens: int = 4096
     load_overhead: float = 0.5
+
+
+SHARES = tuple(item.name for item in dataclasses.fields(Coefficients) if item.name.endswith(("share", "fraction")))
+"""Coefficients that are shares of a whole, and so at most 1."""
+
+
+def moved(coefficients: Coefficients, by: float) -> Iterator[tuple[str, float]]:
+    """Each coefficient's name and its value a share `by` lower, then higher; shares of a whole end at 1."""
+    for item in dataclasses.fields(coefficients):
+        value = getattr(coefficients, item.name)
+        for factor in (1.0 - by, 1.0 + by):
+            other = type(value)(round(value * factor)) if isinstance(value, int) else value * factor
+            yield item.name, min(1.0, other) if item.name in SHARES else other
 
 
 @dataclass(frozen=True)

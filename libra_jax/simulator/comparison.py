@@ -20,11 +20,6 @@ Progress = Callable[[str], None]
 MOVE = 0.3
 """Relative change of a coefficient in the sensitivity analysis."""
 
-SHARES = tuple(
-    item.name for item in dataclasses.fields(costs.Coefficients) if item.name.endswith(("share", "fraction"))
-)
-"""Coefficients that are shares of a whole, and so at most 1."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
@@ -161,7 +156,7 @@ def sensitivity(
     """
     base = compare(run, policies, seeds, jobs=jobs, progress=progress)
     reference, moves = report.order(base.entries), []
-    for name, value in _moves(run.simulation.coefficients):
+    for name, value in costs.moved(run.simulation.coefficients, MOVE):
         coefficients = dataclasses.replace(run.simulation.coefficients, **{name: value})  # type: ignore[arg-type]
         simulation = dataclasses.replace(run.simulation, coefficients=coefficients)
         moved = dataclasses.replace(run, simulation=simulation)
@@ -191,14 +186,6 @@ def swapped(reference: Sequence[str], order: Sequence[str]) -> list[tuple[str, s
     place = {policy: index for index, policy in enumerate(order)}
     pairs = [(first, second) for index, first in enumerate(reference) for second in reference[index + 1 :]]
     return [(first, second) for first, second in pairs if place[first] > place[second]]
-
-
-def _moves(coefficients: costs.Coefficients) -> Iterator[tuple[str, float]]:
-    for item in dataclasses.fields(coefficients):
-        value = getattr(coefficients, item.name)
-        for factor in (1.0 - MOVE, 1.0 + MOVE):
-            moved = type(value)(round(value * factor)) if isinstance(value, int) else value * factor
-            yield item.name, min(1.0, moved) if item.name in SHARES else moved
 
 
 def _scheduler(run: settings.SimulatedRun, costs: costs.SchedulingCosts, remaining: registry.Remaining) -> Any:

@@ -16,7 +16,9 @@ def test_a_plan_is_printed_written_and_drawn_and_uses_no_more_than_there_is(tmp_
     result = plan("--config=configs/simulate.py", "--accelerators=64", f"--output={output}")
     assert result.returncode == 0, result.stderr
     made = json.loads(output.read_text())
-    assert list(made) == ["train", "rollout", "predicted", "solve_seconds", "calibrated"]
+    assert list(made) == ["train", "rollout", "predicted", "uncertainty", "solve_seconds", "calibrated"]
+    assert list(made["uncertainty"]) == list(made["predicted"])
+    assert all(0.05 < share < 1.0 for share in made["uncertainty"].values())
     assert list(made["train"]) == ["devices", "data", "fsdp", "tensor"]
     train, buckets = made["train"], made["rollout"]
     assert train["devices"] == train["data"] * train["fsdp"] * train["tensor"]

@@ -1,0 +1,64 @@
+"""How far off a plan's times may be: each coefficient of the costs is moved by 30% both ways, one at a time.
+
+Taken as independent, the larger of each coefficient's two effects add up as squares do. That is for times computed from
+a hardware sheet alone; what a run has measured is corrected by its levels (`planner`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from libra_jax import protocols
+from libra_jax.planning import costs, planner
+
+MOVE = 0.3
+"""Relative change of a coefficient."""
+
+SAMPLES = 512
+"""Trajectories, at most, that times are computed from again and again."""
+
+
+def relative(
+    setting: planner.Setting,
+    prompts: Sequence[int],
+    turns: Sequence[Sequence[protocols.Turn]],
+    plan: protocols.Plan,
+) -> planner.Prediction:
+    """The uncertainty of each time of a plan, as a share of it.
+
+    Args:
+      setting: of the plan.
+      prompts: tokens of each trajectory's prompt.
+      turns: of each trajectory.
+      plan: whose times are asked about.
+    """
+    every = -(-len(prompts) // SAMPLES)
+    prompts, turns = prompts[::every], turns[::every]
+    base = _seconds(setting, prompts, turns, plan)
+    assert base is not None
+    effects: dict[str, list[float]] = {}
+    for name, value in costs.moved(setting.model.coefficients, MOVE):
+        coefficients = dataclasses.replace(setting.model.coefficients, **{name: value})  # type: ignore[arg-type]
+        model = dataclasses.replace(setting.model, coefficients=coefficients)
+        other = _seconds(dataclasses.replace(setting, model=model), prompts, turns, plan)
+        if other is None:  # so much less memory that the plan does not fit: no time to compare
+            continue
+        changes = [abs(after / before - 1.0) for before, after in zip(base, other, strict=True)]
+        effects[name] = [max(pair) for pair in zip(changes, effects.get(name, changes), strict=True)]
+    return planner.Prediction(*(math.hypot(*one) for one in zip(*effects.values(), strict=True)))
+
+
+def _seconds(
+    setting: planner.Setting,
+    prompts: Sequence[int],
+    turns: Sequence[Sequence[protocols.Turn]],
+    plan: protocols.Plan,
+) -> tuple[float, float, float] | None:
+    try:
+        found = planner.Work(setting, prompts, turns).predict(plan, planner.Levels())
+    except protocols.ConfigError:
+        return None
+    seconds = found.train, found.rollout, found.step
+    return seconds if all(map(math.isfinite, seconds)) else None
