@@ -100,6 +100,7 @@ def bad_trace(path: pathlib.Path, tokens: int) -> str:
         ),
         (["--config.simulation.hardware=b200x"], ["config.simulation.hardware: 'b200x' is not one of", "'h200'"]),
         (["--config.simulation.model=GPT5"], ["config.simulation.model: 'GPT5' is not one of"]),
+        (["--config.planner.period=2"], ["config.planner.period: what is compared here has one layout", "sweep.py"]),
         (["--config.simulation.hardwre=h100"], ["did you mean simulation.hardware"]),
         (["--config=configs/simulate.py:serch"], ["swe, search, math", "'serch'"]),
         (["--trace=/dev/null"], ["/dev/null", "holds no trajectory"]),

@@ -75,7 +75,7 @@ def test_each_coefficient_is_moved_down_and_up_by_three_tenths_and_reported():
     assert [move.coefficient for move in moves] == [name for name in names for _ in range(2)]
     overhead = [move.value for move in moves if move.coefficient == "step_overhead"]
     assert overhead == [0.7 * costs.Coefficients().step_overhead, 1.3 * costs.Coefficients().step_overhead]
-    assert all(move.value <= 1 for move in moves if move.coefficient in comparison.SHARES)
+    assert all(move.value <= 1 for move in moves if move.coefficient in costs.SHARES)
     slower, faster = (move.step_seconds["oracle"] for move in moves if move.coefficient == "memory_share")
     assert faster < report.mean_step_seconds(base.entries, "oracle") < slower
     assert sum("memory_share" in line for line in lines) == 2

@@ -247,6 +247,13 @@ def test_another_config_is_refused(copy, change, sentence):
     refused(copy, sentence)
 
 
+def test_a_run_that_moved_to_another_plan_is_refused_and_one_that_only_looked_is_not(copy):
+    (copy / "plans.jsonl").write_text('{"step": 2, "moved": false}\n')
+    recording.read(copy)
+    (copy / "plans.jsonl").write_text('{"step": 2, "moved": false}\n{"step": 4, "moved": true}\n')
+    refused(copy, r"plans.jsonl: the run moved to another plan, and a twin has one layout")
+
+
 def test_too_few_steps_are_refused(tmp_path):
     recorded_runs.record(tmp_path, steps=3)
     refused(tmp_path, r"3 steps are too few, .*record at least 4")
