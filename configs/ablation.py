@@ -16,6 +16,9 @@ Peers' ways, with the same hardware and the same costs:
 * static_optimal: a fixed split and layout, the best for the whole run's lengths, up to four versions ahead.
 * greedy: after every step the plan that is best for the last one, whatever the move costs.
 
+What to measure against: free looks after every step, and its moves cost nothing. Lengths drift over the whole run, so
+over 100 steps the planner has to follow: --configs=static,cmlfq,free --steps=100.
+
 A name may be followed by a workload: static-search, cmlfq-math; without, it is software engineering.
 
   python launch/sweep.py --configs=static,homogeneous,heterogeneous,cmlfq,elastic --of=configs/ablation.py
@@ -53,6 +56,7 @@ NAMES = (
     "one_step_off",
     "static_optimal",
     "greedy",
+    "free",
 )
 
 
@@ -69,13 +73,16 @@ def get_config(variant: str = "cmlfq") -> ml_collections.ConfigDict:
     config.rollout.max_context, config.rollout.max_tokens = LONGEST[workload]
     config.trainer.row_tokens = config.rollout.max_context
     _halves(config)
-    if name in ("homogeneous", "heterogeneous", "cmlfq", "elastic", "greedy"):
+    if name in ("homogeneous", "heterogeneous", "cmlfq", "elastic", "greedy", "free"):
         config.planner.period = 5
         config.planner.degrees = (DEGREE,) if name == "homogeneous" else (1, 2, 4, 8)
-    if name in ("cmlfq", "elastic"):
+    if name in ("cmlfq", "elastic", "free"):
         config.scheduler.policy = "cmlfq"
     if name == "elastic":
         config.planner.update({"period": 1, "cooldown": 0})
+    if name == "free":
+        config.planner.update({"period": 1, "cooldown": 0, "least_gain": 0.0})
+        config.planner.start_seconds = config.planner.resize_seconds = 0.0
     if name == "greedy":
         config.planner.update({"period": 1, "cooldown": 0, "least_gain": 0.0, "window": 1, "horizon": 1_000_000})
     if name == "colocated":

@@ -29,6 +29,9 @@ from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.simulator import comparison, report, settings
 
+LAST = 5
+"""The last fifth of a run's steps is told apart: what it ends at, once lengths have drifted."""
+
 _CONFIGS = flags.DEFINE_string("configs", None, "Config files (or variants of --of), separated by commas.")
 _OF = flags.DEFINE_string("of", None, "Config file whose variants --configs names.")
 _SEEDS = flags.DEFINE_string("seeds", "0", "Seeds, separated by commas.")
@@ -146,6 +149,7 @@ def result_of(run: settings.SimulatedRun) -> dict[str, Any]:
         "saved_seconds": sum(saved),
         "plan_error": statistics.fmean(errors) if errors else None,
         "step_times": list(result.step_seconds),
+        "end_seconds": statistics.fmean(result.step_seconds[-max(1, len(result.step_seconds) // LAST) :]),
     }
 
 
@@ -170,7 +174,8 @@ def _mean(entries: Sequence[Mapping[str, Any]], *path: str) -> float:
 
 
 def _print(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    rows = table.Table("config", "tokens/s", "+-", "x first", "step, s", "train", "rollout", "moves", "lost")
+    heads = "config", "tokens/s", "+-", "x first", "step, s", "at the end", "train", "rollout", "moves", "lost"
+    rows = table.Table(*heads)
     first = _mean(next(iter(results.values())), "tokens_per_second")
     for name, entries in results.items():
         rates = [entry["tokens_per_second"] for entry in entries]
@@ -180,12 +185,13 @@ def _print(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
             f"{statistics.stdev(rates):.0f}" if len(rates) > 1 else "",
             f"{statistics.fmean(rates) / first:.2f}",
             f"{_mean(entries, 'step_seconds', 'mean'):.0f}",
+            f"{_mean(entries, 'end_seconds'):.0f}",
             f"{_mean(entries, 'utilisation', 'train'):.0%}",
             f"{_mean(entries, 'utilisation', 'rollout'):.0%}",
             f"{_mean(entries, 'moves'):.1f}",
             str(sum(entry["lost_trajectories"] for entry in entries)),
         )
-    console.Console().print(rows)
+    console.Console(width=None if sys.stdout.isatty() else 120).print(rows)
 
 
 def _draw(path: Path, results: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
