@@ -17,7 +17,7 @@ import multiprocessing
 import os
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from rich import console, table
 import cli
 from libra_jax import config as libra_config
 from libra_jax import protocols
+from libra_jax.planning import costs
 from libra_jax.simulator import comparison, report, settings
 
 LAST = 5
@@ -37,6 +38,7 @@ _OF = flags.DEFINE_string("of", None, "Config file whose variants --configs name
 _SEEDS = flags.DEFINE_string("seeds", "0", "Seeds, separated by commas.")
 _STEPS = flags.DEFINE_integer("steps", None, "Training steps of each run; default: as its config says.", lower_bound=1)
 _OUTPUT = flags.DEFINE_string("output", "runs/sweep", "Folder for the results.")
+_SENSITIVITY = flags.DEFINE_bool("sensitivity", False, "Move each coefficient by 30%, one at a time, as well.")
 _JOBS = flags.DEFINE_integer("jobs", None, "Runs simulated at a time; default: one a core.", lower_bound=1)
 
 
@@ -48,11 +50,13 @@ class Job:
       name: the config's, as the table has it.
       run: its settings, the seed included.
       file: where its result goes.
+      moved: the coefficient that was moved and where to; empty if none was.
     """
 
     name: str
     run: settings.SimulatedRun
     file: Path
+    moved: str = ""
 
 
 def main() -> None:
@@ -62,11 +66,16 @@ def main() -> None:
     folder = Path(_OUTPUT.value)
     cli.check_output(folder / "sweep.json")
     jobs = [_job(name, seed, folder) for name in names for seed in cli.seeds(_SEEDS.value)]
+    if _SENSITIVITY.value:
+        jobs += [moved for job in list(jobs) for moved in _moves(job, folder)]
     left = [job for job in jobs if not job.file.exists()]
     _say(f"{len(names)} configs, {len(jobs)} runs, of which {len(jobs) - len(left)} are done already")
     _run(left)
-    results = {name: [_read(job.file) for job in jobs if job.name == name] for name in names}
+    jobs = [job for job in jobs if job.file.exists()]
+    results = {name: [_read(job.file) for job in jobs if (job.name, job.moved) == (name, "")] for name in names}
     _print(results)
+    for line in _sensitivity(names, jobs):
+        print(line)
     summary = {name: [dict(entry) for entry in entries] for name, entries in results.items()}
     (folder / "sweep.json").write_text(json.dumps(summary, indent=2) + "\n")
     _draw(folder / "sweep.svg", results)
@@ -81,9 +90,45 @@ def _job(name: str, seed: int, folder: Path) -> Job:
         values["steps"] = _STEPS.value
     run = libra_config.parse(settings.SimulatedRun, values)
     run = comparison.prepare(run, [run.scheduler.policy])
+    return Job(name, run, _file(name, run, folder))
+
+
+def _file(name: str, run: settings.SimulatedRun, folder: Path) -> Path:
     title = name.replace(".py", "").replace("/", "-").replace(":", "-")
-    file = folder / f"{title}-seed{seed}-steps{run.steps}-{libra_config.digest(run)}.json"
-    return Job(name, run, file)
+    return folder / f"{title}-seed{run.seed}-steps{run.steps}-{libra_config.digest(run)}.json"
+
+
+def _moves(job: Job, folder: Path) -> Iterator[Job]:
+    """The same run with each coefficient moved both ways, save where it does not fit the cluster any more."""
+    simulation = job.run.simulation
+    for name, value in costs.moved(simulation.coefficients, comparison.MOVE):
+        coefficients = dataclasses.replace(simulation.coefficients, **{name: value})  # type: ignore[arg-type]
+        moved = dataclasses.replace(simulation, coefficients=coefficients)
+        run = dataclasses.replace(job.run, simulation=moved)
+        try:
+            comparison.prepare(run, [run.scheduler.policy])
+        except protocols.ConfigError as error:
+            _say(f"{job.name}, {name} = {value:g}: left out ({error})")
+            continue
+        yield Job(job.name, run, _file(job.name, run, folder), f"{name} = {value:g}")
+
+
+def _sensitivity(names: Sequence[str], jobs: Sequence[Job]) -> Iterator[str]:
+    """A line a moved coefficient: tokens a second of each config over the first's, and what changes places."""
+
+    def rates(moved: str) -> dict[str, float]:
+        chosen = {name: [job.file for job in jobs if (job.name, job.moved) == (name, moved)] for name in names}
+        return {name: _mean(list(map(_read, files)), "tokens_per_second") for name, files in chosen.items() if files}
+
+    reference = sorted(base := rates(""), key=base.__getitem__)
+    for moved in dict.fromkeys(job.moved for job in jobs if job.moved):
+        found = rates(moved)
+        order = sorted(found, key=found.__getitem__)
+        pairs = comparison.swapped([name for name in reference if name in found], order)
+        verdict = f"swaps {', '.join(' and '.join(pair) for pair in pairs)}" if pairs else "order kept"
+        first = next(iter(found.values()))
+        ratios = ", ".join(f"{name} {rate / first:.2f}" for name, rate in found.items())
+        yield f"{moved}: {verdict} ({ratios})"
 
 
 def _load(text: str) -> dict[str, Any]:
@@ -117,7 +162,11 @@ def _run(jobs: Sequence[Job]) -> None:
         failed = []
         for number, done in enumerate(concurrent.futures.as_completed(doing), start=1):
             job = doing[done]
-            if (error := done.exception()) is not None:
+            error = done.exception()
+            if job.moved and isinstance(error, protocols.ConfigError):  # the cluster cannot hold it any more
+                _say(f"[{number}/{len(jobs)}] {job.name}, {job.moved}: left out ({error})")
+                continue
+            if error is not None:
                 failed.append(f"{job.name}, seed {job.run.seed}: {error}")
                 _say(f"[{number}/{len(jobs)}] {failed[-1]}")
                 continue
@@ -126,7 +175,8 @@ def _run(jobs: Sequence[Job]) -> None:
             partial.write_text(json.dumps(entry) + "\n")
             partial.rename(job.file)
             _say(
-                f"[{number}/{len(jobs)}] {job.name}, seed {job.run.seed}: {entry['tokens_per_second']:.0f} tokens/s "
+                f"[{number}/{len(jobs)}] {job.name}, seed {job.run.seed}{job.moved and f', {job.moved}'}: "
+                f"{entry['tokens_per_second']:.0f} tokens/s "
                 f"(simulated in {entry['wall_seconds']:.1f} s)"
             )
     if failed:

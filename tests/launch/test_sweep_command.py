@@ -31,6 +31,15 @@ def test_a_sweep_runs_each_config_and_seed_once_and_goes_on_where_it_was_stopped
     assert again["static-search"][0] == results["static-search"][0]
 
 
+def test_each_coefficient_is_moved_both_ways_and_the_order_told(tmp_path):
+    small = ("--steps=1", "--jobs=2", f"--output={tmp_path}", "--configs=configs/simulate.py:math")
+    result = scripts.run("sweep.py", *small, "--sensitivity", seconds=280)
+    assert result.returncode == 0, result.stderr
+    moves = [line for line in result.stdout.splitlines() if "order kept (configs/simulate.py:math 1.00)" in line]
+    assert len(moves) + result.stderr.count("left out") == 26
+    assert any(line.startswith("step_overhead = 0.0039") for line in moves)
+
+
 @pytest.mark.parametrize(
     ("arguments", "fragments"),
     [
