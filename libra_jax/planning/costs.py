@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.models import config as model_config
 from libra_jax.planning import hardware
@@ -59,6 +60,18 @@ class Coefficients:
     activation_bytes: float = 4e9
     chunk_tokens: int = 4096
     load_overhead: float = 0.5
+
+    def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):
+            name, value = f"simulation.coefficients.{item.name}", getattr(self, item.name)
+            configuration.check_finite(value, name)
+            if item.name.endswith(("share", "fraction")):
+                configuration.check(0 < value <= 1, name, f"is a share of a peak, above 0 and at most 1, not {value}")
+            else:
+                configuration.check(value >= 0, name, f"must not be negative, not {value}")
+        configuration.check(
+            self.chunk_tokens > 0, "simulation.coefficients.chunk_tokens", f"must be positive, not {self.chunk_tokens}"
+        )
 
 
 SHARES = tuple(item.name for item in dataclasses.fields(Coefficients) if item.name.endswith(("share", "fraction")))

@@ -25,7 +25,7 @@ class Rules:
     """When to look and when to move.
 
     Attributes:
-      period: training steps between two looks.
+      period: training steps between two looks; 0 looks early only.
       horizon: steps over which a move has to pay.
       cooldown: steps after a move before the next.
       least_gain: relative gain of a step below which nothing moves.
@@ -187,7 +187,7 @@ class Replanner(Generic[Plan]):
         rules = self.rules
         if signs.lost:
             return f"{signs.lost} instances lost"
-        if step - self._looked_at >= rules.period:
+        if rules.period and step - self._looked_at >= rules.period:
             return f"every {rules.period} steps"
         if self._cooling(step):
             return None

@@ -56,6 +56,11 @@ def test_a_sweep_says_what_each_case_comes_to_and_which_has_no_plan():
         (["--accelerators=4"], ["the model trains on no mesh of 4 a800 devices", "GB"]),
         (["--config.simulation.hardware=a900"], ["'a900' is not one of", "did you mean"]),
         (["--config.rollout.tensor_parallel=()"], ["rollout.tensor_parallel"]),
+        (["--config.simulation.coefficients.network_share=-1"], ["coefficients.network_share: is a share", "not -1"]),
+        (["--config.simulation.coefficients.step_overhead=nan"], ["simulation.coefficients.step_overhead", "nan"]),
+        (["--config.simulation.coefficients.chunk_tokens=0"], ["coefficients.chunk_tokens: must be positive"]),
+        (["--objective=cheapest"], ["--within: give"]),
+        (["--objective=cheapest", "--within=5"], ["no plan of 48 devices takes a step in 5 s; the fastest takes"]),
     ],
 )
 def test_what_cannot_be_planned_is_refused_in_one_sentence(arguments, fragments):
