@@ -13,6 +13,7 @@ ENGINES = ("cluster", "launch", "rollout")
 """Folders whose tests start engines, whole runs or a Ray cluster: one at a time, or they crowd each other out."""
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of one file run on one worker (pytest-xdist) and share what its fixtures made; all engines on one."""
     for item in items:
