@@ -54,8 +54,8 @@ class Engines:
         self._model = model_config.to_hf(shape)
         self._workdir = workdir.resolve()
         self._partition = partition(config)
-        degrees, slots = config.rollout.tensor_parallel, config.rollout.instance_slots
-        self._slots = dict(reversed(list(zip(degrees, slots, strict=True))))  # the first of a degree counts
+        rollout = config.rollout
+        self._slots = libra_config.slots_by_degree(rollout.tensor_parallel, rollout.instance_slots)
 
     def specs(self) -> list[protocols.ActorSpec]:
         """One actor an instance of the config, each with its own slots and devices."""

@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, get_type_hints
 
@@ -549,6 +549,16 @@ class RunConfig:
             "trainer.row_tokens",
             f"the longest row ({longest}) must hold a whole context (rollout.max_context = {self.rollout.max_context})",
         )
+
+
+def slots_by_degree(degrees: Sequence[int], slots: Sequence[int]) -> dict[int, int]:
+    """The slots of an instance of each degree that a layout has; of several instances the first one's.
+
+    Args:
+      degrees: tensor-parallel degree of each instance.
+      slots: of each; where there are fewer, the instances left have none of their own.
+    """
+    return dict(reversed(list(zip(degrees, slots, strict=False))))
 
 
 T = TypeVar("T")

@@ -65,7 +65,7 @@ class Coefficients:
         for item in dataclasses.fields(self):
             name, value = f"simulation.coefficients.{item.name}", getattr(self, item.name)
             configuration.check_finite(value, name)
-            if item.name.endswith(("share", "fraction")):
+            if _is_share(item.name):
                 configuration.check(0 < value <= 1, name, f"is a share of a peak, above 0 and at most 1, not {value}")
             else:
                 configuration.check(value >= 0, name, f"must not be negative, not {value}")
@@ -74,7 +74,11 @@ class Coefficients:
         )
 
 
-SHARES = tuple(item.name for item in dataclasses.fields(Coefficients) if item.name.endswith(("share", "fraction")))
+def _is_share(name: str) -> bool:
+    return name.endswith(("share", "fraction"))
+
+
+SHARES = tuple(item.name for item in dataclasses.fields(Coefficients) if _is_share(item.name))
 """Coefficients that are shares of a whole, and so at most 1."""
 
 

@@ -118,8 +118,10 @@ def measured() -> HardwareSheet:
             command, env=environment, capture_output=True, text=True, timeout=MEASURING_SECONDS, check=True
         )
         product, copied = json.loads(told.stdout)
-    except (subprocess.SubprocessError, ValueError) as error:
-        raise protocols.ConfigError(f"planner.hardware: this machine could not be measured ({error})") from error
+    except (subprocess.SubprocessError, OSError, ValueError) as error:
+        raise protocols.ConfigError(
+            f"config.planner.hardware: this machine could not be measured ({error}); name a sheet: {', '.join(names())}"
+        ) from error
     cores = max(1, len(os.sched_getaffinity(0)))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / cores
     return HardwareSheet("cpu", product, copied, memory, copied / 2, copied / 2, cores)

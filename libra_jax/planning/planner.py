@@ -86,8 +86,7 @@ class Setting:
                 f"tensor-parallel degrees {possible} (planner.degrees) holds {context} tokens; the most is "
                 f"{max(0, room)}: lower it, or plan for other hardware or wider instances"
             )
-        pairs = zip(run.rollout.tensor_parallel, slots or run.rollout.instance_slots, strict=True)
-        given = dict(reversed(list(pairs)))  # the first of a degree counts
+        given = configuration.slots_by_degree(run.rollout.tensor_parallel, slots or run.rollout.instance_slots)
         return cls(
             model,
             meshes.Trainer.of_run(run),
@@ -110,7 +109,13 @@ def _divides(shape: model_config.TransformerConfig, degree: int) -> bool:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of a training step under a plan."""
+    """Times of a training step under a plan, in seconds (`uncertainty` gives shares of them in the same form).
+
+    Attributes:
+      train: of the trainer's step, the publication left out.
+      rollout: of the step's requests.
+      step: of the whole.
+    """
 
     train: float
     rollout: float

@@ -68,7 +68,7 @@ def applied(values: Mapping[str, Any], plan: protocols.Plan) -> dict[str, Any]:
     degrees = [bucket.tensor_parallel for bucket in plan.rollout for _ in range(bucket.count)]
     rollout, simulation = values["rollout"], values.get("simulation", {})
     given = simulation.get("slots") or rollout["slots_by_instance"]
-    by_degree = dict(reversed(list(zip(rollout["tensor_parallel"], given, strict=False))))
+    by_degree = configuration.slots_by_degree(rollout["tensor_parallel"], given)
     slots = tuple(by_degree.get(degree, rollout["slots"]) for degree in degrees)
     mesh = {"data": plan.data, "fsdp": plan.fsdp, "tensor": plan.tensor}
     bounds = tuple(bucket.max_remaining_tokens for bucket in plan.rollout[:-1])

@@ -17,8 +17,7 @@ class Fleet:
         self._config = config
         self._model = model
         self._slots = slots or config.rollout.instance_slots
-        pairs = zip(config.rollout.tensor_parallel, self._slots, strict=True)
-        self._by_degree = dict(reversed(list(pairs)))  # the first of a degree counts
+        self._by_degree = configuration.slots_by_degree(config.rollout.tensor_parallel, self._slots)
         self.counters: list[engine.Counters] = []
         self.degrees: list[int] = []
 
