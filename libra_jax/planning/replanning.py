@@ -27,7 +27,7 @@ class Rules:
     Attributes:
       period: training steps between two looks; 0 looks early only.
       horizon: steps over which a move has to pay.
-      cooldown: steps after a move before the next.
+      cooldown: steps after a move before the next, and after any look before an early one.
       least_gain: relative gain of a step below which nothing moves.
       queue_pressure: requests waiting for a slot, over all slots, above which it looks early.
       imbalance: how many times as long as the other a stage may take before it looks early.
@@ -189,7 +189,7 @@ class Replanner(Generic[Plan]):
             return f"{signs.lost} instances lost"
         if rules.period and step - self._looked_at >= rules.period:
             return f"every {rules.period} steps"
-        if self._cooling(step):
+        if self._cooling(step) or self._looked_at >= step - rules.cooldown:  # it has just seen the same
             return None
         if signs.waiting > rules.queue_pressure * signs.slots:
             return f"{signs.waiting:.0f} requests wait for {signs.slots} slots"
@@ -197,7 +197,7 @@ class Replanner(Generic[Plan]):
             max(signs.rollout_seconds, signs.train_seconds),
             min(signs.rollout_seconds, signs.train_seconds),
         )
-        if slower > rules.imbalance * faster and self._looked_at < step - rules.cooldown:
+        if slower > rules.imbalance * faster:
             stage = "rollout" if signs.rollout_seconds > signs.train_seconds else "training"
             return f"{stage} takes {slower / max(faster, 1e-9):.1f} times as long as the other stage"
         return None
