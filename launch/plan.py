@@ -96,10 +96,20 @@ class Case:
 
     def searched(self) -> search.Search:
         """The search for its plans."""
-        return planner.Work(self._setting(), self.work.prompts, self.work.turns).search
+        setting = self._setting()
+        found = planner.Work(setting, self.work.prompts, self.work.turns).search
+        return found if setting.profile is None else found.weighed(1.0, setting.profile.besides)
+
+    @property
+    def calibrated(self) -> bool:
+        """Times come from what runs measured (`planner.profile`)."""
+        return bool(self.run.planner.profile)
 
     def uncertainty(self, plan: protocols.Plan) -> planner.Prediction:
-        """Of a plan's times, relative."""
+        """Of a plan's times, relative: a profile's errors on held-out steps, or else by the coefficients."""
+        profile = self._setting().profile
+        if profile is not None:
+            return planner.Prediction(*(profile.errors.get(name, 0.0) for name in ("train", "rollout", "total")))
         return uncertainty.relative(self._setting(), self.work.prompts, self.work.turns, plan)
 
     def _setting(self) -> planner.Setting:
@@ -124,13 +134,13 @@ def main() -> None:
     best, seconds = _timed(searched, case.devices)
     splits = list(searched.splits(case.devices))
     unsure = case.uncertainty(best.plan)
-    _print(best, case.devices, unsure)
+    _print(best, case, unsure)
     if _OBJECTIVE.value == "step_time":
         print(f"Runner-up: {search.compared(best, splits)}.")
     else:
         print(f"The shortest step that {case.devices} accelerators allow takes {_shortest(splits):.1f} s.")
     if output is not None:
-        _write(output, as_json(best, unsure, seconds), best, splits, case.run.name)
+        _write(output, as_json(best, unsure, seconds, calibrated=case.calibrated), best, splits, case.run.name)
 
 
 def _timed(searched: search.Search, devices: int) -> tuple[search.Split, float]:
@@ -187,7 +197,7 @@ def _shortest(splits: Sequence[search.Split]) -> float:
     return min(split.step_seconds for split in splits)
 
 
-def _print(best: search.Split, devices: int, unsure: planner.Prediction) -> None:
+def _print(best: search.Split, case: Case, unsure: planner.Prediction) -> None:
     mesh, rows = best.train, table.Table("stage", "accelerators", "as", "serves", "seconds a step")
     shape = f"data {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor}, {mesh.memory_bytes / 1e9:.0f} GB each"
     rows.add_row("train", str(mesh.devices), shape, "", f"{best.train_seconds:.1f}")
@@ -201,7 +211,15 @@ def _print(best: search.Split, devices: int, unsure: planner.Prediction) -> None
             f"{best.rollout_seconds:.1f}" if index == 0 else "",
         )
     console.Console().print(rows)
-    idle = f"; {devices - best.devices} of {devices} accelerators have no use" if best.devices < devices else ""
+    unused = case.devices - best.devices
+    idle = f"; {unused} of {case.devices} accelerators have no use" if unused else ""
+    if case.calibrated:
+        print(f"A step takes {best.step_seconds:.1f} s by what was measured ({case.run.planner.profile}){idle}.")
+        print(
+            f"Of steps that were not fitted to, training was {unsure.train:.0%} off, rollout {unsure.rollout:.0%}, a "
+            f"step {unsure.step:.0%}."
+        )
+        return
     print(f"A step takes {best.step_seconds:.1f} s by the hardware sheet, not calibrated by any run{idle}.")
     print(
         f"Were each coefficient off by {uncertainty.MOVE:.0%}: training {unsure.train:.0%}, rollout "
@@ -253,7 +271,7 @@ def _cases(case: Case) -> Iterator[tuple[str, Case]]:
             yield name, dataclasses.replace(case, model=dataclasses.replace(case.model, sheet=hardware.sheet(name)))
 
 
-def as_json(best: search.Split, unsure: planner.Prediction, seconds: float) -> dict[str, Any]:
+def as_json(best: search.Split, unsure: planner.Prediction, seconds: float, *, calibrated: bool) -> dict[str, Any]:
     """The plan as its file has it."""
     mesh = best.train
     return {
@@ -270,7 +288,7 @@ def as_json(best: search.Split, unsure: planner.Prediction, seconds: float) -> d
             "step_seconds": unsure.step,
         },
         "solve_seconds": seconds,
-        "calibrated": False,
+        "calibrated": calibrated,
     }
 
 

@@ -483,6 +483,7 @@ class PlannerConfig:
     period: int = 0  # training steps between two looks for a better plan; 0: the layout stays
     shadow: bool = False  # decide and log, and never move
     hardware: str = "cpu"  # accelerator whose sheet costs start from; cpu: this machine, measured on the spot
+    profile: str = ""  # file of launch/calibrate.py: plans go by what was measured, not by the sheet
     degrees: tuple[int, ...] = (1, 2, 4, 8)  # tensor-parallel degrees of a plan, as far as they divide the model
     window: int = 2  # training steps whose trajectories say what the next ones will be like
     horizon: int = 20  # steps over which a move has to pay

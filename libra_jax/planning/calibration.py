@@ -20,6 +20,7 @@ import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
@@ -84,30 +85,20 @@ class UpdateCosts:
 
 
 @dataclass(frozen=True)
-class Calibration:
-    """Costs as they were measured: what `costs.Costs` asks, with the same meaning.
+class MeasuredEngines:
+    """Costs of rollout as they were measured: what `costs.RolloutCosts` asks, with the same meaning.
 
     Attributes:
       engines: by tensor-parallel degree.
-      train: of the trainer, with the devices that it had.
-      update: of weights.
-      rows: the trainer's.
       chunk_tokens: prefill tokens that share one engine step.
       cache_tokens: of an instance. A recording does not tell: the default never binds, so nothing is pre-empted.
-      parameters: of the model; takes no part in any cost.
-      weight_bytes: published; likewise.
     """
 
     engines: Mapping[int, EngineCosts]
-    train: TrainCosts
-    update: UpdateCosts
-    rows: rows.Shape
     chunk_tokens: int = 2048
     cache_tokens: int = 2**40
-    parameters: int = 0
-    weight_bytes: int = 0
 
-    def scaled(self, factors: Mapping[int, float]) -> Calibration:
+    def scaled(self, factors: Mapping[int, float]) -> Self:
         """The same with engines that take `factors[degree]` times as long."""
         engines = {degree: engine.scaled(factors.get(degree, 1.0)) for degree, engine in self.engines.items()}
         return dataclasses.replace(self, engines=engines)
@@ -144,6 +135,34 @@ class Calibration:
         """Seconds in which `decoding` requests with `context` tokens in all get one token each."""
         return self.fixed_seconds(degree, decoding) + self.context_seconds(degree) * context
 
+    def _engine(self, degree: int) -> EngineCosts:
+        try:
+            return self.engines[degree]
+        except KeyError:
+            raise protocols.ConfigError(
+                f"config.rollout.tensor_parallel: no instance of degree {degree} was measured, only of "
+                f"{', '.join(map(str, sorted(self.engines)))}"
+            ) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration(MeasuredEngines):
+    """All costs as they were measured: what `costs.Costs` asks, with the same meaning.
+
+    Attributes:
+      train: of the trainer, with the devices that it had.
+      update: of weights.
+      rows: the trainer's.
+      parameters: of the model; takes no part in any cost.
+      weight_bytes: published; likewise.
+    """
+
+    train: TrainCosts
+    update: UpdateCosts
+    rows: rows.Shape
+    parameters: int = 0
+    weight_bytes: int = 0
+
     def train_seconds(self, lengths: Sequence[int], devices: int) -> float:
         """Seconds of one training step on sequences of these lengths; `devices` are those that were measured."""
         return self.train.step + self.train.column * rows.processed_columns(lengths, self.rows)
@@ -159,15 +178,6 @@ class Calibration:
     def transfer_seconds(self, degree: int, context: int) -> float:
         """No transfer was measured: a request that moves is prefilled again, which takes as long."""
         return self.prefill_seconds(degree, context)
-
-    def _engine(self, degree: int) -> EngineCosts:
-        try:
-            return self.engines[degree]
-        except KeyError:
-            raise protocols.ConfigError(
-                f"config.rollout.tensor_parallel: no instance of degree {degree} was measured, only of "
-                f"{', '.join(map(str, sorted(self.engines)))}"
-            ) from None
 
 
 def fit_engine(instances: Sequence[Sequence[streams.Stream]]) -> EngineCosts:

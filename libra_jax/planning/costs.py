@@ -45,6 +45,9 @@ class Coefficients:
       activation_bytes: of that, on each device, kept for activations and graphs.
       chunk_tokens: prefill tokens that share one engine step (vLLM's max_num_batched_tokens).
       load_overhead: of putting new weights in place on an engine, besides the transfer (the four verbs).
+      micro_batch_overhead: of each micro-batch on each device, besides its arithmetic: launching its program. An
+        accelerator's queue hides it.
+      train_overhead: of each training step, besides: packing, and what the host does. Likewise.
     """
 
     memory_share: float = 0.7
@@ -60,6 +63,8 @@ class Coefficients:
     activation_bytes: float = 4e9
     chunk_tokens: int = 4096
     load_overhead: float = 0.5
+    micro_batch_overhead: float = 0.0
+    train_overhead: float = 0.0
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
@@ -83,9 +88,11 @@ SHARES = tuple(item.name for item in dataclasses.fields(Coefficients) if _is_sha
 
 
 def moved(coefficients: Coefficients, by: float) -> Iterator[tuple[str, float]]:
-    """Each coefficient's name and its value a share `by` lower, then higher; shares of a whole end at 1."""
+    """Each coefficient's name and its value a share `by` lower, then higher; shares end at 1, and 0 stays out."""
     for item in dataclasses.fields(coefficients):
         value = getattr(coefficients, item.name)
+        if not value:
+            continue
         for factor in (1.0 - by, 1.0 + by):
             other = type(value)(round(value * factor)) if isinstance(value, int) else value * factor
             yield item.name, min(1.0, other) if item.name in SHARES else other
@@ -108,21 +115,11 @@ class PrefillTerms:
     prefill: float
 
 
-class Costs(Protocol):
-    """What simulated machines ask: `CostModel` computes it, `planning.calibration.Calibration` has measured it.
+class RolloutCosts(Protocol):
+    """What rollout instances take: `CostModel` computes it, `planning.calibration.MeasuredEngines` has measured it.
 
     `degree` is an instance's tensor-parallel degree throughout.
     """
-
-    @property
-    def parameters(self) -> int:
-        """Parameters of the model."""
-        ...
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the published weights."""
-        ...
 
     @property
     def chunk_tokens(self) -> int:
@@ -155,6 +152,20 @@ class Costs(Protocol):
 
     def step_seconds(self, degree: int, decoding: int, context: float) -> float:
         """Seconds in which `decoding` requests with `context` tokens in all get one token each."""
+        ...
+
+
+class Costs(RolloutCosts, Protocol):
+    """What simulated machines ask: `CostModel` computes it, `planning.calibration.Calibration` has measured it."""
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the model."""
+        ...
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the published weights."""
         ...
 
     def train_seconds(self, lengths: Sequence[int], devices: int) -> float:

@@ -20,6 +20,9 @@ import numpy as np
 
 from libra_jax import protocols
 
+THIS_MACHINE = "cpu"
+"""Name of the sheet of one core of the machine that asks."""
+
 REPEATS = 5
 """Measurements of this machine, of which the fastest counts."""
 
@@ -90,7 +93,7 @@ def sheet(name: str, field: str = "simulation.hardware") -> HardwareSheet:
     Raises:
       ConfigError: there is none; the nearest name is offered.
     """
-    if name == "cpu" and field == "planner.hardware":
+    if name == THIS_MACHINE and field == "planner.hardware":
         return measured()
     for known in SHEETS:
         if known.name == name:
@@ -124,7 +127,7 @@ def measured() -> HardwareSheet:
         ) from error
     cores = max(1, len(os.sched_getaffinity(0)))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / cores
-    return HardwareSheet("cpu", product, copied, memory, copied / 2, copied / 2, cores)
+    return HardwareSheet(THIS_MACHINE, product, copied, memory, copied / 2, copied / 2, cores)
 
 
 def _measure() -> tuple[float, float]:

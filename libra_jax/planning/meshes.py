@@ -12,6 +12,7 @@ with which the state fits, then `data`; of the meshes left, those that no other 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ import numpy as np
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.planning import costs, rows
+from libra_jax.planning import costs, hardware, rows
 from libra_jax.planning.demand import Values
 
 TENSOR_DEGREES = (1, 2, 4, 8)
@@ -48,6 +49,9 @@ class Trainer:
       remat: what the backward pass computes again: none, dots, full.
       logits_chunk: tokens whose vocabulary logits exist at once.
       scored_again: the batch's log-probs are computed once more beforehand (decoupled objective).
+      rows: of a micro-batch, on each shard.
+      cores: of a CPU, on which all devices take turns, so that nothing hides behind anything else; None where each
+        device is an accelerator.
     """
 
     lengths: tuple[int, ...]
@@ -55,16 +59,21 @@ class Trainer:
     remat: str = "full"
     logits_chunk: int = 1024
     scored_again: bool = False
+    rows: int = 1
+    cores: int | None = None
 
     @classmethod
-    def of_run(cls, run: configuration.RunConfig) -> Trainer:
-        """A run's trainer."""
+    def of_run(cls, run: configuration.RunConfig, sheet: hardware.HardwareSheet) -> Trainer:
+        """A run's trainer, on such devices."""
+        shards = run.trainer.data * run.trainer.fsdp
         return cls(
             lengths=(run.trainer.row_tokens, *run.trainer.row_buckets),
             packed=run.trainer.pack,
             remat=run.model.remat,
             logits_chunk=run.model.logits_chunk,
             scored_again=run.algorithm.objective == "decoupled",
+            rows=max(1, run.trainer.rows_per_micro_batch // shards),
+            cores=(len(run.trainer.cores) or sheet.devices_per_node) if sheet.name == hardware.THIS_MACHINE else None,
         )
 
 
@@ -152,21 +161,31 @@ class Training:
         """Of each device, however many replicas there are."""
         shape, trainer, row = self._model.shape, self._trainer, self._trainer.lengths[-1]
         state = MASTER_BYTES * self._model.parameters / (fsdp * tensor)
-        activations = shape.num_layers * LAYER_ACTIVATIONS[trainer.remat] * row * shape.hidden_size / tensor
-        working = LAYER_ACTIVATIONS["none"] * row * shape.hidden_size / tensor
+        columns = trainer.rows * row
+        activations = shape.num_layers * LAYER_ACTIVATIONS[trainer.remat] * columns * shape.hidden_size / tensor
+        working = LAYER_ACTIVATIONS["none"] * columns * shape.hidden_size / tensor
         logits = 2 * 4 * min(trainer.logits_chunk, row) * shape.vocab_size / tensor
         gathered = 2 * costs.BYTES_PER_VALUE * self._model.parameters / (shape.num_layers * tensor)
         return state + activations + working + logits + gathered
 
     def seconds(self, data: int, fsdp: int, tensor: int) -> float:
         """Of a step."""
-        hidden, shards, total = self._hidden_seconds(data, fsdp, tensor), data * fsdp, 0.0
+        hidden, known, each = self._hidden_seconds(data, fsdp, tensor), self._model.coefficients, self._trainer.rows
+        cores, devices, total = self._trainer.cores, data * fsdp * tensor, known.train_overhead
+        turns = 1.0 if cores is None else max(1.0, devices / cores)
         for length, squares in self._rows.items():
-            slowest = self._row_seconds(length, squares[::shards], tensor)  # of each micro-batch
-            exposed = self._exposed_seconds(length, tensor)
-            total += float(np.maximum(slowest, hidden).sum()) + len(slowest) * exposed
-        rate = self._model.sheet.memory_bytes_per_second * self._model.coefficients.memory_share
-        return total + UPDATE_BYTES * self._model.parameters / (fsdp * tensor * rate)
+            slowest = self._row_seconds(length, squares[:: data * fsdp * each], tensor)  # of each micro-batch
+            busy = turns * (each * slowest + known.micro_batch_overhead)
+            exposed = len(slowest) * self._exposed_seconds(each * length, tensor)
+            total += float((np.maximum(busy, hidden) if cores is None else busy + hidden).sum()) + exposed
+        rate = self._model.sheet.memory_bytes_per_second * known.memory_share
+        return total + turns * UPDATE_BYTES * self._model.parameters / (fsdp * tensor * rate)
+
+    def costing(self, model: costs.CostModel) -> Training:
+        """The same steps with other costs."""
+        other = copy.copy(self)
+        other._model = model
+        return other
 
     def mesh(self, data: int, fsdp: int, tensor: int) -> Mesh:
         """The mesh of these sizes, whether it fits or not."""
@@ -194,7 +213,8 @@ class Training:
                 memory = self.memory_bytes(fsdp, tensor)
                 if self._model.shape.hidden_size % fsdp or memory > room:
                     continue
-                enough = -(-max(map(len, self._rows.values())) // fsdp)  # more replicas have nothing to do
+                # More replicas than that have nothing to do.
+                enough = -(-max(map(len, self._rows.values())) // (fsdp * self._trainer.rows))
                 for data in range(1, min(enough, most // (fsdp * tensor)) + 1):
                     yield self.mesh(data, fsdp, tensor)
 
@@ -222,12 +242,12 @@ class Training:
         passes = 3.0 + RECOMPUTED[self._trainer.remat] + self._trainer.scored_again
         return np.asarray(passes * forward / (tensor * self._model.sheet.flops * share), np.float64)
 
-    def _exposed_seconds(self, length: int, tensor: int) -> float:
-        """All-reduces over `tensor` of one row: two a layer and pass, of one hidden vector a token."""
+    def _exposed_seconds(self, columns: int, tensor: int) -> float:
+        """All-reduces over `tensor` of so many columns: two a layer and pass, of one hidden vector a token."""
         if tensor == 1:
             return 0.0
         shape, known = self._model.shape, self._model.coefficients
-        volume = 2 * (tensor - 1) / tensor * length * shape.hidden_size * costs.BYTES_PER_VALUE
+        volume = 2 * (tensor - 1) / tensor * columns * shape.hidden_size * costs.BYTES_PER_VALUE
         each = known.large_message_latency + volume / (
             self._model.sheet.node_link_bytes_per_second * known.large_message_share
         )
@@ -240,7 +260,9 @@ class Training:
         gathers = 2.0 + self._trainer.scored_again
         over_fsdp = (gathers * costs.BYTES_PER_VALUE + 4.0) * share * (fsdp - 1) / fsdp / self._rate(fsdp * tensor)
         reduced = 2.0 * 4.0 * share / fsdp * (data - 1) / data
-        return over_fsdp + reduced / self._rate(data * fsdp * tensor)
+        messages = self._model.shape.num_layers * ((gathers + 1.0) * (fsdp > 1) + (data > 1))
+        latencies = messages * self._model.coefficients.large_message_latency
+        return over_fsdp + reduced / self._rate(data * fsdp * tensor) + latencies
 
     def _rate(self, span: int) -> float:
         """Bytes a second of a collective over so many neighbouring devices."""

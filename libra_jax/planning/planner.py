@@ -13,12 +13,13 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.models import config as model_config
-from libra_jax.planning import costs, demand, meshes, plans, replanning, search, serving
+from libra_jax.planning import costs, demand, meshes, plans, profiles, replanning, search, serving
 
 LEVELS = 8
 """Steps over which a stage's level is taken: at eta > 0 long steps and short ones take turns, so none tells alone."""
@@ -41,6 +42,7 @@ class Setting:
       requests: trajectories of a training step.
       staleness: eta.
       mesh: (data, fsdp, tensor) where the trainer cannot change; None leaves it to the plan.
+      profile: what runs have measured here, if they have.
     """
 
     model: costs.CostModel
@@ -51,6 +53,7 @@ class Setting:
     requests: int
     staleness: int
     mesh: tuple[int, int, int] | None = None
+    profile: profiles.Profile | None = None
 
     @classmethod
     def of_run(
@@ -66,14 +69,19 @@ class Setting:
 
         Args:
           run: its configuration.
-          model: what things cost there.
+          model: what things cost there, by the sheet; with `planner.profile`, what was measured takes its place.
           devices: that train and roll out.
           slots: of its instances, in the order of `rollout.tensor_parallel`; empty: as `rollout` says.
           mesh: the trainer's, if it has to stay.
 
         Raises:
-          ConfigError: no instance that plans may use holds a whole context.
+          ConfigError: no instance that plans may use holds a whole context, or the profile is not of this model and
+            hardware.
+          DataError: the profile cannot be read.
         """
+        profile = profiles.read(Path(run.planner.profile)) if run.planner.profile else None
+        if profile is not None:
+            model = profile.cost_model(model)
         most, context = model.sheet.devices_per_node, run.rollout.max_context
         possible = [
             degree for degree in sorted(set(run.planner.degrees)) if degree <= most and _divides(model.shape, degree)
@@ -86,16 +94,19 @@ class Setting:
                 f"tensor-parallel degrees {possible} (planner.degrees) holds {context} tokens; the most is "
                 f"{max(0, room)}: lower it, or plan for other hardware or wider instances"
             )
+        if profile is not None:
+            degrees = profile.measured(degrees)
         given = configuration.slots_by_degree(run.rollout.tensor_parallel, slots or run.rollout.instance_slots)
         return cls(
             model,
-            meshes.Trainer.of_run(run),
+            meshes.Trainer.of_run(run, model.sheet),
             degrees,
             tuple(given.get(degree, run.rollout.slots) for degree in degrees),
             devices,
             run.coordinator.groups_per_step * run.coordinator.group_size,
             run.coordinator.staleness,
             mesh,
+            profile,
         )
 
 
@@ -156,7 +167,8 @@ class Work:
         contexts = demand.contexts(prompts, turns)
         lengths = [contexts[index * len(contexts) // setting.requests] for index in range(setting.requests)]
         self.training = meshes.Training(setting.model, lengths, setting.trainer)
-        rollout = serving.Serving(setting.model, wanted, setting.degrees, setting.slots, staleness=setting.staleness)
+        engines = setting.model if setting.profile is None else setting.profile.rollout
+        rollout = serving.Serving(engines, wanted, setting.degrees, setting.slots, staleness=setting.staleness)
         self.search = search.Search(
             rollout, self.training, setting.devices, staleness=setting.staleness, mesh=setting.mesh
         )
@@ -204,8 +216,9 @@ class GlobalPlanner:
         self._setting = setting
         self._seen: collections.deque[list[tuple[int, list[protocols.Turn]]]] = collections.deque(maxlen=config.window)
         self._taken: collections.deque[_Taken] = collections.deque(maxlen=LEVELS)
-        self._levels = Levels()
-        self._measured: set[str] = set()
+        profile = setting.profile
+        self._levels = Levels() if profile is None else Levels(sync=profile.besides)
+        self._measured: set[str] = set() if profile is None else {"train", "rollout"}
         self._steps = 0
         self._work: Work | None = None
         self._expected: Prediction | None = None
@@ -229,7 +242,7 @@ class GlobalPlanner:
 
     @property
     def calibrated(self) -> bool:
-        """Both stages have been measured."""
+        """Both stages have been measured, by this run or by those of its profile."""
         return {"train", "rollout"} <= self._measured
 
     def after(

@@ -34,7 +34,7 @@ class Serving:
     """
 
     def __init__(
-        self, model: costs.Costs, demand: Demand, degrees: Sequence[int], slots: Sequence[int], *, staleness: int
+        self, model: costs.RolloutCosts, demand: Demand, degrees: Sequence[int], slots: Sequence[int], *, staleness: int
     ) -> None:
         self.demand = demand
         self.degrees = tuple(degrees)

@@ -56,12 +56,14 @@ class Step:
       parts: its seconds.
       lengths: tokens of each trajectory that it trained on.
       work: the same for steps that did the same work.
+      scripts: of its trajectories.
     """
 
     number: int
     parts: Parts
     lengths: tuple[int, ...]
     work: Work
+    scripts: tuple[scripts.Script, ...]
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,8 @@ def read(workdir: Path) -> Recording:
         )
     numbers = _numbers(workdir / metrics.METRICS_FILE, config)
     records = trace.read(workdir / trace.TRACE_FILE)
-    groups = _groups(workdir / trace.TRACE_FILE, records, config)
+    played = traces.read(workdir / trace.TRACE_FILE)
+    groups = _groups(workdir / trace.TRACE_FILE, records, played, config)
     spans = list(timeline.read(workdir / timeline.TIMELINE_FILE))
     found = streams.read(spans, records)
     if not found:
@@ -126,8 +129,8 @@ def read(workdir: Path) -> Recording:
             "over with the others of its workdir"
         )
     by_step = collections.defaultdict(list)
-    for record in records:
-        by_step[record["step"]].append(record)
+    for record, script in zip(records, played, strict=True):
+        by_step[record["step"]].append((record, script))
     steps = [_step(number, parts, by_step[number]) for number, parts in numbers.items()]
     updates = [span for span in spans if span.track == "weights"]
     return Recording(
@@ -189,11 +192,14 @@ def _parts(path: Path, number: int, scalars: Mapping[str, float]) -> Parts:
 
 
 def _groups(
-    path: Path, records: Sequence[Mapping[str, Any]], config: configuration.RunConfig
+    path: Path,
+    records: Sequence[Mapping[str, Any]],
+    played: Sequence[scripts.Script],
+    config: configuration.RunConfig,
 ) -> list[tuple[scripts.Script, ...]]:
     """The groups in the order of dispatch, their attempts in the order of their samples."""
     rows: dict[int, dict[int, scripts.Script]] = collections.defaultdict(dict)
-    for record, script in zip(records, traces.read(path), strict=True):
+    for record, script in zip(records, played, strict=True):
         sample = record["trajectory_id"].rpartition("/")[2]
         numbered = all(isinstance(record.get(name), int) for name in ("group_id", "step"))
         if not (numbered and sample.isdecimal()):
@@ -212,8 +218,10 @@ def _groups(
     return [tuple(rows[group][sample] for sample in range(size)) for group in range(count)]
 
 
-def _step(number: int, parts: Parts, records: Sequence[Mapping[str, Any]]) -> Step:
-    return Step(number, parts, tuple(map(_trained_tokens, records)), tuple(sorted(map(_work, records), key=repr)))
+def _step(number: int, parts: Parts, trained: Sequence[tuple[Mapping[str, Any], scripts.Script]]) -> Step:
+    lengths = tuple(_trained_tokens(record) for record, _ in trained)
+    work = tuple(sorted((_work(record) for record, _ in trained), key=repr))
+    return Step(number, parts, lengths, work, tuple(script for _, script in trained))
 
 
 def _trained_tokens(record: Mapping[str, Any]) -> int:

@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from libra_jax import config as configuration
@@ -196,7 +196,7 @@ def _scheduler(config: configuration.RunConfig) -> protocols.Scheduler:
     return made
 
 
-def spread(steps: Sequence[tuple[recording.Work, float]]) -> tuple[float | None, int, int]:
+def spread(steps: Sequence[tuple[Hashable, float]]) -> tuple[float | None, int, int]:
     """How much the seconds of steps differ that did the same work.
 
     Args:
@@ -207,7 +207,7 @@ def spread(steps: Sequence[tuple[recording.Work, float]]) -> tuple[float | None,
       (sum of squares over the sum of the kinds' degrees of freedom); None without two steps of a kind. Then the steps
       that had others of their kind, and those kinds.
     """
-    kinds: dict[recording.Work, list[float]] = collections.defaultdict(list)
+    kinds: dict[Hashable, list[float]] = collections.defaultdict(list)
     for work, seconds in steps:
         kinds[work].append(seconds)
     repeated = [seconds for seconds in kinds.values() if len(seconds) > 1]

@@ -303,7 +303,7 @@ def _mesh(config: configuration.RunConfig, simulation: SimulationConfig, model: 
     )
     assert isinstance(model, costs.CostModel)
     data, fsdp, tensor = simulation.train_mesh
-    made = meshes.Trainer.of_run(config)
+    made = meshes.Trainer.of_run(config, model.sheet)
     meshes.check_fits(model, made, (data, fsdp, tensor), "simulation.train_mesh")
     return trainer.OnMesh((data, fsdp, tensor), model, made, config.planner.resize_seconds)
 

@@ -8,7 +8,10 @@ from libra_jax.planning import calibration, rows, streams
 
 ENGINE = calibration.EngineCosts(4e-3, 50e-6, 0.1e-6, 20e-6, 10e-6, 300e-6)
 MODEL = calibration.Calibration(
-    {1: ENGINE}, calibration.TrainCosts(0.2, 40e-6), calibration.UpdateCosts(0.03, 0.05), rows.Shape((8,), 2)
+    {1: ENGINE},
+    train=calibration.TrainCosts(0.2, 40e-6),
+    update=calibration.UpdateCosts(0.03, 0.05),
+    rows=rows.Shape((8,), 2),
 )
 
 

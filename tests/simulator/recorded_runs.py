@@ -22,7 +22,7 @@ ENGINES = {
 }
 TRAIN = calibration.TrainCosts(0.2, 40e-6)
 UPDATE = calibration.UpdateCosts(0.03, 0.05)
-MODEL = calibration.Calibration(ENGINES, TRAIN, UPDATE, rows.Shape((8192,), 1))
+MODEL = calibration.Calibration(ENGINES, train=TRAIN, update=UPDATE, rows=rows.Shape((8192,), 1))
 
 
 class FileRecorder(world.StepRecorder):

@@ -1,0 +1,290 @@
+"""Calibrates plans by finished runs: a table of their errors on steps that were not fitted to, a profile, a picture.
+
+  python launch/calibrate.py                                   # records configs/calibrate.py's runs first
+  python launch/calibrate.py --workdirs=runs/a,runs/b --output=runs/a/profile.json
+  python launch/plan.py --config=configs/calibrate.py --trace=runs/calibration/single/trace.jsonl \\
+    --config.planner.profile=runs/calibration/profile.json
+
+The first half of each run's steps is fitted to, the other half predicted. Runs need coordinator.staleness=0, so that
+their stages follow each other, and one rollout instance. `planner.profile` makes plans go by the profile.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+from rich import console, table
+
+import cli
+import wiring
+from libra_jax import config as libra_config
+from libra_jax import protocols
+from libra_jax.planning import costs, demand, meshes, profiles, streams
+from libra_jax.simulator import recording, twin
+
+_WORKDIRS = flags.DEFINE_string(
+    "workdirs", None, "Folders of finished runs, separated by commas; default: those of configs/calibrate.py, recorded."
+)
+_OUTPUT = flags.DEFINE_string("output", "runs/calibration/profile.json", "The profile; its picture lies beside it.")
+
+VARIANTS = ("single", "fsdp", "tensor")
+"""Of configs/calibrate.py."""
+
+RECORDING_SECONDS = 1800.0
+"""Deadline of a recorded run, which takes two to three minutes."""
+
+STAGES = ("rollout", "train", "total")
+
+COMPOUND = 1.5
+"""Of a stage's target, what the whole step may be off by."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A recorded run.
+
+    Attributes:
+      name: of its folder.
+      model: its model, on its machine.
+      steps: as they were.
+      work: of each step; equal for steps that did the same.
+      streams: of its instance, until the end of the last fitted step.
+    """
+
+    name: str
+    model: costs.CostModel
+    steps: tuple[profiles.Measured, ...]
+    work: tuple[Any, ...]
+    streams: tuple[streams.Stream, ...]
+
+    @property
+    def fitted(self) -> int:
+        """The first so many steps."""
+        return len(self.steps) // 2
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How well a stage of the held-out steps is predicted.
+
+    Attributes:
+      error: mean of |predicted - measured| / measured.
+      spread: of steps that did the same work, relative; None where no two did.
+      target: what the error must not exceed.
+    """
+
+    error: float
+    spread: float | None
+    target: float
+
+
+def main() -> None:
+    output = Path(_OUTPUT.value)
+    cli.check_output(output)
+    folders = [Path(name.strip()) for name in (_WORKDIRS.value or "").split(",") if name.strip()]
+    runs = [_read(folder) for folder in folders or list(_recorded(output.parent))]
+    model = runs[0].model
+    for run in runs[1:]:
+        if run.model.shape != model.shape:
+            raise protocols.ConfigError(f"--workdirs: {run.name} trained another model than {runs[0].name}")
+    profile = _fit(runs)
+    predicted = {run.name: [profile.predict(model, step) for step in run.steps] for run in runs}
+    verdicts = {stage: _verdict(stage, runs, predicted) for stage in STAGES}
+    _print(runs, predicted, profile)
+    for stage, verdict in verdicts.items():
+        print(_sentence(stage, verdict))
+    if len({step.mesh for run in runs for step in run.steps}) > 1:
+        print(_elsewhere(runs))
+    picture, errors = output.with_suffix(".svg"), {stage: verdict.error for stage, verdict in verdicts.items()}
+    try:
+        profiles.write(dataclasses.replace(profile, errors=errors), output)
+        _draw(picture, runs, predicted)
+    except OSError as error:
+        raise protocols.DataError(f"--output: {output} cannot be written ({error.strerror or error})") from error
+    print(f"wrote {output} and {picture}")
+
+
+def _recorded(folder: Path) -> Iterator[Path]:
+    """The folders of configs/calibrate.py's runs; those that have not finished are run."""
+    for variant in VARIANTS:
+        workdir = folder / variant
+        if _is_recorded(workdir):
+            yield workdir
+            continue
+        command = [
+            sys.executable,
+            "launch/train.py",
+            f"--config=configs/calibrate.py:{variant}",
+            f"--workdir={workdir}",
+        ]
+        print(f"recording {workdir}", flush=True)
+        try:
+            ended = subprocess.run(command, timeout=RECORDING_SECONDS, check=False)
+        except subprocess.TimeoutExpired:
+            raise protocols.DataError(
+                f"{workdir}: the run did not end within {RECORDING_SECONDS:.0f} s; see its log there"
+            ) from None
+        if ended.returncode:
+            raise protocols.DataError(f"{workdir}: the run did not end well; see above")
+        yield workdir
+
+
+def _is_recorded(workdir: Path) -> bool:
+    try:
+        recording.read(workdir)
+    except protocols.DataError:
+        return False
+    return True
+
+
+def _read(folder: Path) -> Run:
+    """A run's steps, each stage measured apart from the others.
+
+    Raises:
+      DataError: the run is not finished, or cannot be used; the message says why.
+    """
+    recorded = recording.read(folder)
+    config = recorded.config
+    if config.coordinator.staleness or len(config.rollout.tensor_parallel) != 1:
+        raise protocols.DataError(
+            f"{folder}: plans are calibrated by runs with coordinator.staleness=0 and one rollout instance, and this "
+            f"one has {config.coordinator.staleness} and {len(config.rollout.tensor_parallel)}"
+        )
+    shape = wiring.policy_shape(config, need_weights=False)
+    model = costs.of_hardware(config.planner.hardware, shape, "planner.hardware")
+    trainer = meshes.Trainer.of_run(config, model.sheet)
+    steps = tuple(_measured(config, trainer, step) for step in recorded.steps)
+    end = recorded.ends[len(steps) // 2 - 1]
+    seen = [
+        stream if stream.end <= end else dataclasses.replace(stream, known=False)
+        for stream in recorded.streams
+        if stream.start < end
+    ]
+    return Run(str(folder), model, steps, tuple(step.work for step in recorded.steps), tuple(seen))
+
+
+def _measured(config: libra_config.RunConfig, trainer: meshes.Trainer, step: recording.Step) -> profiles.Measured:
+    parts = step.parts
+    return profiles.Measured(
+        mesh=(config.trainer.data, config.trainer.fsdp, config.trainer.tensor),
+        trainer=trainer,
+        lengths=step.lengths,
+        demand=demand.of_trajectories(
+            [script.prompt_tokens for script in step.scripts], [script.turns for script in step.scripts]
+        ),
+        degree=config.rollout.tensor_parallel[0],
+        slots=config.rollout.instance_slots[0],
+        seconds=profiles.Stages(parts.rollout, parts.train, parts.sync, parts.total),
+    )
+
+
+def _fit(runs: Sequence[Run]) -> profiles.Profile:
+    """The profile of the first halves."""
+    by_degree: dict[int, list[Sequence[streams.Stream]]] = collections.defaultdict(list)
+    for run in runs:
+        by_degree[run.steps[0].degree].append(run.streams)
+    return profiles.fit(runs[0].model, [step for run in runs for step in run.steps[: run.fitted]], by_degree)
+
+
+def _held_out(
+    stage: str, runs: Sequence[Run], predicted: dict[str, list[profiles.Stages]]
+) -> Iterator[tuple[float, float]]:
+    """Measured and predicted seconds of the steps that were not fitted to."""
+    for run in runs:
+        for step, guess in list(zip(run.steps, predicted[run.name], strict=True))[run.fitted :]:
+            yield getattr(step.seconds, stage), getattr(guess, stage)
+
+
+def _verdict(stage: str, runs: Sequence[Run], predicted: dict[str, list[profiles.Stages]]) -> Verdict:
+    pairs = list(_held_out(stage, runs, predicted))
+    alike = [
+        ((run.name, work), getattr(step.seconds, stage))
+        for run in runs
+        for step, work in list(zip(run.steps, run.work, strict=True))[run.fitted :]
+    ]
+    spread, _, _ = twin.spread(alike)
+    target = max(twin.TARGET, twin.SPREADS * (spread or 0.0)) * (COMPOUND if stage == "total" else 1.0)
+    return Verdict(statistics.fmean(twin.relative_error(*pair) for pair in pairs), spread, target)
+
+
+def _print(runs: Sequence[Run], predicted: dict[str, list[profiles.Stages]], profile: profiles.Profile) -> None:
+    made = table.Table("run", "data x fsdp x tensor", "degree", "fitted", "predicted", "rollout s", "error")
+    for name in ("train s", "error", "step s", "error"):
+        made.add_column(name)
+    for run in runs:
+        cells = []
+        for stage in STAGES:
+            pairs = list(_held_out(stage, [run], predicted))
+            error = statistics.fmean(twin.relative_error(*pair) for pair in pairs)
+            cells += [f"{statistics.fmean(measured for measured, _ in pairs):.2f}", f"{error:.1%}"]
+        first, count = run.steps[0], len(run.steps)
+        mesh = " x ".join(map(str, first.mesh))
+        made.add_row(Path(run.name).name, mesh, str(first.degree), str(run.fitted), str(count - run.fitted), *cells)
+    console.Console().print(made)
+    for degree, engine in sorted(profile.engines.items()):
+        print(
+            f"engine of degree {degree}: a step {1e3 * engine.step:.2f} ms + {1e6 * engine.request:.1f} us a request + "
+            f"{1e6 * engine.context:.3f} us a token of context; prefill {1e6 * engine.prefill_token:.1f} us a token"
+        )
+    default, fitted = costs.Coefficients(), profile.coefficients
+    for name in (*profiles.SHARES, *profiles.SECONDS):
+        print(f"{name}: {getattr(default, name):.4g} by default, {getattr(fitted, name):.4g} here")
+
+
+def _sentence(stage: str, verdict: Verdict) -> str:
+    spread = "not known" if verdict.spread is None else f"{verdict.spread:.1%}"
+    met = "met" if verdict.error <= verdict.target else "NOT met"
+    return (
+        f"{'step' if stage == 'total' else stage}: mean error {verdict.error:.1%} on held-out steps; spread of steps "
+        f"that did the same work {spread}; target {verdict.target:.1%}: {met}"
+    )
+
+
+def _elsewhere(runs: Sequence[Run]) -> str:
+    """How well training is predicted on a mesh of which no step was fitted to."""
+    told = []
+    for mesh in dict.fromkeys(step.mesh for run in runs for step in run.steps):
+        steps = [step for run in runs for step in run.steps]
+        others = [step for step in steps if step.mesh != mesh]
+        fitted = dataclasses.replace(runs[0].model, coefficients=profiles.fit_training(runs[0].model, others))
+        errors = [
+            twin.relative_error(
+                step.seconds.train, meshes.Training(fitted, step.lengths, step.trainer).seconds(*step.mesh)
+            )
+            for step in steps
+            if step.mesh == mesh
+        ]
+        told.append(f"{' x '.join(map(str, mesh))} {statistics.fmean(errors):.0%}")
+    return f"error of training on a mesh that only the others were fitted to: {', '.join(told)}"
+
+
+def _draw(path: Path, runs: Sequence[Run], predicted: dict[str, list[profiles.Stages]]) -> None:
+    """Predicted against measured seconds of the held-out steps, a panel a stage."""
+    from matplotlib import figure, rc_context
+
+    with rc_context({"svg.hashsalt": "libra-jax", "font.size": 10}):
+        drawn = figure.Figure(figsize=(9.0, 3.4), layout="constrained")
+        for stage, axes in zip(STAGES, drawn.subplots(1, len(STAGES)), strict=True):
+            for run in runs:
+                measured, guessed = zip(*_held_out(stage, [run], predicted), strict=True)
+                axes.plot(measured, guessed, "o", markersize=4, label=Path(run.name).name)
+            most = 1.1 * max(axes.get_xlim()[1], axes.get_ylim()[1])
+            axes.plot([0, most], [0, most], color="#999999", linewidth=1)
+            axes.set(xlim=(0, most), ylim=(0, most), xlabel="measured s", ylabel="predicted s")
+            axes.set_title("step" if stage == "total" else stage, loc="left", fontsize=11)
+            axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+        drawn.savefig(path, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,249 @@
+"""What runs have measured of one model on one machine, fitted so that plans can go by it, and kept in a file.
+
+Rollout: an engine of each degree as its streams of tokens show it (`calibration.fit_engine`), and the level at which
+`serving` finds whole steps as long as they were. Training: the coefficients that `meshes` goes by, such that steps on
+the measured meshes take what they took. Publication, and what belongs to no stage: medians.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from libra_jax import protocols
+from libra_jax.planning import calibration, costs, demand, hardware, meshes, robust, serving, streams
+
+SHARES = ("train_flops_share", "large_message_share")
+"""Coefficients of training that are shares of a peak ..."""
+
+SECONDS = ("train_overhead", "micro_batch_overhead", "large_message_latency")
+"""... and those that are times."""
+
+ROUNDS, CLOSE = 20, 1e-4
+"""Times at most that costs are linearised around the coefficients found, and the change at which that ends."""
+
+NUDGE = 1e-3
+"""Change of a coefficient by which its effect is found, relative or in seconds."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A training step as it was.
+
+    Attributes:
+      mesh: (data, fsdp, tensor) of the trainer.
+      trainer: its rows.
+      lengths: tokens of each trained sequence.
+      demand: what its requests asked of rollout.
+      degree: of the instance that served them.
+      slots: of that.
+      seconds: of its stages.
+    """
+
+    mesh: tuple[int, int, int]
+    trainer: meshes.Trainer
+    lengths: tuple[int, ...]
+    demand: demand.Demand
+    degree: int
+    slots: int
+    seconds: Stages
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Seconds of a training step whose stages follow each other.
+
+    Attributes:
+      rollout: of its requests.
+      train: of the trainer's step.
+      sync: of the publication.
+      total: of the whole.
+    """
+
+    rollout: float
+    train: float
+    sync: float
+    total: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """See the module.
+
+    Attributes:
+      sheet: of the machine, of whose peaks `coefficients` has shares.
+      parameters: of the model.
+      coefficients: with those of training as fitted; the rest are the sheet's defaults.
+      engines: of each measured degree, at its level.
+      sync: seconds of a publication.
+      between: seconds of a step that belong to no stage.
+      errors: mean relative error of each of `Stages` on steps that were not fitted to; empty where none was held out.
+    """
+
+    sheet: hardware.HardwareSheet
+    parameters: int
+    coefficients: costs.Coefficients
+    engines: Mapping[int, calibration.EngineCosts]
+    sync: float
+    between: float
+    errors: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def besides(self) -> float:
+        """Seconds that a step adds to training: publication, and what belongs to no stage."""
+        return self.sync + self.between
+
+    @property
+    def rollout(self) -> calibration.MeasuredEngines:
+        """What instances take."""
+        return calibration.MeasuredEngines(self.engines)
+
+    def cost_model(self, model: costs.CostModel) -> costs.CostModel:
+        """`model` with the measured machine's sheet and coefficients.
+
+        Raises:
+          ConfigError: it is another model, or other hardware.
+        """
+        if (model.sheet.name, model.parameters) != (self.sheet.name, self.parameters):
+            raise protocols.ConfigError(
+                f"config.planner.profile: it was measured on {self.sheet.name} with a model of {self.parameters:,} "
+                f"parameters, and this run has {model.sheet.name} (planner.hardware) and {model.parameters:,}; record "
+                "runs of this one (launch/calibrate.py)"
+            )
+        return dataclasses.replace(model, sheet=self.sheet, coefficients=self.coefficients)
+
+    def measured(self, degrees: Sequence[int]) -> tuple[int, ...]:
+        """Those of `degrees` that were measured.
+
+        Raises:
+          ConfigError: none was.
+        """
+        found = tuple(degree for degree in degrees if degree in self.engines)
+        if not found:
+            raise protocols.ConfigError(
+                f"config.planner.profile: instances of degree {', '.join(map(str, sorted(self.engines)))} were "
+                f"measured, and plans may use {', '.join(map(str, degrees))} (planner.degrees)"
+            )
+        return found
+
+    def predict(self, model: costs.CostModel, step: Measured) -> Stages:
+        """What a step takes by the profile, its stages one after another."""
+        train = meshes.Training(self.cost_model(model), step.lengths, step.trainer).seconds(*step.mesh)
+        rollout = _rollout_seconds(self.rollout, step)
+        return Stages(rollout, train, self.sync, rollout + train + self.besides)
+
+
+def fit(
+    model: costs.CostModel, steps: Sequence[Measured], by_degree: Mapping[int, Sequence[Sequence[streams.Stream]]]
+) -> Profile:
+    """The profile of these steps.
+
+    Args:
+      model: of the machine's sheet; what is not fitted stays as it is there.
+      steps: measured, their stages one after another.
+      by_degree: the streams of each instance of each degree, in the same steps.
+
+    Raises:
+      DataError: an engine of some degree served too little to be fitted.
+    """
+    engines = {degree: calibration.fit_engine(instances) for degree, instances in sorted(by_degree.items())}
+    bare = calibration.MeasuredEngines(engines)
+    for degree, engine in engines.items():
+        ratios = [step.seconds.rollout / _rollout_seconds(bare, step) for step in steps if step.degree == degree]
+        engines[degree] = engine.scaled(statistics.median(ratios))
+    between = [step.seconds.total - step.seconds.rollout - step.seconds.train - step.seconds.sync for step in steps]
+    return Profile(
+        model.sheet,
+        model.parameters,
+        fit_training(model, steps),
+        engines,
+        statistics.median(step.seconds.sync for step in steps),
+        max(0.0, statistics.median(between)),
+    )
+
+
+def fit_training(model: costs.CostModel, steps: Sequence[Measured]) -> costs.Coefficients:
+    """`SHARES` and `SECONDS` such that training steps take what they took; the rest is the model's.
+
+    Shares stay at 1 or below and times at 0 or above; what these steps do not depend on stays as the model has it.
+    Relative errors are fitted robustly (`robust.fit`), the costs linearised around what was found before: where
+    nothing overlaps they are linear in times and inverse shares, so the second round changes nothing.
+    """
+    made = [meshes.Training(model, step.lengths, step.trainer) for step in steps]
+    measured = np.array([step.seconds.train for step in steps])
+
+    def ratios(values: robust.Values) -> robust.Values:
+        changed = dataclasses.replace(model, coefficients=_coefficients(model.coefficients, values))
+        seconds = [one.costing(changed).seconds(*step.mesh) for one, step in zip(made, steps, strict=True)]
+        return np.array(seconds) / measured
+
+    values = _values(model.coefficients)
+    for _ in range(ROUNDS):
+        here, before = ratios(values), values
+        slopes = np.stack([(ratios(values + nudge) - here) / NUDGE for nudge in NUDGE * np.eye(len(values))], axis=1)
+        told = np.abs(slopes).max(axis=0) > 0.0
+        values = np.where(told, 0.0, before)
+        values[told] = robust.fit(slopes[:, told], 1.0 - here + slopes[:, told] @ before[told])
+        if np.allclose(values, before, rtol=CLOSE, atol=CLOSE * NUDGE):
+            break
+    return _coefficients(model.coefficients, values)
+
+
+def _values(coefficients: costs.Coefficients) -> robust.Values:
+    """What is fitted, none of it negative: how much more than 1 a share's inverse is, and times."""
+    shares = [1.0 / getattr(coefficients, name) - 1.0 for name in SHARES]
+    return np.array([*shares, *(getattr(coefficients, name) for name in SECONDS)])
+
+
+def _coefficients(others: costs.Coefficients, values: robust.Values) -> costs.Coefficients:
+    shares = {name: 1.0 / (1.0 + float(value)) for name, value in zip(SHARES, values[: len(SHARES)], strict=True)}
+    times = {name: float(value) for name, value in zip(SECONDS, values[len(SHARES) :], strict=True)}
+    return dataclasses.replace(others, **shares, **times)  # type: ignore[arg-type]
+
+
+def _rollout_seconds(engines: costs.RolloutCosts, step: Measured) -> float:
+    served = serving.Serving(engines, step.demand, [step.degree], [step.slots], staleness=0)
+    return float(served.seconds(step.degree, np.array([0]), np.array([len(step.demand)]))[0])
+
+
+def write(profile: Profile, path: Path) -> None:
+    """Writes a profile as JSON.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    path.write_text(json.dumps(dataclasses.asdict(profile), indent=2) + "\n")
+
+
+def read(path: Path) -> Profile:
+    """The profile in a file of `write`.
+
+    Raises:
+      DataError: the file is missing, or is no such profile; the message says what is wrong with it.
+    """
+    try:
+        written = json.loads(path.read_text())
+        return Profile(
+            hardware.HardwareSheet(**written["sheet"]),
+            int(written["parameters"]),
+            costs.Coefficients(**written["coefficients"]),
+            {int(degree): calibration.EngineCosts(**values) for degree, values in written["engines"].items()},
+            float(written["sync"]),
+            float(written["between"]),
+            {stage: float(error) for stage, error in written["errors"].items()},
+        )
+    except OSError as error:
+        raise protocols.DataError(
+            f"config.planner.profile: {path} cannot be read ({error.strerror or error}); launch/calibrate.py writes one"
+        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError, protocols.ConfigError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise protocols.DataError(
+            f"config.planner.profile: {path} is no profile of launch/calibrate.py ({problem})"
+        ) from error
