@@ -1,27 +1,30 @@
 """What each mechanism adds, and other frameworks' ways, on the simulated 48 A800s of configs/simulate.py.
 
-The steps of the published ablation (arXiv 2606.03077), each with what the one before it has:
+The steps of the published ablation (arXiv 2606.03077), each with what the one before it has. Its authors' controls
+balance by the number of connections, and change no split while a run goes on unless they have the elastic pool
+(configs/*homogeneous_lb.yaml and *no_ehp.yaml of github.com/NetX-lab/Libra); so do these:
 
-* static: half of the accelerators train, half roll out, instances of one degree; requests stay with the instance that
-  holds their context unless loads differ (sticky).
-* homogeneous: the planner splits the accelerators, and again when lengths have drifted; instances keep one degree.
+* static: half of the accelerators train, half roll out, instances of one degree; each request goes to the instance with
+  the fewest for its slots (least_loaded).
+* homogeneous: the planner splits the accelerators once, by the lengths of the first steps; instances keep one degree.
 * heterogeneous: the planner also chooses degrees.
 * cmlfq: requests go to the degrees by what tools returned.
-* elastic: the planner looks after every step, and moves without a cooldown, as a pool of hybrid workers lets it.
+* elastic: the planner looks every five steps, and moves while both stages go on.
 
-Peers' ways, with the same hardware and the same costs:
+Peers' ways, with the same hardware and the same costs. A request stays with the instance that holds its context unless
+loads differ (sticky), as conversations do in verl's agent loop:
 
 * colocated: all accelerators roll out, then all train (synchronous).
-* one_step_off: a fixed split, rollout one version ahead; this is static.
+* one_step_off: a fixed split in halves, rollout one version ahead.
 * static_optimal: a fixed split and layout, the best for the whole run's lengths, up to four versions ahead.
 * greedy: after every step the plan that is best for the last one, whatever the move costs.
 
 What to measure against: free looks after every step, and its moves cost nothing. Lengths drift over the whole run, so
-over 100 steps the planner has to follow: --configs=static,cmlfq,free --steps=100.
+over 100 steps the planner has to follow: --configs=cmlfq,elastic,free --steps=100.
 
 A name may be followed by a workload: static-search, cmlfq-math; without, it is software engineering.
 
-  python launch/sweep.py --configs=static,homogeneous,heterogeneous,cmlfq,elastic --of=configs/ablation.py
+  python launch/sweep.py --of=configs/ablation.py --configs=static,homogeneous,heterogeneous,cmlfq,elastic --steps=48
 """
 
 import math
@@ -44,6 +47,9 @@ HALVES = (3, 2, 4)
 
 ALL = (3, 4, 4)
 """Of all 48."""
+
+NEVER = 1_000_000
+"""Steps until a planner with a pool that cannot move looks again."""
 
 WORKLOADS = ("swe", "search", "math")
 NAMES = (
@@ -73,13 +79,15 @@ def get_config(variant: str = "cmlfq") -> ml_collections.ConfigDict:
     config.rollout.max_context, config.rollout.max_tokens = LONGEST[workload]
     config.trainer.row_tokens = config.rollout.max_context
     _halves(config)
+    if name in ("static", "homogeneous", "heterogeneous"):
+        config.scheduler.policy = "least_loaded"
     if name in ("homogeneous", "heterogeneous", "cmlfq", "elastic", "greedy", "free"):
         config.planner.period = 5
         config.planner.degrees = (DEGREE,) if name == "homogeneous" else (1, 2, 4, 8)
+    if name in ("homogeneous", "heterogeneous", "cmlfq"):
+        config.planner.cooldown = NEVER
     if name in ("cmlfq", "elastic", "free"):
         config.scheduler.policy = "cmlfq"
-    if name == "elastic":
-        config.planner.update({"period": 1, "cooldown": 0})
     if name == "free":
         config.planner.update({"period": 1, "cooldown": 0, "least_gain": 0.0})
         config.planner.start_seconds = config.planner.resize_seconds = 0.0

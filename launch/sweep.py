@@ -224,8 +224,8 @@ def _mean(entries: Sequence[Mapping[str, Any]], *path: str) -> float:
 
 
 def _print(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    heads = "config", "tokens/s", "+-", "x first", "step, s", "at the end", "train", "rollout", "moves", "lost"
-    rows = table.Table(*heads)
+    heads = "config", "tokens/s", "+-", "x first", "step, s", "at the end", "train", "rollout"
+    rows = table.Table(*heads, "moves", "saved, s", "lost")
     first = _mean(next(iter(results.values())), "tokens_per_second")
     for name, entries in results.items():
         rates = [entry["tokens_per_second"] for entry in entries]
@@ -239,6 +239,7 @@ def _print(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
             f"{_mean(entries, 'utilisation', 'train'):.0%}",
             f"{_mean(entries, 'utilisation', 'rollout'):.0%}",
             f"{_mean(entries, 'moves'):.1f}",
+            f"{_mean(entries, 'saved_seconds'):.0f}",
             str(sum(entry["lost_trajectories"] for entry in entries)),
         )
     console.Console(width=None if sys.stdout.isatty() else 120).print(rows)
