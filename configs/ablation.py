@@ -1,15 +1,17 @@
 """What each mechanism adds, and other frameworks' ways, on the simulated 48 A800s of configs/simulate.py.
 
 The steps of the published ablation (arXiv 2606.03077), each with what the one before it has. Its authors' controls
-balance by the number of connections, and change no split while a run goes on unless they have the elastic pool
+balance by the number of connections, and move no accelerator while a run goes on unless they have the elastic pool
 (configs/*homogeneous_lb.yaml and *no_ehp.yaml of github.com/NetX-lab/Libra); so do these:
 
 * static: half of the accelerators train, half roll out, instances of one degree; each request goes to the instance with
   the fewest for its slots (least_loaded).
-* homogeneous: the planner splits the accelerators once, by the lengths of the first steps; instances keep one degree.
+* homogeneous: the planner splits the accelerators, once, when it first pays; instances keep one degree. Ranges of
+  lengths may still be drawn anew.
 * heterogeneous: the planner also chooses degrees.
 * cmlfq: requests go to the degrees by what tools returned.
-* elastic: the planner looks every five steps, and moves while both stages go on.
+* elastic: the planner may move again, every five steps, as a pool of hybrid workers lets it. A move costs what it
+  costs in the rows above.
 
 Peers' ways, with the same hardware and the same costs. A request stays with the instance that holds its context unless
 loads differ (sticky), as conversations do in verl's agent loop:
@@ -49,7 +51,7 @@ ALL = (3, 4, 4)
 """Of all 48."""
 
 NEVER = 1_000_000
-"""Steps until a planner with a pool that cannot move looks again."""
+"""Steps until a planner whose workers keep their stage may move a second time."""
 
 WORKLOADS = ("swe", "search", "math")
 NAMES = (

@@ -1,8 +1,10 @@
-"""Runs by which plans are calibrated (launch/calibrate.py): three meshes, instances of two degrees, stages apart.
+"""Runs by which plans are calibrated (launch/calibrate.py): four meshes, instances of two degrees, stages apart.
 
-Each is configs/twin.py's synchronous run, whose steps come again, with the trainer's threads on one core and vLLM's
-workers on the other: a stage that waits for the other has its core to itself. Devices of a mesh are parts of a CPU, so
-two of them take turns on their core, and so do the two workers of an instance of degree 2.
+Each is configs/twin.py's synchronous run, whose steps come again, with the trainer's threads on the first core and
+vLLM's worker on the second; of an instance of degree 2, the other worker is on the first, where the trainer waits
+meanwhile. Devices of a mesh are parts of a CPU: two of them take turns on the trainer's core.
+
+Expected: about four minutes each on 2 cores, the start and the warm start included.
 
   python launch/train.py --config=configs/calibrate.py:fsdp --workdir=runs/calibration/fsdp
 """
@@ -11,23 +13,29 @@ import ml_collections
 
 from configs import twin
 
-MESHES = {"single": (1, 1, 1), "fsdp": (1, 2, 1), "tensor": (1, 1, 2)}
-"""(data, fsdp, tensor) by variant."""
-
-DEGREES = {"single": 1, "fsdp": 2, "tensor": 1}
+VARIANTS = {
+    "single": ((1, 1, 1), 8, 1),
+    "fsdp": ((1, 2, 1), 8, 2),
+    "tensor": ((1, 1, 2), 4, 2),
+    "data": ((2, 1, 1), 4, 1),
+}
+"""(data, fsdp, tensor), rows of a micro-batch, and the instance's degree."""
 
 CYCLES, DISTINCT_STEPS = 6, 4
 """Half of the cycles are fitted to, the others predicted."""
 
 
 def get_config(variant: str = "single") -> ml_collections.ConfigDict:
-    """The run of `variant`: single, fsdp or tensor."""
-    if variant not in MESHES:
-        raise ValueError(f"configs/calibrate.py has {', '.join(MESHES)}, not {variant!r}")
+    """The run of `variant`, one of `VARIANTS`."""
+    if variant not in VARIANTS:
+        raise ValueError(f"configs/calibrate.py has {', '.join(VARIANTS)}, not {variant!r}")
+    mesh, rows, degree = VARIANTS[variant]
     config = twin.get_config("synchronous")
     config.name = f"calibrate-{variant}"
     config.steps = CYCLES * DISTINCT_STEPS
     config.task.arguments.period = DISTINCT_STEPS * config.coordinator.groups_per_step
-    config.trainer.data, config.trainer.fsdp, config.trainer.tensor = MESHES[variant]
-    config.rollout.tensor_parallel = (DEGREES[variant],)
+    config.trainer.data, config.trainer.fsdp, config.trainer.tensor = mesh
+    config.trainer.rows_per_micro_batch = rows
+    config.rollout.tensor_parallel = (degree,)
+    config.rollout.cores = (1, 0)[:degree]
     return config

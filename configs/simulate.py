@@ -53,7 +53,7 @@ def get_config(variant: str = "swe") -> ml_collections.ConfigDict:
     config.rollout.stream_interval = 1_000  # tokens between two looks at a request that outruns its budget
 
     config.trainer.row_tokens = 131_072  # holds a whole context
-    config.trainer.rows_per_micro_batch = 1  # a shard
+    config.trainer.rows_per_micro_batch = 1  # one a shard
     config.model.remat = "full"  # a row of that length fits no device otherwise
     config.task.max_turns = 10_000  # scripts end by themselves
     config.task.tool_seconds = 3_600.0  # a hanging tool's deadline; scripted time-outs are shorter

@@ -1,7 +1,7 @@
 """Calibrates plans by finished runs: a table of their errors on steps that were not fitted to, a profile, a picture.
 
-  python launch/calibrate.py                                   # records configs/calibrate.py's runs first
-  python launch/calibrate.py --workdirs=runs/a,runs/b --output=runs/a/profile.json
+  python launch/calibrate.py                           # records configs/calibrate.py's runs first: a quarter of an hour
+  python launch/calibrate.py --workdirs=runs/a,runs/b  # finished runs of your own; writes runs/a/profile.json
   python launch/plan.py --config=configs/calibrate.py --trace=runs/calibration/single/trace.jsonl \\
     --config.planner.profile=runs/calibration/profile.json
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import shutil
 import statistics
 import subprocess
 import sys
@@ -28,21 +29,24 @@ import cli
 import wiring
 from libra_jax import config as libra_config
 from libra_jax import protocols
-from libra_jax.planning import costs, demand, meshes, profiles, streams
+from libra_jax.planning import costs, demand, hardware, meshes, profiles, streams
 from libra_jax.simulator import recording, twin
 
 _WORKDIRS = flags.DEFINE_string(
     "workdirs", None, "Folders of finished runs, separated by commas; default: those of configs/calibrate.py, recorded."
 )
-_OUTPUT = flags.DEFINE_string("output", "runs/calibration/profile.json", "The profile; its picture lies beside it.")
+_OUTPUT = flags.DEFINE_string(
+    "output", None, "The profile; its picture lies beside it. Default: profile.json with the first of the workdirs."
+)
 
-VARIANTS = ("single", "fsdp", "tensor")
-"""Of configs/calibrate.py."""
+FOLDER = Path("runs/calibration")
+"""Of what is recorded here."""
 
 RECORDING_SECONDS = 1800.0
 """Deadline of a recorded run, which takes two to three minutes."""
 
 STAGES = ("rollout", "train", "total")
+"""What has a target."""
 
 COMPOUND = 1.5
 """Of a stage's target, what the whole step may be off by."""
@@ -57,7 +61,7 @@ class Run:
       model: its model, on its machine.
       steps: as they were.
       work: of each step; equal for steps that did the same.
-      streams: of its instance, until the end of the last fitted step.
+      streams: of its instance, in the steps that are fitted to.
     """
 
     name: str
@@ -78,33 +82,40 @@ class Verdict:
 
     Attributes:
       error: mean of |predicted - measured| / measured.
+      constant: likewise of who predicts the mean of a run's fitted steps for all others.
       spread: of steps that did the same work, relative; None where no two did.
       target: what the error must not exceed.
     """
 
     error: float
+    constant: float
     spread: float | None
     target: float
 
 
 def main() -> None:
-    output = Path(_OUTPUT.value)
+    folders = _folders()
+    output = Path(_OUTPUT.value) if _OUTPUT.value else (folders[0] if folders else FOLDER) / "profile.json"
     cli.check_output(output)
-    folders = [Path(name.strip()) for name in (_WORKDIRS.value or "").split(",") if name.strip()]
-    runs = [_read(folder) for folder in folders or list(_recorded(output.parent))]
+    runs = [_read(folder) for folder in folders or list(_recorded(FOLDER))]
     model = runs[0].model
     for run in runs[1:]:
-        if run.model.shape != model.shape:
-            raise protocols.ConfigError(f"--workdirs: {run.name} trained another model than {runs[0].name}")
+        if run.model != model:
+            raise protocols.ConfigError(
+                f"--workdirs: {run.name} has another model or other planner.hardware than {runs[0].name}"
+            )
     profile = _fit(runs)
     predicted = {run.name: [profile.predict(model, step) for step in run.steps] for run in runs}
     verdicts = {stage: _verdict(stage, runs, predicted) for stage in STAGES}
+    errors = {stage: verdict.error for stage, verdict in verdicts.items()}
+    errors["sync"] = _mean_error("sync", runs, predicted)
     _print(runs, predicted, profile)
     for stage, verdict in verdicts.items():
         print(_sentence(stage, verdict))
+    print(f"publication: {profile.sync:.2f} s, mean error {errors['sync']:.0%}; of no stage: {profile.between:.2f} s")
     if len({step.mesh for run in runs for step in run.steps}) > 1:
         print(_elsewhere(runs))
-    picture, errors = output.with_suffix(".svg"), {stage: verdict.error for stage, verdict in verdicts.items()}
+    picture = output.with_suffix(".svg")
     try:
         profiles.write(dataclasses.replace(profile, errors=errors), output)
         _draw(picture, runs, predicted)
@@ -113,37 +124,50 @@ def main() -> None:
     print(f"wrote {output} and {picture}")
 
 
+def _folders() -> list[Path]:
+    """Those of --workdirs, each once."""
+    if _WORKDIRS.value is None:
+        return []
+    named = [Path(name.strip()) for name in _WORKDIRS.value.split(",") if name.strip()]
+    if not named:
+        raise protocols.ConfigError("--workdirs: names no folder; leave the flag out to record runs made for this")
+    return list(dict.fromkeys(named))
+
+
 def _recorded(folder: Path) -> Iterator[Path]:
-    """The folders of configs/calibrate.py's runs; those that have not finished are run."""
-    for variant in VARIANTS:
-        workdir = folder / variant
-        if _is_recorded(workdir):
+    """The folders of configs/calibrate.py's runs. What has not been recorded whole is recorded anew: a timeline has to
+    be of one piece.
+    """
+    from configs import calibrate  # found once cli.run has put the working directory on the path
+
+    for variant in calibrate.VARIANTS:
+        workdir, partial = folder / variant, folder / f"{variant}.partial"
+        wanted = libra_config.parse(libra_config.RunConfig, calibrate.get_config(variant).to_dict())
+        if workdir.exists():
+            if recording.read(workdir).config != wanted:
+                raise protocols.DataError(
+                    f"{workdir} was recorded with other settings than configs/calibrate.py has now; move it away"
+                )
             yield workdir
             continue
+        shutil.rmtree(partial, ignore_errors=True)
         command = [
             sys.executable,
             "launch/train.py",
             f"--config=configs/calibrate.py:{variant}",
-            f"--workdir={workdir}",
+            f"--workdir={partial}",
         ]
         print(f"recording {workdir}", flush=True)
         try:
             ended = subprocess.run(command, timeout=RECORDING_SECONDS, check=False)
         except subprocess.TimeoutExpired:
             raise protocols.DataError(
-                f"{workdir}: the run did not end within {RECORDING_SECONDS:.0f} s; see its log there"
+                f"{partial}: the run did not end within {RECORDING_SECONDS:.0f} s; see its logs there"
             ) from None
         if ended.returncode:
-            raise protocols.DataError(f"{workdir}: the run did not end well; see above")
+            raise protocols.DataError(f"{partial}: the run did not end well; see above")
+        partial.rename(workdir)
         yield workdir
-
-
-def _is_recorded(workdir: Path) -> bool:
-    try:
-        recording.read(workdir)
-    except protocols.DataError:
-        return False
-    return True
 
 
 def _read(folder: Path) -> Run:
@@ -159,17 +183,18 @@ def _read(folder: Path) -> Run:
             f"{folder}: plans are calibrated by runs with coordinator.staleness=0 and one rollout instance, and this "
             f"one has {config.coordinator.staleness} and {len(config.rollout.tensor_parallel)}"
         )
-    shape = wiring.policy_shape(config, need_weights=False)
+    shape = wiring.policy_shape(config, need_weights=True)
     model = costs.of_hardware(config.planner.hardware, shape, "planner.hardware")
+    wrong = ("cuda", "tpu") if config.planner.hardware == hardware.THIS_MACHINE else ("cpu",)
+    if config.trainer.platform in wrong:
+        raise protocols.DataError(
+            f"{folder}: trainer.platform is {config.trainer.platform!r} and planner.hardware "
+            f"{config.planner.hardware!r}: say in the run's config what it runs on"
+        )
     trainer = meshes.Trainer.of_run(config, model.sheet)
     steps = tuple(_measured(config, trainer, step) for step in recorded.steps)
-    end = recorded.ends[len(steps) // 2 - 1]
-    seen = [
-        stream if stream.end <= end else dataclasses.replace(stream, known=False)
-        for stream in recorded.streams
-        if stream.start < end
-    ]
-    return Run(str(folder), model, steps, tuple(step.work for step in recorded.steps), tuple(seen))
+    work = tuple(step.work for step in recorded.steps)
+    return Run(str(folder), model, steps, work, recorded.streams_of(len(steps) // 2))
 
 
 def _measured(config: libra_config.RunConfig, trainer: meshes.Trainer, step: recording.Step) -> profiles.Measured:
@@ -205,31 +230,42 @@ def _held_out(
 
 
 def _verdict(stage: str, runs: Sequence[Run], predicted: dict[str, list[profiles.Stages]]) -> Verdict:
-    pairs = list(_held_out(stage, runs, predicted))
     alike = [
         ((run.name, work), getattr(step.seconds, stage))
         for run in runs
         for step, work in list(zip(run.steps, run.work, strict=True))[run.fitted :]
     ]
     spread, _, _ = twin.spread(alike)
-    target = max(twin.TARGET, twin.SPREADS * (spread or 0.0)) * (COMPOUND if stage == "total" else 1.0)
-    return Verdict(statistics.fmean(twin.relative_error(*pair) for pair in pairs), spread, target)
+    constant = {
+        run.name: [dataclasses.replace(run.steps[0].seconds, **{stage: _mean_fitted(stage, run)})] * len(run.steps)
+        for run in runs
+    }
+    target = twin.target(spread) * (COMPOUND if stage == "total" else 1.0)
+    return Verdict(_mean_error(stage, runs, predicted), _mean_error(stage, runs, constant), spread, target)
+
+
+def _mean_fitted(stage: str, run: Run) -> float:
+    return statistics.fmean(getattr(step.seconds, stage) for step in run.steps[: run.fitted])
+
+
+def _mean_error(stage: str, runs: Sequence[Run], predicted: dict[str, list[profiles.Stages]]) -> float:
+    return statistics.fmean(twin.relative_error(*pair) for pair in _held_out(stage, runs, predicted))
 
 
 def _print(runs: Sequence[Run], predicted: dict[str, list[profiles.Stages]], profile: profiles.Profile) -> None:
-    made = table.Table("run", "data x fsdp x tensor", "degree", "fitted", "predicted", "rollout s", "error")
+    made = table.Table("run", "mesh", "degree", "fitted", "predicted", "rollout s", "error")
     for name in ("train s", "error", "step s", "error"):
         made.add_column(name)
     for run in runs:
         cells = []
         for stage in STAGES:
             pairs = list(_held_out(stage, [run], predicted))
-            error = statistics.fmean(twin.relative_error(*pair) for pair in pairs)
-            cells += [f"{statistics.fmean(measured for measured, _ in pairs):.2f}", f"{error:.1%}"]
+            seconds = statistics.fmean(measured for measured, _ in pairs)
+            cells += [f"{seconds:.2f}", f"{_mean_error(stage, [run], predicted):.1%}"]
         first, count = run.steps[0], len(run.steps)
         mesh = " x ".join(map(str, first.mesh))
         made.add_row(Path(run.name).name, mesh, str(first.degree), str(run.fitted), str(count - run.fitted), *cells)
-    console.Console().print(made)
+    console.Console(width=None if sys.stdout.isatty() else 120).print(made)
     for degree, engine in sorted(profile.engines.items()):
         print(
             f"engine of degree {degree}: a step {1e3 * engine.step:.2f} ms + {1e6 * engine.request:.1f} us a request + "
@@ -245,7 +281,8 @@ def _sentence(stage: str, verdict: Verdict) -> str:
     met = "met" if verdict.error <= verdict.target else "NOT met"
     return (
         f"{'step' if stage == 'total' else stage}: mean error {verdict.error:.1%} on held-out steps; spread of steps "
-        f"that did the same work {spread}; target {verdict.target:.1%}: {met}"
+        f"that did the same work {spread}; target {verdict.target:.1%}: {met} (the mean of a run's fitted steps would "
+        f"be {verdict.constant:.1%} off)"
     )
 
 

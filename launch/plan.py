@@ -96,20 +96,24 @@ class Case:
 
     def searched(self) -> search.Search:
         """The search for its plans."""
-        setting = self._setting()
-        found = planner.Work(setting, self.work.prompts, self.work.turns).search
-        return found if setting.profile is None else found.weighed(1.0, setting.profile.besides)
+        return planner.Work(self._setting(), self.work.prompts, self.work.turns).search.weighed(1.0, self.besides)
 
     @property
     def calibrated(self) -> bool:
         """Times come from what runs measured (`planner.profile`)."""
         return bool(self.run.planner.profile)
 
+    @property
+    def besides(self) -> float:
+        """Seconds of a step, beside training, that the trainer takes part in; 0 where nothing was measured."""
+        profile = self._setting().profile
+        return 0.0 if profile is None else profile.besides
+
     def uncertainty(self, plan: protocols.Plan) -> planner.Prediction:
         """Of a plan's times, relative: a profile's errors on held-out steps, or else by the coefficients."""
         profile = self._setting().profile
         if profile is not None:
-            return planner.Prediction(*(profile.errors.get(name, 0.0) for name in ("train", "rollout", "total")))
+            return planner.Prediction(*(profile.errors[name] for name in ("train", "rollout", "total")))
         return uncertainty.relative(self._setting(), self.work.prompts, self.work.turns, plan)
 
     def _setting(self) -> planner.Setting:
@@ -140,7 +144,7 @@ def main() -> None:
     else:
         print(f"The shortest step that {case.devices} accelerators allow takes {_shortest(splits):.1f} s.")
     if output is not None:
-        _write(output, as_json(best, unsure, seconds, calibrated=case.calibrated), best, splits, case.run.name)
+        _write(output, as_json(best, case, unsure, seconds), best, splits, case.run.name)
 
 
 def _timed(searched: search.Search, devices: int) -> tuple[search.Split, float]:
@@ -200,7 +204,7 @@ def _shortest(splits: Sequence[search.Split]) -> float:
 def _print(best: search.Split, case: Case, unsure: planner.Prediction) -> None:
     mesh, rows = best.train, table.Table("stage", "accelerators", "as", "serves", "seconds a step")
     shape = f"data {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor}, {mesh.memory_bytes / 1e9:.0f} GB each"
-    rows.add_row("train", str(mesh.devices), shape, "", f"{best.train_seconds:.1f}")
+    rows.add_row("train", str(mesh.devices), shape, "", f"{best.train_seconds - case.besides:.1f}")
     for index, bucket in enumerate(best.rollout):
         last = index == len(best.rollout) - 1
         rows.add_row(
@@ -216,8 +220,8 @@ def _print(best: search.Split, case: Case, unsure: planner.Prediction) -> None:
     if case.calibrated:
         print(f"A step takes {best.step_seconds:.1f} s by what was measured ({case.run.planner.profile}){idle}.")
         print(
-            f"Of steps that were not fitted to, training was {unsure.train:.0%} off, rollout {unsure.rollout:.0%}, a "
-            f"step {unsure.step:.0%}."
+            f"Of that, {case.besides:.1f} s are publication and what belongs to no stage. On steps that were not "
+            f"fitted to, training was {unsure.train:.0%} off, rollout {unsure.rollout:.0%}, a step {unsure.step:.0%}."
         )
         return
     print(f"A step takes {best.step_seconds:.1f} s by the hardware sheet, not calibrated by any run{idle}.")
@@ -251,6 +255,7 @@ def _print_sweep(case: Case) -> None:
             f"{seconds:.3f}",
         )
     console.Console().print(rows)
+    print("By what was measured." if case.calibrated else "By hardware sheets, not calibrated by any run.")
     for line in refused:
         print(line)
 
@@ -271,14 +276,14 @@ def _cases(case: Case) -> Iterator[tuple[str, Case]]:
             yield name, dataclasses.replace(case, model=dataclasses.replace(case.model, sheet=hardware.sheet(name)))
 
 
-def as_json(best: search.Split, unsure: planner.Prediction, seconds: float, *, calibrated: bool) -> dict[str, Any]:
+def as_json(best: search.Split, case: Case, unsure: planner.Prediction, seconds: float) -> dict[str, Any]:
     """The plan as its file has it."""
     mesh = best.train
     return {
         "train": {"devices": mesh.devices, "data": mesh.data, "fsdp": mesh.fsdp, "tensor": mesh.tensor},
         "rollout": [dataclasses.asdict(bucket) for bucket in best.rollout],
         "predicted": {
-            "train_seconds": best.train_seconds,
+            "train_seconds": best.train_seconds - case.besides,
             "rollout_seconds": best.rollout_seconds,
             "step_seconds": best.step_seconds,
         },
@@ -288,7 +293,7 @@ def as_json(best: search.Split, unsure: planner.Prediction, seconds: float, *, c
             "step_seconds": unsure.step,
         },
         "solve_seconds": seconds,
-        "calibrated": calibrated,
+        "calibrated": case.calibrated,
     }
 
 

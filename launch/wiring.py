@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import fcntl
 import json
 import os
@@ -20,7 +21,7 @@ from libra_jax.cluster import create as cluster
 from libra_jax.coordinator import checkpoints, signals
 from libra_jax.coordinator import run as coordinator
 from libra_jax.models import config as model_config
-from libra_jax.planning import costs, planner, plans
+from libra_jax.planning import costs, planner, plans, profiles
 from libra_jax.rollout import logprob_contract
 from libra_jax.scheduling import costs as scheduling_costs
 from libra_jax.scheduling import registry as schedulers
@@ -272,6 +273,16 @@ def global_planner(
     return planner.GlobalPlanner(config.planner, setting, plans.of_run(config, mesh))
 
 
+def _keeping_profile(config: libra_config.RunConfig, workdir: Path) -> libra_config.RunConfig:
+    """The run goes by its own copy of `planner.profile`, so that it goes on by the same when the file changes."""
+    if not config.planner.profile:
+        return config
+    kept = workdir / profiles.KEPT_FILE
+    if not kept.exists():
+        shutil.copyfile(config.planner.profile, kept)
+    return dataclasses.replace(config, planner=dataclasses.replace(config.planner, profile=str(kept)))
+
+
 async def train(
     config: libra_config.RunConfig, workdir: Path, demonstrator: protocols.Demonstrator | None = None
 ) -> None:
@@ -305,7 +316,7 @@ async def train(
             workdir=workdir,
             reward=factories.reward(config.task),
             export=workdir / "model",
-            planner=global_planner(config, shape),
+            planner=global_planner(_keeping_profile(config, workdir), shape),
             make_engine=engines.add,
         )
         await run.run()

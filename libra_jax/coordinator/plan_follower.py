@@ -25,6 +25,11 @@ class Planner(Protocol):
         """The plan in force."""
         ...
 
+    @property
+    def calibrated(self) -> bool:
+        """Its times come from what was measured, not from a hardware sheet alone."""
+        ...
+
     def after(
         self,
         step: int,
@@ -120,8 +125,10 @@ class PlanFollower:
                 self._recorder.note(f"No plan could be made, and everything stays as it is: {error}.")
             return {}
         if decision is not None:
-            self._recorder.decision({"step": step, **decision.record()})
-            self._recorder.note(f"Plan, {decision.line()}.")
+            calibrated = self._planner.calibrated
+            self._recorder.decision({"step": step, "calibrated": calibrated, **decision.record()})
+            unsure = "" if calibrated else " (times of the hardware sheet: not both stages have been measured yet)"
+            self._recorder.note(f"Plan, {decision.line()}{unsure}.")
         if moving:
             return metrics
         if self._planner.plan != self._followed or (decision is not None and self._engines.dead):

@@ -91,12 +91,13 @@ class MeasuredEngines:
     Attributes:
       engines: by tensor-parallel degree.
       chunk_tokens: prefill tokens that share one engine step.
-      cache_tokens: of an instance. A recording does not tell: the default never binds, so nothing is pre-empted.
+      cache_tokens: that an instance of each degree holds. A recording does not tell: the cache of a degree that is left
+        out never fills, so nothing is pre-empted there.
     """
 
     engines: Mapping[int, EngineCosts]
     chunk_tokens: int = 2048
-    cache_tokens: int = 2**40
+    cache_tokens: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     def scaled(self, factors: Mapping[int, float]) -> Self:
         """The same with engines that take `factors[degree]` times as long."""
@@ -105,7 +106,7 @@ class MeasuredEngines:
 
     def kv_tokens(self, degree: int) -> int:
         """See `cache_tokens`."""
-        return self.cache_tokens
+        return self.cache_tokens.get(degree, 2**40)
 
     def context_seconds(self, degree: int) -> float:
         """Seconds that each token of decoding context adds to a step."""

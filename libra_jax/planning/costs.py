@@ -330,7 +330,7 @@ def of_hardware(name: str, shape: model_config.TransformerConfig, field: str) ->
     Raises:
       ConfigError: there is no such sheet.
     """
-    kept = Coefficients(activation_bytes=0.0) if name == "cpu" else Coefficients()
+    kept = Coefficients(activation_bytes=0.0) if name == hardware.THIS_MACHINE else Coefficients()
     return CostModel(hardware.sheet(name, field), shape, kept)
 
 

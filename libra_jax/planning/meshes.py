@@ -1,10 +1,11 @@
 """What a training step takes on each mesh: the training half of the cost evaluator, and the meshes worth having.
 
-A step is what the trainer does: the batch packed into rows (`rows`, by the trainer's own rule), micro-batches of one
-row a shard (data x fsdp of them) one after another, then one update. A micro-batch takes its slowest shard's
-arithmetic, or the collectives that hide behind it where those take longer (parameters gathered twice and gradients
-scattered over `fsdp`, gradients reduced over `data`), and the all-reduces over `tensor`, which nothing hides. A device
-has to hold its part of the state, one row's activations and one chunk of logits.
+A step is what the trainer does: the batch packed into rows (`rows`, by the trainer's own rule), micro-batches of the
+same rows for each shard (data x fsdp of them) one after another, then one update. A micro-batch takes its slowest
+shard's arithmetic, or the collectives that hide behind it where those take longer (parameters gathered twice and
+gradients scattered over `fsdp`, gradients reduced over `data`), and the all-reduces over `tensor`, which nothing hides.
+Devices that are parts of one CPU take turns, and nothing hides behind anything. A device has to hold its part of the
+state, its rows' activations and one chunk of logits.
 
 The tree of meshes is pruned from above: tensor degrees inside a node that divide the model, then the sizes of `fsdp`
 with which the state fits, then `data`; of the meshes left, those that no other beats in both devices and time.
@@ -49,7 +50,7 @@ class Trainer:
       remat: what the backward pass computes again: none, dots, full.
       logits_chunk: tokens whose vocabulary logits exist at once.
       scored_again: the batch's log-probs are computed once more beforehand (decoupled objective).
-      rows: of a micro-batch, on each shard.
+      rows: of a micro-batch, over all shards; at least one each.
       cores: of a CPU, on which all devices take turns, so that nothing hides behind anything else; None where each
         device is an accelerator.
     """
@@ -65,14 +66,13 @@ class Trainer:
     @classmethod
     def of_run(cls, run: configuration.RunConfig, sheet: hardware.HardwareSheet) -> Trainer:
         """A run's trainer, on such devices."""
-        shards = run.trainer.data * run.trainer.fsdp
         return cls(
             lengths=(run.trainer.row_tokens, *run.trainer.row_buckets),
             packed=run.trainer.pack,
             remat=run.model.remat,
             logits_chunk=run.model.logits_chunk,
             scored_again=run.algorithm.objective == "decoupled",
-            rows=max(1, run.trainer.rows_per_micro_batch // shards),
+            rows=run.trainer.rows_per_micro_batch,
             cores=(len(run.trainer.cores) or sheet.devices_per_node) if sheet.name == hardware.THIS_MACHINE else None,
         )
 
@@ -113,18 +113,19 @@ def check_fits(model: costs.CostModel, trainer: Trainer, sizes: tuple[int, int, 
     Raises:
       ConfigError: the message names the field, and what is short.
     """
-    _, fsdp, tensor = sizes
+    data, fsdp, tensor = sizes
     made = Training(model, [2], trainer)
     if tensor not in made.tensor_degrees() or model.shape.hidden_size % fsdp:
         raise protocols.ConfigError(
             f"config.{field}: (data, fsdp, tensor) = {sizes} does not divide the model: tensor is one of "
             f"{made.tensor_degrees()}, and fsdp a divisor of {model.shape.hidden_size}"
         )
-    needed, room = made.memory_bytes(fsdp, tensor), model.sheet.memory_bytes * model.coefficients.memory_fraction
+    needed, room = made.memory_bytes(data, fsdp, tensor), model.sheet.memory_bytes * model.coefficients.memory_fraction
     if needed > room:
         raise protocols.ConfigError(
             f"config.{field}: on (data, fsdp, tensor) = {sizes} a device needs {needed / 1e9:.1f} GB and has "
-            f"{room / 1e9:.1f}; shard more over fsdp or tensor, or take shorter rows (trainer.row_tokens)"
+            f"{room / 1e9:.1f}; shard more over fsdp or tensor, or take shorter or fewer rows (trainer.row_tokens, "
+            "trainer.rows_per_micro_batch)"
         )
 
 
@@ -157,11 +158,11 @@ class Training:
         each = np.array(fitted.length)
         self._rows = {length: np.sort(squares[each == length])[::-1] for length in sorted(set(fitted.length))}
 
-    def memory_bytes(self, fsdp: int, tensor: int) -> float:
-        """Of each device, however many replicas there are."""
+    def memory_bytes(self, data: int, fsdp: int, tensor: int) -> float:
+        """Of each device."""
         shape, trainer, row = self._model.shape, self._trainer, self._trainer.lengths[-1]
         state = MASTER_BYTES * self._model.parameters / (fsdp * tensor)
-        columns = trainer.rows * row
+        columns = self._rows_each(data * fsdp) * row
         activations = shape.num_layers * LAYER_ACTIVATIONS[trainer.remat] * columns * shape.hidden_size / tensor
         working = LAYER_ACTIVATIONS["none"] * columns * shape.hidden_size / tensor
         logits = 2 * 4 * min(trainer.logits_chunk, row) * shape.vocab_size / tensor
@@ -170,7 +171,8 @@ class Training:
 
     def seconds(self, data: int, fsdp: int, tensor: int) -> float:
         """Of a step."""
-        hidden, known, each = self._hidden_seconds(data, fsdp, tensor), self._model.coefficients, self._trainer.rows
+        hidden, known = self._hidden_seconds(data, fsdp, tensor), self._model.coefficients
+        each = self._rows_each(data * fsdp)
         cores, devices, total = self._trainer.cores, data * fsdp * tensor, known.train_overhead
         turns = 1.0 if cores is None else max(1.0, devices / cores)
         for length, squares in self._rows.items():
@@ -189,7 +191,7 @@ class Training:
 
     def mesh(self, data: int, fsdp: int, tensor: int) -> Mesh:
         """The mesh of these sizes, whether it fits or not."""
-        return Mesh(data, fsdp, tensor, self.seconds(data, fsdp, tensor), self.memory_bytes(fsdp, tensor))
+        return Mesh(data, fsdp, tensor, self.seconds(data, fsdp, tensor), self.memory_bytes(data, fsdp, tensor))
 
     def front(self, most: int) -> tuple[Mesh, ...]:
         """Meshes over at most `most` devices, fewest first, each faster than all with fewer.
@@ -210,13 +212,12 @@ class Training:
         room = self._model.sheet.memory_bytes * self._model.coefficients.memory_fraction
         for tensor in self.tensor_degrees():
             for fsdp in range(1, most // tensor + 1):
-                memory = self.memory_bytes(fsdp, tensor)
-                if self._model.shape.hidden_size % fsdp or memory > room:
+                if self._model.shape.hidden_size % fsdp:
                     continue
-                # More replicas than that have nothing to do.
-                enough = -(-max(map(len, self._rows.values())) // (fsdp * self._trainer.rows))
+                enough = -(-max(map(len, self._rows.values())) // fsdp)  # more replicas have nothing to do
                 for data in range(1, min(enough, most // (fsdp * tensor)) + 1):
-                    yield self.mesh(data, fsdp, tensor)
+                    if self.memory_bytes(data, fsdp, tensor) <= room:
+                        yield self.mesh(data, fsdp, tensor)
 
     def tensor_degrees(self) -> list[int]:
         """Those that stay inside a node and divide heads and feed-forward columns."""
@@ -227,6 +228,10 @@ class Training:
             for degree in TENSOR_DEGREES
             if degree <= self._model.sheet.devices_per_node and not any(size % degree for size in sizes)
         ]
+
+    def _rows_each(self, shards: int) -> int:
+        """Rows of a micro-batch on each of so many shards."""
+        return -(-self._trainer.rows // shards)
 
     def _row_seconds(self, length: int, squares: Values, tensor: int) -> Values:
         """Arithmetic of rows, forward and backward and what is computed again.
@@ -275,10 +280,10 @@ class Training:
         sheet, row = self._model.sheet, self._trainer.lengths[-1]
         room = sheet.memory_bytes * self._model.coefficients.memory_fraction
         degrees = self.tensor_degrees()
-        least = min(self.memory_bytes(most // tensor, tensor) for tensor in degrees if tensor <= most)
+        least = min(self.memory_bytes(1, most // tensor, tensor) for tensor in degrees if tensor <= most)
         return (
             f"the model trains on no mesh of {most} {sheet.name} devices: even sharded over all of them a device needs "
             f"{least / 1e9:.1f} GB for its part of {self._model.parameters / 1e9:.1f} billion parameters and a row of "
-            f"{row} tokens, and has {room / 1e9:.1f}; take more devices, shorter rows (trainer.row_tokens) or "
-            "model.remat='full'"
+            f"{row} tokens, and has {room / 1e9:.1f}; take more devices, shorter or fewer rows (trainer.row_tokens, "
+            "trainer.rows_per_micro_batch) or model.remat='full'"
         )

@@ -141,11 +141,18 @@ class Levels:
       train: how many times as long as the sheet says a training step takes here.
       rollout: likewise of a step's requests.
       sync: seconds of a publication.
+      between: seconds of a step that belong to no stage.
     """
 
     train: float = 1.0
     rollout: float = 1.0
     sync: float = 0.0
+    between: float = 0.0
+
+    @property
+    def besides(self) -> float:
+        """Seconds of a step, beside training, that the trainer takes part in."""
+        return self.sync + self.between
 
 
 class Work:
@@ -167,7 +174,7 @@ class Work:
         contexts = demand.contexts(prompts, turns)
         lengths = [contexts[index * len(contexts) // setting.requests] for index in range(setting.requests)]
         self.training = meshes.Training(setting.model, lengths, setting.trainer)
-        engines = setting.model if setting.profile is None else setting.profile.rollout
+        engines = setting.model if setting.profile is None else setting.profile.rollout(setting.model)
         rollout = serving.Serving(engines, wanted, setting.degrees, setting.slots, staleness=setting.staleness)
         self.search = search.Search(
             rollout, self.training, setting.devices, staleness=setting.staleness, mesh=setting.mesh
@@ -175,14 +182,14 @@ class Work:
 
     def best(self, levels: Levels) -> protocols.Plan:
         """The plan with the shortest step, the stages at these levels."""
-        weighed = self.search.weighed(levels.train / levels.rollout, levels.sync / levels.rollout)
+        weighed = self.search.weighed(levels.train / levels.rollout, levels.besides / levels.rollout)
         return weighed.best(self._setting.devices).plan
 
     def predict(self, plan: protocols.Plan, levels: Levels) -> Prediction:
         """Times of the stages, each at its level, and of the step; infinite where a context fits no instance."""
         train = levels.train * self.training.seconds(plan.data, plan.fsdp, plan.tensor)
         rollout = levels.rollout * self.search.rollout_seconds(plan.rollout)
-        cycle = train + levels.sync
+        cycle = train + levels.besides
         return Prediction(train, rollout, max(cycle, rollout) if self._setting.staleness else cycle + rollout)
 
     def drawn_anew(self, plan: protocols.Plan) -> protocols.Plan:
@@ -217,7 +224,7 @@ class GlobalPlanner:
         self._seen: collections.deque[list[tuple[int, list[protocols.Turn]]]] = collections.deque(maxlen=config.window)
         self._taken: collections.deque[_Taken] = collections.deque(maxlen=LEVELS)
         profile = setting.profile
-        self._levels = Levels() if profile is None else Levels(sync=profile.besides)
+        self._levels = Levels() if profile is None else Levels(sync=profile.sync, between=profile.between)
         self._measured: set[str] = set() if profile is None else {"train", "rollout"}
         self._steps = 0
         self._work: Work | None = None
@@ -368,7 +375,11 @@ def check_layout(run: configuration.RunConfig, setting: Setting) -> None:
         if degree in setting.degrees:
             continue
         model = setting.model
-        if degree not in run.planner.degrees:
+        profile = setting.profile
+        if profile is not None and degree not in profile.engines:
+            known = ", ".join(map(str, sorted(profile.engines)))
+            reason = f"config.planner.profile has measured {known}; record a run with it (launch/calibrate.py)"
+        elif degree not in run.planner.degrees:
             reason = f"config.planner.degrees: {run.planner.degrees} leave it out; add it"
         elif degree > model.sheet.devices_per_node:
             reason = f"a node of {model.sheet.name} has {model.sheet.devices_per_node} devices; take narrower instances"

@@ -1,6 +1,6 @@
 """What runs have measured of one model on one machine, fitted so that plans can go by it, and kept in a file.
 
-Rollout: an engine of each degree as its streams of tokens show it (`calibration.fit_engine`), and the level at which
+Rollout: an engine of each degree as its streams of tokens show it (`calibration.fit_engine`), at the level at which
 `serving` finds whole steps as long as they were. Training: the coefficients that `meshes` goes by, such that steps on
 the measured meshes take what they took. Publication, and what belongs to no stage: medians.
 """
@@ -13,11 +13,16 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from libra_jax import protocols
+from libra_jax.models import config as model_config
 from libra_jax.planning import calibration, costs, demand, hardware, meshes, robust, serving, streams
+
+KEPT_FILE = "planner_profile.json"
+"""A run's own copy, in its workdir."""
 
 SHARES = ("train_flops_share", "large_message_share")
 """Coefficients of training that are shares of a peak ..."""
@@ -26,7 +31,7 @@ SECONDS = ("train_overhead", "micro_batch_overhead", "large_message_latency")
 """... and those that are times."""
 
 ROUNDS, CLOSE = 20, 1e-4
-"""Times at most that costs are linearised around the coefficients found, and the change at which that ends."""
+"""Times at most that a fit is repeated around what it found, and the change at which that ends."""
 
 NUDGE = 1e-3
 """Change of a coefficient by which its effect is found, relative or in seconds."""
@@ -78,16 +83,16 @@ class Profile:
 
     Attributes:
       sheet: of the machine, of whose peaks `coefficients` has shares.
-      parameters: of the model.
+      model: its config.json.
       coefficients: with those of training as fitted; the rest are the sheet's defaults.
       engines: of each measured degree, at its level.
       sync: seconds of a publication.
       between: seconds of a step that belong to no stage.
-      errors: mean relative error of each of `Stages` on steps that were not fitted to; empty where none was held out.
+      errors: mean relative error of each of `Stages` on steps that were not fitted to; where it is not known, none.
     """
 
     sheet: hardware.HardwareSheet
-    parameters: int
+    model: Mapping[str, Any]
     coefficients: costs.Coefficients
     engines: Mapping[int, calibration.EngineCosts]
     sync: float
@@ -96,13 +101,14 @@ class Profile:
 
     @property
     def besides(self) -> float:
-        """Seconds that a step adds to training: publication, and what belongs to no stage."""
+        """Seconds of a step in which nothing trains, at eta = 0 nothing rolls out either."""
         return self.sync + self.between
 
-    @property
-    def rollout(self) -> calibration.MeasuredEngines:
-        """What instances take."""
-        return calibration.MeasuredEngines(self.engines)
+    def rollout(self, model: costs.CostModel) -> calibration.MeasuredEngines:
+        """What instances take, with the caches that they have by the sheet."""
+        return calibration.MeasuredEngines(
+            self.engines, cache_tokens={degree: model.kv_tokens(degree) for degree in self.engines}
+        )
 
     def cost_model(self, model: costs.CostModel) -> costs.CostModel:
         """`model` with the measured machine's sheet and coefficients.
@@ -110,11 +116,16 @@ class Profile:
         Raises:
           ConfigError: it is another model, or other hardware.
         """
-        if (model.sheet.name, model.parameters) != (self.sheet.name, self.parameters):
+        here, there = _machine(model.sheet), _machine(self.sheet)
+        if here != there:
             raise protocols.ConfigError(
-                f"config.planner.profile: it was measured on {self.sheet.name} with a model of {self.parameters:,} "
-                f"parameters, and this run has {model.sheet.name} (planner.hardware) and {model.parameters:,}; record "
-                "runs of this one (launch/calibrate.py)"
+                f"config.planner.profile: it was measured on {there}, and this run is planned for {here}; record runs "
+                "here (launch/calibrate.py)"
+            )
+        if model_config.to_hf(model.shape) != self.model:
+            raise protocols.ConfigError(
+                "config.planner.profile: it was measured with a model of another shape than this run's; record runs of "
+                "this one (launch/calibrate.py)"
             )
         return dataclasses.replace(model, sheet=self.sheet, coefficients=self.coefficients)
 
@@ -135,7 +146,7 @@ class Profile:
     def predict(self, model: costs.CostModel, step: Measured) -> Stages:
         """What a step takes by the profile, its stages one after another."""
         train = meshes.Training(self.cost_model(model), step.lengths, step.trainer).seconds(*step.mesh)
-        rollout = _rollout_seconds(self.rollout, step)
+        rollout = _rollout_seconds(self.rollout(model), step)
         return Stages(rollout, train, self.sync, rollout + train + self.besides)
 
 
@@ -152,20 +163,39 @@ def fit(
     Raises:
       DataError: an engine of some degree served too little to be fitted.
     """
-    engines = {degree: calibration.fit_engine(instances) for degree, instances in sorted(by_degree.items())}
-    bare = calibration.MeasuredEngines(engines)
-    for degree, engine in engines.items():
-        ratios = [step.seconds.rollout / _rollout_seconds(bare, step) for step in steps if step.degree == degree]
-        engines[degree] = engine.scaled(statistics.median(ratios))
+    engines = {}
+    for degree, instances in sorted(by_degree.items()):
+        try:
+            engines[degree] = calibration.fit_engine(instances)
+        except protocols.DataError as error:
+            raise protocols.DataError(f"instances of degree {degree}: {error}") from error
+    engines = {
+        degree: levelled(engine, [step for step in steps if step.degree == degree])
+        for degree, engine in engines.items()
+    }
     between = [step.seconds.total - step.seconds.rollout - step.seconds.train - step.seconds.sync for step in steps]
     return Profile(
         model.sheet,
-        model.parameters,
+        model_config.to_hf(model.shape),
         fit_training(model, steps),
         engines,
         statistics.median(step.seconds.sync for step in steps),
         max(0.0, statistics.median(between)),
     )
+
+
+def levelled(engine: calibration.EngineCosts, steps: Sequence[Measured]) -> calibration.EngineCosts:
+    """The engine that takes so many times as long that rollout takes, in the median step, what it took.
+
+    Only part of a rollout grows with it, as tools take the time they take, so the factor is approached.
+    """
+    for _ in range(ROUNDS):
+        served = calibration.MeasuredEngines({step.degree: engine for step in steps})
+        factor = statistics.median(step.seconds.rollout / _rollout_seconds(served, step) for step in steps)
+        engine = engine.scaled(factor)
+        if abs(factor - 1.0) <= CLOSE:
+            break
+    return engine
 
 
 def fit_training(model: costs.CostModel, steps: Sequence[Measured]) -> costs.Coefficients:
@@ -207,6 +237,10 @@ def _coefficients(others: costs.Coefficients, values: robust.Values) -> costs.Co
     return dataclasses.replace(others, **shares, **times)  # type: ignore[arg-type]
 
 
+def _machine(sheet: hardware.HardwareSheet) -> str:
+    return f"{sheet.name} of {sheet.devices_per_node} cores" if sheet.name == hardware.THIS_MACHINE else sheet.name
+
+
 def _rollout_seconds(engines: costs.RolloutCosts, step: Measured) -> float:
     served = serving.Serving(engines, step.demand, [step.degree], [step.slots], staleness=0)
     return float(served.seconds(step.degree, np.array([0]), np.array([len(step.demand)]))[0])
@@ -231,12 +265,12 @@ def read(path: Path) -> Profile:
         written = json.loads(path.read_text())
         return Profile(
             hardware.HardwareSheet(**written["sheet"]),
-            int(written["parameters"]),
+            dict(written["model"]),
             costs.Coefficients(**written["coefficients"]),
             {int(degree): calibration.EngineCosts(**values) for degree, values in written["engines"].items()},
             float(written["sync"]),
             float(written["between"]),
-            {stage: float(error) for stage, error in written["errors"].items()},
+            {stage: float(written["errors"][stage]) for stage in ("rollout", "train", "sync", "total")},
         )
     except OSError as error:
         raise protocols.DataError(

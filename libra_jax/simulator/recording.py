@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from libra_jax import config as configuration
 from libra_jax import protocols
@@ -25,6 +25,8 @@ LEAST_STEPS = 4
 """Steps of a recording: half of them calibrate, the others are predicted."""
 
 CONFIG_FILE = "config.json"
+
+_Streams: TypeAlias = tuple[streams.Stream, ...]
 
 Work = tuple[tuple[int, tuple[tuple[int, int, str | None], ...]], ...]
 """What a step was made of: of each trajectory, prompt tokens, and of its turns generated tokens, payload and tool."""
@@ -82,9 +84,18 @@ class Recording:
     config: configuration.RunConfig
     steps: tuple[Step, ...]
     groups: tuple[tuple[scripts.Script, ...], ...]
-    streams: tuple[streams.Stream, ...]
+    streams: _Streams
     loads: tuple[tuple[float, float], ...]
     ends: tuple[float, ...]
+
+    def streams_of(self, steps: int) -> _Streams:
+        """The streams of the first `steps` steps; of one that ends later, it is known that it was there and no more."""
+        end = self.ends[steps - 1]
+        return tuple(
+            stream if stream.end <= end else dataclasses.replace(stream, known=False)
+            for stream in self.streams
+            if stream.start < end
+        )
 
     def script(self, task_index: int, sample: int) -> scripts.Script:
         """The recorded attempt: a recording is a `scripts.Workload`."""

@@ -76,12 +76,17 @@ class Twin:
     @property
     def threshold(self) -> float:
         """What the error of the total must not exceed."""
-        return max(TARGET, SPREADS * (self.spread or 0.0))
+        return target(self.spread)
 
     @property
     def met(self) -> bool:
         """Whether the prediction is good enough."""
         return self.error() <= self.threshold
+
+
+def target(spread: float | None) -> float:
+    """What a prediction's mean error must not exceed, given the spread of what repeats."""
+    return max(TARGET, SPREADS * (spread or 0.0))
 
 
 def relative_error(measured: float, predicted: float) -> float:
@@ -122,10 +127,8 @@ def calibrate(recorded: recording.Recording, steps: int) -> calibration.Calibrat
     by_degree: dict[int, dict[str, list[streams.Stream]]] = {
         degree: collections.defaultdict(list) for degree in recorded.config.rollout.tensor_parallel
     }
-    for stream in recorded.streams:
-        if stream.start < end:  # one that ends later was there, but what became of it is not known yet
-            seen = stream if stream.end <= end else dataclasses.replace(stream, known=False)
-            by_degree[recorded.degree(stream.instance)][stream.instance].append(seen)
+    for stream in recorded.streams_of(steps):
+        by_degree[recorded.degree(stream.instance)][stream.instance].append(stream)
     engines = {degree: calibration.fit_engine(list(mine.values())) for degree, mine in by_degree.items()}
     first, trainer = recorded.steps[:steps], recorded.config.trainer
     shape = rows.Shape((trainer.row_tokens, *trainer.row_buckets), trainer.rows_per_micro_batch, trainer.pack)

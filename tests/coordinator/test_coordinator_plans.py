@@ -25,6 +25,7 @@ class Scripted:
 
     def __init__(self, plans: Mapping[int, protocols.Plan]) -> None:
         self.plan = BEGIN
+        self.calibrated = False
         self.plans = plans
         self.measured: list[replanning.Measured] = []
         self.fails: tuple[int, ...] = ()

@@ -1,20 +1,24 @@
 """`launch/calibrate.py` on recorded runs: its table, its profile, and one sentence where a run is of no use."""
 
+import json
 import os
 import pathlib
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
+from configs import calibrate
+from libra_jax import config as configuration
 from libra_jax.planning import profiles
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+def command(*arguments: str, script: str = "calibrate") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "launch/calibrate.py", *arguments],
+        [sys.executable, f"launch/{script}.py", *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTHONWARNINGS": "ignore", "COLUMNS": "160"},
         capture_output=True,
@@ -29,9 +33,9 @@ def record(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(ROOT / "tests/simulator"))
     import recorded_runs
 
-    def make(name: str, degree: int, **coordinator: int) -> pathlib.Path:
+    def make(name: str, degree: int, staleness: int = 0, **changes: Any) -> pathlib.Path:
         (tmp_path / name).mkdir()
-        changes = {"coordinator": {"staleness": 0, **coordinator}, "rollout": {"tensor_parallel": (degree,)}}
+        changes |= {"coordinator": {"staleness": staleness}, "rollout": {"tensor_parallel": (degree,)}}
         changes["scheduler"] = {"max_remaining_tokens": ()}
         recorded_runs.record(tmp_path / name, **changes)
         return tmp_path / name
@@ -51,8 +55,44 @@ def test_it_fits_runs_of_two_degrees_and_tells_what_they_are_off_by(record, tmp_
     assert set(profile.engines) == {1, 2}
     assert profile.engines[2].step < profile.engines[1].step
     assert profile.errors["rollout"] < 0.1
-    assert set(profile.errors) == {"rollout", "train", "total"}
+    assert "publication: " in result.stdout
     assert output.with_suffix(".svg").read_text().startswith("<?xml")
+    plan = planned(folders[0], output, tmp_path / "plan.json")
+    assert plan["calibrated"] is True
+    assert {bucket["tensor_parallel"] for bucket in plan["rollout"]} <= {1, 2}
+    assert plan["uncertainty"]["rollout_seconds"] == pytest.approx(profile.errors["rollout"])
+
+
+def planned(folder: pathlib.Path, profile: pathlib.Path, output: pathlib.Path) -> dict[str, Any]:
+    """The plan of a recorded run, by the profile."""
+    result = command(
+        "--config=configs/calibrate.py",
+        f"--trace={folder / 'trace.jsonl'}",
+        f"--config.planner.profile={profile}",
+        "--config.trainer.row_tokens=8192",
+        "--config.rollout.max_context=8192",
+        f"--output={output}",
+        "--accelerators=4",
+        script="plan",
+    )
+    assert result.returncode == 0, result.stderr
+    assert "by what was measured" in result.stdout
+    return json.loads(output.read_text())
+
+
+def test_a_mesh_of_its_own_is_predicted_from_the_others(record, tmp_path):
+    output = tmp_path / "profile.json"
+    folders = record("one", 1), record("two", 1, trainer={"rows_per_micro_batch": 2, "data": 2})
+    result = command(f"--workdirs={folders[0]},{folders[1]},{folders[0]}", f"--output={output}")
+    assert result.returncode == 0, result.stderr
+    assert "error of training on a mesh that only the others were fitted to: 1 x 1 x 1" in result.stdout
+
+
+@pytest.mark.parametrize("variant", list(calibrate.VARIANTS))
+def test_the_configs_that_are_recorded_are_runs_with_their_stages_apart(variant):
+    run = configuration.parse(configuration.RunConfig, calibrate.get_config(variant).to_dict())
+    assert run.coordinator.staleness == 0
+    assert len(run.rollout.tensor_parallel) == 1
 
 
 def test_a_run_whose_stages_overlap_is_refused(record, tmp_path):
@@ -61,6 +101,12 @@ def test_a_run_whose_stages_overlap_is_refused(record, tmp_path):
     assert "error: " in result.stderr
     assert "plans are calibrated by runs with coordinator.staleness=0" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_an_empty_list_of_folders_is_refused_instead_of_recording():
+    result = command("--workdirs=")
+    assert result.returncode == 1
+    assert "--workdirs: names no folder" in result.stderr
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):

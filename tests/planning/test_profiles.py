@@ -11,7 +11,7 @@ import pytest
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.models import config as model_config
-from libra_jax.planning import calibration, costs, demand, hardware, meshes, planner, plans, profiles
+from libra_jax.planning import calibration, costs, demand, hardware, meshes, planner, plans, profiles, serving
 
 SHEET = hardware.HardwareSheet("cpu", 5e10, 1e10, 8e9, 5e9, 5e9, 2)
 MODEL = costs.CostModel(SHEET, model_config.load_preset("libra-tiny"), costs.Coefficients(activation_bytes=0.0))
@@ -24,7 +24,8 @@ KNOWN = {
 }
 TRUE = dataclasses.replace(MODEL, coefficients=dataclasses.replace(MODEL.coefficients, **KNOWN))
 ENGINE = calibration.EngineCosts(4e-3, 50e-6, 0.1e-6, 20e-6, 0.0, 300e-6)
-PROFILE = profiles.Profile(SHEET, MODEL.parameters, TRUE.coefficients, {1: ENGINE}, 0.1, 0.05, {"train": 0.03})
+ERRORS = {"rollout": 0.05, "train": 0.03, "sync": 0.2, "total": 0.04}
+PROFILE = profiles.Profile(SHEET, model_config.to_hf(MODEL.shape), TRUE.coefficients, {1: ENGINE}, 0.1, 0.05, ERRORS)
 
 
 def trainer(rows: int, cores: int | None = 1) -> meshes.Trainer:
@@ -37,7 +38,7 @@ def steps(*shapes: tuple[int, int, int], count: int = 12, cores: int | None = 1)
     for sizes in shapes:
         for _ in range(count):
             lengths = tuple(int(length) for length in rng.integers(20, 250, size=rng.integers(40, 400)))
-            rows = trainer(8 // (sizes[0] * sizes[1]), cores)
+            rows = trainer(int(rng.choice([4, 8])), cores)
             seconds = meshes.Training(TRUE, lengths, rows).seconds(*sizes)
             asked = demand.of_trajectories([20], [[protocols.Turn(10)]])
             stages = profiles.Stages(1.0, seconds, 0.1, seconds + 1.1)
@@ -79,13 +80,26 @@ def test_what_the_steps_do_not_depend_on_stays_as_the_sheet_has_it():
 
 def test_devices_that_take_turns_on_a_core_are_no_faster_than_one():
     lengths = [200] * 64
-    one, two = (
-        meshes.Training(TRUE, lengths, trainer(rows)).seconds(*sizes)
-        for rows, sizes in ((8, (1, 1, 1)), (4, (2, 1, 1)))
-    )
-    assert two > one
-    apart = meshes.Training(TRUE, lengths, trainer(4, cores=2)).seconds(2, 1, 1)
-    assert apart < one
+    one = meshes.Training(TRUE, lengths, trainer(8)).seconds(1, 1, 1)
+    assert meshes.Training(TRUE, lengths, trainer(8)).seconds(2, 1, 1) > one
+    assert meshes.Training(TRUE, lengths, trainer(8, cores=2)).seconds(2, 1, 1) < one
+
+
+def test_rows_that_shards_share_cost_each_of_them_less_memory():
+    made = meshes.Training(TRUE, [200] * 64, trainer(8))
+    assert made.memory_bytes(4, 1, 1) < made.memory_bytes(2, 1, 1) < made.memory_bytes(1, 1, 1)
+    assert made.memory_bytes(8, 1, 1) == made.memory_bytes(16, 1, 1), "a shard has a row at least"
+
+
+@pytest.mark.parametrize("tool_seconds", [0.0, 3.0])
+def test_an_engine_is_levelled_until_whole_rollouts_take_what_they_took(tool_seconds):
+    """Tools take the time they take, however fast the engine is: there one correction is not enough."""
+    asked = demand.of_trajectories([50] * 8, [[protocols.Turn(200, "bash", "success", 20, tool_seconds)] * 3] * 8)
+    slower = calibration.MeasuredEngines({1: ENGINE.scaled(1.7)})
+    served = serving.Serving(slower, asked, [1], [8], staleness=0)
+    seconds = float(served.seconds(1, np.array([0]), np.array([8]))[0])
+    step = profiles.Measured((1, 1, 1), trainer(8), (200,), asked, 1, 8, profiles.Stages(seconds, 1.0, 0.1, 2.0))
+    assert profiles.levelled(ENGINE, [step]).step == pytest.approx(1.7 * ENGINE.step, rel=1e-3)
 
 
 def test_a_profile_survives_its_file(tmp_path):
@@ -136,18 +150,36 @@ def test_plans_go_by_the_profile_and_have_degrees_that_were_measured(tmp_path):
     assert slower.predict(fleet, planner.Levels()).rollout == pytest.approx(2 * alone)
 
 
+def test_a_full_cache_lengthens_rollout_with_a_profile_too():
+    small = dataclasses.replace(MODEL, sheet=dataclasses.replace(SHEET, memory_bytes=2.3e6))
+    assert 500 < small.kv_tokens(1) < 3_000
+    asked = demand.of_trajectories([30] * 64, [[protocols.Turn(200)]] * 64)
+    whole = np.array([0]), np.array([64])
+    roomy, tight = (
+        serving.Serving(PROFILE.rollout(model), asked, [1], [64], staleness=0).seconds(1, *whole)[0]
+        for model in (MODEL, small)
+    )
+    assert tight > 1.5 * roomy
+
+
 def test_a_planner_with_a_profile_is_calibrated_from_its_beginning(tmp_path):
     made = setting(tmp_path)
     config = configuration.PlannerConfig(period=1)
     run = configuration.parse(configuration.RunConfig, {})
     plan = plans.of_run(run, (1, 1, 1))
     assert planner.GlobalPlanner(config, made, plan).calibrated
-    assert planner.GlobalPlanner(config, made, plan).levels.sync == pytest.approx(0.15)
+    assert planner.GlobalPlanner(config, made, plan).levels.besides == pytest.approx(0.15)
 
 
 def test_a_profile_of_another_model_or_of_other_degrees_is_refused(tmp_path):
     other = dataclasses.replace(MODEL, shape=model_config.load_preset("Qwen3-1.7B"))
-    with pytest.raises(protocols.ConfigError, match=r"planner\.profile: it was measured on cpu with a model of"):
+    with pytest.raises(protocols.ConfigError, match=r"planner\.profile: it was measured with a model of another shape"):
         setting(tmp_path, other)
+    elsewhere = dataclasses.replace(MODEL, sheet=hardware.sheet("h100"))
+    with pytest.raises(protocols.ConfigError, match=r"measured on cpu of 2 cores, and this run is planned for h100"):
+        setting(tmp_path, elsewhere)
     with pytest.raises(protocols.ConfigError, match=r"planner\.profile: instances of degree 1 were measured"):
         setting(tmp_path, degrees=(2,))
+    run = configuration.parse(configuration.RunConfig, {"rollout": {"tensor_parallel": (2,)}})
+    with pytest.raises(protocols.ConfigError, match=r"cannot use degree 2: config\.planner\.profile has measured 1"):
+        planner.check_layout(run, setting(tmp_path))
