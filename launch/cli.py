@@ -29,6 +29,7 @@ def run(
     main: Callable[[], int | None],
     config_type: type[Any] = libra_config.RunConfig,
     default_config: str | None = None,
+    interrupted: str = "interrupted",
 ) -> None:
     """Runs `main` under absl. A LibraError becomes `error: <sentence>` and exit status 1, a bad flag status 2.
 
@@ -38,6 +39,7 @@ def run(
     Args:
       main: the script.
       config_type: dataclass of the script's config file, for the nearest field to a mistyped `--config.` flag.
+      interrupted: what Ctrl-C is answered with.
       default_config: config file where no --config is given. As the flag's own default it would be read before
         anything here could turn its errors into a sentence.
     """
@@ -45,7 +47,8 @@ def run(
     sys.path.append(os.getcwd())  # where a user's own "module:factory" lives; last, so that it shadows nothing
     logging.set_verbosity(logging.WARNING)  # libraries' own progress is not for the terminal; -v=0 brings it back
     app.run(
-        lambda _: sys.exit(_guarded(main)), flags_parser=functools.partial(_parse_flags, config_type, default_config)
+        lambda _: sys.exit(_guarded(main, interrupted)),
+        flags_parser=functools.partial(_parse_flags, config_type, default_config),
     )
 
 
@@ -58,7 +61,7 @@ def seeds(text: str) -> list[int]:
     found = []
     for part in text.split(","):
         if not part.strip().isdecimal():
-            raise protocols.ConfigError(f"--seeds: {part!r} is not a whole number; seeds look like 0,1,2")
+            raise protocols.ConfigError(f"--seeds: {part!r} is no seed; seeds are whole numbers from 0, like 0,1,2")
         found.append(int(part))
     return list(dict.fromkeys(found))
 
@@ -79,7 +82,7 @@ def check_output(path: Path) -> None:
         raise protocols.DataError(f"--output: {path} cannot be written ({error.strerror or error})") from error
 
 
-def _guarded(main: Callable[[], int | None]) -> int:
+def _guarded(main: Callable[[], int | None], interrupted: str) -> int:
     try:
         return main() or 0
     except Exception as error:
@@ -89,7 +92,7 @@ def _guarded(main: Callable[[], int | None]) -> int:
         print(f"error: {_sentence(error, traced)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("error: interrupted; the same command goes on from the last checkpoint.", file=sys.stderr)
+        print(f"error: {interrupted}", file=sys.stderr)
         return 130
 
 

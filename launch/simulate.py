@@ -47,13 +47,19 @@ def main() -> None:
             "config.planner.period: what is compared here has one layout for all, and so a bound; set it to 0, or give "
             "runs that plan to launch/sweep.py"
         )
-    run = comparison.prepare(_run(_CONFIG.value.to_dict(), _TRACE.value), policies)
+    asked = _run(_CONFIG.value.to_dict(), _TRACE.value)
+    run = comparison.prepare(asked, policies)
     output = None if _OUTPUT.value is None else Path(_OUTPUT.value)
     if output is not None:
         cli.check_output(output)
     jobs = _JOBS.value or os.cpu_count() or 1
     count = run.steps * run.coordinator.groups_per_step * run.coordinator.group_size
     _progress(f"{run.name}: {run.steps} steps, {count:,} trajectories, {len(policies)} policies x {len(seeds)} seeds")
+    if run.steps != asked.steps:
+        passes = run.workload.passes
+        _progress(
+            f"(so many steps replay the trace {passes} time(s): config.workload.passes, not config.steps, says it)"
+        )
     if _SENSITIVITY.value:
         result, moves = comparison.sensitivity(run, policies, seeds, jobs=jobs, progress=_progress)
     else:
@@ -66,6 +72,9 @@ def main() -> None:
 
 
 def _run(values: dict[str, Any], trace: str | None) -> settings.SimulatedRun:
+    if "simulation" not in values:
+        file = config_flags.get_config_filename(flags.FLAGS["config"])
+        raise protocols.ConfigError(f"--config={file}: is a config for launch/train.py; give it to that script")
     if trace is not None:
         values["workload"] |= {"shape": "trace", "trace": trace}
     if _PLAN.value is not None:
@@ -95,7 +104,7 @@ def _write(
 ) -> None:
     picture = output.with_suffix(".svg")
     try:
-        output.write_text(report.to_json(result.entries, result.bound_seconds))
+        output.write_text(report.to_json(result.entries, result.bound_seconds, libra_config.to_dict(run)))
         report.write_picture(result.entries, result.bound_seconds, picture, run.name)
         if moves:
             beside = output.with_name(f"{output.stem}-sensitivity.json")

@@ -13,7 +13,6 @@ import concurrent.futures
 import dataclasses
 import importlib.util
 import json
-import multiprocessing
 import os
 import statistics
 import sys
@@ -28,7 +27,7 @@ import cli
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.planning import costs
-from libra_jax.simulator import comparison, report, settings
+from libra_jax.simulator import comparison, pools, report, settings
 
 LAST = 5
 """The last fifth of a run's steps is told apart: what it ends at, once lengths have drifted."""
@@ -156,8 +155,7 @@ def _run(jobs: Sequence[Job]) -> None:
     workers = min(_JOBS.value or os.cpu_count() or 1, len(jobs))
     if not workers:
         return
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
+    with pools.pool(workers) as pool:
         doing = {pool.submit(result_of, job.run): job for job in jobs}
         failed = []
         for number, done in enumerate(concurrent.futures.as_completed(doing), start=1):
@@ -266,4 +264,6 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, settings.SimulatedRun)
+    cli.run(
+        main, settings.SimulatedRun, interrupted="interrupted; the same command goes on with the runs that are left."
+    )

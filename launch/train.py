@@ -53,4 +53,8 @@ async def _train(config: libra_config.RunConfig) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, default_config="configs/quickstart.py")
+    cli.run(
+        main,
+        default_config="configs/quickstart.py",
+        interrupted="interrupted; the same command goes on from the last checkpoint.",
+    )

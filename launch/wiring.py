@@ -25,8 +25,8 @@ from libra_jax.planning import costs, planner, plans, profiles
 from libra_jax.rollout import logprob_contract
 from libra_jax.scheduling import costs as scheduling_costs
 from libra_jax.scheduling import registry as schedulers
+from libra_jax.telemetry import metrics, report, resume
 from libra_jax.telemetry import recorder as telemetry
-from libra_jax.telemetry import report, resume
 
 TRAINER = "libra_jax.training.trainer:create"
 
@@ -191,6 +191,13 @@ def _check_same_run(path: Path, stored: dict[str, Any], resolved: dict[str, Any]
             f"--workdir={path} belongs to another config: {'; '.join(differing)}. "
             "Use another workdir, or the old settings"
         )
+    if not resolved["checkpoint"]["every"] and not taken:
+        recorded = max(metrics.read(path / metrics.METRICS_FILE), default=0)
+        if recorded > 0:
+            raise protocols.ConfigError(
+                f"--workdir={path} holds {recorded} steps of a run that saves nothing (config.checkpoint.every is 0): "
+                "it cannot go on, and a new one would take its place; use another --workdir, or move that one away"
+            )
     if steps < taken:
         raise protocols.ConfigError(
             f"config.steps: {steps} is fewer than the {taken} steps that the run in {path} has taken; give more to "

@@ -605,7 +605,8 @@ def _coerce(value: Any, kind: Any, name: str) -> Any:
         return value
     if "tuple" in str(kind):
         check(isinstance(value, list | tuple), name, f"must be a tuple, not {value!r}")
-        check(all(isinstance(item, int) for item in value), name, f"must hold integers, not {value!r}")
+        holds, called = (str, "strings") if "str" in str(kind) else (int, "integers")
+        check(all(isinstance(item, holds) for item in value), name, f"must hold {called}, not {value!r}")
         return tuple(value)
     check(isinstance(value, Mapping), name, f"must be a mapping, not {value!r}")
     return dict(value)

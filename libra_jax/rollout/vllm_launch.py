@@ -2,7 +2,7 @@
 
 Written against vLLM 0.32. Environment variables and vLLM's loggers belong to the whole process, so engines start one
 at a time, on one thread that lives as long as the process: the kernel ties an engine's life to the very thread that
-started it (`vllm_plugin.die_with_parent`).
+started it (`parent_death`).
 """
 
 from __future__ import annotations

@@ -7,11 +7,11 @@ life to its parent's, keeps Ctrl-C from it, and sends its output to a file. Noth
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
-import signal
 import sys
+
+from libra_jax import parent_death
 
 PARENT_DEATH_VARIABLE = "LIBRA_JAX_PARENT_DEATH_SIGNAL"
 """Set to 1, processes that vLLM starts are killed by the kernel when the one that started them dies, and
@@ -22,8 +22,6 @@ LOG_VARIABLE = "LIBRA_JAX_ENGINE_LOG"
 
 TRANSPORT = "libra_jax_memfd"
 """vLLM's name for our weight transfer."""
-
-_PR_SET_PDEATHSIG = 1
 
 
 def register() -> None:
@@ -40,20 +38,9 @@ def register() -> None:
     if log := os.environ.get(LOG_VARIABLE):
         _redirect_output(log)
     if os.environ.get(PARENT_DEATH_VARIABLE) == "1":
-        die_with_parent()
+        parent = multiprocessing.parent_process()
+        parent_death.die_with_parent(None if parent is None else parent.pid)
         leave_group()
-
-
-def die_with_parent() -> None:
-    """Asks the kernel for SIGKILL when the parent dies, killed with -9 or not.
-
-    The kernel watches the parent's *thread* that started this process: it must live as long as the process.
-    """
-    parent = multiprocessing.parent_process()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if parent is not None and os.getppid() != parent.pid:
-        # The parent died before the request was in place.
-        os._exit(1)
 
 
 def leave_group() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
-import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,7 +10,7 @@ from libra_jax import config as configuration
 from libra_jax.coordinator import checkpoints
 from libra_jax.planning import costs
 from libra_jax.scheduling import registry
-from libra_jax.simulator import bound, faults, report, scripts, settings, workloads, world
+from libra_jax.simulator import bound, faults, pools, report, scripts, settings, workloads, world
 
 Progress = Callable[[str], None]
 """Told, in a line, of each run that ended."""
@@ -201,7 +199,5 @@ def _each(function: Callable[[Any], Any], arguments: Sequence[Any], jobs: int) -
     if jobs == 1:
         yield from map(function, arguments)
         return
-    # Spawned: what a child inherits by fork (event loops, threads) is not simulated by anyone.
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(min(jobs, len(arguments)), mp_context=context) as pool:
-        yield from pool.map(function, arguments)
+    with pools.pool(min(jobs, len(arguments))) as workers:
+        yield from workers.map(function, arguments)

@@ -52,10 +52,16 @@ def spread(values: Sequence[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def to_json(entries: Sequence[Entry], bound_seconds: float) -> str:
-    """The output file: the entries and the bound (seconds a step, mean over seeds)."""
+def to_json(entries: Sequence[Entry], bound_seconds: float, config: Mapping[str, Any]) -> str:
+    """The output file: the entries, the bound (seconds a step, mean over seeds), and what was simulated.
+
+    Args:
+      entries: a policy and seed each.
+      bound_seconds: what no policy can beat.
+      config: of the run; policy and seed in it are those of the first entry or any other.
+    """
     ordered = [{key: entry[key] for key in KEYS} for entry in entries]
-    return json.dumps({"policies": ordered, "bound_seconds": bound_seconds}, indent=2) + "\n"
+    return json.dumps({"policies": ordered, "bound_seconds": bound_seconds, "config": config}, indent=2) + "\n"
 
 
 def table(entries: Sequence[Entry], bound_seconds: float) -> str:
@@ -70,7 +76,13 @@ def table(entries: Sequence[Entry], bound_seconds: float) -> str:
         "  ".join(cell.ljust(width) if not column else cell.rjust(width) for column, (cell, width) in enumerate(pairs))
         for pairs in (list(zip(row, widths, strict=True)) for row in rows)
     ]
-    return "\n".join([*lines, f"bound: no policy takes less than {bound_seconds:.1f} s a step (mean over seeds)"])
+    legend = (
+        "moved: tokens of contexts that changed instance, over tokens generated; one-shot: requests whose first bucket "
+        "after a tool return is that of their true length;\nagain: tokens prefilled a second time, over tokens "
+        "prefilled; stale: versions behind, at most; twice: trained twice"
+    )
+    bound = f"bound: no policy takes less than {bound_seconds:.1f} s a step (mean over seeds)"
+    return "\n".join([*lines, bound, legend])
 
 
 def _row(entries: Sequence[Entry], policy: str, bound_seconds: float) -> tuple[str, ...]:
@@ -83,7 +95,7 @@ def _row(entries: Sequence[Entry], policy: str, bound_seconds: float) -> tuple[s
     return (
         policy,
         f"{statistics.fmean(seconds):.1f}",
-        f"{spread(seconds):.1f}",
+        f"{spread(seconds):.1f}" if len(seconds) > 1 else "-",
         *(f"{mean('step_seconds', name):.1f}" for name in ("p50", "p90", "p99")),
         f"{statistics.fmean(seconds) / bound_seconds:.2f}",
         f"{mean('tokens_per_second'):.0f}",

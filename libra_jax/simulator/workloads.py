@@ -21,7 +21,7 @@ class WorkloadConfig:
     trace: str = ""  # JSON-lines file to replay; required by, and implies, shape trace
     variation: float = 1.0  # width of the difference between siblings, relative to the shape's own
     shuffle: bool = True  # trace: a new order of prompts each epoch; False keeps the file's order
-    passes: int = 2  # trace: times each prompt is replayed, which sets the run's steps; 0 keeps config.steps
+    passes: int = 1  # trace: times each prompt is replayed, which sets the run's steps; 0 keeps config.steps
 
     def __post_init__(self) -> None:
         configuration.check_choice(self.shape, SHAPES, "workload.shape")

@@ -61,6 +61,9 @@ class SimulationConfig:
             "simulation.train_mesh",
             f"{self.train_mesh} is no (data, fsdp, tensor) of simulation.train_devices = {self.train_devices}",
         )
+        configuration.check(
+            all(slots > 0 for slots in self.slots), "simulation.slots", f"must be positive, not {self.slots}"
+        )
         configuration.check_choice(self.scheduler_costs, ("exact", "config"), "simulation.scheduler_costs")
 
     def cost_model(self) -> costs.CostModel:

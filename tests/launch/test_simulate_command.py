@@ -4,7 +4,12 @@ import functools
 import json
 import pathlib
 import re
+import signal
+import subprocess
+import sys
+import time
 
+import psutil
 import pytest
 import scripts
 
@@ -113,3 +118,38 @@ def test_nonsense_is_answered_with_one_sentence(flags, fragments):
 def test_a_turn_with_negative_tokens_is_named_by_file_and_line(tmp_path):
     result = simulate(bad_trace(tmp_path / "bad.jsonl", -6))
     scripts.assert_one_sentence(result, "bad.jsonl, line 2, turn 1", "generated_tokens", "-6")
+
+
+def test_workers_end_with_the_command_however_it_is_ended(tmp_path):
+    """SIGTERM ends it without a chance to clean up, Ctrl-C with one sentence and no wait for what runs."""
+    for number, code in ((signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 130)):
+        command = [sys.executable, "launch/simulate.py", "--policies=cmlfq,sticky", "--jobs=2"]
+        process = subprocess.Popen(command, cwd=scripts.ROOT, stderr=subprocess.PIPE, text=True)
+        try:
+            parent, deadline = psutil.Process(process.pid), time.monotonic() + 60
+            workers: list[psutil.Process] = []
+            while len(workers) < 3 and time.monotonic() < deadline:  # two, and the tracker of their resources
+                time.sleep(0.1)
+                workers = parent.children(recursive=True)
+            assert len(workers) == 3
+            process.send_signal(number)
+            _, stderr = process.communicate(timeout=30)
+        finally:
+            process.kill()
+            process.wait()
+        assert process.returncode == code
+        assert "Traceback" not in stderr
+        assert not psutil.wait_procs(workers, timeout=30)[1]
+
+
+def test_slots_that_hold_nothing_are_refused_before_anything_runs():
+    slots = ",".join(["0"] * 12)
+    result = simulate(f"--config.simulation.slots=({slots})", "--policies=cmlfq")
+    assert result.returncode == 1
+    assert "config.simulation.slots: must be positive" in result.stderr
+
+
+def test_a_config_of_a_real_run_is_sent_to_the_script_that_it_is_for():
+    result = simulate("--config=configs/quickstart.py", "--policies=cmlfq")
+    assert result.returncode == 1
+    assert "is a config for launch/train.py" in result.stderr

@@ -96,3 +96,24 @@ def test_any_other_field_makes_it_another_run(tmp_path, monkeypatch):
     assert wiring.open_workdir(settings(steps=9, seed=1), None) != first
     with pytest.raises(protocols.ConfigError, match=r"another config: config\.seed is 0 there and 1 here\."):
         wiring.open_workdir(settings(steps=9, seed=1), str(first))
+
+
+def test_a_run_that_saves_nothing_is_not_overwritten_by_the_same_command(tmp_path):
+    unsaved = settings(checkpoint=config.CheckpointConfig(every=0))
+    workdir = wiring.open_workdir(unsaved, str(tmp_path / "run"))
+    (workdir / "metrics.jsonl").write_text('{"step": 0}\n')
+    wiring.open_workdir(unsaved, str(workdir))  # nothing has been trained yet
+    with (workdir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1}\n{"step": 2}\n')
+    with pytest.raises(protocols.ConfigError, match=r"holds 2 steps of a run that saves nothing .*another --workdir"):
+        wiring.open_workdir(unsaved, str(workdir))
+    assert len((workdir / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_setting_that_is_a_list_of_names_takes_names():
+    parsed = config.parse(config.RunConfig, {"scheduler": {"learnt_from": ("runs/a", "runs/b")}})
+    assert parsed.scheduler.learnt_from == ("runs/a", "runs/b")
+    with pytest.raises(protocols.ConfigError, match=r"config\.scheduler\.learnt_from: must hold strings, not \(1,\)"):
+        config.parse(config.RunConfig, {"scheduler": {"learnt_from": (1,)}})
+    with pytest.raises(protocols.ConfigError, match=r"config\.planner\.degrees: must hold integers"):
+        config.parse(config.RunConfig, {"planner": {"degrees": ("1",)}})
