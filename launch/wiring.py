@@ -191,7 +191,7 @@ def _check_same_run(path: Path, stored: dict[str, Any], resolved: dict[str, Any]
             f"--workdir={path} belongs to another config: {'; '.join(differing)}. "
             "Use another workdir, or the old settings"
         )
-    if not resolved["checkpoint"]["every"] and not taken:
+    if not resolved["checkpoint"]["every"] and taken < 1:
         recorded = max(metrics.read(path / metrics.METRICS_FILE), default=0)
         if recorded > 0:
             raise protocols.ConfigError(

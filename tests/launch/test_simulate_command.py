@@ -65,7 +65,8 @@ def test_a_comparison_writes_a_table_the_entries_the_bound_and_a_picture_and_rep
     assert "3 steps, 18 trajectories" in result.stderr
     assert [line.split()[0] for line in result.stdout.splitlines()[:3]] == ["policy", "cmlfq", "sticky"]
     written = json.loads(first.read_text())
-    assert list(written) == ["policies", "bound_seconds"]
+    assert list(written) == ["policies", "bound_seconds", "config"]
+    assert written["config"]["workload"]["trace"] == str(trace)
     assert [(entry["policy"], entry["seed"]) for entry in written["policies"]] == [
         ("cmlfq", 0), ("cmlfq", 1), ("sticky", 0), ("sticky", 1),
     ]  # fmt: skip
@@ -97,7 +98,7 @@ def bad_trace(path: pathlib.Path, tokens: int) -> str:
     ("flags", "fragments"),
     [
         (["--policies=cmlfk"], ["--policies", "did you mean 'cmlfq'"]),
-        (["--seeds=0,x"], ["--seeds", "'x' is not a whole number"]),
+        (["--seeds=0,x"], ["--seeds", "'x' is no seed"]),
         (["--config.scheduler.max_remaining_tokens=(9,3,4)"], ["scheduler.max_remaining_tokens", "must ascend"]),
         (
             ["--config.simulation.slots=()", "--config.rollout.slots=4000"],

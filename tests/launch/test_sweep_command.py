@@ -47,7 +47,7 @@ def test_each_coefficient_is_moved_both_ways_and_the_order_told(tmp_path):
         (("--configs=statik", "--of=configs/ablation.py"), ("configs/ablation.py has static", "'statik'")),
         (("--configs=static",), ("static: no such config file", "--of=FILE")),
         (("--configs=configs/quickstart.py",), ("configs/quickstart.py is no simulated run",)),
-        (("--configs=configs/simulate.py", "--seeds=a"), ("--seeds: 'a' is not a whole number",)),
+        (("--configs=configs/simulate.py", "--seeds=a"), ("--seeds: 'a' is no seed",)),
     ],
 )
 def test_what_cannot_be_swept_is_refused_in_a_sentence(arguments, fragments, tmp_path):
