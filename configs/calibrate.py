@@ -14,8 +14,8 @@ import ml_collections
 from configs import twin
 
 VARIANTS = {"single": ((1, 1, 1), 1), "fsdp": ((1, 2, 1), 2), "tensor": ((1, 1, 2), 1), "data": ((2, 1, 1), 2)}
-"""(data, fsdp, tensor) and the instance's degree. All take micro-batches of eight rows: of four, a row costs a fifth less
-on a CPU (they fit its caches), and the evaluator has no term for that."""
+"""(data, fsdp, tensor) and the instance's degree. All take micro-batches of eight rows: of four, which fit a CPU's
+caches, a row costs a fifth less, and the evaluator has no term for that."""
 
 CYCLES, DISTINCT_STEPS = 6, 4
 """Half of the cycles are fitted to, the others predicted."""
