@@ -324,4 +324,4 @@ def _draw(path: Path, runs: Sequence[Run], predicted: dict[str, list[profiles.St
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, interrupted="interrupted; the same command goes on with the runs that are left.")

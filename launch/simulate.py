@@ -42,6 +42,11 @@ _SENSITIVITY = flags.DEFINE_bool("sensitivity", False, "Move each coefficient by
 
 def main() -> None:
     policies, seeds = _policies(_POLICIES.value), cli.seeds(_SEEDS.value)
+    if "simulation" not in _CONFIG.value:
+        file = config_flags.get_config_filename(flags.FLAGS["config"])
+        raise protocols.ConfigError(
+            f"--config={file}: is no simulated run (it has no config.simulation); launch/train.py takes real ones"
+        )
     if _CONFIG.value.planner.period:
         raise protocols.ConfigError(
             "config.planner.period: what is compared here has one layout for all, and so a bound; set it to 0, or give "
@@ -72,9 +77,6 @@ def main() -> None:
 
 
 def _run(values: dict[str, Any], trace: str | None) -> settings.SimulatedRun:
-    if "simulation" not in values:
-        file = config_flags.get_config_filename(flags.FLAGS["config"])
-        raise protocols.ConfigError(f"--config={file}: is a config for launch/train.py; give it to that script")
     if trace is not None:
         values["workload"] |= {"shape": "trace", "trace": trace}
     if _PLAN.value is not None:
@@ -104,7 +106,9 @@ def _write(
 ) -> None:
     picture = output.with_suffix(".svg")
     try:
-        output.write_text(report.to_json(result.entries, result.bound_seconds, libra_config.to_dict(run)))
+        shared = libra_config.to_dict(run)
+        del shared["seed"], shared["scheduler"]["policy"]
+        output.write_text(report.to_json(result.entries, result.bound_seconds, shared))
         report.write_picture(result.entries, result.bound_seconds, picture, run.name)
         if moves:
             beside = output.with_name(f"{output.stem}-sensitivity.json")

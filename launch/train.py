@@ -56,5 +56,5 @@ if __name__ == "__main__":
     cli.run(
         main,
         default_config="configs/quickstart.py",
-        interrupted="interrupted; the same command goes on from the last checkpoint.",
+        interrupted="interrupted; the same command goes on from the last checkpoint, if there is one.",
     )

@@ -281,12 +281,14 @@ def global_planner(
 
 
 def _keeping_profile(config: libra_config.RunConfig, workdir: Path) -> libra_config.RunConfig:
-    """The run goes by its own copy of `planner.profile`, so that it goes on by the same when the file changes."""
-    if not config.planner.profile:
+    """The run goes by its own copy of `planner.profile`: resumed, it plans by what it began with."""
+    if not config.planner.profile or not config.planner.period:
         return config
     kept = workdir / profiles.KEPT_FILE
     if not kept.exists():
-        shutil.copyfile(config.planner.profile, kept)
+        partial = kept.with_suffix(".partial")
+        shutil.copyfile(config.planner.profile, partial)
+        partial.rename(kept)
     return dataclasses.replace(config, planner=dataclasses.replace(config.planner, profile=str(kept)))
 
 

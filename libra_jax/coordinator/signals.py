@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator
 def caught(stop: Callable[[], None]) -> Iterator[None]:
     """Calls `stop` at the first signal of each kind; a second one has its usual effect.
 
-    Catches nothing on a thread other than the main one, nor on an event loop that cannot (the simulator's).
+    Catches nothing on a thread other than the main one, nor on an event loop that does not (a simulation's).
     """
     loop = asyncio.get_running_loop()
     numbers: list[signal.Signals] = []
 
     def once(number: signal.Signals) -> None:
+        if number not in numbers:  # two of a kind came before the first was handled
+            return
         loop.remove_signal_handler(number)
         numbers.remove(number)
         stop()

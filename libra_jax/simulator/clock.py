@@ -31,10 +31,11 @@ class Clock(asyncio.SelectorEventLoop):
 
     longest = 50_000.0
 
-    def __init__(self, longest: float | None = None) -> None:
+    def __init__(self, longest: float | None = None, *, signals: bool = True) -> None:
         super().__init__()
         self.now = 0.0
         self.longest = self.longest if longest is None else longest
+        self._signals = signals
         self._failed = False
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []  # those of one time as they were asked for
         self._asked = 0
@@ -42,6 +43,16 @@ class Clock(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self.now
+
+    def add_signal_handler(self, sig: int, callback: Callable[..., Any], *args: Any) -> None:  # type: ignore[override]
+        """asyncio's own, where signals are to be caught.
+
+        Raises:
+          NotImplementedError: they are not.
+        """
+        if not self._signals:
+            raise NotImplementedError("this run catches no signals")
+        super().add_signal_handler(sig, callback, *args)
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
@@ -93,12 +104,13 @@ class Clock(asyncio.SelectorEventLoop):
             self.now = when
 
 
-def run(main: Coroutine[Any, Any, T], *, longest: float | None = None) -> T:
+def run(main: Coroutine[Any, Any, T], *, longest: float | None = None, signals: bool = True) -> T:
     """Runs `main` on a fresh virtual clock.
 
     Args:
       main: what to run.
       longest: virtual seconds it may take.
+      signals: `main` may catch them; else they end it at once, whatever it would do.
     """
-    with asyncio.Runner(loop_factory=lambda: Clock(longest)) as runner:
+    with asyncio.Runner(loop_factory=lambda: Clock(longest, signals=signals)) as runner:
         return runner.run(main)

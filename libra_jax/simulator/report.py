@@ -58,7 +58,7 @@ def to_json(entries: Sequence[Entry], bound_seconds: float, config: Mapping[str,
     Args:
       entries: a policy and seed each.
       bound_seconds: what no policy can beat.
-      config: of the run; policy and seed in it are those of the first entry or any other.
+      config: what all entries have in common.
     """
     ordered = [{key: entry[key] for key in KEYS} for entry in entries]
     return json.dumps({"policies": ordered, "bound_seconds": bound_seconds, "config": config}, indent=2) + "\n"

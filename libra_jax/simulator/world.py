@@ -264,7 +264,7 @@ def run(
     )
     began = time.perf_counter()
     with _seldom_collected():
-        summary = clock.run(made.run(), longest=simulation.longest_seconds)
+        summary = clock.run(made.run(), longest=simulation.longest_seconds, signals=False)  # it has nothing to save
     wall = time.perf_counter() - began
     return _result(config, summary, recorder, book, log, fleet, wall)
 
