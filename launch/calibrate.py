@@ -43,7 +43,7 @@ FOLDER = Path("runs/calibration")
 """Of what is recorded here."""
 
 RECORDING_SECONDS = 1800.0
-"""Deadline of a recorded run, which takes two to three minutes."""
+"""Deadline of a recorded run, which takes about four minutes on 2 cores."""
 
 STAGES = ("rollout", "train", "total")
 """What has a target."""
