@@ -20,6 +20,9 @@ loads differ (sticky), as conversations do in verl's agent loop:
 * one_step_off: a fixed split in halves, rollout one version ahead.
 * static_optimal: a fixed split and layout, the best for the whole run's lengths, up to four versions ahead.
 * greedy: after every step the plan that is best for the last one, whatever the move costs.
+* libra: what stands against them, as its authors run it (configs/*production_base.yaml): begins with the planner's
+  layout for the lengths that static_optimal's was made for, may be as far ahead as that, routes by what tools
+  returned, and the planner may move.
 
 What to measure against: free looks after every step, and its moves cost nothing. Lengths drift over the whole run, so
 over 100 steps the planner has to follow: --configs=cmlfq,elastic,free --steps=100.
@@ -27,6 +30,7 @@ over 100 steps the planner has to follow: --configs=cmlfq,elastic,free --steps=1
 A name may be followed by a workload: static-search, cmlfq-math; without, it is software engineering.
 
   python launch/sweep.py --of=configs/ablation.py --configs=static,homogeneous,heterogeneous,cmlfq,elastic --steps=48
+  python launch/sweep.py --of=configs/ablation.py --configs=static_optimal-search,libra-search --steps=48
 """
 
 import math
@@ -43,6 +47,18 @@ LONGEST = {"swe": (131_072, 65_536), "search": (24_576, 12_288), "math": (40_960
 
 BEST = {"swe": ((1, 5, 4), 14), "search": ((3, 10, 1), 9), "math": ((1, 20, 1), 14)}
 """(data, fsdp, tensor) and instances: what launch/plan.py finds best for homogeneous-<workload> at eta 4."""
+
+PLANNED = {
+    "swe": ((3, 2, 4), {2: (2, 8_360), 4: (5, None)}),
+    "search": ((3, 10, 1), {2: (3, 3_600), 4: (3, None)}),
+    "math": ((1, 20, 1), {1: (8, 8_877), 2: (6, 20_556), 4: (2, None)}),
+}
+"""(data, fsdp, tensor), and of each degree the instances and the most tokens that a request of theirs has still to
+generate (None: any): what launch/plan.py finds best for libra-<workload>."""
+
+AHEAD = 4
+"""Versions that a trajectory may be behind where asynchronous systems are compared: AReaL's for code (arXiv
+2505.24298), and max_head_offpolicyness of the production runs of Libra's authors."""
 
 HALVES = (3, 2, 4)
 """(data, fsdp, tensor) of the 24 accelerators that train in a split in halves."""
@@ -64,6 +80,7 @@ NAMES = (
     "one_step_off",
     "static_optimal",
     "greedy",
+    "libra",
     "free",
 )
 
@@ -83,12 +100,12 @@ def get_config(variant: str = "cmlfq") -> ml_collections.ConfigDict:
     _halves(config)
     if name in ("static", "homogeneous", "heterogeneous"):
         config.scheduler.policy = "least_loaded"
-    if name in ("homogeneous", "heterogeneous", "cmlfq", "elastic", "greedy", "free"):
+    if name in ("homogeneous", "heterogeneous", "cmlfq", "elastic", "greedy", "libra", "free"):
         config.planner.period = 5
         config.planner.degrees = (DEGREE,) if name == "homogeneous" else (1, 2, 4, 8)
     if name in ("homogeneous", "heterogeneous", "cmlfq"):
         config.planner.cooldown = NEVER
-    if name in ("cmlfq", "elastic", "free"):
+    if name in ("cmlfq", "elastic", "libra", "free"):
         config.scheduler.policy = "cmlfq"
     if name == "free":
         config.planner.update({"period": 1, "cooldown": 0, "least_gain": 0.0})
@@ -99,6 +116,8 @@ def get_config(variant: str = "cmlfq") -> ml_collections.ConfigDict:
         _colocated(config)
     if name == "static_optimal":
         _static_optimal(config, workload)
+    if name == "libra":
+        _libra(config, workload)
     return config
 
 
@@ -128,4 +147,13 @@ def _static_optimal(config: ml_collections.ConfigDict, workload: str) -> None:
     mesh, instances = BEST[workload]
     config.simulation.train_devices, config.simulation.train_mesh = math.prod(mesh), mesh
     config.rollout.tensor_parallel = (DEGREE,) * instances
-    config.coordinator.staleness = 4
+    config.coordinator.staleness = AHEAD
+
+
+def _libra(config: ml_collections.ConfigDict, workload: str) -> None:
+    """The best split by `launch/plan.py` of the same lengths, of any degrees."""
+    mesh, instances = PLANNED[workload]
+    config.simulation.train_devices, config.simulation.train_mesh = math.prod(mesh), mesh
+    config.rollout.tensor_parallel = tuple(degree for degree, (count, _) in instances.items() for _ in range(count))
+    config.scheduler.max_remaining_tokens = tuple(bound for _, bound in instances.values() if bound is not None)
+    config.coordinator.staleness = AHEAD

@@ -136,7 +136,7 @@ def main() -> None:
         return
     searched = case.searched()
     best, seconds = _timed(searched, case.devices)
-    splits = list(searched.splits(case.devices))
+    splits = list(searched.splits(case.devices, near=best if _OBJECTIVE.value == "step_time" else None))
     unsure = case.uncertainty(best.plan)
     _print(best, case, unsure)
     if _OBJECTIVE.value == "step_time":

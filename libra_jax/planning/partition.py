@@ -35,6 +35,9 @@ NONE = 2**62
 MOST_EDGES = 513
 """Edges between which all runs' times are written down beforehand; of more, they are computed as they are asked for."""
 
+FEW_PARTS = 16
+"""Parts for which computing an instance's time costs about as much as for one."""
+
 PRECISION = 1e-9
 """Relative width at which the search for the shortest time ends."""
 
@@ -149,7 +152,7 @@ class Partitions:
             kind, first = choice[kind if self._ordered else 0][last]
             runs.append((self._degrees[kind], first, last))
             last = first
-        return Partition(tuple(self._run(*run) for run in reversed(runs)))
+        return self._partition(runs[::-1])
 
     def fastest(self, devices: int, *, above: float = 0.0, below: float = np.inf) -> Partition | None:
         """The partition over at most so many devices whose slowest instance is fastest; None if none fits them.
@@ -173,17 +176,29 @@ class Partitions:
 
     def _greedy(self, order: Sequence[int], limit: float) -> Partition | None:
         """Each instance takes as many of the longest requests left as it serves within the limit; None if some stay."""
-        runs, first, count = [], 0, len(self._edges) - 1
+        runs: list[tuple[int, int, int]] = []
+        first, count, taken = 0, len(self._edges) - 1, 0
         for degree in order:
-            # Runs from here on grow with their end, so those within the limit come first.
-            begin, ends = np.full(count - first, self._edges[first]), self._edges[first + 1 :]
-            taken = int((self._seconds(degree, begin, ends) <= limit).cumprod().sum())
+            taken = self._reach(degree, first, limit, near=taken)
             if taken:
-                runs.append(self._run(degree, first, first + taken))
+                runs.append((degree, first, first + taken))
                 first += taken
             if first == count:
-                return Partition(tuple(runs))
+                return self._partition(runs)
         return None
+
+    def _reach(self, degree: int, first: int, limit: float, *, near: int) -> int:
+        """Most parts that one instance serves within the limit from the edge `first` on; looks near `near` first."""
+        reach, window = 0, max(FEW_PARTS, 2 * near)
+        while True:
+            # Runs from one edge on grow with their end, so those within the limit come first.
+            ends = self._edges[first + reach + 1 : first + reach + 1 + window]
+            within = self._seconds(degree, np.full(len(ends), self._edges[first]), ends) <= limit
+            taken = len(ends) if within.all() else int(within.argmin())
+            reach += taken
+            if taken < window:
+                return reach
+            window *= 2
 
     def _fitting(self, limit: float, devices: int) -> Partition | None:
         found = self.within(limit)
@@ -204,6 +219,13 @@ class Partitions:
             low = np.where(within, low, np.minimum(middle + 1, high))
         return high
 
-    def _run(self, degree: int, first: int, last: int) -> Run:
-        begin, end = self._edges[first : first + 1], self._edges[last : last + 1]
-        return Run(degree, int(begin[0]), int(end[0]), float(self._seconds(degree, begin, end)[0]))
+    def _partition(self, runs: Sequence[tuple[int, int, int]]) -> Partition:
+        """Of these degrees, first and last edges."""
+        kinds, first, last = np.array(runs).T
+        begin, end = self._edges[first], self._edges[last]
+        seconds = np.zeros(len(runs))
+        for degree in set(kinds.tolist()):
+            ours = kinds == degree
+            seconds[ours] = self._seconds(degree, begin[ours], end[ours])
+        columns = kinds.tolist(), begin.tolist(), end.tolist(), seconds.tolist()
+        return Partition(tuple(Run(*run) for run in zip(*columns, strict=True)))

@@ -28,6 +28,9 @@ PARTS = 256
 
 PARTS_A_DEVICE = 2
 
+LOOKED_AT, BESIDE = 32, 2
+"""Splits, at most, that a picture has, and how many of these are next to the best on either side."""
+
 SLOWER, TRIED = 64.0, 96
 """How much longer than the shortest a step may be for the sake of fewer devices, and how many lengths are tried."""
 
@@ -158,9 +161,19 @@ class Search:
                 break
         return best
 
-    def splits(self, devices: int) -> Iterator[Split]:
-        """Every mesh of the front with the best that the rest of the devices can do, fewest training devices first."""
-        for mesh in self._front:
+    def splits(self, devices: int, near: Split | None = None) -> Iterator[Split]:
+        """Meshes of the front with the best that the rest of the devices can do, fewest training devices first.
+
+        Args:
+          devices: of both stages.
+          near: of many meshes, only those next to this split's and some spread over the others; None: all of them.
+        """
+        chosen = list(range(len(self._front)))
+        if near is not None and len(chosen) > LOOKED_AT:
+            at = self._front.index(near.train)
+            beside = chosen[max(0, at - BESIDE) : at + BESIDE + 1]
+            chosen = sorted({*beside, *chosen[:: -(-len(chosen) // (LOOKED_AT - len(beside)))]})
+        for mesh in [self._front[index] for index in chosen]:
             served = self._partitions.fastest(devices - mesh.devices) if mesh.devices < devices else None
             if served is not None:
                 yield self._split(mesh, served)

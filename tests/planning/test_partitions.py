@@ -179,6 +179,19 @@ def test_given_instances_are_used_as_well_as_they_can_be(trajectories, instances
     assert found.seconds == pytest.approx(best, rel=1e-7)
 
 
+@hypothesis.settings(deadline=None, max_examples=20)
+@hypothesis.given(st.lists(st.integers(1, 20_000), min_size=50, max_size=200), st.sampled_from([1, 2]))
+def test_instances_that_serve_many_requests_are_used_as_well_as_they_can_be(tokens, narrow):
+    made = serve([[protocols.Turn(count)] for count in tokens])
+    found = partitions(made).over([narrow, 4])
+    assert found is not None
+    cuts, none, all_of_them = np.arange(len(tokens) + 1), np.zeros(len(tokens) + 1, int), len(tokens)
+    wide = made.seconds(4, none, cuts)
+    assert found.seconds == pytest.approx(
+        np.maximum(wide, made.seconds(narrow, cuts, none + all_of_them)).min(), rel=1e-7
+    )
+
+
 def test_a_context_that_fits_no_instance_has_no_partition_and_one_that_fits_wide_ones_only_goes_there():
     long = [protocols.Turn(MODEL.kv_tokens(1) + 1_000)]
     short = [protocols.Turn(100)]

@@ -94,6 +94,16 @@ def test_why_the_runner_up_lost_names_the_stage_that_is_slower():
     assert ("rollout takes" in sentence) != ("training alone takes" in sentence)
 
 
+def test_of_many_splits_a_picture_has_some_and_the_runner_up_among_them():
+    made = search.Search(*parts([20_000] * 200 + [100] * 2_000, 1), 384, staleness=1)
+    best, every = made.best(384), list(made.splits(384))
+    some = list(made.splits(384, near=best))
+    assert len(some) <= search.LOOKED_AT < len(every)
+    assert set(some) <= set(every)
+    assert some[0] == every[0]
+    assert search.compared(best, some) == search.compared(best, every)
+
+
 @hypothesis.settings(deadline=None, max_examples=30)
 @hypothesis.given(TOKENS, st.floats(1.0, 8.0), st.integers(0, 2))
 def test_the_cheapest_plan_within_a_time_has_no_device_too_many(tokens, slower, staleness):
