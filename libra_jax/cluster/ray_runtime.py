@@ -31,6 +31,7 @@ _LONGEST_TEMPORARY = 16  # our directory and Ray's socket in it add 91 character
 _PLENTY_OF_CPUS = 1024.0  # embedded, CPU reservations order nothing: two cores must be able to hold every actor
 _SYSTEM = {
     "kill_child_processes_on_worker_exit": False,  # the actor's guard does, and spares the resource tracker
+    "process_group_cleanup_enabled": False,  # likewise: it gives the tracker a fifth of a second to unlink
     "enable_worker_prestart": False,
     "prestart_worker_first_driver": False,
 }
