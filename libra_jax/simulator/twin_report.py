@@ -7,6 +7,9 @@ from pathlib import Path
 
 from libra_jax.simulator import twin
 
+FEW_STEPS = 8
+"""Held-out steps below which their mean error says little."""
+
 
 def table(made: twin.Twin) -> str:
     """One line a held-out step, measured and predicted seconds of it and of its parts; below, the verdict."""
@@ -46,6 +49,11 @@ def sentences(made: twin.Twin) -> list[str]:
         + ("met" if made.met else "NOT met")
         + f" with {made.error():.1%}",
     ]
+    if steps - made.calibrated < FEW_STEPS:
+        lines.append(
+            f"This is the mean of {steps - made.calibrated} steps, which says little: record a run of "
+            f"{2 * FEW_STEPS} steps or more."
+        )
     return lines
 
 

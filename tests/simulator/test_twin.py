@@ -166,6 +166,13 @@ def test_the_target_is_a_tenth_or_the_spread_of_the_machine():
     assert "no two of the predicted steps did" in twin_report.table(hand_made(None, 10.0))
 
 
+def test_a_mean_of_few_steps_is_called_one():
+    made = hand_made(None, 10.0)
+    longer = dataclasses.replace(made, measured=5 * made.measured, predicted=5 * made.predicted, calibrated=10)
+    assert "This is the mean of 2 steps" in twin_report.table(made)
+    assert "This is the mean of" not in twin_report.table(longer)
+
+
 # What cannot be replayed ------------------------------------------------------------------------------------------
 
 
