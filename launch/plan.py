@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -128,6 +129,16 @@ def main() -> None:
         case = dataclasses.replace(case, devices=_ACCELERATORS.value)
     if case.devices < 2:
         raise protocols.ConfigError(f"--accelerators: {case.devices} cannot both train and roll out; give 2 or more")
+    if (_OBJECTIVE.value == "cheapest") != (_WITHIN.value is not None):
+        raise protocols.ConfigError(
+            "--within: give the seconds of a step with --objective=cheapest, and only with that"
+        )
+    if _WITHIN.value is not None and not 0.0 < _WITHIN.value < math.inf:
+        raise protocols.ConfigError(
+            f"--within: {_WITHIN.value:g} is no time that a step may take; give seconds above 0"
+        )
+    if _SWEEP.value and _OUTPUT.value is not None:
+        raise protocols.ConfigError("--output: a sweep writes no file; leave --output or --sweep out")
     output = None if _OUTPUT.value is None else Path(_OUTPUT.value)
     if output is not None:
         cli.check_output(output)
@@ -149,10 +160,6 @@ def main() -> None:
 
 def _timed(searched: search.Search, devices: int) -> tuple[search.Split, float]:
     """The best by --objective, and the seconds that finding it took."""
-    if (_OBJECTIVE.value == "cheapest") != (_WITHIN.value is not None):
-        raise protocols.ConfigError(
-            "--within: give the seconds of a step with --objective=cheapest, and only with that"
-        )
     began = time.perf_counter()
     if _OBJECTIVE.value == "cheapest":
         found = searched.cheapest(_WITHIN.value, devices)
@@ -251,7 +258,7 @@ def _print_sweep(case: Case) -> None:
             f"{mesh.data} x {mesh.fsdp} x {mesh.tensor}",
             ", ".join(f"{bucket.count} of {bucket.tensor_parallel}" for bucket in best.rollout),
             f"{best.step_seconds:.1f}",
-            f"{tokens * work.count / best.step_seconds / one.devices:.1f}",
+            f"{tokens * work.count / best.step_seconds / best.devices:.1f}",
             f"{seconds:.3f}",
         )
     console.Console().print(rows)
@@ -269,11 +276,23 @@ def _cases(case: Case) -> Iterator[tuple[str, Case]]:
     elif _SWEEP.value == "lengths":
         for factor in FACTORS:
             scaled = work.scaled(factor)
-            trainer = dataclasses.replace(run.trainer, row_tokens=max(run.trainer.row_tokens, scaled.longest()))
+            trainer = _with_rows_of(run.trainer, scaled.longest())
             yield f"x {factor:g}", dataclasses.replace(case, work=scaled, run=dataclasses.replace(run, trainer=trainer))
     else:
         for name in hardware.names():
-            yield name, dataclasses.replace(case, model=dataclasses.replace(case.model, sheet=hardware.sheet(name)))
+            here, there = case.model, costs.of_hardware(name, case.model.shape, "--sweep")
+            keeps = here.coefficients.activation_bytes or there.coefficients.activation_bytes  # but on a CPU
+            coefficients = dataclasses.replace(here.coefficients, activation_bytes=keeps)
+            model = dataclasses.replace(here, sheet=there.sheet, coefficients=coefficients)
+            yield name, dataclasses.replace(case, model=model)
+
+
+def _with_rows_of(trainer: libra_config.TrainerConfig, longest: int) -> libra_config.TrainerConfig:
+    """The trainer with rows that hold a sequence of so many tokens."""
+    if longest <= max((trainer.row_tokens, *trainer.row_buckets)):
+        return trainer
+    whole = -(-longest // trainer.tensor) * trainer.tensor
+    return dataclasses.replace(trainer, row_buckets=(*trainer.row_buckets, whole))
 
 
 def as_json(best: search.Split, case: Case, unsure: planner.Prediction, seconds: float) -> dict[str, Any]:

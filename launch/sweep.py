@@ -122,11 +122,13 @@ def _sensitivity(names: Sequence[str], jobs: Sequence[Job]) -> Iterator[str]:
     reference = sorted(base := rates(""), key=base.__getitem__)
     for moved in dict.fromkeys(job.moved for job in jobs if job.moved):
         found = rates(moved)
+        if names[0] not in found:
+            yield f"{moved}: left out, as {names[0]} is"
+            continue
         order = sorted(found, key=found.__getitem__)
         pairs = comparison.swapped([name for name in reference if name in found], order)
         verdict = f"swaps {', '.join(' and '.join(pair) for pair in pairs)}" if pairs else "order kept"
-        first = next(iter(found.values()))
-        ratios = ", ".join(f"{name} {rate / first:.2f}" for name, rate in found.items())
+        ratios = ", ".join(f"{name} {rate / found[names[0]]:.2f}" for name, rate in found.items())
         yield f"{moved}: {verdict} ({ratios})"
 
 

@@ -75,6 +75,8 @@ class PlanFollower:
         ending: failure.Ending,
     ) -> None:
         self._limits = config.deadlines
+        self._shadow = config.planner.shadow
+        self._synchronous = config.coordinator.staleness == 0
         self._steps = config.steps
         self._planner = planner
         self._engines = engines
@@ -104,17 +106,20 @@ class PlanFollower:
         moving = self._moving()
         times = report.times
         step_seconds = times.step - report.evaluation.get("evaluation/seconds", 0.0)
-        lost, self._losses = self._engines.losses - self._losses, self._engines.losses
+        lost = self._engines.losses - self._losses  # told again until the planner may act on it
         measured = replanning.Measured(
             step=step_seconds,
             train=times.train,
             sync=times.sync,
-            wait=times.wait,
+            # Groups begin when weights are out, before an evaluation and a checkpoint, during which nobody waits yet.
+            wait=times.rollout if self._synchronous else times.wait,
             waiting=report.counts.waited_seconds / step_seconds if step_seconds > 0 else 0.0,
             slots=sum(instance.slots for instance in self._engines.serving()),
             lost=lost,
             disturbed=moving or self._disturbed or lost > 0,
         )
+        if not moving:
+            self._losses = self._engines.losses
         self._disturbed = moving  # a move that ends later touches the step after this one too
         trained = [trajectory for group in report.groups for trajectory in group.trajectories]
         try:
@@ -131,7 +136,8 @@ class PlanFollower:
             self._recorder.note(f"Plan, {decision.line()}{unsure}.")
         if moving:
             return metrics
-        if self._planner.plan != self._followed or (decision is not None and self._engines.dead):
+        replaces = decision is not None and self._engines.dead and not self._shadow
+        if self._planner.plan != self._followed or replaces:
             self._follow(self._planner.plan)
         return metrics
 

@@ -220,9 +220,9 @@ class Training:
                         yield self.mesh(data, fsdp, tensor)
 
     def tensor_degrees(self) -> list[int]:
-        """Those that stay inside a node and divide heads and feed-forward columns."""
+        """Those that stay inside a node and divide heads, feed-forward columns and rows."""
         shape = self._model.shape
-        sizes = shape.num_heads, shape.num_kv_heads, shape.intermediate_size, shape.vocab_size
+        sizes = shape.num_heads, shape.num_kv_heads, shape.intermediate_size, shape.vocab_size, *self._trainer.lengths
         return [
             degree
             for degree in TENSOR_DEGREES

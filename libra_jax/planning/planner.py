@@ -233,6 +233,8 @@ class GlobalPlanner:
         rules = replanning.Rules(
             **{item.name: getattr(config, item.name) for item in dataclasses.fields(replanning.Rules)}
         )
+        if not setting.staleness:  # stages that take turns need not take as long as each other
+            rules = dataclasses.replace(rules, imbalance=math.inf)
         self._replanner: replanning.Replanner[protocols.Plan] = replanning.Replanner(
             rules, plan, best=self._best, seconds=self._seconds, move=self._move_seconds
         )
@@ -302,9 +304,11 @@ class GlobalPlanner:
         self._learn_levels(measured)
 
     def snapshot(self) -> dict[str, Any]:
-        """JSON-able: the plan in force and the levels; lengths are seen again."""
+        """JSON-able: the plan in force, when it looked and moved, and the levels; lengths are seen again."""
         return {
             "plan": dataclasses.asdict(self.plan),
+            "before": None if self._before is None else dataclasses.asdict(self._before),
+            **self._replanner.snapshot(),
             "levels": dataclasses.asdict(self._levels),
             "measured": sorted(self._measured),
             "taken": [dataclasses.astuple(taken) for taken in self._taken],
@@ -312,8 +316,11 @@ class GlobalPlanner:
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Takes a snapshot's state in place of its own."""
-        self._replanner.present = plans.of_values(snapshot["plan"])
+        self._replanner.restore(plans.of_values(snapshot["plan"]), snapshot)
+        before = snapshot.get("before")
+        self._before = None if before is None else plans.of_values(before)
         self._levels, self._measured = Levels(**snapshot["levels"]), set(snapshot["measured"])
+        self._taken.clear()
         self._taken.extend(_Taken(*taken) for taken in snapshot["taken"])
 
     def _metrics(self, measured: replanning.Measured) -> dict[str, float]:

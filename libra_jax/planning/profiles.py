@@ -88,7 +88,8 @@ class Profile:
       engines: of each measured degree, at its level.
       sync: seconds of a publication.
       between: seconds of a step that belong to no stage.
-      errors: mean relative error of each of `Stages` on steps that were not fitted to; where it is not known, none.
+      errors: mean relative error of each of `Stages` on steps that were not fitted to; empty before it is known, and
+        never so in a file.
     """
 
     sheet: hardware.HardwareSheet
@@ -170,7 +171,7 @@ def fit(
         except protocols.DataError as error:
             raise protocols.DataError(f"instances of degree {degree}: {error}") from error
     engines = {
-        degree: levelled(engine, [step for step in steps if step.degree == degree])
+        degree: levelled(engine, [step for step in steps if step.degree == degree], model.kv_tokens(degree))
         for degree, engine in engines.items()
     }
     between = [step.seconds.total - step.seconds.rollout - step.seconds.train - step.seconds.sync for step in steps]
@@ -184,13 +185,20 @@ def fit(
     )
 
 
-def levelled(engine: calibration.EngineCosts, steps: Sequence[Measured]) -> calibration.EngineCosts:
+def levelled(engine: calibration.EngineCosts, steps: Sequence[Measured], cache_tokens: int) -> calibration.EngineCosts:
     """The engine that takes so many times as long that rollout takes, in the median step, what it took.
 
     Only part of a rollout grows with it, as tools take the time they take, so the factor is approached.
+
+    Args:
+      engine: fitted.
+      steps: measured, all on instances of one degree.
+      cache_tokens: that an instance's cache holds, as when the profile is used.
     """
     for _ in range(ROUNDS):
-        served = calibration.MeasuredEngines({step.degree: engine for step in steps})
+        served = calibration.MeasuredEngines(
+            {step.degree: engine for step in steps}, cache_tokens={step.degree: cache_tokens for step in steps}
+        )
         factor = statistics.median(step.seconds.rollout / _rollout_seconds(served, step) for step in steps)
         engine = engine.scaled(factor)
         if abs(factor - 1.0) <= CLOSE:

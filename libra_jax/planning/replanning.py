@@ -1,16 +1,16 @@
 """When to look for a better plan, and when to take it: a move has to pay for itself before the next one.
 
 A plan is looked for every `period` steps, or early, when something says that the present one no longer fits: requests
-wait for more slots than there are, one stage takes much longer than the other, an instance is lost. What is found is
-taken if, over the next `horizon` steps, it saves more than the move costs, if a step gets shorter by `least_gain` at
-least (less is within the error of the predictions), and if the last move is `cooldown` steps ago. Every look leaves a
-line in the log, whichever way it went.
+wait for more slots than there are, one stage has come to take much longer than the other, an instance is lost. What is
+found is taken if, over the next `horizon` steps, it saves more than the move costs, if a step gets shorter by
+`least_gain` at least (less is within the error of the predictions), and if the last move is `cooldown` steps ago. Every
+look leaves a line in the log, whichever way it went.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -25,7 +25,7 @@ class Rules:
     """When to look and when to move.
 
     Attributes:
-      period: training steps between two looks; 0 looks early only.
+      period: training steps between two looks; 0: none but early ones.
       horizon: steps over which a move has to pay.
       cooldown: steps after a move before the next, and after any look before an early one.
       least_gain: relative gain of a step below which nothing moves.
@@ -151,12 +151,12 @@ class Replanner(Generic[Plan]):
     ) -> None:
         self.rules = rules
         self.present = present
-        self.log: list[Decision[Plan]] = []
         self._best = best
         self._seconds = seconds
         self._move = move
         self._moved_at: int | None = None
         self._looked_at = 0
+        self._slower = ""  # the stage that took much longer when it looked last
 
     def after(self, step: int, signs: Signs) -> Decision[Plan] | None:
         """The decision after a training step; None if nothing makes it look.
@@ -168,7 +168,7 @@ class Replanner(Generic[Plan]):
         why = self._why(step, signs)
         if why is None:
             return None
-        self._looked_at = step
+        self._looked_at, self._slower = step, self._much_slower(signs)
         best = self._best()
         now, then = self._seconds(self.present), self._seconds(best)
         cost = self._move(self.present, best) if best != self.present else 0.0
@@ -178,7 +178,6 @@ class Replanner(Generic[Plan]):
         taken = f"saves {saved:.1f} s over the next {self.rules.horizon} steps"
         shadow = f"would move, as it {taken}, and only watches" if reason is None else reason
         decision = Decision(step, why, best, now, then, cost, moved, taken if moved else shadow)
-        self.log.append(decision)
         if moved:
             self.present, self._moved_at = best, step
         return decision
@@ -189,18 +188,31 @@ class Replanner(Generic[Plan]):
             return f"{signs.lost} instances lost"
         if rules.period and step - self._looked_at >= rules.period:
             return f"every {rules.period} steps"
-        if self._cooling(step) or self._looked_at >= step - rules.cooldown:  # it has just seen the same
+        if self._cooling(step) or step - self._looked_at < rules.cooldown:  # it has just seen the same
             return None
         if signs.waiting > rules.queue_pressure * signs.slots:
             return f"{signs.waiting:.0f} requests wait for {signs.slots} slots"
-        slower, faster = (
-            max(signs.rollout_seconds, signs.train_seconds),
-            min(signs.rollout_seconds, signs.train_seconds),
-        )
-        if slower > rules.imbalance * faster:
-            stage = "rollout" if signs.rollout_seconds > signs.train_seconds else "training"
-            return f"{stage} takes {slower / max(faster, 1e-9):.1f} times as long as the other stage"
+        stage = self._much_slower(signs)
+        if stage and stage != self._slower:  # else it was so at the last look, which could not mend it
+            seconds = sorted((signs.rollout_seconds, signs.train_seconds))
+            return f"{stage} takes {seconds[1] / max(seconds[0], 1e-9):.1f} times as long as the other stage"
         return None
+
+    def _much_slower(self, signs: Signs) -> str:
+        """The stage that takes much longer than the other, if one does."""
+        if signs.rollout_seconds > self.rules.imbalance * signs.train_seconds:
+            return "rollout"
+        return "training" if signs.train_seconds > self.rules.imbalance * signs.rollout_seconds else ""
+
+    def snapshot(self) -> dict[str, Any]:
+        """JSON-able: when it looked and moved last, without the plan."""
+        return {"moved_at": self._moved_at, "looked_at": self._looked_at, "slower": self._slower}
+
+    def restore(self, present: Plan, snapshot: Mapping[str, Any]) -> None:
+        """Goes on with the plan in force and what `snapshot` returned; what an older one lacks is as at the start."""
+        self.present = present
+        self._moved_at = snapshot.get("moved_at")
+        self._looked_at, self._slower = snapshot.get("looked_at", 0), snapshot.get("slower", "")
 
     def _against(self, step: int, best: Plan, now: float, then: float, cost: float, *, lost: bool) -> str | None:
         """What speaks against the move, None if nothing does."""

@@ -189,9 +189,9 @@ class Search:
         if served is None:
             return tuple(rollout)
         drawn = {bucket.tensor_parallel: bucket.max_remaining_tokens for bucket in self._buckets(served)}
-        bounds, least = [], 1  # instances without work are the narrowest
-        for bucket in rollout:
-            least = max(least, drawn.get(bucket.tensor_parallel, least))
+        bounds, least = [], 0
+        for bucket in rollout:  # those without work get the least range there is
+            least = max(least + 1, drawn.get(bucket.tensor_parallel, 0))
             bounds.append(dataclasses.replace(bucket, max_remaining_tokens=least))
         return tuple(bounds)
 
@@ -244,11 +244,16 @@ class Search:
         return Split(mesh, self._buckets(served), served.seconds, max(times) if self._staleness else sum(times))
 
     def _buckets(self, served: partition.Partition) -> tuple[protocols.PlannedBucket, ...]:
-        """The runs by degree, the narrowest first; each degree's longest request bounds its bucket."""
-        buckets = []
+        """The runs by degree, the narrowest first; each degree's longest request bounds its bucket.
+
+        Where requests of one length are served by several degrees the wider ones' bounds are a token more: which of
+        them gets whom is the scheduler's choice.
+        """
+        buckets: list[protocols.PlannedBucket] = []
         for degree, runs in itertools.groupby(reversed(served.runs), key=lambda run: run.degree):
             mine = list(runs)
             longest = math.ceil(self.demand.tokens[mine[-1].first])
+            longest = max(longest, buckets[-1].max_remaining_tokens + 1) if buckets else longest
             buckets.append(protocols.PlannedBucket(degree, len(mine), longest))
         return tuple(buckets)
 
@@ -266,7 +271,7 @@ def compared(best: Split, splits: Sequence[Split]) -> str:
     second = min(others, key=lambda item: item.step_seconds)
     more = second.step_seconds / best.step_seconds - 1.0
     if second.train_seconds > second.rollout_seconds:
-        reason = f"training alone takes {second.train_seconds:.1f} s on {second.train.devices} devices"
+        reason = f"training takes {second.train_seconds:.1f} s on {second.train.devices} devices"
     else:
         reason = f"rollout takes {second.rollout_seconds:.1f} s on the {second.plan.rollout_devices} devices left"
     return f"{second.train.devices} training devices would make the step {100 * more:.1f}% longer: {reason}"

@@ -13,7 +13,6 @@ contexts and tools; where they have, it may fall a little short of that.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -42,6 +41,10 @@ class Serving:
         self._slots = dict(zip(degrees, slots, strict=True))
         self._staleness = staleness
         self._peaks = ranges.Maxima(demand.peak)
+        self._tables = {
+            degree: np.array([model.fixed_seconds(degree, count) for count in range(self._slots[degree] + 1)])
+            for degree in degrees
+        }
         self._ways = {degree: self._way(degree) for degree in degrees}
         self._paths = {degree: ranges.Maxima(self._alone(degree)) for degree in degrees}
 
@@ -89,9 +92,5 @@ class Serving:
 
     def _fixed(self, degree: int, decoding: Values) -> Values:
         """Seconds of a step of so many requests, a number that need not be whole, apart from contexts."""
-        table = self._table(degree)
+        table = self._tables[degree]
         return np.asarray(np.interp(decoding, np.arange(len(table)), table), np.float64)
-
-    @functools.cache  # noqa: B019 (one object a plan)
-    def _table(self, degree: int) -> Values:
-        return np.array([self._model.fixed_seconds(degree, count) for count in range(self._slots[degree] + 1)])

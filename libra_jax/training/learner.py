@@ -5,6 +5,7 @@ Thread-safety: none; one thread makes and uses a learner (JAX's mesh contexts ar
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ class Learner:
     """Takes steps on packed micro-batches.
 
     Attributes:
+      config: the run's, with this learner's mesh.
       layout: shapes and shardings of the state.
       state: the train state; replaced by each update, the old one consumed.
       programs: the compiled programs.
@@ -51,7 +53,9 @@ class Learner:
         Raises:
           ConfigError: too few devices, or the model does not divide over the mesh.
         """
-        self._config = config
+        self.config = config
+        self._model = model
+        self._options = compiler_options
         self._transform = optimizer.transform(config.optimizer)
         mesh = mesh_lib.make(config.trainer, devices)
         self.layout = state_lib.layout(
@@ -87,22 +91,37 @@ class Learner:
 
     def begin(self, params: Any) -> None:
         """Starts a fresh state, its optimizer and reference model included, around `params`."""
-        self.state = state_lib.begin(params, self.layout, self._transform, self._config.seed)
+        self.state = state_lib.begin(params, self.layout, self._transform, self.config.seed)
 
     def restart(self) -> None:
         """Starts optimizer, reference model and step number anew around the present parameters."""
         self.begin(self.params)
 
+    def on(self, trainer: config_lib.TrainerConfig, devices: Sequence[jax.Device]) -> Learner:
+        """A learner like this one on another mesh, without programs or a state.
+
+        Raises:
+          ConfigError: too few devices, or the model does not divide over the mesh.
+        """
+        config = dataclasses.replace(self.config, trainer=trainer)
+        return Learner(config, self._model, devices, self._options)
+
+    def release(self) -> tuple[list[jax.Array], Any]:
+        """The state's leaves, which this learner no longer holds, and their structure; its accumulator is freed."""
+        leaves, structure = jax.tree.flatten(self._begun())
+        self.state = self._accumulator = None
+        return leaves, structure
+
     def compile(self, loss: str) -> None:
         """Compiles a step over the shortest rows ahead of its first use."""
-        config = self._config.trainer
+        config = self.config.trainer
         shape = (config.rows_per_micro_batch, config.row_tokens)
         batch: dict[str, np.ndarray] = dict(vars(packing.empty(shape)))
         if loss == POLICY:
             batch["advantages"] = np.zeros(shape, np.float32)
             if self.layout.state.reference is not None:
                 batch["reference"] = np.zeros(shape, np.float32)
-            if len(self._config.rollout.tensor_parallel) > 1:
+            if len(self.config.rollout.tensor_parallel) > 1:
                 batch["moved"] = np.zeros(shape, np.float32)
         self.programs.compile(loss, batch)
 

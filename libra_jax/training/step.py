@@ -26,6 +26,12 @@ Batch = Mapping[str, jax.Array]
 Loss = Callable[[Any, Batch], objective.ObjectiveSums]
 Report = dict[str, Any]
 
+SCORE = "score"
+"""The name under which micro-batches that were scored stand beside those of the losses."""
+
+Shape = tuple[str, dict[str, jax.ShapeDtypeStruct]]
+"""A loss's name, or SCORE, and a micro-batch that it was compiled for."""
+
 
 def grad_step(
     loss: Loss, params: Any, accumulator: state_lib.Accumulator, batch: Batch
@@ -108,6 +114,7 @@ class Programs:
         self._score = score
         self._scores: dict[tuple[Any, ...], jax.stages.Compiled] = {}
         self._grad_steps: dict[tuple[Any, ...], jax.stages.Compiled] = {}
+        self._met: list[Shape] = []
         self._apply_step: jax.stages.Compiled | None = None
 
     @property
@@ -123,8 +130,21 @@ class Programs:
         key = (loss, _shape_key(batch))
         if key not in self._grad_steps:
             self._grad_steps[key] = self._compile_grad_step(loss, batch)
+            self._met.append((loss, _shapes(batch)))
         if self._apply_step is None:
             self._apply_step = self._compile_apply_step()
+
+    def shapes(self) -> list[Shape]:
+        """Every kind of micro-batch compiled for so far."""
+        return list(self._met)
+
+    def compile_like(self, shape: Shape) -> None:
+        """Compiles what another mesh's programs have met."""
+        loss, batch = shape
+        if loss == SCORE:
+            self._compile_score(batch)
+        else:
+            self.compile(loss, batch)
 
     def grad_step(
         self, loss: str, params: Any, accumulator: state_lib.Accumulator, batch: Batch
@@ -143,18 +163,23 @@ class Programs:
 
     def score(self, params: Any, batch: Batch) -> jax.Array:
         """Log-probability of each target, float32 [B, T]."""
+        self._compile_score(batch)
+        return self._scores[_shape_key(batch)](params, batch)
+
+    def _compile_score(self, batch: Mapping[str, Any]) -> None:
         key = _shape_key(batch)
-        if key not in self._scores:
-            where = self._where
-            batch_sharding = mesh_lib.batch_sharding(where.mesh)
-            program = jax.jit(
-                self._score,
-                in_shardings=(state_lib.shardings_of(where.state.params), dict.fromkeys(batch, batch_sharding)),
-                out_shardings=batch_sharding,
-            )
-            with jax.set_mesh(where.mesh):
-                self._scores[key] = program.lower(where.state.params, _shapes(batch)).compile(self._options)
-        return self._scores[key](params, batch)
+        if key in self._scores:
+            return
+        where = self._where
+        batch_sharding = mesh_lib.batch_sharding(where.mesh)
+        program = jax.jit(
+            self._score,
+            in_shardings=(state_lib.shardings_of(where.state.params), dict.fromkeys(batch, batch_sharding)),
+            out_shardings=batch_sharding,
+        )
+        with jax.set_mesh(where.mesh):
+            self._scores[key] = program.lower(where.state.params, _shapes(batch)).compile(self._options)
+        self._met.append((SCORE, _shapes(batch)))
 
     def _compile_grad_step(self, loss: str, batch: Mapping[str, Any]) -> jax.stages.Compiled:
         where = self._where

@@ -237,6 +237,49 @@ def test_an_instance_that_is_lost_for_good_is_replaced_at_the_next_look(tmp_path
     assert [(number, degree) for number, degree, _ in makes.made] == [(2, 1)]
 
 
+def test_a_shadow_replaces_nothing(tmp_path):
+    config = doubles.make_config(steps=6, rollout={"restarts": 0}, planner={"shadow": True})
+    specs = doubles.engine_specs(config, 2)
+    specs[1] = dataclasses.replace(specs[1], arguments={**specs[1].arguments, "fail_after_tokens": 30})
+    makes = Makes(config)
+    bench = doubles.Bench(config, tmp_path, specs=specs, planner=Scripted({4: BEGIN}), make_engine=makes)
+    bench.run()
+    check_whole(bench)
+    assert not makes.made
+
+
+def test_a_loss_is_told_until_the_planner_may_act_on_it(tmp_path):
+    config = doubles.make_config(steps=6, coordinator={"staleness": 1}, deadlines={"engine_start": 100.0})
+    planner = Scripted({})
+    specs = doubles.engine_specs(config, 2)
+    specs[1] = dataclasses.replace(specs[1], arguments={**specs[1].arguments, "fail_after_tokens": 30})
+    bench = doubles.Bench(config, tmp_path, specs=specs, planner=planner, make_engine=Makes(config))
+    spawn, spawned = bench.cluster.spawn, []
+
+    async def slowly_again(spec: protocols.ActorSpec) -> Any:
+        spawned.append(spec.name)
+        if spawned.count(spec.name) > 1:
+            await asyncio.sleep(1.0)
+        return await spawn(spec)
+
+    bench.cluster.spawn = slowly_again
+    told: list[tuple[int, bool]] = []
+    ask = planner.after
+
+    def note(step: int, measured: replanning.Measured, *arguments: Any, **further: Any) -> Any:
+        told.append((measured.lost, further["may_move"]))
+        return ask(step, measured, *arguments, **further)
+
+    planner.after = note
+    bench.run()
+    check_whole(bench)
+    assert (1, False) in told, "it was lost while it could not be acted on"
+    first = told.index((1, False))
+    acted = [may for lost, may in told[first:] if lost]
+    assert acted.count(True) <= 1
+    assert all(lost for lost, may in told[first:] if not may)
+
+
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_waits_for_slots_are_measured(tmp_path, staleness):
     config = doubles.make_config(steps=6, rollout={"slots": 1}, coordinator={"staleness": staleness})

@@ -49,9 +49,24 @@ def test_a_sweep_says_what_each_case_comes_to_and_which_has_no_plan():
     assert "v5e: the model trains on no mesh of 64 v5e devices" in result.stdout
 
 
+@pytest.mark.slow
+def test_other_numbers_and_lengths_are_swept_and_few_accelerators_do_more_each():
+    result = plan("--config=configs/simulate.py:search", "--sweep=lengths")
+    assert result.returncode == 0, result.stderr
+    steps = [float(step) for step in re.findall(r"│ x \S+ .*?│ +([\d.]+) +│ [\d.]+ +│ [\d.]+ +│$", result.stdout, re.M)]
+    assert len(steps) == 4
+    assert steps == sorted(steps)
+    thrifty = plan("--config=configs/simulate.py:search", "--objective=per_accelerator")
+    assert thrifty.returncode == 0, thrifty.stderr
+    assert "accelerators have no use" in thrifty.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "fragments"),
     [
+        (["--sweep=lengths", "--output=plan.json"], ["--output: a sweep writes no file"]),
+        (["--sweep=lengths", "--objective=cheapest"], ["--within: give the seconds of a step"]),
+        (["--objective=cheapest", "--within=nan"], ["--within: nan is no time that a step may take"]),
         (["--accelerators=1"], ["--accelerators: 1 cannot both train and roll out"]),
         (["--accelerators=4"], ["the model trains on no mesh of 4 a800 devices", "GB"]),
         (["--config.simulation.hardware=a900"], ["'a900' is not one of", "did you mean"]),

@@ -1,6 +1,7 @@
 """launch/sweep.py: every config under every seed once, one table, and sentences for what cannot be run."""
 
 import json
+import re
 
 import pytest
 import scripts
@@ -32,12 +33,23 @@ def test_a_sweep_runs_each_config_and_seed_once_and_goes_on_where_it_was_stopped
 
 
 def test_each_coefficient_is_moved_both_ways_and_the_order_told(tmp_path):
-    small = ("--steps=1", "--jobs=2", f"--output={tmp_path}", "--configs=configs/simulate.py:math")
+    names = ("static-search", "colocated-search")
+    small = ("--steps=1", "--jobs=2", f"--output={tmp_path}", f"--configs={','.join(names)}", ABLATION[0])
     result = scripts.run("sweep.py", *small, "--sensitivity", seconds=280)
     assert result.returncode == 0, result.stderr
-    moves = [line for line in result.stdout.splitlines() if "order kept (configs/simulate.py:math 1.00)" in line]
-    assert len(moves) + result.stderr.count("left out") == 26
-    assert any(line.startswith("step_overhead = 0.0039") for line in moves)
+    found = re.findall(
+        r"^(\w+ = \S+): (order kept|swaps .*) \(static-search 1.00, colocated-search (\S+)\)$", result.stdout, re.M
+    )
+    left_out = {line.partition(", ")[2].partition(":")[0] for line in result.stderr.splitlines() if "left out" in line}
+    assert len(found) + len(left_out) == 26
+    assert ("step_overhead = 0.0039") in [name for name, _, _ in found]
+    ratios = {float(ratio) for _, _, ratio in found}
+    assert len(ratios) > 3
+    entries = json.loads((tmp_path / "sweep.json").read_text())
+    base = entries[names[1]][0]["tokens_per_second"] / entries[names[0]][0]["tokens_per_second"]
+    for _, verdict, ratio in found:
+        if abs(float(ratio) - 1.0) > 0.01:
+            assert (verdict == "order kept") == ((float(ratio) > 1.0) == (base > 1.0))
 
 
 @pytest.mark.parametrize(

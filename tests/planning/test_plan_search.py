@@ -60,6 +60,20 @@ def test_a_device_more_never_makes_the_step_longer(tokens, devices, staleness):
     assert made.best(devices + 1).step_seconds <= made.best(devices).step_seconds * (1 + 1e-8)
 
 
+def test_bounds_ascend_where_requests_of_one_length_go_to_several_degrees():
+    made = search.Search(*parts([16_000] * 64, 1), 40, staleness=1)
+    rollout = tuple(protocols.PlannedBucket(degree, 2, 1) for degree in (1, 2, 4))
+    for buckets in (made.ranges(rollout), made.best(40).rollout):
+        bounds = [bucket.max_remaining_tokens for bucket in buckets]
+        assert bounds == sorted(set(bounds))
+    assert [bucket.max_remaining_tokens for bucket in made.ranges(rollout)] == [16_000, 16_001, 16_002]
+
+
+def test_a_mesh_over_which_rows_do_not_divide_is_left_out():
+    training = meshes.Training(MODEL, [500] * 8, meshes.Trainer((4_098,)))
+    assert training.tensor_degrees() == [1, 2]
+
+
 def test_too_few_devices_for_both_stages_are_refused_with_what_each_takes():
     with pytest.raises(protocols.ConfigError, match=r"1 devices are too few: training takes at least 1 .* rollout at"):
         search.Search(*parts([1_000], 1), 8, staleness=1).best(1)

@@ -137,10 +137,17 @@ def test_where_instances_stay_their_ranges_follow_the_lengths():
     assert made.plan.rollout[0].max_remaining_tokens > 2 * short
 
 
+def test_stages_that_take_turns_may_differ_as_much_as_they_like():
+    setting = planner.Setting(MODEL, TRAINER, (1, 2, 4), (32, 32, 32), 16, 64, 0)
+    made, measured = make(setting=setting, period=100), replanning.Measured(400.0, train=30.0, wait=370.0, slots=448)
+    assert not any(decision for decision, _ in steps(made, measured, 4_000, 30))
+
+
 def test_what_it_knows_survives_a_restart():
     made, measured = make(), replanning.Measured(step=400.0, train=30.0, wait=370.0, slots=448)
-    steps(made, measured, 8_000, 8)
+    assert any(decision and decision.moved for decision, _ in steps(made, measured, 8_000, 8))
     again = make()
+    steps(again, measured, 500, 3)
     again.restore(json.loads(json.dumps(made.snapshot())))
     assert (again.plan, again.levels, again.calibrated) == (made.plan, made.levels, made.calibrated)
     assert again.snapshot() == made.snapshot()

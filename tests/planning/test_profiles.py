@@ -99,7 +99,17 @@ def test_an_engine_is_levelled_until_whole_rollouts_take_what_they_took(tool_sec
     served = serving.Serving(slower, asked, [1], [8], staleness=0)
     seconds = float(served.seconds(1, np.array([0]), np.array([8]))[0])
     step = profiles.Measured((1, 1, 1), trainer(8), (200,), asked, 1, 8, profiles.Stages(seconds, 1.0, 0.1, 2.0))
-    assert profiles.levelled(ENGINE, [step]).step == pytest.approx(1.7 * ENGINE.step, rel=1e-3)
+    assert profiles.levelled(ENGINE, [step], 10**9).step == pytest.approx(1.7 * ENGINE.step, rel=1e-3)
+
+
+def test_a_full_cache_is_charged_once():
+    asked = demand.of_trajectories([50] * 64, [[protocols.Turn(2_000)]] * 64)
+    crowded = calibration.MeasuredEngines({1: ENGINE}, cache_tokens={1: 5_000})
+    served = serving.Serving(crowded, asked, [1], [64], staleness=0)
+    seconds = float(served.seconds(1, np.array([0]), np.array([64]))[0])
+    step = profiles.Measured((1, 1, 1), trainer(8), (200,), asked, 1, 64, profiles.Stages(seconds, 1.0, 0.1, 2.0))
+    assert profiles.levelled(ENGINE, [step], 5_000).step == pytest.approx(ENGINE.step, rel=1e-3)
+    assert profiles.levelled(ENGINE, [step], 10**9).step > 1.2 * ENGINE.step
 
 
 def test_a_profile_survives_its_file(tmp_path):

@@ -1,0 +1,279 @@
+"""Another mesh for a learner that trains, in one process: compiled ahead, then the state re-sharded between two steps.
+
+A resize is a second learner on the new mesh. Its programs are compiled on a thread while the first trains, for every
+shape that the first has met; then, between two steps, the state moves over leaf by leaf, each old leaf freed as soon as
+its successor is there, so that at no moment more than one leaf is held twice. What arrives is the same to the last bit.
+
+The devices are those of this process. Between processes a state goes through a checkpoint (`checkpoints`).
+
+Thread-safety: one thread makes, takes over and cancels a resize; only compilation runs elsewhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import psutil
+
+from libra_jax import config as config_lib
+from libra_jax import protocols
+from libra_jax.training import learner as learner_lib
+from libra_jax.training import state as state_lib
+
+FreeBytes = Callable[[Sequence[jax.Device]], "dict[jax.Device, int]"]
+"""Devices to the bytes that each may still take."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What moving a state takes, known before it begins.
+
+    Attributes:
+      state_bytes: of the whole state, each leaf once.
+      arriving_bytes: over all devices, what each has to get that it does not hold.
+      peak_bytes: most that any device holds at one moment on top of what it held before.
+    """
+
+    state_bytes: int
+    arriving_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Phases:
+    """What a resize took.
+
+    Attributes:
+      compile_seconds: of the new programs, beside training.
+      wait_seconds: that the take-over waited for them.
+      move_seconds: of the state, between two steps.
+      moved_bytes: that arrived on devices.
+    """
+
+    compile_seconds: float
+    wait_seconds: float
+    move_seconds: float
+    moved_bytes: int
+
+
+class Resize:
+    """One resize, from its beginning to the take-over.
+
+    Attributes:
+      sizes: (data, fsdp, tensor) of the new mesh.
+      estimate: of the move.
+    """
+
+    def __init__(
+        self,
+        present: learner_lib.Learner,
+        sizes: tuple[int, int, int],
+        devices: Sequence[jax.Device],
+        *,
+        free_bytes: FreeBytes | None = None,
+    ) -> None:
+        """Checks what can be checked and begins to compile.
+
+        Args:
+          present: the learner that trains; it goes on.
+          sizes: (data, fsdp, tensor) wanted.
+          devices: the new mesh takes the first of them.
+          free_bytes: what devices may still take; default: as they or this machine report it.
+
+        Raises:
+          ConfigError: the sizes are no mesh of this model, batch and number of devices, or are those of the present
+            one; or the devices are several processes'.
+          LibraError: a device has no room for the move.
+        """
+        if jax.process_count() > 1:
+            raise protocols.ConfigError(
+                "a mesh of several processes cannot be resized inside them; start other processes from a checkpoint"
+            )
+        config = present.config
+        trainer = _with_sizes(config.trainer, sizes)
+        if (trainer.data, trainer.fsdp, trainer.tensor) == mesh_sizes(config.trainer):
+            raise protocols.ConfigError(f"the trainer's mesh is {_named(sizes)} already")
+        self.sizes = sizes
+        self._present = present
+        self._next = present.on(trainer, devices)
+        self.estimate = estimate(present.layout.state, self._next.layout.state)
+        _check_room(self.estimate, self._next.layout, free_bytes or _free_bytes)
+        self._shapes = present.programs.shapes()
+        self._compiled = 0
+        self._seconds = 0.0
+        self._error: Exception | None = None
+        self._cancelled = threading.Event()
+        self._thread = threading.Thread(target=self._compile, name="compile for a resize", daemon=True)
+        self._thread.start()
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Programs compiled, and how many there are."""
+        return self._compiled, len(self._shapes)
+
+    @property
+    def ready(self) -> bool:
+        """Nothing is left to compile: taking over waits for nothing."""
+        return not self._thread.is_alive()
+
+    def cancel(self, seconds: float) -> bool:
+        """Gives the new mesh up; the learner that trains knows nothing of it. False if compilation goes on after
+        `seconds`: XLA cannot be interrupted, and ends with the program under way."""
+        self._cancelled.set()
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def take_over(self, seconds: float) -> tuple[learner_lib.Learner, Phases]:
+        """The learner on the new mesh, with the state of the present one, which is left empty. Between two steps only.
+
+        Args:
+          seconds: that compilation may still take.
+
+        Raises:
+          DeadlineMissed: it took longer; the present learner goes on, and so does the compilation.
+          LibraError: the new programs do not compile, or the state could not be moved; the present learner goes on.
+        """
+        began = time.monotonic()
+        self._thread.join(seconds)
+        waited = time.monotonic() - began
+        if self._thread.is_alive():
+            raise protocols.DeadlineMissed(
+                f"compiling for a mesh of {_named(self.sizes)} takes longer than {seconds:g} s; the trainer stays on "
+                "its mesh for now"
+            )
+        if self._cancelled.is_set():
+            raise protocols.LibraError(f"the resize to {_named(self.sizes)} was cancelled.")
+        if self._error is not None:
+            raise protocols.LibraError(
+                f"the programs of a mesh of {_named(self.sizes)} do not compile ({self._error}); the trainer stays on "
+                "its mesh."
+            ) from self._error
+        began = time.monotonic()
+        leaves, structure = self._present.release()
+        try:
+            move(leaves, jax.tree.leaves(self._next.layout.state))
+        except protocols.LibraError:
+            self._present.state = jax.tree.unflatten(structure, leaves)
+            raise
+        self._next.state = jax.tree.unflatten(structure, leaves)
+        moved = time.monotonic() - began
+        return self._next, Phases(self._seconds, waited, moved, self.estimate.arriving_bytes)
+
+    def _compile(self) -> None:
+        began = time.monotonic()
+        try:
+            for shape in self._shapes:
+                if self._cancelled.is_set():
+                    return
+                self._next.programs.compile_like(shape)
+                self._compiled += 1
+        except Exception as error:  # told by whoever takes over
+            self._error = error
+        finally:
+            self._seconds = time.monotonic() - began
+
+
+def mesh_sizes(trainer: config_lib.TrainerConfig) -> tuple[int, int, int]:
+    """(data, fsdp, tensor)."""
+    return trainer.data, trainer.fsdp, trainer.tensor
+
+
+def estimate(before: state_lib.TrainState, after: state_lib.TrainState) -> Estimate:
+    """What moving a state takes, from where its leaves lie and are to lie (`jax.ShapeDtypeStruct` leaves)."""
+    held: dict[jax.Device, int] = {}  # on top of what the device held before the move
+    whole = arriving = peak = 0
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        item = np.dtype(old.dtype).itemsize
+        whole += item * int(np.prod(old.shape))
+        here, there = _slices(old), _slices(new)
+        for device, part in there.items():
+            size = item * _size(part)
+            arriving += size - item * (_overlap(here[device], part) if device in here else 0)
+            held[device] = held.get(device, 0) + size
+            peak = max(peak, held[device])
+        for device, part in here.items():
+            held[device] = held.get(device, 0) - item * _size(part)
+    return Estimate(whole, arriving, peak)
+
+
+def move(leaves: list[jax.Array], places: Sequence[jax.ShapeDtypeStruct]) -> None:
+    """Moves each leaf to the sharding of its place. The list must hold the only references: they are what is freed.
+
+    Raises:
+      LibraError: the devices refused; all leaves are where they were.
+    """
+    homes = [leaf.sharding for leaf in leaves]
+    done = 0
+    try:
+        for index, place in enumerate(places):
+            # Not deleted, but let go: JAX may keep a shard that stays on its device as it is, for both.
+            leaves[index] = _put(leaves[index], place.sharding)
+            done = index + 1
+    except jax.errors.JaxRuntimeError as error:
+        for index in range(done):
+            leaves[index] = _put(leaves[index], homes[index])
+        line = str(error).strip().splitlines()[0][:200]
+        raise protocols.LibraError(f"the state could not be moved to another mesh and stays ({line}).") from error
+
+
+def _put(leaf: jax.Array, where: jax.sharding.Sharding) -> jax.Array:
+    return jax.block_until_ready(jax.device_put(leaf, where))
+
+
+def _with_sizes(trainer: config_lib.TrainerConfig, sizes: tuple[int, int, int]) -> config_lib.TrainerConfig:
+    data, fsdp, tensor = sizes
+    try:
+        return dataclasses.replace(trainer, data=data, fsdp=fsdp, tensor=tensor)
+    except config_lib.ConfigError as error:
+        raise protocols.ConfigError(f"a mesh of {_named(sizes)} cannot be: {error}") from error
+
+
+def _named(sizes: tuple[int, int, int]) -> str:
+    return "data {} x fsdp {} x tensor {}".format(*sizes)
+
+
+def _slices(leaf: Any) -> dict[jax.Device, tuple[tuple[int, int], ...]]:
+    """Of each device, the first and last index of each dimension that it holds."""
+    places = leaf.sharding.devices_indices_map(leaf.shape)
+    return {
+        device: tuple(part.indices(size)[:2] for part, size in zip(parts, leaf.shape, strict=True))
+        for device, parts in places.items()
+    }
+
+
+def _size(part: Sequence[tuple[int, int]]) -> int:
+    return int(np.prod([last - first for first, last in part], dtype=np.int64))
+
+
+def _overlap(one: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]) -> int:
+    common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True)]
+    return _size(common) if all(first < last for first, last in common) else 0
+
+
+def _check_room(wanted: Estimate, where: state_lib.Layout, free_bytes: FreeBytes) -> None:
+    devices = list(where.mesh.devices.flat)
+    for device, free in free_bytes(devices).items():
+        if wanted.peak_bytes > free:
+            raise protocols.LibraError(
+                f"a live resize takes up to {wanted.peak_bytes / 2**20:.1f} MiB more on a device for a moment, and "
+                f"{device} has {free / 2**20:.1f} MiB; raise trainer.fsdp, or restart on the other mesh."
+            )
+
+
+def _free_bytes(devices: Sequence[jax.Device]) -> dict[jax.Device, int]:
+    """What each device reports; CPU devices share this machine's memory."""
+    free = {}
+    for device in devices:
+        told = device.memory_stats() if device.platform != "cpu" else None
+        if told and "bytes_limit" in told:
+            free[device] = told["bytes_limit"] - told["bytes_in_use"]
+        elif device.platform == "cpu":
+            free[device] = psutil.virtual_memory().available // len(devices)
+    return free

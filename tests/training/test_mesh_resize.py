@@ -1,0 +1,197 @@
+"""A mesh that changes between two steps: not a bit of the state changes, nor does what is learnt."""
+
+import itertools
+import weakref
+
+import jax
+import numpy as np
+import pytest
+
+from libra_jax import config as config_lib
+from libra_jax import protocols
+from libra_jax.training import learner as learner_lib
+from libra_jax.training import packing, resize
+
+RATE = 3e-3
+ALGORITHM = config_lib.AlgorithmConfig(clip_low=0.99)
+ADAM = config_lib.OptimizerConfig(name="adam", eps=1e-6)
+SIZES = [(8, 1, 1), (2, 2, 1), (1, 2, 1), (2, 2, 2), (1, 1, 1), (1, 4, 2)]
+PATIENCE = 120.0
+
+
+@pytest.fixture(scope="module")
+def begun(small):
+    """A learner on all eight devices that has taken a step, and the batch it was given."""
+
+    def make(sizes=(8, 1, 1), **groups):
+        data, fsdp, tensor = sizes
+        trainer = {"data": data, "fsdp": fsdp, "tensor": tensor}
+        config = small.config(trainer=trainer, algorithm=ALGORITHM, optimizer=ADAM, **groups)
+        made = small.learner(config)
+        packed = packing.pack(small.examples(8, longest=20), config.trainer)
+        advantages = list(np.random.default_rng(1).uniform(-1.5, -0.5, 8))
+        extras = [{"advantages": array} for array in packed.scatter(advantages)]
+
+        def step(learner):
+            return learner.update(learner_lib.POLICY, packed, RATE, extras)["loss"]
+
+        step(made)
+        return made, step
+
+    return make
+
+
+def resized(learner, sizes, **arguments):
+    return resize.Resize(learner, sizes, jax.devices(), **arguments).take_over(PATIENCE)
+
+
+def on_host(learner):
+    return [np.array(leaf) for leaf in jax.tree.leaves(jax.device_get(learner.state))]
+
+
+def test_no_bit_of_the_state_changes_over_a_chain_of_meshes(begun):
+    learner, step = begun()
+    for sizes in [(4, 1, 1), (1, 2, 1), (2, 2, 2), (1, 1, 8), (8, 1, 1)]:
+        before = on_host(learner)
+        following, phases = resized(learner, sizes)
+        assert learner.state is None
+        for leaf, place in zip(jax.tree.leaves(following.state), jax.tree.leaves(following.layout.state), strict=True):
+            assert leaf.sharding == place.sharding
+        assert all(np.array_equal(a, b) for a, b in zip(on_host(following), before, strict=True))
+        assert (phases.moved_bytes == 0) == (sizes == (4, 1, 1))  # what all hold needs no move
+        compiled = following.programs.compiled_shapes
+        step(following)
+        assert following.programs.compiled_shapes == compiled  # nothing was left to compile
+        learner = following
+
+
+@pytest.mark.slow
+def test_sixty_steps_with_four_resizes_lose_as_those_of_one_mesh(begun):
+    steady, step = begun()
+    wanted = [step(steady) for _ in range(60)]
+    learner, step = begun()
+    got = []
+    for sizes in [(8, 1, 1), (2, 2, 1), (1, 2, 1), (1, 2, 4), (4, 1, 2)]:
+        if len(got):
+            learner, _ = resized(learner, sizes)
+        got += [step(learner) for _ in range(12)]
+    assert wanted[-1] < 0.8 * wanted[0]
+    np.testing.assert_allclose(got, wanted, rtol=1e-3)
+
+
+def test_no_more_than_one_leaf_is_held_twice_while_the_state_moves(begun, monkeypatch):
+    learner, _ = begun()
+    old = [weakref.ref(leaf) for leaf in jax.tree.leaves(learner.state)]
+    put, left = resize._put, []
+
+    def counted(leaf, target):
+        left.append(sum(item() is not None for item in old))
+        return put(leaf, target)
+
+    monkeypatch.setattr(resize, "_put", counted)
+    resized(learner, (2, 2, 1))
+    assert left == list(range(len(old), 0, -1))
+    assert not any(item() is not None for item in old)
+
+
+def test_training_goes_on_while_the_new_mesh_compiles_and_its_steps_count(begun):
+    steady, step = begun()
+    wanted = [step(steady) for _ in range(3)]
+    learner, step = begun()
+    begins = resize.Resize(learner, (4, 1, 1), jax.devices())
+    got = [step(learner), step(learner)]
+    learner, _ = begins.take_over(PATIENCE)
+    assert begins.ready
+    assert begins.progress == (1, 1)
+    got.append(step(learner))
+    np.testing.assert_allclose(got, wanted, rtol=1e-5)
+
+
+def test_a_resize_that_is_cancelled_leaves_the_learner_as_it_was(begun):
+    learner, step = begun()
+    before = on_host(learner)
+    begins = resize.Resize(learner, (4, 1, 1), jax.devices())
+    assert begins.cancel(PATIENCE)
+    with pytest.raises(protocols.LibraError, match="data 4 x fsdp 1 x tensor 1 was cancelled"):
+        begins.take_over(PATIENCE)
+    assert all(np.array_equal(a, b) for a, b in zip(on_host(learner), before, strict=True))
+    step(learner)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sentence"),
+    [
+        (
+            (6, 1, 1),
+            r"data 6 x fsdp 1 x tensor 1 cannot be: .*rows_per_micro_batch: 8 does not divide over .* 6 shards",
+        ),
+        ((1, 1, 6), r"does not divide"),
+        ((0, 1, 1), r"trainer.data: must be positive, not 0"),
+        ((8, 2, 1), r"rows_per_micro_batch: 8 does not divide"),
+        ((8, 1, 2), r"needs 16 devices and there are 8"),
+        ((8, 1, 1), r"mesh is data 8 x fsdp 1 x tensor 1 already"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused_and_training_goes_on(begun, sizes, sentence):
+    learner, step = begun()
+    with pytest.raises(protocols.ConfigError, match=sentence):
+        resize.Resize(learner, sizes, jax.devices())
+    step(learner)
+
+
+def test_too_little_room_is_refused_with_what_it_takes(begun):
+    learner, step = begun()
+    with pytest.raises(protocols.LibraError, match=r"takes up to 0\.\d MiB more on a device .* has 0\.0 MiB"):
+        resized(learner, (4, 1, 1), free_bytes=lambda devices: dict.fromkeys(devices, 10))
+    step(learner)
+
+
+@pytest.mark.parametrize("failing", [0, 3, 9])
+def test_a_move_that_the_devices_refuse_half_way_is_undone(begun, monkeypatch, failing):
+    learner, step = begun()
+    before, put, calls = on_host(learner), resize._put, itertools.count()
+
+    def refusing(leaf, target):
+        if next(calls) == failing:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return put(leaf, target)
+
+    begins = resize.Resize(learner, (4, 1, 1), jax.devices())
+    monkeypatch.setattr(resize, "_put", refusing)
+    with pytest.raises(protocols.LibraError, match=r"stays \(RESOURCE_EXHAUSTED: out of memory\)"):
+        begins.take_over(PATIENCE)
+    assert all(np.array_equal(a, b) for a, b in zip(on_host(learner), before, strict=True))
+    step(learner)
+
+
+@pytest.mark.parametrize("pair", itertools.permutations(SIZES, 2), ids=str)
+def test_the_estimate_is_what_counting_elements_one_by_one_gives(small, pair):
+    before, after = (layout_of(small, sizes) for sizes in pair)
+    held: dict[jax.Device, int] = {}
+    arriving = peak = largest = 0
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        size = np.dtype(old.dtype).itemsize
+        largest = max(largest, size * int(np.prod(old.shape)))
+        had, has = elements(old), elements(new)
+        for device, wanted in has.items():
+            arriving += size * len(wanted - had.get(device, set()))
+            held[device] = held.get(device, 0) + size * len(wanted)
+            peak = max(peak, held[device])
+        for device, gone in had.items():
+            held[device] = held.get(device, 0) - size * len(gone)
+    made = resize.estimate(before, after)
+    assert (made.arriving_bytes, made.peak_bytes) == (arriving, peak)
+    assert made.peak_bytes <= largest + made.arriving_bytes
+
+
+def layout_of(small, sizes):
+    data, fsdp, tensor = sizes
+    config = small.config(trainer={"data": data, "fsdp": fsdp, "tensor": tensor}, optimizer=ADAM)
+    return learner_lib.Learner(config, small.shape, jax.devices()).layout.state
+
+
+def elements(leaf):
+    """Of each device, the numbers of the elements that it holds."""
+    numbers = np.arange(int(np.prod(leaf.shape))).reshape(leaf.shape)
+    places = leaf.sharding.devices_indices_map(leaf.shape)
+    return {device: set(np.ravel(numbers[part]).tolist()) for device, part in places.items()}
