@@ -273,7 +273,14 @@ def _print(runs: Sequence[Run], predicted: dict[str, list[profiles.Stages]], pro
         )
     default, fitted = costs.Coefficients(), profile.coefficients
     for name in (*profiles.SHARES, *profiles.SECONDS):
-        print(f"{name}: {getattr(default, name):.4g} by default, {getattr(fitted, name):.4g} here")
+        value = getattr(fitted, name)
+        bound = "" if name not in profiles.SHARES or value < 0.999 else ": all of the peak"
+        print(f"{name}: {getattr(default, name):.4g} by default, {value:.4g} here{bound}")
+    if fitted.train_flops_share > 0.999 and profile.sheet.name == hardware.THIS_MACHINE:
+        print(
+            "The runs computed faster than this machine does now: what train_flops_share is a share of was measured a "
+            "moment ago. If other work shares the cores, calibrate again when it is over."
+        )
 
 
 def _sentence(stage: str, verdict: Verdict) -> str:

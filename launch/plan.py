@@ -224,6 +224,11 @@ def _print(best: search.Split, case: Case, unsure: planner.Prediction) -> None:
     console.Console().print(rows)
     unused = case.devices - best.devices
     idle = f"; {unused} of {case.devices} accelerators have no use" if unused else ""
+    lengths = [sum(turn.generated_tokens for turn in turns) for turns in case.work.turns]
+    print(
+        f"For {case.work.count} trajectories a step, as long as those of a sample of {len(lengths):,} (mean "
+        f"{sum(lengths) / len(lengths):,.0f} tokens)."
+    )
     if case.calibrated:
         print(f"A step takes {best.step_seconds:.1f} s by what was measured ({case.run.planner.profile}){idle}.")
         print(
@@ -262,6 +267,11 @@ def _print_sweep(case: Case) -> None:
             f"{seconds:.3f}",
         )
     console.Console().print(rows)
+    if _SWEEP.value == "accelerators":
+        print(
+            f"Each case has {case.work.count / case.devices:.3g} trajectories a step for every accelerator, as the "
+            f"base of {case.devices} has."
+        )
     print("By what was measured." if case.calibrated else "By hardware sheets, not calibrated by any run.")
     for line in refused:
         print(line)

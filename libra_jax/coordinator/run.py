@@ -397,7 +397,7 @@ class Coordinator:
     async def _stop(self) -> None:
         self._summary.stopped = True
         if not self._ready:
-            self._summarise("Stopped before training began; nothing is lost.")
+            self._summarise("Stopped before training began or went on; nothing is lost.")
         elif await self._saver.now(self._step):
             self._summarise(f"Stopped at step {self._step}; the same command goes on from the checkpoint there.")
         else:

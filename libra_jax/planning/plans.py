@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,17 +42,26 @@ def read(path: Path) -> protocols.Plan:
         written = json.loads(path.read_text())
         train, rollout = written["train"], written["rollout"]
         plan = of_values({**{name: train[name] for name in ("data", "fsdp", "tensor")}, "rollout": rollout})
+        devices = train["devices"]
     except OSError as error:
         raise protocols.DataError(f"{path}: the plan cannot be read ({error.strerror or error})") from error
-    except (ValueError, KeyError, TypeError) as error:
-        problem = f"{type(error).__name__}: {error}"
-        raise protocols.DataError(f"{path}: this is no plan of launch/plan.py ({problem})") from error
+    except KeyError as error:
+        raise protocols.DataError(f"{path}: this is no plan of launch/plan.py: it has no {error.args[0]}") from error
+    except (ValueError, TypeError) as error:
+        raise protocols.DataError(f"{path}: this is no plan of launch/plan.py ({error})") from error
     sizes = [plan.data, plan.fsdp, plan.tensor]
     sizes += [size for bucket in plan.rollout for size in dataclasses.astuple(bucket)]
     if not plan.rollout or not all(isinstance(size, int) and size > 0 for size in sizes):
         raise protocols.DataError(
             f"{path}: a plan has at least one instance, and every size is a positive whole number"
         )
+    if devices != plan.train_devices:
+        raise protocols.DataError(
+            f"{path}: train.devices is {devices}, and data x fsdp x tensor are {plan.train_devices}"
+        )
+    ranges = [(bucket.tensor_parallel, bucket.max_remaining_tokens) for bucket in plan.rollout]
+    if any(a >= c or b >= d for (a, b), (c, d) in itertools.pairwise(ranges)):
+        raise protocols.DataError(f"{path}: degrees and bounds of rollout must ascend, not {ranges}")
     return plan
 
 

@@ -187,10 +187,11 @@ def _numbers(path: Path, config: configuration.RunConfig) -> dict[int, Parts]:
             f"{path}: {replaced:.0f} groups were replaced, and what they took of the machines is in no trace; record a "
             "run without (coordinator.stale=wait, filter_zero_variance=False)"
         )
-    return {number: _parts(path, number, table[number]) for number in taken}
+    synchronous = config.coordinator.staleness == 0
+    return {number: _parts(path, number, table[number], synchronous) for number in taken}
 
 
-def _parts(path: Path, number: int, scalars: Mapping[str, float]) -> Parts:
+def _parts(path: Path, number: int, scalars: Mapping[str, float], synchronous: bool) -> Parts:
     def value(name: str) -> float:
         seconds = scalars.get(name, math.nan)
         if not math.isfinite(seconds):
@@ -198,8 +199,11 @@ def _parts(path: Path, number: int, scalars: Mapping[str, float]) -> Parts:
         return seconds
 
     besides = scalars.get("evaluation/seconds", 0.0) + scalars.get("checkpoint/seconds", 0.0)
-    total = max(0.0, value("step/seconds") - besides)
-    return Parts(total, value("rollout/seconds"), value("train/seconds"), value("sync/seconds"))
+    rollout, train, sync = (value(f"{stage}/seconds") for stage in ("rollout", "train", "sync"))
+    # Groups run while a checkpoint is written and an evaluation goes on, so not all of those is besides the stages.
+    stages = train + sync + (rollout if synchronous else scalars.get("rollout/wait_seconds", 0.0))
+    step = value("step/seconds")
+    return Parts(max(step - besides, min(step, stages)), rollout, train, sync)
 
 
 def _groups(

@@ -123,8 +123,15 @@ def test_a_simulation_is_laid_out_by_a_plan_and_a_file_that_is_none_is_refused(t
     assert simulated.returncode == 0, simulated.stderr
     assert "cmlfq" in simulated.stdout
     made = json.loads(output.read_text())
-    made["rollout"][0]["count"] = 0
-    for text, fragment in ((json.dumps(made), "at least one instance"), ("{}", "no plan of launch/plan.py")):
+    none = {**made, "rollout": [{**made["rollout"][0], "count": 0}]}
+    other = {**made, "train": {**made["train"], "data": 7 * made["train"]["data"]}}
+    twice = {**made, "rollout": [made["rollout"][0]] * 2}
+    for text, fragment in (
+        (json.dumps(none), "at least one instance"),
+        (json.dumps(other), "data x fsdp x tensor are"),
+        (json.dumps(twice), "degrees and bounds of rollout must ascend"),
+        ("{}", "no plan of launch/plan.py: it has no train"),
+    ):
         output.write_text(text)
         refused = scripts.run("simulate.py", *search, f"--plan={output}", "--policies=cmlfq")
         scripts.assert_one_sentence(refused, "plan.json", fragment)

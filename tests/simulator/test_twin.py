@@ -119,6 +119,19 @@ class Repeating:
         return doubles.SeededWorkload(turns=2, tokens=20).script(task_index % 9, sample)
 
 
+def test_a_checkpoint_written_while_groups_run_makes_no_step_shorter_than_its_stages(copy):
+    metrics = copy / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert recording.read(copy).config.coordinator.staleness == 0
+    for line in lines:
+        if "step/seconds" in line:
+            line["checkpoint/seconds"] = 0.9 * line["step/seconds"]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for step in recording.read(copy).steps:
+        parts = step.parts
+        assert parts.total >= 0.999 * (parts.rollout + parts.train + parts.sync)
+
+
 def test_steps_that_repeat_are_recognised_and_last_as_long(tmp_path):
     recorded_runs.record(tmp_path, Repeating(), steps=12, coordinator={"staleness": 0})
     made = twin.make(recording.read(tmp_path))
