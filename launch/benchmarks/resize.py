@@ -25,7 +25,7 @@ DEADLINE_SECONDS = 1_200.0
 
 
 def measure() -> dict[str, Any]:
-    """A model of 113 M parameters goes from four devices to two and back while it trains, in a process of its own.
+    """A model of 105 M parameters goes from four devices to two and back while it trains, in a process of its own.
 
     `stall_*` is the wall time of all steps from the resize's beginning to the last of four after it, minus that of as
     many plain steps: compilation beside training included.

@@ -58,7 +58,7 @@ def test_no_bit_of_the_state_changes_over_a_chain_of_meshes(begun):
         for leaf, place in zip(jax.tree.leaves(following.state), jax.tree.leaves(following.layout.state), strict=True):
             assert leaf.sharding == place.sharding
         assert all(np.array_equal(a, b) for a, b in zip(on_host(following), before, strict=True))
-        assert (phases.moved_bytes == 0) == (sizes == (4, 1, 1))  # what all hold needs no move
+        assert (phases.moved_bytes == 0) == (sizes in ((4, 1, 1), (1, 2, 1)))  # these held it all before
         compiled = following.programs.compiled_shapes
         step(following)
         assert following.programs.compiled_shapes == compiled  # nothing was left to compile
