@@ -49,8 +49,8 @@ def test_buckets_ascend_in_degree_and_length_and_the_widest_takes_the_longest(to
     degrees = [bucket.tensor_parallel for bucket in found.rollout]
     bounds = [bucket.max_remaining_tokens for bucket in found.rollout]
     assert degrees == sorted(set(degrees))
-    assert bounds == sorted(bounds)
-    assert bounds[-1] == max(tokens)
+    assert bounds == sorted(set(bounds))
+    assert max(tokens) <= bounds[-1] < max(tokens) + len(bounds)  # a token more for each degree of equal lengths
 
 
 @hypothesis.settings(deadline=None, max_examples=30)
