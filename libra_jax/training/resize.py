@@ -31,6 +31,10 @@ FreeBytes = Callable[[Sequence[jax.Device]], "dict[jax.Device, int]"]
 """Devices to the bytes that each may still take."""
 
 
+class StayedError(protocols.LibraError):
+    """A state was not moved, and is whole where it was."""
+
+
 @dataclass(frozen=True)
 class Estimate:
     """What moving a state takes, known before it begins.
@@ -98,14 +102,13 @@ class Resize:
             )
         config = present.config
         trainer = _with_sizes(config.trainer, sizes)
-        if (trainer.data, trainer.fsdp, trainer.tensor) == mesh_sizes(config.trainer):
+        if sizes == mesh_sizes(config.trainer):
             raise protocols.ConfigError(f"the trainer's mesh is {_named(sizes)} already")
         self.sizes = sizes
         self._present = present
         self._next = present.on(trainer, devices)
         self.estimate = estimate(present.layout.state, self._next.layout.state)
         _check_room(self.estimate, self._next.layout, free_bytes or _free_bytes)
-        self._shapes = present.programs.shapes()
         self._compiled = 0
         self._seconds = 0.0
         self._error: Exception | None = None
@@ -115,8 +118,8 @@ class Resize:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Programs compiled, and how many there are."""
-        return self._compiled, len(self._shapes)
+        """Programs compiled, and how many the present learner has; it may meet another while it trains."""
+        return self._compiled, len(self._present.programs.shapes())
 
     @property
     def ready(self) -> bool:
@@ -124,8 +127,14 @@ class Resize:
         return not self._thread.is_alive()
 
     def cancel(self, seconds: float) -> bool:
-        """Gives the new mesh up; the learner that trains knows nothing of it. False if compilation goes on after
-        `seconds`: XLA cannot be interrupted, and ends with the program under way."""
+        """Gives the new mesh up; the learner that trains knows nothing of it.
+
+        Args:
+          seconds: to wait for the program that is being compiled, in which XLA cannot be interrupted.
+
+        Returns:
+          Whether that has ended.
+        """
         self._cancelled.set()
         self._thread.join(seconds)
         return not self._thread.is_alive()
@@ -138,7 +147,8 @@ class Resize:
 
         Raises:
           DeadlineMissed: it took longer; the present learner goes on, and so does the compilation.
-          LibraError: the new programs do not compile, or the state could not be moved; the present learner goes on.
+          LibraError: the new programs do not compile, or the state could not be moved; the present learner goes on,
+            or the message says that the state is lost.
         """
         began = time.monotonic()
         self._thread.join(seconds)
@@ -159,7 +169,7 @@ class Resize:
         leaves, structure = self._present.release()
         try:
             move(leaves, jax.tree.leaves(self._next.layout.state))
-        except protocols.LibraError:
+        except StayedError:
             self._present.state = jax.tree.unflatten(structure, leaves)
             raise
         self._next.state = jax.tree.unflatten(structure, leaves)
@@ -169,10 +179,11 @@ class Resize:
     def _compile(self) -> None:
         began = time.monotonic()
         try:
-            for shape in self._shapes:
-                if self._cancelled.is_set():
+            while not self._cancelled.is_set():
+                shapes = self._present.programs.shapes()  # training goes on, and may meet another
+                if self._compiled == len(shapes):
                     return
-                self._next.programs.compile_like(shape)
+                self._next.programs.compile_like(shapes[self._compiled])
                 self._compiled += 1
         except Exception as error:  # told by whoever takes over
             self._error = error
@@ -207,7 +218,8 @@ def move(leaves: list[jax.Array], places: Sequence[jax.ShapeDtypeStruct]) -> Non
     """Moves each leaf to the sharding of its place. The list must hold the only references: they are what is freed.
 
     Raises:
-      LibraError: the devices refused; all leaves are where they were.
+      StayedError: the devices refused; all leaves are where they were.
+      LibraError: they refused to take them back, too.
     """
     homes = [leaf.sharding for leaf in leaves]
     done = 0
@@ -217,10 +229,16 @@ def move(leaves: list[jax.Array], places: Sequence[jax.ShapeDtypeStruct]) -> Non
             leaves[index] = _put(leaves[index], place.sharding)
             done = index + 1
     except jax.errors.JaxRuntimeError as error:
-        for index in range(done):
-            leaves[index] = _put(leaves[index], homes[index])
         line = str(error).strip().splitlines()[0][:200]
-        raise protocols.LibraError(f"the state could not be moved to another mesh and stays ({line}).") from error
+        try:
+            for index in range(done):
+                leaves[index] = _put(leaves[index], homes[index])
+        except jax.errors.JaxRuntimeError as again:
+            raise protocols.LibraError(
+                f"the state could be moved neither to another mesh nor back, and is lost ({line}); the same command "
+                "goes on from the last checkpoint."
+            ) from again
+        raise StayedError(f"the state could not be moved to another mesh and stays ({line}).") from error
 
 
 def _put(leaf: jax.Array, where: jax.sharding.Sharding) -> jax.Array:

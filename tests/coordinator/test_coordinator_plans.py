@@ -226,26 +226,16 @@ def test_stopped_in_the_middle_of_a_move_it_ends_and_goes_on_with_the_new_plan(t
     assert [(number, degree) for number, degree, _ in makes.made] == [(0, 1), (1, 2)]
 
 
-def test_an_instance_that_is_lost_for_good_is_replaced_at_the_next_look(tmp_path):
-    config = doubles.make_config(steps=6, rollout={"restarts": 0})
+@pytest.mark.parametrize("shadow", [False, True])
+def test_an_instance_that_is_lost_for_good_is_replaced_at_the_next_look_but_by_no_shadow(tmp_path, shadow):
+    config = doubles.make_config(steps=6, rollout={"restarts": 0}, planner={"shadow": shadow})
     specs = doubles.engine_specs(config, 2)
     specs[1] = dataclasses.replace(specs[1], arguments={**specs[1].arguments, "fail_after_tokens": 30})
     makes = Makes(config)
     bench = doubles.Bench(config, tmp_path, specs=specs, planner=Scripted({4: BEGIN}), make_engine=makes)
     bench.run()
     check_whole(bench)
-    assert [(number, degree) for number, degree, _ in makes.made] == [(2, 1)]
-
-
-def test_a_shadow_replaces_nothing(tmp_path):
-    config = doubles.make_config(steps=6, rollout={"restarts": 0}, planner={"shadow": True})
-    specs = doubles.engine_specs(config, 2)
-    specs[1] = dataclasses.replace(specs[1], arguments={**specs[1].arguments, "fail_after_tokens": 30})
-    makes = Makes(config)
-    bench = doubles.Bench(config, tmp_path, specs=specs, planner=Scripted({4: BEGIN}), make_engine=makes)
-    bench.run()
-    check_whole(bench)
-    assert not makes.made
+    assert [(number, degree) for number, degree, _ in makes.made] == ([] if shadow else [(2, 1)])
 
 
 def test_a_loss_is_told_until_the_planner_may_act_on_it(tmp_path):

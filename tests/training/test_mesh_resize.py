@@ -11,6 +11,7 @@ from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.training import learner as learner_lib
 from libra_jax.training import packing, resize
+from libra_jax.training import step as step_lib
 
 RATE = 3e-3
 ALGORITHM = config_lib.AlgorithmConfig(clip_low=0.99)
@@ -107,6 +108,22 @@ def test_training_goes_on_while_the_new_mesh_compiles_and_its_steps_count(begun)
     np.testing.assert_allclose(got, wanted, rtol=1e-5)
 
 
+def test_a_shape_that_training_meets_while_it_compiles_is_compiled_too(begun, monkeypatch):
+    learner, _ = begun()
+    compile_like, met = step_lib.Programs.compile_like, []
+
+    def meeting(programs, shape):
+        if not met:
+            met.append(learner.compile(learner_lib.SUPERVISED))
+        compile_like(programs, shape)
+
+    monkeypatch.setattr(step_lib.Programs, "compile_like", meeting)
+    begins = resize.Resize(learner, (4, 1, 1), jax.devices())
+    following, _ = begins.take_over(PATIENCE)
+    assert begins.progress == (2, 2)
+    assert following.programs.compiled_shapes == 2
+
+
 def test_a_resize_that_is_cancelled_leaves_the_learner_as_it_was(begun):
     learner, step = begun()
     before = on_host(learner)
@@ -162,6 +179,22 @@ def test_a_move_that_the_devices_refuse_half_way_is_undone(begun, monkeypatch, f
         begins.take_over(PATIENCE)
     assert all(np.array_equal(a, b) for a, b in zip(on_host(learner), before, strict=True))
     step(learner)
+
+
+def test_a_state_that_no_device_takes_is_lost_with_a_sentence(begun, monkeypatch):
+    learner, _ = begun()
+    put, calls = resize._put, itertools.count()
+
+    def refusing(leaf, target):
+        if next(calls) >= 3:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return put(leaf, target)
+
+    begins = resize.Resize(learner, (4, 1, 1), jax.devices())
+    monkeypatch.setattr(resize, "_put", refusing)
+    with pytest.raises(protocols.LibraError, match=r"is lost \(RESOURCE_EXHAUSTED.*goes on from the last checkpoint"):
+        begins.take_over(PATIENCE)
+    assert learner.state is None
 
 
 @pytest.mark.parametrize("pair", itertools.permutations(SIZES, 2), ids=str)
