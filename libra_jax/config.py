@@ -247,6 +247,7 @@ class TrainerConfig:
     """The trainer's mesh and the shapes it compiles for."""
 
     platform: str = "auto"  # auto: what JAX finds (one GPU at most); cpu: virtual devices, as the mesh needs; cuda; tpu
+    processes: int = 1  # that the mesh's devices belong to, equally many each; above 1 with cluster.backend=ray
     data: int = 1  # data-parallel replicas
     fsdp: int = 1  # ways parameters and optimizer are sharded
     tensor: int = 1  # ways a layer's matrices are split
@@ -260,8 +261,13 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         check_choice(self.platform, ("auto", "cpu", "cuda", "tpu"), "trainer.platform")
-        for name in ("data", "fsdp", "tensor", "context", "row_tokens", "rows_per_micro_batch"):
+        for name in ("processes", "data", "fsdp", "tensor", "context", "row_tokens", "rows_per_micro_batch"):
             check(getattr(self, name) > 0, f"trainer.{name}", f"must be positive, not {getattr(self, name)}")
+        check(
+            self.devices % self.processes == 0,
+            "trainer.processes",
+            f"the mesh's {self.devices} devices do not divide over {self.processes} processes",
+        )
         check(self.context == 1, "trainer.context", "is reserved: only 1 is supported")
         lengths = (self.row_tokens, *self.row_buckets)
         check(list(lengths) == sorted(set(lengths)), "trainer.row_buckets", "must ascend and exceed row_tokens")
@@ -469,6 +475,7 @@ class DeadlineConfig:
     train_step: float = 1800.0
     publish: float = 300.0  # each verb of a weight update
     checkpoint: float = 1800.0
+    transition: float = 120.0  # each state of a hybrid worker's way between rollout and training
     shutdown: float = 60.0
 
     def __post_init__(self) -> None:
@@ -510,6 +517,31 @@ class PlannerConfig:
 
 
 @dataclass(frozen=True)
+class ElasticConfig:
+    """Who may change sides while the run goes on (libra_jax/elastic)."""
+
+    hybrid: int = 0  # so many of the instances, the last of rollout.tensor_parallel, also help to train
+    floor: int = 1  # instances that always roll out, at least
+    resize: bool = False  # plans may change the trainer's mesh as well
+    spare_devices: int = 0  # beyond its mesh's, devices that the trainer's process holds for a larger mesh
+    gain: float = 0.05  # gain of a step, relative, below which no worker changes sides
+    patience: int = 2  # looks in a row that have to say the same
+    cooldown: int = 4  # steps after a change of a worker before its next
+    late: float = 2.0  # a share is late after so many times what the core took for its own, and the core computes it
+    late_seconds: float = 1.0  # and not before this
+    restarts: int = 3  # times that a hybrid worker which failed is brought back to rollout
+
+    def __post_init__(self) -> None:
+        for name in ("hybrid", "spare_devices", "cooldown", "restarts"):
+            check(getattr(self, name) >= 0, f"elastic.{name}", f"must not be negative, not {getattr(self, name)}")
+        for name in ("floor", "patience"):
+            check(getattr(self, name) > 0, f"elastic.{name}", f"must be positive, not {getattr(self, name)}")
+        for name in ("gain", "late", "late_seconds"):
+            check_finite(getattr(self, name), f"elastic.{name}")
+            check(getattr(self, name) >= 0, f"elastic.{name}", f"must not be negative, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """A whole run."""
 
@@ -528,6 +560,7 @@ class RunConfig:
     coordinator: CoordinatorConfig = field(default_factory=CoordinatorConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -544,11 +577,44 @@ class RunConfig:
             "rollout.max_tokens",
             f"{self.rollout.max_tokens} leaves no room for a prompt in max_context = {self.rollout.max_context}",
         )
+        self._check_elastic()
         longest = max((self.trainer.row_tokens, *self.trainer.row_buckets))
         check(
             longest >= self.rollout.max_context,
             "trainer.row_tokens",
             f"the longest row ({longest}) must hold a whole context (rollout.max_context = {self.rollout.max_context})",
+        )
+
+    def _check_elastic(self) -> None:
+        elastic, instances = self.elastic, len(self.rollout.tensor_parallel)
+        check(
+            self.trainer.processes == 1 or self.cluster.backend == "ray",
+            "trainer.processes",
+            f"{self.trainer.processes} processes need cluster.backend=ray",
+        )
+        if not elastic.hybrid:
+            return
+        check(
+            elastic.hybrid + elastic.floor <= instances,
+            "elastic.hybrid",
+            f"{elastic.hybrid} hybrid instances leave fewer than elastic.floor = {elastic.floor} of the {instances} of "
+            "rollout.tensor_parallel; lower it, or add instances",
+        )
+        check(
+            self.rollout.transport == "memfd",
+            "elastic.hybrid",
+            f"replicas read parameters from host memory: rollout.transport must be memfd, not {self.rollout.transport}",
+        )
+        check(
+            self.rollout.dtype in (self.model.param_dtype, self.model.compute_dtype),
+            "elastic.hybrid",
+            f"replicas train on the published parameters: rollout.dtype = {self.rollout.dtype} must be that of "
+            f"model.param_dtype ({self.model.param_dtype}) or model.compute_dtype ({self.model.compute_dtype})",
+        )
+        check(
+            self.algorithm.kl_coefficient == 0,
+            "elastic.hybrid",
+            "replicas hold no reference model: algorithm.kl_coefficient must be 0",
         )
 
 

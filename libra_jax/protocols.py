@@ -457,6 +457,14 @@ class RolloutEngine(Protocol):
         """Fourth weight verb, once a version: the engine now serves `policy_version`."""
         ...
 
+    async def sleep(self) -> None:
+        """Gives its devices up: no request runs, and weights and cache are dropped where the platform can."""
+        ...
+
+    async def wake(self) -> None:
+        """Takes its devices again. Like one just started, it holds no useful weights until they are updated."""
+        ...
+
     async def health(self) -> Mapping[str, float]:
         """Raises `WorkerLost` if the engine is not serving; else numbers such as `running` and `waiting`."""
         ...
@@ -496,6 +504,88 @@ class TrainBatch:
     groups: tuple[Group, ...]
 
 
+@dataclass(frozen=True)
+class MeshSizes:
+    """Sizes of a trainer's mesh: replicas, ways the state is sharded, ways a layer's matrices are split."""
+
+    data: int
+    fsdp: int
+    tensor: int
+
+    @property
+    def devices(self) -> int:
+        """In the mesh."""
+        return self.data * self.fsdp * self.tensor
+
+    def __str__(self) -> str:
+        return f"data {self.data} x fsdp {self.fsdp} x tensor {self.tensor}"
+
+
+@dataclass(frozen=True)
+class ResizeEstimate:
+    """What moving a train state to another mesh takes, known before it begins.
+
+    Attributes:
+      state_bytes: of the whole state, each leaf once.
+      arriving_bytes: over all devices, what each has to get that it does not hold.
+      peak_bytes: most that any device holds at one moment on top of what it held before.
+    """
+
+    state_bytes: int
+    arriving_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class ResizeProgress:
+    """How far a resize is.
+
+    Attributes:
+      programs: compiled for the new mesh.
+      of: programs that training has; it may meet another shape meanwhile.
+      ready: taking over would wait for nothing.
+    """
+
+    programs: int
+    of: int
+    ready: bool
+
+
+@dataclass(frozen=True)
+class ResizePhases:
+    """What a resize took.
+
+    Attributes:
+      compile_seconds: of the new programs, beside training.
+      wait_seconds: that the take-over waited for them.
+      move_seconds: of the state, between two steps.
+      moved_bytes: that arrived on devices.
+    """
+
+    compile_seconds: float
+    wait_seconds: float
+    move_seconds: float
+    moved_bytes: int
+
+
+@dataclass(frozen=True)
+class Share:
+    """A part of a training step that a hybrid replica computes.
+
+    Every party splits the step's micro-batches by the same shares in the same way (`training.shares`), so nobody has to
+    be told which are whose.
+
+    Attributes:
+      member: the replica's name.
+      epoch: the membership epoch in which it joined; sums that come from another are refused.
+      fraction: of the step's work, in (0, 1); what the shares leave over is the core's.
+    """
+
+    member: str
+    epoch: int
+    fraction: float
+
+
 class Trainer(Protocol):
     """The trainer as the coordinator sees it. One call at a time; the caller sets deadlines."""
 
@@ -507,8 +597,52 @@ class Trainer(Protocol):
         """One supervised step on given token sequences; does not change the policy version."""
         ...
 
-    async def train_step(self, batch: TrainBatch) -> Mapping[str, float]:
-        """One step: policy version v -> v + 1, a skipped (non-finite) step included. Returns the step's metrics."""
+    async def train_step(self, batch: TrainBatch, shares: Sequence[Share] = ()) -> Mapping[str, float]:
+        """One step: policy version v -> v + 1, a skipped (non-finite) step included. Returns the step's metrics.
+
+        Args:
+          batch: what to train on.
+          shares: parts that replicas compute meanwhile (`Replica.contribute`, with the same arguments). A share that
+            is not there in time is computed here: `shares/late` counts the micro-batches of those.
+        """
+        ...
+
+    async def listen(self, member: str, epoch: int) -> Mapping[str, Any]:
+        """Opens a side channel for a replica's gradient sums; returns the address to `connect` and `Replica.join`."""
+        ...
+
+    async def connect(self, member: str, epoch: int, address: Mapping[str, Any]) -> None:
+        """Begins to connect to a replica's channel, and returns at once."""
+        ...
+
+    async def dismiss(self, member: str) -> None:
+        """Closes a replica's channel; nothing happens if there is none."""
+        ...
+
+    async def begin_resize(self, sizes: MeshSizes) -> ResizeEstimate:
+        """Begins to compile for another mesh of this trainer's devices; training goes on.
+
+        Raises:
+          ConfigError: the sizes cannot be, or a resize is under way.
+          LibraError: there is no room for the move.
+        """
+        ...
+
+    async def resize_progress(self) -> ResizeProgress:
+        """How far the resize is. Raises ConfigError if none is under way."""
+        ...
+
+    async def finish_resize(self, seconds: float) -> ResizePhases:
+        """Between two steps: waits at most `seconds` for the programs, then moves the state.
+
+        Raises:
+          DeadlineMissed: they took longer; the resize goes on.
+          LibraError: it cannot be; training goes on on the mesh it has.
+        """
+        ...
+
+    async def cancel_resize(self) -> None:
+        """Gives up a resize that is under way; nothing happens if none is."""
         ...
 
     async def open_weights(self, policy_version: int) -> int:
@@ -541,6 +675,57 @@ class Trainer(Protocol):
 
     async def shutdown(self) -> None:
         """Releases devices and shared memory. Idempotent."""
+        ...
+
+
+class Replica(Protocol):
+    """A hybrid worker's training side: a whole data-parallel replica on a mesh of its own, which keeps no state.
+
+    It gets each version's parameters as engines do, and computes gradient sums of shares. One call at a time.
+    """
+
+    async def start(self) -> TrainerInfo:
+        """Builds the mesh and compiles nothing yet; it holds no parameters."""
+        ...
+
+    async def init_weight_transfer(self, transport: Mapping[str, Any]) -> None:
+        """First weight verb, once: opens the transport."""
+        ...
+
+    async def start_weight_update(self, policy_version: int) -> None:
+        """Second weight verb, once a version: what it held is given up."""
+        ...
+
+    async def update_weights(self, bucket: WeightBucket) -> None:
+        """Third weight verb, once a bucket: loads it."""
+        ...
+
+    async def finish_weight_update(self, policy_version: int) -> None:
+        """Fourth weight verb: the parameters are on the devices, their digest known."""
+        ...
+
+    async def warm(self) -> None:
+        """Compiles the gradient step for every row length, where it has not yet."""
+        ...
+
+    async def join(self, epoch: int, address: Mapping[str, Any]) -> None:
+        """Connects to the core's side channel; returns when it stands."""
+        ...
+
+    async def contribute(self, batch: TrainBatch, shares: Sequence[Share]) -> Mapping[str, float]:
+        """Computes its share of the step and sends the sums to the core. Returns `seconds`, `bytes`, `micro_batches`.
+
+        Raises:
+          LibraError: it holds another version, or the channel is gone.
+        """
+        ...
+
+    async def leave(self) -> None:
+        """Closes the channel and gives the parameters' memory back. Idempotent."""
+        ...
+
+    async def shutdown(self) -> None:
+        """Releases everything. Idempotent."""
         ...
 
 
@@ -779,6 +964,14 @@ class Recorder(Protocol):
 
     def decision(self, record: Mapping[str, Any]) -> None:
         """One line of `plans.jsonl`: a look for a better plan."""
+        ...
+
+    def transition(self, record: Mapping[str, Any]) -> None:
+        """One line of `transitions.jsonl`: a worker that changed sides, or a mesh that changed its size."""
+        ...
+
+    def pools(self, now: float, devices: Mapping[str, int]) -> None:
+        """From `now` on (event-loop seconds) each pool, by name, has so many devices."""
         ...
 
     def status(self, worker: str, text: str) -> None:

@@ -15,7 +15,6 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -33,38 +32,6 @@ FreeBytes = Callable[[Sequence[jax.Device]], "dict[jax.Device, int]"]
 
 class StayedError(protocols.LibraError):
     """A state was not moved, and is whole where it was."""
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """What moving a state takes, known before it begins.
-
-    Attributes:
-      state_bytes: of the whole state, each leaf once.
-      arriving_bytes: over all devices, what each has to get that it does not hold.
-      peak_bytes: most that any device holds at one moment on top of what it held before.
-    """
-
-    state_bytes: int
-    arriving_bytes: int
-    peak_bytes: int
-
-
-@dataclass(frozen=True)
-class Phases:
-    """What a resize took.
-
-    Attributes:
-      compile_seconds: of the new programs, beside training.
-      wait_seconds: that the take-over waited for them.
-      move_seconds: of the state, between two steps.
-      moved_bytes: that arrived on devices.
-    """
-
-    compile_seconds: float
-    wait_seconds: float
-    move_seconds: float
-    moved_bytes: int
 
 
 class Resize:
@@ -139,7 +106,7 @@ class Resize:
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
-    def take_over(self, seconds: float) -> tuple[learner_lib.Learner, Phases]:
+    def take_over(self, seconds: float) -> tuple[learner_lib.Learner, protocols.ResizePhases]:
         """The learner on the new mesh, with the state of the present one, which is left empty. Between two steps only.
 
         Args:
@@ -174,7 +141,7 @@ class Resize:
             raise
         self._next.state = jax.tree.unflatten(structure, leaves)
         moved = time.monotonic() - began
-        return self._next, Phases(self._seconds, waited, moved, self.estimate.arriving_bytes)
+        return self._next, protocols.ResizePhases(self._seconds, waited, moved, self.estimate.arriving_bytes)
 
     def _compile(self) -> None:
         began = time.monotonic()
@@ -196,7 +163,7 @@ def mesh_sizes(trainer: config_lib.TrainerConfig) -> tuple[int, int, int]:
     return trainer.data, trainer.fsdp, trainer.tensor
 
 
-def estimate(before: state_lib.TrainState, after: state_lib.TrainState) -> Estimate:
+def estimate(before: state_lib.TrainState, after: state_lib.TrainState) -> protocols.ResizeEstimate:
     """What moving a state takes, from where its leaves lie and are to lie (`jax.ShapeDtypeStruct` leaves)."""
     held: dict[jax.Device, int] = {}  # on top of what the device held before the move
     whole = arriving = peak = 0
@@ -211,7 +178,7 @@ def estimate(before: state_lib.TrainState, after: state_lib.TrainState) -> Estim
             peak = max(peak, held[device])
         for device, part in here.items():
             held[device] = held.get(device, 0) - item * _size(part)
-    return Estimate(whole, arriving, peak)
+    return protocols.ResizeEstimate(whole, arriving, peak)
 
 
 def move(leaves: list[jax.Array], places: Sequence[jax.ShapeDtypeStruct]) -> None:
@@ -275,7 +242,7 @@ def _overlap(one: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]) -
     return _size(common) if all(first < last for first, last in common) else 0
 
 
-def _check_room(wanted: Estimate, where: state_lib.Layout, free_bytes: FreeBytes) -> None:
+def _check_room(wanted: protocols.ResizeEstimate, where: state_lib.Layout, free_bytes: FreeBytes) -> None:
     devices = list(where.mesh.devices.flat)
     for device, free in free_bytes(devices).items():
         if wanted.peak_bytes > free:
