@@ -108,8 +108,8 @@ def _child() -> dict[str, Any]:
     for name, sizes in (("shrink", SMALL), ("grow", LARGE)):
         plain = statistics.median(step() for _ in range(STEPS_BEFORE))
         began, steps, gaps = time.perf_counter(), 0, []
-        change = resize.Resize(learner, sizes, jax.devices())
-        while not change.ready:
+        change = resize.Resize(learner, protocols.MeshSizes(*sizes), jax.devices())
+        while not change.progress.ready:
             gaps.append(step())
             steps += 1
         moving = time.perf_counter()

@@ -15,7 +15,7 @@ from libra_jax.coordinator import deadlines, failure
 SETTLE_SECONDS = 1.0
 """Between two looks at whether engines that are being started have come up."""
 
-State = Literal["starting", "loaded", "serving", "lost", "dead", "retired"]
+State = Literal["starting", "loaded", "serving", "asleep", "lost", "dead", "retired"]
 
 MakeSpec = Callable[[int, int, Sequence[protocols.ActorSpec]], protocols.ActorSpec]
 """(number, tensor-parallel degree, specs of the others) to how an engine is made, on devices that those leave free."""
@@ -27,8 +27,9 @@ class Engine:
 
     Attributes:
       spec: how its actor is made.
-      state: starting -> loaded (processes up, no useful weights) -> serving; lost until restarted; dead for good;
-        retired by a plan, and out of `Instances.engines`.
+      hybrid: its devices also help to train: plans leave it alone.
+      state: starting -> loaded (processes up, no useful weights) -> serving; asleep while its devices train; lost until
+        restarted; dead for good; retired by a plan, and out of `Instances.engines`.
       proxy: the actor, a `protocols.RolloutEngine`; None unless loaded or serving.
       info: what it told when it started.
       policy_version: version it serves; `NO_VERSION` before its first weights.
@@ -38,6 +39,7 @@ class Engine:
     """
 
     spec: protocols.ActorSpec
+    hybrid: bool = False
     state: State = "starting"
     proxy: Any = None
     info: protocols.EngineInfo | None = None
@@ -58,6 +60,7 @@ class Instances:
       config: the run's configuration (`rollout`, `deadlines`).
       cluster: makes and ends the actors.
       specs: one entry an engine.
+      hybrid: names of those whose devices also help to train.
       make_spec: makes engines that a plan adds; without it no plan can be followed.
       recorder: told of starts and losses.
       ending: told when no engine can ever serve again.
@@ -72,6 +75,7 @@ class Instances:
         recorder: protocols.Recorder,
         ending: failure.Ending,
         make_spec: MakeSpec | None = None,
+        hybrid: Sequence[str] = (),
     ) -> None:
         self._config = config
         self._cluster = cluster
@@ -79,7 +83,7 @@ class Instances:
         self._made = len(specs)
         self._recorder = recorder
         self._ending = ending
-        self.engines = {spec.name: Engine(spec) for spec in specs}
+        self.engines = {spec.name: Engine(spec, hybrid=spec.name in hybrid) for spec in specs}
         self.losses = 0
         self.changed: Callable[[], None] = lambda: None
         self.replanned: Callable[[Sequence[protocols.PlannedBucket]], None] = lambda rollout: None
@@ -100,13 +104,13 @@ class Instances:
 
     @property
     def settled(self) -> bool:
-        """No engine is being started or stopped: a plan may be followed."""
-        return all(engine.state in ("serving", "dead") for engine in self.engines.values())
+        """No engine that plans are about is being started or stopped: a plan may be followed."""
+        return all(engine.state in ("serving", "dead") for engine in self.engines.values() if not engine.hybrid)
 
     @property
     def dead(self) -> bool:
-        """Some engine has died for good."""
-        return any(engine.state == "dead" for engine in self.engines.values())
+        """Some engine that plans are about has died for good."""
+        return any(engine.state == "dead" for engine in self.engines.values() if not engine.hybrid)
 
     def loadable(self) -> list[Engine]:
         """The engines that a weight update goes to."""
@@ -136,6 +140,54 @@ class Instances:
         self._recorder.note(f"Engine {engine.name} was lost ({error}); {what_next}.")
         self._ending.start(self._restart(engine, error), f"restart {engine.name}")
 
+    async def sleep(self, name: str, seconds: float) -> None:
+        """Takes a serving engine out of service and puts it to sleep; its requests go on elsewhere, or wait.
+
+        Raises:
+          LibraError: it does not serve; or it failed to go to sleep, and counts as lost.
+        """
+        engine = self.engines[name]
+        if engine.state != "serving":
+            raise protocols.WorkerLost(
+                f"engine {name} does not serve (it is {engine.state}) and cannot be put to sleep"
+            )
+        engine.state = "asleep"
+        self.changed()
+        self._recorder.status(name, "going to sleep")
+        try:
+            await deadlines.within(seconds, engine.proxy.sleep(), f"Engine {name}, asked to sleep,", "transition")
+        except protocols.LibraError as error:
+            self.lost(engine, engine.life, error)
+            raise
+        engine.policy_version = protocols.NO_VERSION
+        self._recorder.status(name, "asleep: its devices train")
+
+    async def wake(self, name: str, seconds: float) -> None:
+        """Brings an engine that sleeps back to service, with current weights; one that died asleep is started again.
+
+        Raises:
+          DeadlineMissed: it did not serve in time.
+          WorkerLost: it has died for good.
+        """
+        engine = self.engines[name]
+        if engine.state == "asleep":
+            life = engine.life
+            self._recorder.status(name, "waking up")
+            try:
+                await deadlines.within(seconds, engine.proxy.wake(), f"Engine {name}, asked to wake up,", "transition")
+                engine.state = "loaded"
+                if self.load_weights is not None:
+                    await self.load_weights(engine)
+            except protocols.LibraError as error:
+                self.lost(engine, life, error)
+        limit = asyncio.get_running_loop().time() + seconds + self._config.deadlines.engine_start
+        while engine.state not in ("serving", "dead"):
+            if asyncio.get_running_loop().time() >= limit:
+                raise protocols.DeadlineMissed(f"Engine {name} did not come back to service (it is {engine.state}).")
+            await asyncio.sleep(SETTLE_SECONDS)
+        if engine.state == "dead":
+            raise protocols.WorkerLost(f"Engine {name} has died for good.")
+
     async def follow(self, rollout: Sequence[protocols.PlannedBucket]) -> None:
         """Makes the engines those of a plan: what it has no use for ends, and what it has more of is started.
 
@@ -154,6 +206,8 @@ class Instances:
         kept: collections.Counter[int] = collections.Counter()
         retired = []
         for engine in self.engines.values():
+            if engine.hybrid:
+                continue
             degree = engine.info.tensor_parallel if engine.state == "serving" and engine.info is not None else 0
             if kept[degree] < wanted.get(degree, 0):
                 kept[degree] += 1
@@ -161,10 +215,21 @@ class Instances:
                 retired.append(engine)
         for engine in retired:
             self._retire(engine)
-        self.replanned(rollout)
+        self.replanned(self.with_hybrid(rollout))
         await failure.together(*(self._stop(engine) for engine in retired))
         added = [self._add(degree) for degree, count in wanted.items() for _ in range(count - kept[degree])]
         await failure.together(*(self._start_and_load(engine) for engine in added))
+
+    def with_hybrid(self, rollout: Sequence[protocols.PlannedBucket]) -> tuple[protocols.PlannedBucket, ...]:
+        """A plan's buckets, and one for each degree that only hybrid engines have: what the next wider serves."""
+        buckets = {bucket.tensor_parallel: bucket for bucket in rollout}
+        for engine in self.engines.values():
+            if not engine.hybrid or engine.info is None or engine.info.tensor_parallel in buckets:
+                continue
+            degree = engine.info.tensor_parallel
+            wider = [bucket for bucket in rollout if bucket.tensor_parallel > degree] or [rollout[-1]]
+            buckets[degree] = protocols.PlannedBucket(degree, 1, wider[0].max_remaining_tokens)
+        return tuple(buckets[degree] for degree in sorted(buckets))
 
     def _retire(self, engine: Engine) -> None:
         engine.state = "retired"

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.coordinator import deadlines, dispatch, failure, instances, reports
+from libra_jax.coordinator import dispatch, failure, instances, reports, resizing
 from libra_jax.planning import replanning
 
 
@@ -41,6 +41,10 @@ class Planner(Protocol):
         """The decision after a training step, if there was a look, and its metrics; `plan` is what to do now."""
         ...
 
+    def refuse(self, plan: protocols.Plan) -> None:
+        """What it decided last could not be carried out: this is the plan in force."""
+        ...
+
     def snapshot(self) -> Mapping[str, Any]:
         """What to keep across a restart; JSON-able."""
         ...
@@ -56,8 +60,7 @@ class PlanFollower:
       planner: decides.
       engines: the rollout instances.
       dispatcher: serves their requests.
-      trainer: the trainer's proxy.
-      trainer_lock: held while the trainer is asked for anything.
+      resizing: changes the trainer's mesh.
       recorder: gets each decision, and a span for each move.
       ending: ends with a move under way.
     """
@@ -69,20 +72,17 @@ class PlanFollower:
         planner: Planner,
         engines: instances.Instances,
         dispatcher: dispatch.Dispatcher,
-        trainer: Any,
-        trainer_lock: asyncio.Lock,
+        resizing: resizing.Resizing,
         recorder: protocols.Recorder,
         ending: failure.Ending,
     ) -> None:
-        self._limits = config.deadlines
         self._shadow = config.planner.shadow
         self._synchronous = config.coordinator.staleness == 0
         self._steps = config.steps
         self._planner = planner
         self._engines = engines
         self._dispatcher = dispatcher
-        self._trainer = trainer
-        self._lock = trainer_lock
+        self._resizing = resizing
         self._recorder = recorder
         self._ending = ending
         self._followed = planner.plan
@@ -92,8 +92,11 @@ class PlanFollower:
         self._failed = ""
 
     def begin(self) -> None:
-        """The plan in force is a checkpoint's, whose instances have been started: requests go by its buckets."""
-        self._dispatcher.replan(self._planner.plan.rollout)
+        """The plan in force is a checkpoint's: its instances have been started, and the trainer's mesh follows."""
+        plan = self._planner.plan
+        self._dispatcher.replan(self._engines.with_hybrid(plan.rollout))
+        if _mesh(plan) != self._resizing.sizes:
+            self._move = self._ending.start(self._take_up(plan), "going on with a plan's mesh")
 
     def after(self, step: int, report: reports.StepReport) -> Mapping[str, float]:
         """Asks the planner; returns the step's metrics of the plan.
@@ -147,37 +150,52 @@ class PlanFollower:
     def _follow(self, plan: protocols.Plan) -> None:
         before, self._followed = self._followed, plan
         if _counts(plan) == _counts(before) and _mesh(plan) == _mesh(before) and not self._engines.dead:
-            self._dispatcher.replan(plan.rollout)
+            self._dispatcher.replan(self._engines.with_hybrid(plan.rollout))
             return
         self._disturbed = True
         self._move = self._ending.start(self._carry_out(before, plan), "moving to a new plan")
 
     async def _carry_out(self, before: protocols.Plan, plan: protocols.Plan) -> None:
+        """Who gives devices goes first; what a trainer that grows needs is compiled before engines give theirs up."""
         begin = asyncio.get_running_loop().time()
         grows = plan.train_devices > before.train_devices
-        if not grows:  # who gives devices goes first
-            await self._resize(before, plan)
-        if _counts(plan) == _counts(before) and not self._engines.dead:
-            self._dispatcher.replan(plan.rollout)
-        else:
-            await self._engines.follow(plan.rollout)
-        if grows:
-            await self._resize(before, plan)
+        handle = None
+        if _mesh(plan) != self._resizing.sizes:
+            handle = self._resizing.resize(_mesh(plan), "a plan", hold=grows)
+        try:
+            if handle is not None:
+                await (handle.compiled if grows else handle.done)
+            if _counts(plan) == _counts(before) and not self._engines.dead:
+                self._dispatcher.replan(self._engines.with_hybrid(plan.rollout))
+            else:
+                await self._engines.follow(plan.rollout)
+            if handle is not None and grows:
+                handle.go()
+                before = dataclasses.replace(before, rollout=plan.rollout)
+                await handle.done
+        except protocols.LibraError as error:
+            if handle is None or not handle.done.done() or handle.done.exception() is not error:
+                raise  # of the engines
+            self._followed = before
+            self._planner.refuse(before)
+            self._recorder.note("The plan is given up as far as the trainer's mesh goes.")
+            return
         end = asyncio.get_running_loop().time()
         self._recorder.span("coordinator", "move to a new plan", begin, end, dataclasses.asdict(plan))
 
-    async def _resize(self, before: protocols.Plan, plan: protocols.Plan) -> None:
-        if _mesh(plan) == _mesh(before):
-            return
-        async with self._lock:
-            work = self._trainer.resize(*_mesh(plan))
-            seconds = self._limits.trainer_start
-            await deadlines.within(seconds, work, "The trainer, asked to change its mesh,", "trainer_start")
+    async def _take_up(self, plan: protocols.Plan) -> None:
+        handle = self._resizing.resize(_mesh(plan), "the plan in force at the checkpoint")
+        try:
+            await handle.done
+        except protocols.LibraError:
+            present = self._resizing.sizes
+            self._followed = dataclasses.replace(plan, data=present.data, fsdp=present.fsdp, tensor=present.tensor)
+            self._planner.refuse(self._followed)
 
 
 def _counts(plan: protocols.Plan) -> dict[int, int]:
     return {bucket.tensor_parallel: bucket.count for bucket in plan.rollout}
 
 
-def _mesh(plan: protocols.Plan) -> tuple[int, int, int]:
-    return plan.data, plan.fsdp, plan.tensor
+def _mesh(plan: protocols.Plan) -> protocols.MeshSizes:
+    return protocols.MeshSizes(plan.data, plan.fsdp, plan.tensor)

@@ -28,6 +28,7 @@ from libra_jax.coordinator import (
     plan_follower,
     publication,
     reports,
+    resizing,
     saving,
     signals,
     warm_start,
@@ -250,6 +251,7 @@ class Coordinator:
             saver=self._saver,
             recorder=recorder,
         )
+        self._resizing = resizing.Resizing(config, trainer=trainer, recorder=recorder)
         self._follower = None
         if self._planner is not None:
             self._follower = plan_follower.PlanFollower(
@@ -257,8 +259,7 @@ class Coordinator:
                 planner=self._planner,
                 engines=self._engines,
                 dispatcher=self._dispatcher,
-                trainer=trainer,
-                trainer_lock=self._trainer_lock,
+                resizing=self._resizing,
                 recorder=recorder,
                 ending=ending,
             )
@@ -337,6 +338,7 @@ class Coordinator:
     async def _train(self, batch: tuple[protocols.Group, ...]) -> Mapping[str, float]:
         name, begin = self._trainer_spec.name, self._loop.time()
         async with self._trainer_lock:
+            await self._resizing.boundary(self._step)
             self._recorder.status(name, f"training step {self._step + 1}")
             work = self._trainer.train_step(protocols.TrainBatch(self._step, batch))
             metrics = await self._ask_trainer("train_step", work, "take a training step")
@@ -417,6 +419,8 @@ class Coordinator:
 
     async def _close(self) -> None:
         """Ends everything, whatever state it is in; what fails here is noted and hides nothing."""
+        if self._ready:
+            self._resizing.close()
         seconds = self._config.deadlines.shutdown
         await self._ending.cancel_background(seconds)
         engines = getattr(self, "_engines", None)

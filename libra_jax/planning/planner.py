@@ -303,6 +303,10 @@ class GlobalPlanner:
         self._work = Work(self._setting, [prompt for prompt, _ in shown], [turns for _, turns in shown])
         self._learn_levels(measured)
 
+    def refuse(self, plan: protocols.Plan) -> None:
+        """The last decision could not be carried out: `plan` is in force. The cooldown holds all the same."""
+        self._replanner.present, self._before = plan, None
+
     def snapshot(self) -> dict[str, Any]:
         """JSON-able: the plan in force, when it looked and moved, and the levels; lengths are seen again."""
         return {

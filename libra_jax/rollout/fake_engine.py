@@ -150,6 +150,15 @@ class FakeEngine:
         self._check_alive()
         self._go.set()
 
+    async def sleep(self) -> None:
+        """Runs nothing until it has been woken and resumed."""
+        await self.pause()
+
+    async def wake(self) -> None:
+        """Holds no weights; decoding goes on with `resume`."""
+        self._check_alive()
+        self._version = protocols.NO_VERSION
+
     async def init_weight_transfer(self, transport: Mapping[str, Any]) -> None:
         """First weight verb."""
         self._check_alive()
@@ -205,6 +214,7 @@ def create(
     seed: int,
     cpu_cores: str = "nobind",
     log_path: str = "",
+    hybrid: bool = False,
     script: str = "",
     tokens_per_second: float = 20_000.0,
     fail_after_tokens: int | None = None,
@@ -219,11 +229,12 @@ def create(
       seed: unused; the script alone decides.
       cpu_cores: unused.
       log_path: unused.
+      hybrid: unused.
       script: `"module:function"` of a `Script`; empty is `scramble`.
       tokens_per_second: of one request, in event-loop seconds.
       fail_after_tokens: tokens after which the engine dies, over all requests; None is never.
     """
-    del model_config, seed, cpu_cores, log_path
+    del model_config, seed, cpu_cores, log_path, hybrid
     return FakeEngine(
         name=name,
         script=load_script(script) if script else scramble,

@@ -43,6 +43,7 @@ def create(
     seed: int,
     cpu_cores: str = "auto",
     log_path: str = "",
+    hybrid: bool = False,
 ) -> VllmEngine:
     """Makes an instance; its processes begin with `start`.
 
@@ -54,6 +55,7 @@ def create(
       seed: of the engine's sampler.
       cpu_cores: on CPU, vLLM's VLLM_CPU_OMP_THREADS_BIND, or "auto" (`vllm_launch.core_binding`).
       log_path: file for what vLLM logs; empty keeps it until shutdown only.
+      hybrid: it will be put to sleep: its memory is to be such as vLLM can give back.
 
     Raises:
       ConfigError: a rollout field cannot be used, or fewer cores than workers.
@@ -64,7 +66,7 @@ def create(
             f"config.rollout.transport: {settings.transport!r} needs CUDA, which torch does not find here; use 'memfd'"
         )
     vllm_kv_transfer.check(settings)
-    launch = vllm_launch.Launch(name, model_config, settings, tensor_parallel, seed, cpu_cores, log_path)
+    launch = vllm_launch.Launch(name, model_config, settings, tensor_parallel, seed, cpu_cores, log_path, hybrid)
     return VllmEngine(name, settings, tensor_parallel, launch, vllm_update.Checker(name, model_config))
 
 
@@ -257,6 +259,24 @@ class VllmEngine:
     async def resume(self) -> None:
         """Goes on decoding."""
         await self._call("resume", self._serving().resume_generation())
+
+    async def sleep(self) -> None:
+        """Aborts what runs; frees weights and cache where vLLM's platform can (CUDA), else only stands still.
+
+        vLLM's CPU worker has no sleep mode: there the memory stays taken and the cores are free.
+        """
+        engine = self._serving()
+        if self._launch.sleeps:
+            await self._call("go to sleep", engine.sleep(level=2))
+        else:
+            await self._call("stand still", engine.engine_core.pause_scheduler_async(mode="abort", clear_cache=True))
+
+    async def wake(self) -> None:
+        """Takes the memory again; what the weights are is undefined until they are updated, and `resume` follows."""
+        engine = self._serving()
+        if self._launch.sleeps:
+            await self._call("wake up", engine.wake_up())
+        await self.health()
 
     async def init_weight_transfer(self, transport: Mapping[str, Any]) -> None:
         """First weight verb. The CUDA transports meet the trainer later, when their first bucket says where."""

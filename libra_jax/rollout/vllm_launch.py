@@ -90,6 +90,10 @@ class Launch:
       seed: of the engine's sampler.
       cpu_cores: see `core_binding`.
       log_path: file that gets what vLLM's processes print; empty keeps it for error messages only.
+      hybrid: it will be put to sleep.
+
+    Attributes:
+      sleeps: its memory is such as vLLM can give back.
     """
 
     def __init__(
@@ -101,8 +105,10 @@ class Launch:
         seed: int,
         cpu_cores: str,
         log_path: str,
+        hybrid: bool = False,
     ) -> None:
         self.name = name
+        self.sleeps = hybrid and current_platform.is_sleep_mode_available()
         self._model_config = model_config
         self._rollout = rollout
         self._tensor_parallel = tensor_parallel
@@ -212,6 +218,7 @@ class Launch:
             enforce_eager=rollout.enforce_eager,
             weight_transfer_config={"backend": TRANSPORTS[rollout.transport]},
             disable_log_stats=True,
+            enable_sleep_mode=self.sleeps,
             logging_config=vllm_logging.LoggingConfig(
                 configure_logging=False, log_level="WARNING", pylogging_config_file=None
             ),

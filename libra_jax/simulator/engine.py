@@ -20,11 +20,15 @@ Counters = records.Counters
 class Engine(batch.Batch):
     """A `protocols.RolloutEngine` on virtual time; made by `create`. Lives on one event loop."""
 
-    def __init__(self, name: str, *, max_context: int, start_seconds: float = 0.0, **settings: Any) -> None:
+    def __init__(
+        self, name: str, *, max_context: int, start_seconds: float = 0.0, wake_seconds: float = 0.0, **settings: Any
+    ) -> None:
         super().__init__(name, **settings)
         self._max_context = max_context
         self._start_seconds = start_seconds
+        self._wake_seconds = wake_seconds
         self._started = 0.0
+        self._asleep = False
         self._arrivals = 0
         self._standing: asyncio.Future[None] | None = None
         self._updating: int | None = None
@@ -45,7 +49,8 @@ class Engine(batch.Batch):
             return
         self._settle_now(list(self._decoding))
         self._alive = False
-        self.counters.alive_seconds += self._loop.time() - self._started
+        if not self._asleep:
+            self.counters.alive_seconds += self._loop.time() - self._started
         self._rest()
         for request in [*self._waiting, *self._running()]:
             request.error = self._gone()
@@ -93,6 +98,20 @@ class Engine(batch.Batch):
         if self._stale:
             self._drop_cache()
         self._plan_soon()
+
+    async def sleep(self) -> None:
+        """Gives its devices up at the end of the step under way."""
+        await self.pause()
+        self.counters.alive_seconds += self._loop.time() - self._started
+        self._asleep = True
+
+    async def wake(self) -> None:
+        """Takes its devices again; the cache is empty."""
+        self._check_alive()
+        await asyncio.sleep(self._wake_seconds)
+        self._check_alive()
+        self._asleep, self._started = False, self._loop.time()
+        self._stale = True
 
     async def init_weight_transfer(self, transport: Mapping[str, Any]) -> None:
         """First weight verb."""
@@ -212,6 +231,7 @@ def create(
     counters: Counters | None = None,
     kv_tokens: int | None = None,
     start_seconds: float = 0.0,
+    wake_seconds: float = 0.0,
 ) -> Engine:
     """Makes a simulated engine.
 
@@ -225,6 +245,7 @@ def create(
       counters: where it counts, so that counts outlive a restart.
       kv_tokens: tokens that its key-value cache holds; None asks the cost model.
       start_seconds: until it serves.
+      wake_seconds: until one that sleeps can be given weights.
 
     Raises:
       ConfigError: its memory does not hold one whole context beside the weights.
@@ -242,6 +263,7 @@ def create(
         slots=slots,
         max_context=max_context,
         start_seconds=start_seconds,
+        wake_seconds=wake_seconds,
         stream_interval=stream_interval,
         model=model,
         kv_tokens=capacity,

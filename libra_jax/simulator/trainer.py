@@ -70,15 +70,33 @@ class Trainer:
         self._devices = devices
         self._log = log
         self._mesh = mesh
+        self._wanted: protocols.MeshSizes | None = None
         self._version = 0
 
-    async def resize(self, data: int, fsdp: int, tensor: int) -> None:
-        """Goes on on another mesh."""
+    async def begin_resize(self, sizes: protocols.MeshSizes) -> protocols.ResizeEstimate:
+        """Compiles beside training, which costs nothing here."""
         if self._mesh is None:
             raise protocols.ConfigError("config.simulation.train_mesh: a trainer without a mesh cannot change it")
-        await asyncio.sleep(self._mesh.resize_seconds)
-        self._mesh = dataclasses.replace(self._mesh, sizes=(data, fsdp, tensor))
-        self._devices = self._mesh.devices
+        self._wanted = sizes
+        return protocols.ResizeEstimate(0, 0, 0)
+
+    async def resize_progress(self) -> protocols.ResizeProgress:
+        """There is nothing to wait for."""
+        return protocols.ResizeProgress(1, 1, ready=True)
+
+    async def finish_resize(self, seconds: float) -> protocols.ResizePhases:
+        """Goes on on the other mesh, once the state has moved."""
+        assert self._mesh is not None
+        assert self._wanted is not None
+        took, wanted = self._mesh.resize_seconds, self._wanted
+        await asyncio.sleep(took)
+        self._mesh = dataclasses.replace(self._mesh, sizes=(wanted.data, wanted.fsdp, wanted.tensor))
+        self._devices, self._wanted = self._mesh.devices, None
+        return protocols.ResizePhases(0.0, 0.0, took, 0)
+
+    async def cancel_resize(self) -> None:
+        """Stays."""
+        self._wanted = None
 
     async def start(self) -> protocols.TrainerInfo:
         """Holds version 0."""

@@ -14,6 +14,8 @@ class MemoryRecorder:
       spans: (track, name, start, end, arguments) of each call.
       trajectories: records, in order.
       decisions: records, in order.
+      transitions: records, in order.
+      devices: (seconds, devices by pool) of each call of `pools`.
       statuses: (worker, text) of each call.
       notes: sentences, in order.
     """
@@ -23,6 +25,8 @@ class MemoryRecorder:
         self.spans: list[tuple[str, str, float, float, dict[str, Any]]] = []
         self.trajectories: list[dict[str, Any]] = []
         self.decisions: list[dict[str, Any]] = []
+        self.transitions: list[dict[str, Any]] = []
+        self.devices: list[tuple[float, dict[str, int]]] = []
         self.statuses: list[tuple[str, str]] = []
         self.notes: list[str] = []
 
@@ -37,6 +41,12 @@ class MemoryRecorder:
 
     def decision(self, record: Mapping[str, Any]) -> None:
         self.decisions.append(dict(record))
+
+    def transition(self, record: Mapping[str, Any]) -> None:
+        self.transitions.append(dict(record))
+
+    def pools(self, now: float, devices: Mapping[str, int]) -> None:
+        self.devices.append((now, dict(devices)))
 
     def status(self, worker: str, text: str) -> None:
         self.statuses.append((worker, text))

@@ -38,14 +38,14 @@ class Resize:
     """One resize, from its beginning to the take-over.
 
     Attributes:
-      sizes: (data, fsdp, tensor) of the new mesh.
+      sizes: of the new mesh.
       estimate: of the move.
     """
 
     def __init__(
         self,
         present: learner_lib.Learner,
-        sizes: tuple[int, int, int],
+        sizes: protocols.MeshSizes,
         devices: Sequence[jax.Device],
         *,
         free_bytes: FreeBytes | None = None,
@@ -54,7 +54,7 @@ class Resize:
 
         Args:
           present: the learner that trains; it goes on.
-          sizes: (data, fsdp, tensor) wanted.
+          sizes: wanted.
           devices: the new mesh takes the first of them.
           free_bytes: what devices may still take; default: as they or this machine report it.
 
@@ -70,7 +70,7 @@ class Resize:
         config = present.config
         trainer = _with_sizes(config.trainer, sizes)
         if sizes == mesh_sizes(config.trainer):
-            raise protocols.ConfigError(f"the trainer's mesh is {_named(sizes)} already")
+            raise protocols.ConfigError(f"the trainer's mesh is {sizes} already")
         self.sizes = sizes
         self._present = present
         self._next = present.on(trainer, devices)
@@ -84,14 +84,10 @@ class Resize:
         self._thread.start()
 
     @property
-    def progress(self) -> tuple[int, int]:
-        """Programs compiled, and how many the present learner has; it may meet another while it trains."""
-        return self._compiled, len(self._present.programs.shapes())
-
-    @property
-    def ready(self) -> bool:
-        """Nothing is left to compile: taking over waits for nothing."""
-        return not self._thread.is_alive()
+    def progress(self) -> protocols.ResizeProgress:
+        """Programs compiled, of those that the present learner has; it may meet another while it trains."""
+        met = len(self._present.programs.shapes())
+        return protocols.ResizeProgress(self._compiled, met, ready=not self._thread.is_alive())
 
     def cancel(self, seconds: float) -> bool:
         """Gives the new mesh up; the learner that trains knows nothing of it.
@@ -122,15 +118,14 @@ class Resize:
         waited = time.monotonic() - began
         if self._thread.is_alive():
             raise protocols.DeadlineMissed(
-                f"compiling for a mesh of {_named(self.sizes)} takes longer than {seconds:g} s; the trainer stays on "
+                f"compiling for a mesh of {self.sizes} takes longer than {seconds:g} s; the trainer stays on "
                 "its mesh for now"
             )
         if self._cancelled.is_set():
-            raise protocols.LibraError(f"the resize to {_named(self.sizes)} was cancelled.")
+            raise protocols.LibraError(f"the resize to {self.sizes} was cancelled.")
         if self._error is not None:
             raise protocols.LibraError(
-                f"the programs of a mesh of {_named(self.sizes)} do not compile ({self._error}); the trainer stays on "
-                "its mesh."
+                f"the programs of a mesh of {self.sizes} do not compile ({self._error}); the trainer stays on its mesh."
             ) from self._error
         began = time.monotonic()
         leaves, structure = self._present.release()
@@ -158,9 +153,9 @@ class Resize:
             self._seconds = time.monotonic() - began
 
 
-def mesh_sizes(trainer: config_lib.TrainerConfig) -> tuple[int, int, int]:
-    """(data, fsdp, tensor)."""
-    return trainer.data, trainer.fsdp, trainer.tensor
+def mesh_sizes(trainer: config_lib.TrainerConfig) -> protocols.MeshSizes:
+    """Of a configuration."""
+    return protocols.MeshSizes(trainer.data, trainer.fsdp, trainer.tensor)
 
 
 def estimate(before: state_lib.TrainState, after: state_lib.TrainState) -> protocols.ResizeEstimate:
@@ -212,16 +207,11 @@ def _put(leaf: jax.Array, where: jax.sharding.Sharding) -> jax.Array:
     return jax.block_until_ready(jax.device_put(leaf, where))
 
 
-def _with_sizes(trainer: config_lib.TrainerConfig, sizes: tuple[int, int, int]) -> config_lib.TrainerConfig:
-    data, fsdp, tensor = sizes
+def _with_sizes(trainer: config_lib.TrainerConfig, sizes: protocols.MeshSizes) -> config_lib.TrainerConfig:
     try:
-        return dataclasses.replace(trainer, data=data, fsdp=fsdp, tensor=tensor)
+        return dataclasses.replace(trainer, data=sizes.data, fsdp=sizes.fsdp, tensor=sizes.tensor)
     except config_lib.ConfigError as error:
-        raise protocols.ConfigError(f"a mesh of {_named(sizes)} cannot be: {error}") from error
-
-
-def _named(sizes: tuple[int, int, int]) -> str:
-    return "data {} x fsdp {} x tensor {}".format(*sizes)
+        raise protocols.ConfigError(f"a mesh of {sizes} cannot be: {error}") from error
 
 
 def _slices(leaf: Any) -> dict[jax.Device, tuple[tuple[int, int], ...]]:

@@ -19,7 +19,7 @@ from libra_jax.interop import publication
 from libra_jax.models import config as model_config
 from libra_jax.models import hf
 from libra_jax.training import batch as batch_lib
-from libra_jax.training import checkpoints, optimizer, packing
+from libra_jax.training import checkpoints, optimizer, packing, resize
 from libra_jax.training import learner as learner_lib
 from libra_jax.training import mesh as mesh_lib
 from libra_jax.training import state as state_lib
@@ -56,6 +56,7 @@ class TrainerActor:
         self._learner: learner_lib.Learner | None = None
         self._publisher: Any = None
         self._checkpointer: checkpoints.Checkpointer | None = None
+        self._resize: resize.Resize | None = None
         self._version = 0
         self._warm = False  # the optimizer's moments are the warm start's
         self._skipped_in_a_row = 0
@@ -149,6 +150,49 @@ class TrainerActor:
         metrics |= batch_lib.statistics(advantages, examples)
         return self._finish(metrics, packed, rate)
 
+    def begin_resize(self, sizes: protocols.MeshSizes) -> protocols.ResizeEstimate:
+        """Begins to compile for another mesh of this process's devices; training goes on.
+
+        Raises:
+          ConfigError: the sizes are no mesh of this model, batch and number of devices, or a resize is under way.
+          LibraError: a device has no room for the move.
+        """
+        learner = self._started()
+        if self._resize is not None:
+            raise protocols.ConfigError(
+                f"the trainer's mesh cannot become {sizes} while it becomes {self._resize.sizes}: wait, or cancel that"
+            )
+        self._resize = resize.Resize(learner, sizes, jax.devices())
+        return self._resize.estimate
+
+    def resize_progress(self) -> protocols.ResizeProgress:
+        """How far the resize is."""
+        return self._resizing().progress
+
+    def finish_resize(self, seconds: float) -> protocols.ResizePhases:
+        """Between two steps: waits at most `seconds` for the programs, then moves the state.
+
+        Raises:
+          DeadlineMissed: they took longer; the resize goes on.
+          LibraError: it cannot be; training goes on on the mesh it has.
+        """
+        resizing = self._resizing()
+        try:
+            self._learner, phases = resizing.take_over(seconds)
+        except protocols.DeadlineMissed:
+            raise
+        except protocols.LibraError:
+            self._resize = None
+            raise
+        self._resize = None
+        return phases
+
+    def cancel_resize(self) -> None:
+        """Gives up a resize that is under way; a program that is being compiled is left to end by itself."""
+        if self._resize is not None:
+            self._resize.cancel(0.0)
+            self._resize = None
+
     def open_weights(self, policy_version: int) -> int:
         """Takes a snapshot of the parameters in the wire dtype; returns its number of buckets."""
         learner, publisher = self._started(), self._publisher
@@ -200,6 +244,7 @@ class TrainerActor:
 
     def shutdown(self) -> None:
         """Finishes the last save, gives shared memory back and drops the state. Idempotent."""
+        self.cancel_resize()
         if self._publisher is not None:
             self._publisher.shutdown()
         if self._checkpointer is not None:
@@ -210,6 +255,12 @@ class TrainerActor:
         if self._learner is None:
             raise protocols.LibraError("the trainer is not running: call start first.")
         return self._learner
+
+    def _resizing(self) -> resize.Resize:
+        self._started()
+        if self._resize is None:
+            raise protocols.ConfigError("the trainer's mesh is not being changed: call begin_resize first")
+        return self._resize
 
     def _end_warm_start(self) -> None:
         """Training begins with an optimizer of its own, and with the warmed policy as its reference."""

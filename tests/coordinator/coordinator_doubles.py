@@ -115,6 +115,8 @@ class RecordingTrainer:
         self.state: dict[str, Any] = {"version": 0, "prompts": [], "staleness": [], "warm": 0}
         self.open_version: int | None = None
         self.busy = False
+        self.meshes: list[tuple[int, protocols.MeshSizes]] = []
+        self.cancelled = 0
 
     async def start(self) -> protocols.TrainerInfo:
         return protocols.TrainerInfo(0, 1, {"data": 1}, "cpu")
@@ -124,6 +126,29 @@ class RecordingTrainer:
         self.busy = True
         await asyncio.sleep(self._seconds)
         self.busy = False
+
+    async def begin_resize(self, sizes: protocols.MeshSizes) -> protocols.ResizeEstimate:
+        """Refuses a mesh of six; compiles for as many looks as its tensor size says, for ever if that is 8."""
+        assert not self.busy
+        if sizes.devices == 6:
+            raise protocols.ConfigError("a mesh of six cannot be")
+        self.wanted, self.looks = sizes, 0
+        return protocols.ResizeEstimate(100, 50, 10)
+
+    async def resize_progress(self) -> protocols.ResizeProgress:
+        assert not self.busy
+        self.looks += 1
+        return protocols.ResizeProgress(
+            self.looks, 8, ready=self.wanted.tensor <= self.looks and self.wanted.tensor < 8
+        )
+
+    async def finish_resize(self, seconds: float) -> protocols.ResizePhases:
+        await self._one_call()
+        self.meshes.append((self.state["version"], self.wanted))
+        return protocols.ResizePhases(3.0, 0.0, self._seconds, 50)
+
+    async def cancel_resize(self) -> None:
+        self.cancelled += 1
 
     async def warm_start_step(self, sequences: Sequence[protocols.Trajectory]) -> Mapping[str, float]:
         await self._one_call()

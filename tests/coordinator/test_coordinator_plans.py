@@ -47,6 +47,9 @@ class Scripted:
         self.plan = self.plans[step]
         return replanning.Decision(step, "told to", self.plan, 2.0, 1.0, 0.1, True, "it pays"), {}
 
+    def refuse(self, plan: protocols.Plan) -> None:
+        self.plan = plan
+
     def snapshot(self) -> dict[str, Any]:
         return {"plan": dataclasses.asdict(self.plan)}
 
@@ -121,17 +124,63 @@ def test_every_instance_may_be_replaced_at_once(tmp_path):
     assert [(number, degree) for number, degree, _ in makes.made] == [(2, 2), (3, 1), (4, 1)]
 
 
-def test_the_trainer_changes_its_mesh_between_two_steps(tmp_path, monkeypatch):
-    resized: list[tuple[int, int, int]] = []
+@pytest.fixture
+def trainers(monkeypatch):
+    """Every trainer that is made."""
+    made: list[Any] = []
+    plain = doubles.make_trainer
 
-    async def resize(self: Any, data: int, fsdp: int, tensor: int) -> None:
-        resized.append((data, fsdp, tensor))
+    def make(**arguments: Any) -> Any:
+        made.append(plain(**arguments))
+        return made[-1]
 
-    monkeypatch.setattr(doubles.RecordingTrainer, "resize", resize, raising=False)
+    monkeypatch.setattr(doubles, "make_trainer", make)
+    return made
+
+
+def test_a_trainer_that_grows_waits_for_the_devices_and_takes_over_between_two_steps(tmp_path, trainers):
     bench, _, _ = make_bench(tmp_path, {2: GROWN})
     bench.run()
     check_whole(bench)
-    assert resized == [(2, 1, 1)]
+    ((version, sizes),) = trainers[0].meshes
+    assert sizes == protocols.MeshSizes(2, 1, 1)
+    assert version > 2
+    (transition,) = bench.recorder.transitions
+    assert (transition["worker"], transition["from"], transition["to"]) == (
+        "trainer",
+        "data 1 x fsdp 1 x tensor 1",
+        "data 2 x fsdp 1 x tensor 1",
+    )
+    assert (transition["outcome"], transition["reason"], transition["bytes"]) == ("done", "a plan", 50)
+    ended = [at for at, (name, text) in enumerate(bench.recorder.statuses) if text == "ended by a plan"]
+    moving = [at for at, (name, text) in enumerate(bench.recorder.statuses) if text.startswith("moving to data 2")]
+    assert len(ended) == len(moving) == 1
+    assert ended < moving
+
+
+def test_a_mesh_that_is_refused_leaves_the_run_and_the_planner_as_they_were(tmp_path, trainers):
+    refused = dataclasses.replace(BEGIN, data=6)
+    bench, planner, makes = make_bench(tmp_path, {2: refused})
+    bench.run()
+    check_whole(bench)
+    assert planner.plan == BEGIN
+    assert not trainers[0].meshes
+    assert not makes.made
+    (transition,) = bench.recorder.transitions
+    assert (transition["outcome"], transition["why"]) == ("failed", "a mesh of six cannot be")
+    assert any("stays on its mesh" in note and "a mesh of six cannot be" in note for note in bench.recorder.notes)
+
+
+def test_a_resumed_run_goes_on_to_the_mesh_of_the_plan_in_force(tmp_path, trainers):
+    bench, _, _ = make_bench(tmp_path, {2: GROWN}, checkpoint={"every": 1})
+    bench.coordinator._config = dataclasses.replace(bench.coordinator._config, steps=5)
+    bench.run()
+    assert trainers[0].meshes
+    again, planner, _ = make_bench(tmp_path, {}, checkpoint={"every": 1})
+    again.run()
+    check_whole(again)
+    assert planner.plan == GROWN
+    assert [sizes for _, sizes in trainers[1].meshes] == [protocols.MeshSizes(2, 1, 1)]
 
 
 def test_a_resumed_run_starts_the_instances_of_the_plan_in_force(tmp_path):

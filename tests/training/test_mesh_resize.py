@@ -43,7 +43,7 @@ def begun(small):
 
 
 def resized(learner, sizes, **arguments):
-    return resize.Resize(learner, sizes, jax.devices(), **arguments).take_over(PATIENCE)
+    return resize.Resize(learner, protocols.MeshSizes(*sizes), jax.devices(), **arguments).take_over(PATIENCE)
 
 
 def on_host(learner):
@@ -99,11 +99,10 @@ def test_training_goes_on_while_the_new_mesh_compiles_and_its_steps_count(begun)
     steady, step = begun()
     wanted = [step(steady) for _ in range(3)]
     learner, step = begun()
-    begins = resize.Resize(learner, (4, 1, 1), jax.devices())
+    begins = resize.Resize(learner, protocols.MeshSizes(4, 1, 1), jax.devices())
     got = [step(learner), step(learner)]
     learner, _ = begins.take_over(PATIENCE)
-    assert begins.ready
-    assert begins.progress == (1, 1)
+    assert begins.progress == protocols.ResizeProgress(1, 1, ready=True)
     got.append(step(learner))
     np.testing.assert_allclose(got, wanted, rtol=1e-5)
 
@@ -118,16 +117,16 @@ def test_a_shape_that_training_meets_while_it_compiles_is_compiled_too(begun, mo
         compile_like(programs, shape)
 
     monkeypatch.setattr(step_lib.Programs, "compile_like", meeting)
-    begins = resize.Resize(learner, (4, 1, 1), jax.devices())
+    begins = resize.Resize(learner, protocols.MeshSizes(4, 1, 1), jax.devices())
     following, _ = begins.take_over(PATIENCE)
-    assert begins.progress == (2, 2)
+    assert begins.progress == protocols.ResizeProgress(2, 2, ready=True)
     assert following.programs.compiled_shapes == 2
 
 
 def test_a_resize_that_is_cancelled_leaves_the_learner_as_it_was(begun):
     learner, step = begun()
     before = on_host(learner)
-    begins = resize.Resize(learner, (4, 1, 1), jax.devices())
+    begins = resize.Resize(learner, protocols.MeshSizes(4, 1, 1), jax.devices())
     assert begins.cancel(PATIENCE)
     with pytest.raises(protocols.LibraError, match="data 4 x fsdp 1 x tensor 1 was cancelled"):
         begins.take_over(PATIENCE)
@@ -152,7 +151,7 @@ def test_a_resize_that_is_cancelled_leaves_the_learner_as_it_was(begun):
 def test_a_mesh_that_cannot_be_is_refused_and_training_goes_on(begun, sizes, sentence):
     learner, step = begun()
     with pytest.raises(protocols.ConfigError, match=sentence):
-        resize.Resize(learner, sizes, jax.devices())
+        resize.Resize(learner, protocols.MeshSizes(*sizes), jax.devices())
     step(learner)
 
 
@@ -173,7 +172,7 @@ def test_a_move_that_the_devices_refuse_half_way_is_undone(begun, monkeypatch, f
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
         return put(leaf, target)
 
-    begins = resize.Resize(learner, (4, 1, 1), jax.devices())
+    begins = resize.Resize(learner, protocols.MeshSizes(4, 1, 1), jax.devices())
     monkeypatch.setattr(resize, "_put", refusing)
     with pytest.raises(protocols.LibraError, match=r"stays \(RESOURCE_EXHAUSTED: out of memory\)"):
         begins.take_over(PATIENCE)
@@ -190,7 +189,7 @@ def test_a_state_that_no_device_takes_is_lost_with_a_sentence(begun, monkeypatch
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
         return put(leaf, target)
 
-    begins = resize.Resize(learner, (4, 1, 1), jax.devices())
+    begins = resize.Resize(learner, protocols.MeshSizes(4, 1, 1), jax.devices())
     monkeypatch.setattr(resize, "_put", refusing)
     with pytest.raises(protocols.LibraError, match=r"is lost \(RESOURCE_EXHAUSTED.*goes on from the last checkpoint"):
         begins.take_over(PATIENCE)
