@@ -63,17 +63,17 @@ class Engines:
         return [self._spec(number, devices, slots[number]) for number, devices in enumerate(self._partition.instances)]
 
     def add(self, number: int, degree: int, others: Sequence[protocols.ActorSpec]) -> protocols.ActorSpec:
-        """One that a plan adds, on rollout devices that the others leave (`coordinator.instances.MakeSpec`).
+        """One that a plan adds, on devices that the others leave, the last first (`coordinator.instances.MakeSpec`).
 
         Its slots are those of the config's first instance of its degree, or `rollout.slots`.
         """
         taken = {device for other in others for device in other.devices}
-        free = [device for devices in self._partition.instances for device in devices if device not in taken]
+        free = [device for device in range(self._partition.total) if device not in taken]
         if len(free) < degree:
             raise protocols.LibraError(
                 f"a plan asks for an instance of degree {degree}, and {len(free)} devices are free"
             )
-        return self._spec(number, tuple(free[:degree]), self._slots.get(degree, self._config.rollout.slots))
+        return self._spec(number, tuple(free[-degree:]), self._slots.get(degree, self._config.rollout.slots))
 
     def _spec(self, number: int, devices: tuple[int, ...], slots: int) -> protocols.ActorSpec:
         config, name = self._config, f"rollout-{number}"
@@ -99,4 +99,6 @@ class Engines:
     def _cores(self, devices: tuple[int, ...]) -> str:
         """An instance's cores as vLLM takes them (`vllm_launch.core_binding`)."""
         cores, first = self._config.rollout.cores, self._config.trainer.devices
-        return "|".join(str(cores[device - first]) for device in devices) if cores else "auto"
+        if not cores or min(devices) < first:  # it has taken the place of training, whose cores are not told apart
+            return "auto"
+        return "|".join(str(cores[device - first]) for device in devices)

@@ -233,7 +233,7 @@ def trainer_spec(config: libra_config.RunConfig, workdir: Path) -> protocols.Act
     platform = config.trainer.platform
     environment = {
         "auto": {},
-        "cpu": {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(len(devices))},
+        "cpu": {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(len(devices) + config.elastic.spare_devices)},
         "cuda": {"JAX_PLATFORMS": "cuda,cpu", "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))},
         "tpu": {"JAX_PLATFORMS": "tpu,cpu"},
     }[platform]
@@ -243,6 +243,7 @@ def trainer_spec(config: libra_config.RunConfig, workdir: Path) -> protocols.Act
         arguments={"config": libra_config.to_dict(config), "workdir": str(workdir.resolve())},
         gpus=len(devices) if platform == "cuda" else 0,
         environment=environment,
+        devices=devices,
     )
 
 
@@ -266,7 +267,10 @@ def scheduler(config: libra_config.RunConfig) -> protocols.Scheduler:
 def global_planner(
     config: libra_config.RunConfig, shape: model_config.TransformerConfig
 ) -> planner.GlobalPlanner | None:
-    """The run's planner, if `planner.period` asks for one. It lays the rollout devices out; the trainer's mesh stays.
+    """The run's planner, if `planner.period` asks for one.
+
+    It lays out the devices of the trainer and of the instances that are not hybrid; without `elastic.resize` the
+    trainer's mesh stays.
 
     Raises:
       ConfigError: there is no such hardware, or an instance has a degree that plans may not use.
@@ -275,7 +279,15 @@ def global_planner(
         return None
     mesh = config.trainer.data, config.trainer.fsdp, config.trainer.tensor
     model = costs.of_hardware(config.planner.hardware, shape, "planner.hardware")
-    setting = planner.Setting.of_run(config, model, placement.partition(config).total, mesh=mesh)
+    elastic, rollout = config.elastic, config.rollout
+    hybrid = sum(rollout.tensor_parallel[len(rollout.tensor_parallel) - elastic.hybrid :])
+    setting = planner.Setting.of_run(
+        config,
+        model,
+        placement.partition(config).total - hybrid,
+        mesh=None if elastic.resize else mesh,
+        reach=config.trainer.devices + elastic.spare_devices if elastic.resize else None,
+    )
     planner.check_layout(config, setting)
     return planner.GlobalPlanner(config.planner, setting, plans.of_run(config, mesh))
 

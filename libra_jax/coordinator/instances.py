@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import collections
-from collections.abc import Awaitable, Callable, Sequence
+import dataclasses
+import itertools
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +20,16 @@ SETTLE_SECONDS = 1.0
 State = Literal["starting", "loaded", "serving", "asleep", "lost", "dead", "retired"]
 
 MakeSpec = Callable[[int, int, Sequence[protocols.ActorSpec]], protocols.ActorSpec]
-"""(number, tensor-parallel degree, specs of the others) to how an engine is made, on devices that those leave free."""
+"""(number, tensor-parallel degree, specs of the others, the trainer's last) to how an engine is made, on devices that
+those leave free."""
+
+
+def make(
+    make_spec: MakeSpec, numbers: Iterator[int], degree: int, others: Sequence[protocols.ActorSpec]
+) -> protocols.ActorSpec:
+    """The spec of the next engine whose name none of the others has."""
+    taken = {other.name for other in others}
+    return next(spec for number in numbers if (spec := make_spec(number, degree, others)).name not in taken)
 
 
 @dataclass
@@ -80,12 +91,13 @@ class Instances:
         self._config = config
         self._cluster = cluster
         self._make_spec = make_spec
-        self._made = len(specs)
+        self._numbers = itertools.count(len(specs))
         self._recorder = recorder
         self._ending = ending
         self.engines = {spec.name: Engine(spec, hybrid=spec.name in hybrid) for spec in specs}
-        self.losses = 0
+        self.losses = 0  # of the engines that plans are about
         self.changed: Callable[[], None] = lambda: None
+        self._trainer = protocols.ActorSpec("trainer", "", {})
         self.replanned: Callable[[Sequence[protocols.PlannedBucket]], None] = lambda rollout: None
         self.load_weights: Callable[[Engine], Awaitable[None]] | None = None
 
@@ -127,7 +139,7 @@ class Instances:
         if engine.life != life or engine.state in ("lost", "dead"):
             return
         engine.state = "lost"
-        self.losses += 1
+        self.losses += not engine.hybrid
         self._take_out(engine)
         self._recorder.status(engine.name, "lost")
         self.changed()
@@ -205,7 +217,8 @@ class Instances:
         wanted = {bucket.tensor_parallel: bucket.count for bucket in rollout}
         kept: collections.Counter[int] = collections.Counter()
         retired = []
-        for engine in self.engines.values():
+        # A trainer that grows takes the devices next to its own, so the engines on those go first.
+        for engine in sorted(self.engines.values(), key=lambda engine: engine.spec.devices, reverse=True):
             if engine.hybrid:
                 continue
             degree = engine.info.tensor_parallel if engine.state == "serving" and engine.info is not None else 0
@@ -219,6 +232,14 @@ class Instances:
         await failure.together(*(self._stop(engine) for engine in retired))
         added = [self._add(degree) for degree, count in wanted.items() for _ in range(count - kept[degree])]
         await failure.together(*(self._start_and_load(engine) for engine in added))
+
+    def trainer_holds(self, devices: int) -> None:
+        """The first so many of the run's devices are the trainer's: engines that are added leave them free."""
+        self._trainer = dataclasses.replace(self._trainer, devices=tuple(range(devices)))
+
+    def on_devices(self, below: int) -> list[str]:
+        """Names of the engines that have one of the run's first `below` devices."""
+        return [name for name, engine in self.engines.items() if any(device < below for device in engine.spec.devices)]
 
     def with_hybrid(self, rollout: Sequence[protocols.PlannedBucket]) -> tuple[protocols.PlannedBucket, ...]:
         """A plan's buckets, and one for each degree that only hybrid engines have: what the next wider serves."""
@@ -239,8 +260,8 @@ class Instances:
 
     def _add(self, degree: int) -> Engine:
         assert self._make_spec is not None
-        spec = self._make_spec(self._made, degree, [engine.spec for engine in self.engines.values()])
-        self._made += 1
+        others = [*(engine.spec for engine in self.engines.values()), self._trainer]
+        spec = make(self._make_spec, self._numbers, degree, others)
         engine = self.engines[spec.name] = Engine(spec)
         return engine
 

@@ -95,6 +95,7 @@ class PlanFollower:
         """The plan in force is a checkpoint's: its instances have been started, and the trainer's mesh follows."""
         plan = self._planner.plan
         self._dispatcher.replan(self._engines.with_hybrid(plan.rollout))
+        self._engines.trainer_holds(plan.train_devices)
         if _mesh(plan) != self._resizing.sizes:
             self._move = self._ending.start(self._take_up(plan), "going on with a plan's mesh")
 
@@ -165,11 +166,14 @@ class PlanFollower:
         try:
             if handle is not None:
                 await (handle.compiled if grows else handle.done)
+            self._engines.trainer_holds(plan.train_devices)
             if _counts(plan) == _counts(before) and not self._engines.dead:
                 self._dispatcher.replan(self._engines.with_hybrid(plan.rollout))
             else:
                 await self._engines.follow(plan.rollout)
             if handle is not None and grows:
+                if occupants := self._engines.on_devices(plan.train_devices):
+                    handle.cancel(f"{', '.join(occupants)} still roll out on its devices")
                 handle.go()
                 before = dataclasses.replace(before, rollout=plan.rollout)
                 await handle.done
@@ -177,6 +181,7 @@ class PlanFollower:
             if handle is None or not handle.done.done() or handle.done.exception() is not error:
                 raise  # of the engines
             self._followed = before
+            self._engines.trainer_holds(before.train_devices)
             self._planner.refuse(before)
             self._recorder.note("The plan is given up as far as the trainer's mesh goes.")
             return

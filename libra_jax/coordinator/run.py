@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -185,10 +187,13 @@ class Coordinator:
         self._planner.restore(kept)
         if self._planner.plan == before:
             return False
-        specs: list[protocols.ActorSpec] = []
-        for bucket in self._planner.plan.rollout:
+        plan, hybrid = self._planner.plan, self._config.elastic.hybrid
+        specs = list(self._engine_specs[len(self._engine_specs) - hybrid :]) if hybrid else []
+        trainer = dataclasses.replace(self._trainer_spec, devices=tuple(range(plan.train_devices)))
+        numbers = itertools.count()
+        for bucket in plan.rollout:
             for _ in range(bucket.count):
-                specs.append(self._make_engine(len(specs), bucket.tensor_parallel, specs))
+                specs.append(instances.make(self._make_engine, numbers, bucket.tensor_parallel, [*specs, trainer]))
         self._engine_specs = specs
         return True
 
@@ -201,6 +206,7 @@ class Coordinator:
             ending=self._ending,
             make_spec=self._make_engine,
         )
+        self._engines.trainer_holds(len(self._trainer_spec.devices))
         trainer, _ = await failure.together(self._start_trainer(), self._engines.start())
         return trainer
 

@@ -193,13 +193,18 @@ class Training:
         """The mesh of these sizes, whether it fits or not."""
         return Mesh(data, fsdp, tensor, self.seconds(data, fsdp, tensor), self.memory_bytes(data, fsdp, tensor))
 
-    def front(self, most: int) -> tuple[Mesh, ...]:
+    def front(self, most: int, *, whole_rows: bool = False) -> tuple[Mesh, ...]:
         """Meshes over at most `most` devices, fewest first, each faster than all with fewer.
+
+        Args:
+          most: devices.
+          whole_rows: only those over whose shards the rows of a micro-batch divide, as a trainer that runs asks.
 
         Raises:
           ConfigError: the model fits on none; the message says what is short.
         """
-        found = sorted(self._meshes(most), key=lambda mesh: (mesh.devices, mesh.seconds))
+        meshes = (mesh for mesh in self._meshes(most) if not whole_rows or self._divides(mesh))
+        found = sorted(meshes, key=lambda mesh: (mesh.devices, mesh.seconds))
         front: list[Mesh] = []
         for mesh in found:
             if not front or mesh.seconds < front[-1].seconds:
@@ -228,6 +233,9 @@ class Training:
             for degree in TENSOR_DEGREES
             if degree <= self._model.sheet.devices_per_node and not any(size % degree for size in sizes)
         ]
+
+    def _divides(self, mesh: Mesh) -> bool:
+        return self._trainer.rows % (mesh.data * mesh.fsdp) == 0
 
     def _rows_each(self, shards: int) -> int:
         """Rows of a micro-batch on each of so many shards."""

@@ -42,6 +42,7 @@ class Setting:
       requests: trajectories of a training step.
       staleness: eta.
       mesh: (data, fsdp, tensor) where the trainer cannot change; None leaves it to the plan.
+      reach: devices, at most, of a mesh that a trainer which runs can change to; None: any mesh.
       profile: what runs have measured here, if they have.
     """
 
@@ -53,6 +54,7 @@ class Setting:
     requests: int
     staleness: int
     mesh: tuple[int, int, int] | None = None
+    reach: int | None = None
     profile: profiles.Profile | None = None
 
     @classmethod
@@ -64,6 +66,7 @@ class Setting:
         *,
         slots: Sequence[int] = (),
         mesh: tuple[int, int, int] | None = None,
+        reach: int | None = None,
     ) -> Setting:
         """The setting of a run.
 
@@ -73,6 +76,7 @@ class Setting:
           devices: that train and roll out.
           slots: of its instances, in the order of `rollout.tensor_parallel`; empty: as `rollout` says.
           mesh: the trainer's, if it has to stay.
+          reach: devices of the largest mesh that the trainer can change to, if it runs.
 
         Raises:
           ConfigError: no instance that plans may use holds a whole context, or the profile is not of this model and
@@ -106,6 +110,7 @@ class Setting:
             run.coordinator.groups_per_step * run.coordinator.group_size,
             run.coordinator.staleness,
             mesh,
+            reach,
             profile,
         )
 
@@ -177,7 +182,12 @@ class Work:
         engines = setting.model if setting.profile is None else setting.profile.rollout(setting.model)
         rollout = serving.Serving(engines, wanted, setting.degrees, setting.slots, staleness=setting.staleness)
         self.search = search.Search(
-            rollout, self.training, setting.devices, staleness=setting.staleness, mesh=setting.mesh
+            rollout,
+            self.training,
+            setting.devices,
+            staleness=setting.staleness,
+            mesh=setting.mesh,
+            reach=setting.reach,
         )
 
     def best(self, levels: Levels) -> protocols.Plan:

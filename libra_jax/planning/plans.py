@@ -15,13 +15,14 @@ from libra_jax import protocols
 
 
 def of_run(run: configuration.RunConfig, mesh: tuple[int, int, int]) -> protocols.Plan:
-    """The plan that a run's configuration amounts to.
+    """The plan that a run's configuration amounts to; hybrid instances, which no plan is about, left out.
 
     Args:
       run: its configuration; buckets are drawn by `scheduler.max_remaining_tokens`.
       mesh: (data, fsdp, tensor) of its trainer.
     """
-    counts = collections.Counter(run.rollout.tensor_parallel)
+    degrees = run.rollout.tensor_parallel
+    counts = collections.Counter(degrees[: len(degrees) - run.elastic.hybrid])
     bounds = [*run.scheduler.max_remaining_tokens, run.rollout.max_context]
     if len(bounds) != len(counts):  # one bucket of all instances
         bounds = [run.rollout.max_context] * len(counts)

@@ -76,6 +76,7 @@ class Search:
       most: devices, at most, that will be asked about.
       staleness: eta.
       mesh: (data, fsdp, tensor) of the only mesh there is; None leaves it to the search.
+      reach: devices, at most, of a mesh that a trainer which runs can change to; None: any mesh.
 
     Raises:
       ConfigError: the model fits on no mesh of so many devices, or a request on no instance; the message says what is
@@ -90,10 +91,14 @@ class Search:
         *,
         staleness: int,
         mesh: tuple[int, int, int] | None = None,
+        reach: int | None = None,
     ) -> None:
         self.demand: Demand = rollout.demand
         self._staleness = staleness
-        self._front = training.front(most) if mesh is None else (training.mesh(*mesh),)
+        if mesh is not None:
+            self._front: tuple[meshes.Mesh, ...] = (training.mesh(*mesh),)
+        else:
+            self._front = training.front(min(most, reach or most), whole_rows=reach is not None)
         edges = self.demand.edges(max(PARTS, PARTS_A_DEVICE * most))
         self._partitions = partition.Partitions(rollout.seconds, edges, rollout.degrees)
         if math.isinf(self._partitions.least_seconds):

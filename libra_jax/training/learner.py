@@ -104,7 +104,7 @@ class Learner:
           ConfigError: too few devices, or the model does not divide over the mesh.
         """
         config = dataclasses.replace(self.config, trainer=trainer)
-        return Learner(config, self._model, devices, self._options)
+        return Learner(config, self._model, devices, compiler_options=self._options)
 
     def release(self) -> tuple[list[jax.Array], Any]:
         """The state's leaves, which this learner no longer holds, and their structure; its accumulator is freed."""

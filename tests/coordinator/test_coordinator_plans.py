@@ -92,7 +92,7 @@ def test_a_plan_ends_and_begins_instances_and_nothing_is_lost(tmp_path):
     bench, planner, makes = make_bench(tmp_path, {2: WIDE})
     bench.run()
     check_whole(bench)
-    assert makes.made == [(2, 2, ["engine-0"])]
+    assert makes.made == [(2, 2, ["engine-0", "trainer"])]
     assert bench.cluster.spawned == ["trainer", "engine-0", "engine-1", "engine-2"]
     served = collections.Counter(
         span[0] for span in bench.recorder.spans if span[1] == "generate" and span[4]["tokens"]
@@ -240,7 +240,7 @@ def test_while_instances_start_training_goes_on_and_nothing_further_is_decided(t
     slow_starts(bench, 1.0)
     bench.run()
     check_whole(bench)
-    assert makes.made == [(2, 2, ["engine-0"])], "the plan of step 3 came while the move was under way"
+    assert makes.made == [(2, 2, ["engine-0", "trainer"])], "the plan of step 3 came while the move was under way"
     disturbed = [measured.disturbed for measured in planner.measured]
     assert disturbed[2]
     assert not disturbed[0]

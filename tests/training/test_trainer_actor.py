@@ -14,6 +14,7 @@ import transformers
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
+from libra_jax.interop import memfd
 from libra_jax.models import hf
 from libra_jax.training import learner as learner_lib
 from libra_jax.training import trainer
@@ -338,3 +339,41 @@ def test_one_step_gives_the_golden_metrics(small, start):
         f"one training step on fixed data gave other metrics (golden, now): {changed}. If that is meant, run this test "
         f"once with LIBRA_UPDATE_GOLDEN=1 in the environment and commit {GOLDEN.name} with the reason."
     )
+
+
+def test_a_trainer_goes_from_mesh_to_mesh_and_nothing_it_holds_or_publishes_changes(small, start, tmp_path):
+    made = start(trainer={"data": 8})
+    made.train_step(_batch(small, 0))
+
+    def everything():
+        published = [made.stage_weights(1, index) for index in range(made.open_weights(1))]
+        leaves = [np.array(leaf) for leaf in jax.tree.leaves(jax.device_get(made._learner.state))]
+        return [memfd.open_peer(bucket.transport)[: bucket.nbytes] for bucket in published], leaves
+
+    wire, leaves = everything()
+    for data, fsdp in [(4, 1), (1, 2), (2, 4)]:
+        estimate = made.begin_resize(protocols.MeshSizes(data, fsdp, 1))
+        assert estimate.state_bytes == sum(leaf.nbytes for leaf in leaves)
+        phases = made.finish_resize(120.0)
+        assert phases.moved_bytes == estimate.arriving_bytes
+        now, held = everything()
+        assert now == wire
+        assert all(np.array_equal(a, b) for a, b in zip(held, leaves, strict=True))
+    with pytest.raises(protocols.ConfigError, match=r"rows_per_micro_batch: 8 does not divide over data x fsdp = 6"):
+        made.begin_resize(protocols.MeshSizes(6, 1, 1))
+    with pytest.raises(protocols.ConfigError, match=r"data 0 x fsdp 1 x tensor 1 cannot be.*must be positive"):
+        made.begin_resize(protocols.MeshSizes(0, 1, 1))
+    with pytest.raises(protocols.ConfigError, match="is not being changed"):
+        made.resize_progress()
+    assert np.isfinite(made.train_step(_batch(small, 1))["loss"])
+
+
+def test_two_resizes_at_once_are_refused_and_one_that_is_cancelled_leaves_room_for_another(small, start):
+    made = start(trainer={"data": 8})
+    made.begin_resize(protocols.MeshSizes(4, 1, 1))
+    with pytest.raises(protocols.ConfigError, match=r"cannot become data 2 .* while it becomes data 4"):
+        made.begin_resize(protocols.MeshSizes(2, 1, 1))
+    made.cancel_resize()
+    made.begin_resize(protocols.MeshSizes(2, 1, 1))
+    made.finish_resize(120.0)
+    made.train_step(_batch(small, 0))
