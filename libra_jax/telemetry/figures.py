@@ -83,14 +83,15 @@ def thinned(curve: Curve) -> tuple[list[float], list[float]]:
     return [step for step, _ in mean], [value for _, value in mean]
 
 
-def _axes(width: float, height: float) -> tuple[Any, Any]:
+def canvas(width: float, height: float) -> tuple[Any, Any]:
+    """A figure of so many inches, and its axes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.add_subplot()
 
 
-def _styled(draw: Any) -> str:
+def styled(draw: Any) -> str:
     """Runs a drawing function under the report's style and returns its figure as SVG."""
     import matplotlib
 
@@ -127,7 +128,7 @@ def reward(rewards: Curve, evaluations: Curve) -> str:
     """Training reward, its mean over five steps, and the held-out score where it was measured."""
 
     def draw() -> Any:
-        figure, axes = _axes(10, 3.6)
+        figure, axes = canvas(10, 3.6)
         if rewards:
             axes.plot(*thinned(rewards), color=BLUE, alpha=0.3, linewidth=1.2, label="reward of the step")
             axes.plot(*thinned(moving_mean(rewards)), color=BLUE, linewidth=2.4, label="mean of 5 steps")
@@ -142,14 +143,14 @@ def reward(rewards: Curve, evaluations: Curve) -> str:
         axes.legend(loc="lower right", ncols=3)
         return figure
 
-    return _styled(draw)
+    return styled(draw)
 
 
 def curve(values: Curve, *, colour: str = BLUE, log: bool = False, zero: bool = True, stairs: bool = False) -> str:
     """One number over the steps."""
 
     def draw() -> Any:
-        figure, axes = _axes(5, 2.6)
+        figure, axes = canvas(5, 2.6)
         style = {"drawstyle": "steps-mid"} if stairs else {}
         axes.plot(*thinned(values), color=colour, linewidth=1.8, **style)
         if log and min(values.values()) > 0:
@@ -165,7 +166,7 @@ def curve(values: Curve, *, colour: str = BLUE, log: bool = False, zero: bool = 
         _step_axis(axes)
         return figure
 
-    return _styled(draw)
+    return styled(draw)
 
 
 def _thousands(value: float, _: Any) -> str:
@@ -176,7 +177,7 @@ def step_times(parts: Mapping[str, Curve]) -> str:
     """Seconds of each part of a step, stacked; `parts` are named in `PART_COLOURS` and share their steps."""
 
     def draw() -> Any:
-        figure, axes = _axes(5, 2.6)
+        figure, axes = canvas(5, 2.6)
         columns = [thinned(part) for part in parts.values()]
         colours = [PART_COLOURS[name] for name in parts]
         axes.stackplot(
@@ -188,14 +189,14 @@ def step_times(parts: Mapping[str, Curve]) -> str:
         axes.legend(loc="upper right", ncols=len(columns), handlelength=1, columnspacing=1)
         return figure
 
-    return _styled(draw)
+    return styled(draw)
 
 
 def predicted(measured: Curve, steps: Curve, training: Curve, moves: Sequence[int]) -> str:
     """Step times as they were and as they had been predicted, the training in them, and moves between plans."""
 
     def draw() -> Any:
-        figure, axes = _axes(10, 3.0)
+        figure, axes = canvas(10, 3.0)
         axes.plot(*thinned(measured), color=BLUE, linewidth=1.8, label="step, measured")
         axes.plot(*thinned(steps), color=ORANGE, linewidth=1.6, linestyle=(0, (4, 3)), label="step, predicted")
         axes.plot(*thinned(training), color=GREEN, linewidth=1.4, linestyle=(0, (4, 3)), label="training, predicted")
@@ -207,7 +208,7 @@ def predicted(measured: Curve, steps: Curve, training: Curve, moves: Sequence[in
         axes.legend(loc="upper right", ncols=4, handlelength=1.6, columnspacing=1)
         return figure
 
-    return _styled(draw)
+    return styled(draw)
 
 
 def lengths(generated_tokens: Sequence[int]) -> str:
@@ -218,7 +219,7 @@ def lengths(generated_tokens: Sequence[int]) -> str:
     long_tail = values.max() > 20 * numpy.median(values)
 
     def draw() -> Any:
-        figure, axes = _axes(5, 2.6)
+        figure, axes = canvas(5, 2.6)
         low, high = values.min(), values.max()
         if long_tail:
             bins = numpy.geomspace(low, high + 1, 31)
@@ -237,7 +238,7 @@ def lengths(generated_tokens: Sequence[int]) -> str:
         axes.xaxis.set_major_formatter(_thousands)
         return figure
 
-    return _styled(draw)
+    return styled(draw)
 
 
 _KINDS = (
@@ -279,7 +280,7 @@ def lanes(spans: Sequence[timeline.Span], start: float, end: float) -> str:
     def draw() -> Any:
         used = {track: sorted({span.lane for span in tracks[track]}) for track in order}
         heights = [min(3.2, 0.8 + 0.08 * len(used[track])) for track in order]
-        figure, axes = _axes(10, 0.8 + 0.36 * sum(heights))
+        figure, axes = canvas(10, 0.8 + 0.36 * sum(heights))
         boxes: dict[tuple[str, str], list[tuple[float, float, float, float]]] = {}
         top = 0.0
         for track, height in zip(order, heights, strict=True):
@@ -299,7 +300,7 @@ def lanes(spans: Sequence[timeline.Span], start: float, end: float) -> str:
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(boxes), handlelength=1, columnspacing=1.4)
         return figure
 
-    return _styled(draw)
+    return styled(draw)
 
 
 def _boxes(rectangles: Sequence[tuple[float, float, float, float]], colour: str, name: str) -> Any:
