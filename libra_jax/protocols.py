@@ -947,6 +947,10 @@ class Cluster(Protocol):
 # --------------------------------------------------------------------------------------------------------------------
 
 
+POOLS = ("core training", "hybrid in training", "hybrid in rollout", "core rollout")
+"""Names of the pools of devices, in the order in which pictures stack them."""
+
+
 class Recorder(Protocol):
     """Where a run writes what happened. Never raises for a full disk or a lost viewer: it warns once and goes on."""
 
@@ -967,11 +971,14 @@ class Recorder(Protocol):
         ...
 
     def transition(self, record: Mapping[str, Any]) -> None:
-        """One line of `transitions.jsonl`: a worker that changed sides, or a mesh that changed its size."""
+        """One line of `transitions.jsonl`: a worker that changed sides, or a mesh that changed its size.
+
+        Its `start` and `end` are event-loop seconds; in the file they are seconds since the run's first session began.
+        """
         ...
 
     def pools(self, now: float, devices: Mapping[str, int]) -> None:
-        """From `now` on (event-loop seconds) each pool, by name, has so many devices."""
+        """From `now` on (event-loop seconds) each pool has so many devices; names are those of `POOLS`, all of them."""
         ...
 
     def status(self, worker: str, text: str) -> None:

@@ -24,6 +24,7 @@ from libra_jax.planning import costs, hardware, meshes, planner, plans
 from libra_jax.scheduling import registry
 from libra_jax.simulator import clock, engine, environment, scripts, trainer, trajectory
 from libra_jax.simulator import fleet as fleets
+from libra_jax.telemetry import timeline
 
 MakeScheduler = Callable[[costs.SchedulingCosts, registry.Remaining], protocols.Scheduler]
 """A fresh scheduler, handed the costs of the simulated hardware and the truth (for policies that may know it)."""
@@ -152,11 +153,21 @@ class Result:
 
 
 class StepRecorder:
-    """A `protocols.Recorder` that keeps each step's metrics, the decisions and the sentences, and nothing else."""
+    """A `protocols.Recorder` that keeps what a result is made of, and nothing else.
+
+    Attributes:
+      steps: each step's metrics.
+      decisions: the planner's looks.
+      transitions: records, `start` and `end` in virtual seconds.
+      pool_sizes: of each change, `start` in virtual seconds.
+      notes: sentences.
+    """
 
     def __init__(self) -> None:
         self.steps: list[Mapping[str, float]] = []
         self.decisions: list[Mapping[str, Any]] = []
+        self.transitions: list[Mapping[str, Any]] = []
+        self.pool_sizes: list[timeline.PoolSizes] = []
         self.notes: list[str] = []
 
     def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -170,6 +181,12 @@ class StepRecorder:
 
     def decision(self, record: Mapping[str, Any]) -> None:
         self.decisions.append(record)
+
+    def transition(self, record: Mapping[str, Any]) -> None:
+        self.transitions.append(record)
+
+    def pools(self, now: float, devices: Mapping[str, int]) -> None:
+        self.pool_sizes.append(timeline.PoolSizes(now, dict(devices)))
 
     def status(self, worker: str, text: str) -> None:
         """Shown to nobody."""

@@ -20,6 +20,9 @@ Warn = Callable[[str, str], None]
 PLANS_FILE = "plans.jsonl"
 """The planner's decisions, one a line: what it looked at, what it found, and why it moved or not."""
 
+TRANSITIONS_FILE = "transitions.jsonl"
+"""Workers that changed sides and meshes that changed their size, one change a line, written when it ended."""
+
 FLUSH_BYTES = 64 * 1024
 """Pending bytes that cause a flush between steps."""
 

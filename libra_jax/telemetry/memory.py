@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from libra_jax.telemetry import timeline
+
 
 class MemoryRecorder:
     """`protocols.Recorder` in memory.
@@ -15,7 +17,7 @@ class MemoryRecorder:
       trajectories: records, in order.
       decisions: records, in order.
       transitions: records, in order.
-      devices: (seconds, devices by pool) of each call of `pools`.
+      pool_sizes: of each call, `start` in event-loop seconds.
       statuses: (worker, text) of each call.
       notes: sentences, in order.
     """
@@ -26,7 +28,7 @@ class MemoryRecorder:
         self.trajectories: list[dict[str, Any]] = []
         self.decisions: list[dict[str, Any]] = []
         self.transitions: list[dict[str, Any]] = []
-        self.devices: list[tuple[float, dict[str, int]]] = []
+        self.pool_sizes: list[timeline.PoolSizes] = []
         self.statuses: list[tuple[str, str]] = []
         self.notes: list[str] = []
 
@@ -46,7 +48,7 @@ class MemoryRecorder:
         self.transitions.append(dict(record))
 
     def pools(self, now: float, devices: Mapping[str, int]) -> None:
-        self.devices.append((now, dict(devices)))
+        self.pool_sizes.append(timeline.PoolSizes(now, dict(devices)))
 
     def status(self, worker: str, text: str) -> None:
         self.statuses.append((worker, text))

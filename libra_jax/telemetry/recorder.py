@@ -16,14 +16,18 @@ FLUSH_SECONDS = 1.0
 """Longest time that a record waits in memory, as long as further records come in."""
 
 
-class MetricsSink(Protocol):
-    """Takes a step's numbers; never raises for a full disk or a lost viewer."""
-
-    def metrics(self, step: int, scalars: Mapping[str, float]) -> None: ...
+class Sink(Protocol):
+    """Takes records; never raises for a full disk or a lost viewer."""
 
     def flush(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+class MetricsSink(Sink, Protocol):
+    """Takes a step's numbers."""
+
+    def metrics(self, step: int, scalars: Mapping[str, float]) -> None: ...
 
 
 class Console(MetricsSink, Protocol):
@@ -63,6 +67,7 @@ class RunRecorder:
       trace_file: takes trajectories.
       timeline_file: takes spans.
       plans_file: takes the planner's decisions.
+      transitions_file: takes changes of sides and of meshes.
       metrics_sinks: take steps, in this order.
       watched: the console, or None.
     """
@@ -73,6 +78,7 @@ class RunRecorder:
         trace_file: trace.TraceFile,
         timeline_file: timeline.TimelineFile,
         plans_file: files.RecordFile,
+        transitions_file: files.RecordFile,
         metrics_sinks: list[MetricsSink],
         watched: Console | None,
     ) -> None:
@@ -80,8 +86,10 @@ class RunRecorder:
         self._trace = trace_file
         self._timeline = timeline_file
         self._plans = plans_file
+        self._transitions = transitions_file
         self._console = watched
         self._metrics_sinks = metrics_sinks + ([watched] if watched else [])
+        self._sinks: list[Sink] = [trace_file, timeline_file, plans_file, transitions_file, *self._metrics_sinks]
         self._flushed_at = clock()
         self._closed = False
 
@@ -112,6 +120,19 @@ class RunRecorder:
             self._plans.write(files.json_line(record))
             self._flush_if_due()
 
+    def transition(self, record: Mapping[str, Any]) -> None:
+        """One line of `transitions.jsonl`; its `start` and `end` become seconds on the axis of the timeline."""
+        if not self._closed:
+            times = {name: self._timeline.seconds(record[name]) for name in ("start", "end") if name in record}
+            self._transitions.write(files.json_line({**record, **times}))
+            self._flush_if_due()
+
+    def pools(self, now: float, devices: Mapping[str, int]) -> None:
+        """From `now` on (event-loop seconds) each pool has so many devices: a counter of the timeline."""
+        if not self._closed:
+            self._timeline.pools(now, devices)
+            self._flush_if_due()
+
     def status(self, worker: str, text: str) -> None:
         """What a worker is doing now, for the console."""
         if not self._closed and self._console is not None:
@@ -125,10 +146,7 @@ class RunRecorder:
     def flush(self) -> None:
         """Hands everything recorded so far to the operating system, whose cache outlives a killed process."""
         self._flushed_at = self._clock()
-        self._trace.flush()
-        self._timeline.flush()
-        self._plans.flush()
-        for sink in self._metrics_sinks:
+        for sink in self._sinks:
             sink.flush()
 
     def close(self) -> None:
@@ -136,10 +154,7 @@ class RunRecorder:
         if self._closed:
             return
         self._closed = True
-        self._trace.close()
-        self._timeline.close()
-        self._plans.close()
-        for sink in self._metrics_sinks:
+        for sink in self._sinks:
             sink.close()
 
     def _flush_if_due(self) -> None:
@@ -171,7 +186,8 @@ def create(config: config_lib.RunConfig, workdir: Path, clock: Callable[[], floa
     trace_file = trace.TraceFile(workdir, warn)
     timeline_file = timeline.TimelineFile(workdir, clock, warn)
     plans_file = files.open_lines(workdir / files.PLANS_FILE, warn)
+    transitions_file = files.open_lines(workdir / files.TRANSITIONS_FILE, warn)
     if config.telemetry.console:
         make = live.LiveConsole if sys.stdout.isatty() else console.PlainConsole
         warn.console = make(config.name, config.steps, sys.stdout, clock, warn)
-    return RunRecorder(clock, trace_file, timeline_file, plans_file, sinks, warn.console)
+    return RunRecorder(clock, trace_file, timeline_file, plans_file, transitions_file, sinks, warn.console)

@@ -2,7 +2,9 @@
 
 The Trace Event format's JSON array, one event a line, written as it happens: both viewers accept an array whose closing
 bracket is missing, so the timeline of a killed run loads. Each track is a process row; spans of one track that overlap
-in time are laid out on as many lanes (thread rows) as they need. A resumed run goes on after the last event.
+in time are laid out on as many lanes (thread rows) as they need. The sizes of the pools are one counter with a series
+each, which chrome://tracing stacks and ui.perfetto.dev draws one below the other. A resumed run goes on after the last
+event.
 
 Format: "Trace Event Format" (Google, docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU). PyPI's
 `perfetto` package reads traces through a downloaded binary and writes protobuf; six fields of JSON need neither.
@@ -23,12 +25,14 @@ from libra_jax.telemetry import files
 
 TIMELINE_FILE = "timeline.json"
 
-_ROW_ORDER = ("train", "weight", "sync", "", "tool", "coordinator", "eval", "checkpoint")
+POOLS_TRACK = "pools"
+
+_ROW_ORDER = (POOLS_TRACK, "train", "weight", "sync", "", "tool", "coordinator", "eval", "checkpoint")
 """Prefixes of track names in the order of their rows; engines, with names of their own, take the empty one's place."""
 
 
 def row_order(track: str) -> int:
-    """Where a track's row stands: trainer, weight updates, engines, tools, coordinator (evaluation, checkpoints)."""
+    """Where a track stands: pools, trainer, weight updates, engines, tools, coordinator (evaluation, checkpoints)."""
     for index, prefix in enumerate(_ROW_ORDER):
         if prefix and track.lower().startswith(prefix):
             return index
@@ -45,6 +49,18 @@ class Span:
     start: float
     end: float
     arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class PoolSizes:
+    """Devices of each pool, by name, from `start` on; a pool that is not named has none.
+
+    `start` is in seconds on whatever clock the pools were recorded by: as the timeline holds it, since the start of the
+    run's first session.
+    """
+
+    start: float
+    devices: Mapping[str, float]
 
 
 @dataclass
@@ -125,7 +141,7 @@ class TimelineFile:
         """Adds a span; what began before the session is cut at its start, and times that are no numbers are dropped."""
         if not (math.isfinite(start) and math.isfinite(end)):
             return
-        begin = max(self._microseconds(start), self._offset)
+        begin = self._microseconds(start)
         finish = max(self._microseconds(end), begin)
         row = self._row(str(track))
         lane = row.lanes.place(begin, finish)
@@ -139,6 +155,25 @@ class TimelineFile:
         self._event(event)
         self._end = max(self._end, finish)
 
+    def pools(self, now: float, devices: Mapping[str, int]) -> None:
+        """Each pool has so many devices from `now` on; all pools are named each time, or a viewer keeps the last size.
+
+        A time that is no number is dropped, and one before the session counts as its start.
+        """
+        if not math.isfinite(now):
+            return
+        begin = self._microseconds(now)
+        event = {"name": POOLS_TRACK, "ph": "C", "ts": begin, "pid": self._row(POOLS_TRACK).pid, "tid": 0}
+        self._event({**event, "args": devices})
+        self._end = max(self._end, begin)
+
+    def seconds(self, moment: float) -> float:
+        """A moment of this session's clock on the axis of the whole run: seconds since its first session began.
+
+        What came before this session counts as its start; a time that is no number stays one.
+        """
+        return self._microseconds(moment) / 1e6 if math.isfinite(moment) else math.nan
+
     def flush(self) -> None:
         self._file.flush()
 
@@ -149,7 +184,7 @@ class TimelineFile:
         self._file.close()
 
     def _microseconds(self, seconds: float) -> int:
-        return self._offset + round((seconds - self._origin) * 1e6)
+        return self._offset + max(0, round((seconds - self._origin) * 1e6))
 
     def _row(self, track: str) -> _Row:
         row = self._rows.get(track)
@@ -208,6 +243,11 @@ def _is_event(event: Any) -> bool:
 
 def read(path: Path) -> Iterator[Span]:
     """The spans of a timeline in the order of writing, one at a time; a torn end and a missing file are no error."""
+    return (found for found in read_all(path) if isinstance(found, Span))
+
+
+def read_all(path: Path) -> Iterator[Span | PoolSizes]:
+    """As `read`, the sizes of the pools as well; sizes that are no numbers are left out."""
     tracks: dict[int, str] = {}
     for _, event in _whole_events(path):
         if event.get("ph") == "M" and event.get("name") == "process_name":
@@ -217,3 +257,7 @@ def read(path: Path) -> Iterator[Span]:
             track = tracks.get(event["pid"], str(event["pid"]))
             end = start + event["dur"] / 1e6
             yield Span(track, event["tid"], event["name"], start, end, event.get("args", {}))
+        elif event.get("ph") == "C" and event.get("name") == POOLS_TRACK:
+            sizes = event.get("args", {}).items()
+            numbers = {name: size for name, size in sizes if isinstance(size, int | float) and math.isfinite(size)}
+            yield PoolSizes(event["ts"] / 1e6, numbers)

@@ -324,8 +324,12 @@ def test_telemetry_loads_no_accelerator_library(tmp_path):
 def test_the_recorder_in_memory_keeps_what_it_is_told():
     one = memory.MemoryRecorder()
     record_run(one, Clock(), range(1, 3))
+    one.transition({"worker": "engine-1", "end": 3.0})
+    one.pools(3.0, {"core training": 4})
     one.status("engine-0", "idle")
     one.note("A note.")
+    assert one.transitions == [{"worker": "engine-1", "end": 3.0}]
+    assert one.pool_sizes == [timeline.PoolSizes(3.0, {"core training": 4})]
     assert [step for step, _ in one.steps] == [1, 2]
     assert one.spans[0] == ("engine-0", "generate", 50.0, 52.0, {"tokens": 7})
     assert len(one.trajectories) == 2

@@ -92,7 +92,8 @@ def test_objects_of_one_step_are_merged_when_read(tmp_path):
 @settings(max_examples=40, deadline=None)
 def test_cut_back_keeps_what_the_checkpoint_saw_and_is_idempotent(folder, steps, step, torn):
     steps = sorted((s for s in steps if s is not None), key=int) if None not in steps else steps
-    for name in ("metrics.jsonl", "trace.jsonl"):
+    names = ("metrics.jsonl", "trace.jsonl", "transitions.jsonl")
+    for name in names:
         lines = [json.dumps({"n": n, "step": s} if s is not None else {"n": n}) + "\n" for n, s in enumerate(steps)]
         (folder / name).write_text("".join(lines) + '{"n": 99, "step": 0, "long": "aaaaaaaaaaaaaaaaaa'[:torn])
     resume.cut_back(folder, step)
@@ -101,7 +102,7 @@ def test_cut_back_keeps_what_the_checkpoint_saw_and_is_idempotent(folder, steps,
         keep = keep if recorded is None else recorded <= step
         if keep:
             kept.append(number)
-    for name in ("metrics.jsonl", "trace.jsonl"):
+    for name in names:
         once = (folder / name).read_text()
         assert [json.loads(line)["n"] for line in once.splitlines()] == kept
         resume.cut_back(folder, step)
