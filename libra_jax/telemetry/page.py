@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -64,6 +65,16 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{html.escape(text)}</th>" for text in heads)
     lines = ("<tr>" + "".join(f"<td>{html.escape(text)}</td>" for text in row) + "</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+
+
+def standalone(picture: str) -> str:
+    """An `<svg>` element of a page as the text of a file of its own, in the colours of a light page."""
+    colours = dict(re.findall(r"--(\w+): (#\w+);", _STYLE.partition("@media")[0]))
+    for name, colour in colours.items():
+        picture = picture.replace(f"var(--{name})", colour)
+    picture = picture.replace("var(--font)", "sans-serif")
+    spaces = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    return picture.replace("<svg ", f'<svg {spaces} style="background: {colours["surface"]}" ', 1)
 
 
 def render(title: str, heading: str, lead: Sequence[str], sections: Sequence[Section]) -> str:

@@ -14,7 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from libra_jax.protocols import DataError
-from libra_jax.telemetry import console, figures, files, metrics, page, plan_section, timeline, trace
+from libra_jax.telemetry import (
+    console,
+    figures,
+    files,
+    metrics,
+    page,
+    plan_section,
+    pool_section,
+    timeline,
+    trace,
+    transitions,
+)
 
 REPORT_FILE = "report.html"
 CONFIG_FILE = "config.json"
@@ -57,6 +68,8 @@ class Run:
       tool_calls: outcomes of the trajectories' tool calls and how often each came.
       config: the resolved config, empty where there is none.
       decisions: the planner's, in order.
+      pools: their sizes, in order.
+      changes: transitions of workers and meshes, in order.
     """
 
     steps: dict[int, dict[str, float]]
@@ -66,6 +79,8 @@ class Run:
     tool_calls: dict[str, int]
     config: dict[str, Any] = field(default_factory=dict)
     decisions: list[dict[str, Any]] = field(default_factory=list)
+    pools: list[timeline.PoolSizes] = field(default_factory=list)
+    changes: list[transitions.Transition] = field(default_factory=list)
 
     def curve(self, name: str) -> dict[int, float]:
         """Finite values by step, of the steps that have the number."""
@@ -81,10 +96,15 @@ def load(workdir: Path) -> Run:
     if workdir.exists() and not workdir.is_dir():
         raise DataError(f"{workdir}: is no folder; give the --workdir of a run")
     spans: deque[timeline.Span] = deque(maxlen=KEPT_SPANS)
+    pools: list[timeline.PoolSizes] = []
     seconds = 0.0
-    for span in timeline.read(workdir / timeline.TIMELINE_FILE):
-        spans.append(span)
-        seconds = max(seconds, span.end)
+    for found in timeline.read_all(workdir / timeline.TIMELINE_FILE):
+        if isinstance(found, timeline.Span):
+            spans.append(found)
+            seconds = max(seconds, found.end)
+        else:
+            pools.append(found)
+            seconds = max(seconds, found.start)
     lengths: list[int] = []
     calls: dict[str, int] = {}
     for record in files.whole_json_lines(workdir / trace.TRACE_FILE):
@@ -94,7 +114,7 @@ def load(workdir: Path) -> Run:
             if status:
                 calls[status] = calls.get(status, 0) + 1
     steps = metrics.read(workdir / metrics.METRICS_FILE)
-    if not (steps or spans or lengths):
+    if not (steps or spans or lengths or pools):
         raise DataError(
             f"{workdir}: no run has recorded anything here (no {metrics.METRICS_FILE}, {timeline.TIMELINE_FILE} or "
             f"{trace.TRACE_FILE} with content); give the --workdir of a run"
@@ -104,7 +124,9 @@ def load(workdir: Path) -> Run:
     except (OSError, ValueError):
         config = {}
     decisions = list(files.whole_json_lines(workdir / files.PLANS_FILE))
-    return Run(steps, list(spans), seconds, lengths, calls, config if isinstance(config, dict) else {}, decisions)
+    changes = [transitions.parse(record) for record in files.whole_json_lines(workdir / files.TRANSITIONS_FILE)]
+    known = config if isinstance(config, dict) else {}
+    return Run(steps, list(spans), seconds, lengths, calls, known, decisions, pools, changes)
 
 
 def write_report(workdir: Path) -> Path:
@@ -170,6 +192,8 @@ def sentences(run: Run) -> list[str]:
         out.append(f"No group was older than {age:.0f} version{'' if age == 1 else 's'} when it was trained on.")
     if moves := moves_sentence(run):
         out.append(moves)
+    if changes := pool_section.sentence(run.changes):
+        out.append(changes)
     if skipped := sum(run.curve("skipped").values()):
         out.append(f"{skipped:.0f} steps were skipped because a number was not finite.")
     return out
@@ -212,6 +236,7 @@ def sections(run: Run) -> list[page.Section]:
     if any((moves := run.curve("routing/moves")).values()):
         out.append(page.Section("Moves between instances", figures.curve(moves, colour=figures.TEAL), MOVES_NOTE))
     out.extend(plan_section.sections(run.steps, run.decisions))
+    out.extend(pool_section.sections(run.pools, run.changes, run.seconds))
     if run.lengths:
         out.append(page.Section("Trajectory lengths", figures.lengths(run.lengths)))
     if loss := run.curve("loss"):
