@@ -153,7 +153,7 @@ class Pool:
         return {worker.name: worker.epoch for worker in self.workers if worker.state is State.TRAINING}
 
     def overdue(self, now: float) -> list[Worker]:
-        """The workers whose state's work should have been done: somebody has to `fail` them with the ticket they have."""
+        """The workers whose work should have been done by now; somebody has to `fail` them, with their tickets."""
         return [worker for worker in self.workers if now > worker.deadline]
 
     # What a worker is asked to do. Each call returns the worker with the ticket of what is to be done first, and raises
