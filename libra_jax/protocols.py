@@ -603,7 +603,8 @@ class Trainer(Protocol):
         Args:
           batch: what to train on.
           shares: parts that replicas compute meanwhile (`Replica.contribute`, with the same arguments). A share that
-            is not there in time is computed here: `shares/late` counts the micro-batches of those.
+            is not there in time, or cannot be used, is computed here, and the member's channel is closed: `shares/late`
+            counts these, and `shares/late/<member>` is there for each.
         """
         ...
 
@@ -947,7 +948,7 @@ class Cluster(Protocol):
 # --------------------------------------------------------------------------------------------------------------------
 
 
-POOLS = ("core training", "hybrid in training", "hybrid in rollout", "core rollout")
+POOLS = ("core training", "hybrid in training", "hybrid in transition", "hybrid in rollout", "core rollout")
 """Names of the pools of devices, in the order in which pictures stack them."""
 
 

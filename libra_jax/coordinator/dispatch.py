@@ -84,6 +84,7 @@ class Counts:
       requests: attempts that began to ask for tokens.
       resumed: streams that failed and went on.
       waited_seconds: that requests of training groups waited for a slot, in sum.
+      stream_seconds: that slots were in use, in sum.
       seconds: spent on decisions and book-keeping.
     """
 
@@ -91,6 +92,7 @@ class Counts:
     requests: int = 0
     resumed: int = 0
     waited_seconds: float = 0.0
+    stream_seconds: float = 0.0
     seconds: float = 0.0
 
 
@@ -131,6 +133,7 @@ class Dispatcher:
         self._groups: dict[str, tuple[int, int]] = {}  # attempt -> its group and the version that was dispatched at
         self._streams = 0
         self.counts = Counts()
+        self._counted_from = self._loop.time()
         self.routing = routing.Routing(config)
         engines.changed = self._instances_changed
         engines.replanned = self.replan
@@ -155,9 +158,13 @@ class Dispatcher:
 
     def take_counts(self) -> Counts:
         """Counts since the last call."""
+        now = self._loop.time()
         for request in self._requests.values():
             if request.waits:
                 self._count_wait(request)
+            if request.stream is not None:
+                self.counts.stream_seconds += now - max(request.stream.begin, self._counted_from)
+        self._counted_from = now
         counts, self.counts = self.counts, Counts()
         return counts
 
@@ -273,6 +280,7 @@ class Dispatcher:
             # A hung engine may never answer the cancellation, so the stream is closed to it and not waited for.
             stream.closed, request.stream = True, None
             deadlines.abandon(pump)
+            self.counts.stream_seconds += self._loop.time() - max(begin, self._counted_from)
             arguments = {"request": request.name, "tokens": request.generated - before}
             self._recorder.span(engine.name, "generate", begin, self._loop.time(), arguments)
         error = pump.exception() if pump.done() else stream.broken.result()
@@ -323,6 +331,7 @@ class Dispatcher:
         stream.last_delta = now
         if not stream.answered:
             stream.answered = True
+            stream.engine.answered = stream.engine.answered or now
             self.routing.answered(request.route, now - stream.begin)
         request.trajectory.append_sampled(delta)
         request.generated += len(delta.token_ids)

@@ -46,6 +46,7 @@ class Engine:
       policy_version: version it serves; `NO_VERSION` before its first weights.
       paused: decoding is frozen for a weight update.
       restarts: times it was started again.
+      answered: event-loop seconds of its first token, since it came back to service if it has slept.
       life: counts its starts, so that an error of an earlier life is not blamed on the present one.
     """
 
@@ -58,10 +59,16 @@ class Engine:
     paused: bool = False
     restarts: int = 0
     life: int = 0
+    answered: float | None = None
 
     @property
     def name(self) -> str:
         return self.spec.name
+
+    @property
+    def devices(self) -> int:
+        """How many it has, as far as that is known."""
+        return len(self.spec.devices) or (1 if self.info is None else self.info.tensor_parallel)
 
 
 class Instances:

@@ -12,7 +12,7 @@ from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.coordinator import deadlines, failure, instances
+from libra_jax.coordinator import deadlines, failure, instances, replicas
 
 
 class Publisher:
@@ -24,6 +24,7 @@ class Publisher:
       trainer_lock: held by whoever calls the trainer, because it takes one call at a time.
       engines: the rollout engines; one that fails is reported lost there, and the others go on.
       recorder: gets a span for each engine, all on the track `weights`.
+      members: replicas that read the same snapshots, if there are any.
 
     Attributes:
       version: the version that the trainer holds; whoever trains sets it while holding the lock.
@@ -38,7 +39,9 @@ class Publisher:
         trainer_lock: asyncio.Lock,
         engines: instances.Instances,
         recorder: protocols.Recorder,
+        members: replicas.Replicas | None = None,
     ) -> None:
+        self._members = members
         self._seconds = config.deadlines.publish
         self._trainer = trainer
         self._lock = trainer_lock
@@ -63,25 +66,31 @@ class Publisher:
                 await self._send(self.version, [engine])
 
     async def _send(self, version: int, engines: Sequence[instances.Engine]) -> None:
-        if not engines:
+        if not engines and self._members is None:
             return
+        if self._members is not None:
+            await self._members.settle()
         # Made before the first wait: an engine lost meanwhile is in another life, and left to its restart.
         updates = [_Update(engine, version, self._seconds, self._recorder) for engine in engines]
         count = await self._ask(self._trainer.open_weights(version), "open its weights")
         try:
             bucket = await self._ask(self._trainer.stage_weights(version, 0), "stage weights")
+            staged = [bucket]
             await self._each(updates, _Update.begin)
             for index in range(count):
                 loading = asyncio.ensure_future(self._each(updates, _loader(bucket)))
                 try:
                     if index + 1 < count:
                         bucket = await self._ask(self._trainer.stage_weights(version, index + 1), "stage weights")
+                        staged.append(bucket)
                     await loading
                 finally:
                     deadlines.abandon(loading)
             await self._each(updates, _Update.end)
         finally:
             await self._ask(self._trainer.close_weights(version), "close its weights")
+        if self._members is not None:
+            self._members.published(version, staged)
         for update in updates:
             if update.going:
                 self._engines.serve(update.engine)

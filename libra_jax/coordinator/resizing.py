@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from libra_jax import config as configuration
@@ -69,6 +70,7 @@ class Resizing:
 
     Attributes:
       sizes: of the mesh that trains.
+      changed: called when it is another.
     """
 
     def __init__(self, config: configuration.RunConfig, *, trainer: Any, recorder: protocols.Recorder) -> None:
@@ -78,6 +80,7 @@ class Resizing:
         self._trainer = trainer
         self._recorder = recorder
         self._resize: Resize | None = None
+        self.changed: Callable[[], None] = lambda: None
 
     def resize(self, sizes: protocols.MeshSizes, reason: str, *, hold: bool = False) -> Resize:
         """Asks for another mesh; what is wrong with it shows when the handle is awaited.
@@ -138,6 +141,7 @@ class Resizing:
         phases = await self._ask(self._trainer.finish_resize(self._deadline), "move to its new mesh")
         before, self.sizes, self._resize = self.sizes, resize.sizes, None
         self._record(resize, before, step, phases, "done", "")
+        self.changed()
         self._recorder.note(
             f"The trainer's mesh is {resize.sizes} now, {before} before: {phases.moved_bytes / 2**20:.1f} MiB moved in "
             f"{phases.move_seconds:.2f} s, after {phases.compile_seconds:.1f} s of compilation beside training."

@@ -26,9 +26,11 @@ from libra_jax.coordinator import (
     evaluation,
     failure,
     groups,
+    hybrid,
     instances,
     plan_follower,
     publication,
+    replicas,
     reports,
     resizing,
     saving,
@@ -82,6 +84,8 @@ class Coordinator:
       make_trajectory: an empty trajectory (the simulator's hold no token lists).
       planner: decides who trains and who rolls out; None leaves everything as it is.
       make_engine: makes the engines that a plan adds; needed with a planner.
+      replica_specs: each makes a `protocols.Replica`: the training side of the hybrid workers (`elastic.hybrid`), which
+        are the last engines, in their order.
     """
 
     def __init__(
@@ -103,6 +107,7 @@ class Coordinator:
         make_trajectory: attempts.MakeTrajectory = attempts.make_trajectory,
         planner: plan_follower.Planner | None = None,
         make_engine: instances.MakeSpec | None = None,
+        replica_specs: Sequence[protocols.ActorSpec] = (),
     ) -> None:
         self._config = config
         self._cluster = cluster
@@ -119,6 +124,9 @@ class Coordinator:
         self._make_trajectory = make_trajectory
         self._planner = planner
         self._make_engine = make_engine
+        count = len(engine_specs) - len(replica_specs)
+        names = [spec.name for spec in engine_specs[count:]]
+        self._replica_specs = dict(zip(names, replica_specs, strict=True))
         self._warm_start = warm_start.WarmStart(config, tasks=tasks, demonstrator=demonstrator, tokenizer=tokenizer)
         self._summary = RunSummary()
         self._ready = False  # workers are up, and a checkpoint has been restored if there was one
@@ -205,9 +213,17 @@ class Coordinator:
             recorder=self._recorder,
             ending=self._ending,
             make_spec=self._make_engine,
+            hybrid=tuple(self._replica_specs),
         )
         self._engines.trainer_holds(len(self._trainer_spec.devices))
-        trainer, _ = await failure.together(self._start_trainer(), self._engines.start())
+        self._members = None
+        starting = [self._start_trainer(), self._engines.start()]
+        if self._replica_specs:
+            self._members = replicas.Replicas(
+                self._config, cluster=self._cluster, specs=self._replica_specs, recorder=self._recorder
+            )
+            starting.append(self._members.start())
+        trainer, *_ = await failure.together(*starting)
         return trainer
 
     async def _start_trainer(self) -> Any:
@@ -233,7 +249,12 @@ class Coordinator:
             state=self._state,
         )
         self._publisher = publication.Publisher(
-            config, trainer=trainer, trainer_lock=self._trainer_lock, engines=self._engines, recorder=recorder
+            config,
+            trainer=trainer,
+            trainer_lock=self._trainer_lock,
+            engines=self._engines,
+            recorder=recorder,
+            members=self._members,
         )
         self._dispatcher = dispatch.Dispatcher(
             config, scheduler=self._scheduler, engines=self._engines, recorder=recorder, ending=ending
@@ -258,6 +279,20 @@ class Coordinator:
             recorder=recorder,
         )
         self._resizing = resizing.Resizing(config, trainer=trainer, recorder=recorder)
+        self._resizing.changed = self._show_pools
+        self._hybrid = None
+        if self._members is not None:
+            self._hybrid = hybrid.HybridWorkers(
+                config,
+                engines=self._engines,
+                members=self._members,
+                trainer=trainer,
+                trainer_lock=self._trainer_lock,
+                recorder=recorder,
+                ending=ending,
+            )
+            self._hybrid.changed = self._show_pools
+        self._show_pools()
         self._follower = None
         if self._planner is not None:
             self._follower = plan_follower.PlanFollower(
@@ -285,6 +320,8 @@ class Coordinator:
         self._batches.data_position = state["data_position"]
         self._warm_start.taken = state["warm_start_steps"]
         self._scheduler.restore(state["scheduler"])
+        if self._hybrid is not None and state.get("hybrid") is not None:
+            self._hybrid.restore(state["hybrid"])
         self._groups.restore(state["groups"])
         self._reported, self._reported_tokens = self._groups.replaced.copy(), self._groups.replaced_tokens
 
@@ -300,7 +337,15 @@ class Coordinator:
             "allocation": [{"name": item.name, "slots": item.slots} for item in self._engines.serving()],
             "groups": self._groups.state(),
             "planner": None if self._planner is None else dict(self._planner.snapshot()),
+            "hybrid": None if self._hybrid is None else self._hybrid.snapshot(),
         }
+
+    def _show_pools(self) -> None:
+        """Tells the recorder how many devices each pool has now."""
+        moving = {} if self._hybrid is None else self._hybrid.devices()
+        core = sum(item.devices for item in self._engines.engines.values() if not item.hybrid)
+        counts = {"core training": self._resizing.sizes.devices, **moving, "core rollout": core}
+        self._recorder.pools(self._loop.time(), {name: counts.get(name, 0) for name in protocols.POOLS})
 
     async def _open(self) -> None:
         """Warm-starts what has not been, publishes the policy, and evaluates it unless that has been done."""
@@ -346,13 +391,23 @@ class Coordinator:
         async with self._trainer_lock:
             await self._resizing.boundary(self._step)
             self._recorder.status(name, f"training step {self._step + 1}")
-            work = self._trainer.train_step(protocols.TrainBatch(self._step, batch))
-            metrics = await self._ask_trainer("train_step", work, "take a training step")
+            metrics = await self._take_step(protocols.TrainBatch(self._step, batch))
             self._step += 1
             self._publisher.version = self._step
         self._groups.trained += len(batch)
         self._recorder.span(name, "train step", begin, self._loop.time(), {"step": self._step})
         self._recorder.status(name, "idle")
+        return metrics
+
+    async def _take_step(self, batch: protocols.TrainBatch) -> Mapping[str, float]:
+        """The trainer's step; members of training compute their shares meanwhile."""
+        if self._hybrid is None:
+            return await self._ask_trainer("train_step", self._trainer.train_step(batch), "take a training step")
+        shares, begin = self._hybrid.shares(batch.policy_version), self._loop.time()
+        self._hybrid.begin(batch, shares)
+        work = self._trainer.train_step(batch, shares)
+        metrics = await self._ask_trainer("train_step", work, "take a training step")
+        self._hybrid.finish(shares, metrics, self._loop.time() - begin)
         return metrics
 
     async def _publish(self) -> float:
@@ -384,6 +439,8 @@ class Coordinator:
         report.times.checkpoint = self._saver.take_seconds()
         if self._follower is not None:
             report.plan = self._follower.after(self._step, report)
+        if self._hybrid is not None:
+            report.plan = {**report.plan, **self._hybrid.after(self._step, report)}
         metrics = report.metrics()
         for record in report.trace():
             self._recorder.trajectory(record)
@@ -427,10 +484,16 @@ class Coordinator:
         """Ends everything, whatever state it is in; what fails here is noted and hides nothing."""
         if self._ready:
             self._resizing.close()
+            if self._hybrid is not None:
+                self._hybrid.close()
         seconds = self._config.deadlines.shutdown
         await self._ending.cancel_background(seconds)
         engines = getattr(self, "_engines", None)
-        workers = 1 + max(len(self._engine_specs), len(engines.engines) if engines is not None else 0)
+        workers = (
+            1
+            + len(self._replica_specs)
+            + max(len(self._engine_specs), len(engines.engines) if engines is not None else 0)
+        )
         try:
             ending = self._cluster.shutdown()
             await deadlines.within(seconds * workers, ending, "The shutdown of the workers", "shutdown")

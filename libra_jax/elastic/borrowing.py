@@ -140,14 +140,19 @@ def predict(sight: Sight, training: Collection[str], *, synchronous: bool) -> fl
       synchronous: the two stages take turns; else the longer one is the step.
     """
     present, slots = sight.training, sight.slots(training)
-    rollout, held = sight.rollout_seconds, sight.wait_seconds
+    rollout = in_slots = sight.rollout_seconds
+    held = sight.wait_seconds
     if synchronous:
         held = rollout
     elif sight.wait_seconds > WAITED * sight.step_seconds:
+        # Rollout made the step as long as it was; slots that were free meanwhile would not have made it shorter.
         rollout = sight.step_seconds
+        in_slots = min(in_slots, rollout)
     beside = max(0.0, sight.step_seconds - sight.train_seconds - held)
     train = beside + sight.train_seconds * sight.speed(present) / sight.speed(training)
-    rollout = rollout * sight.slots(present) / slots if slots and sight.slots(present) else math.inf
+    if not slots or not sight.slots(present):
+        return math.inf
+    rollout += in_slots * (sight.slots(present) / slots - 1.0)
     return train + rollout if synchronous else max(train, rollout)
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.simulator import engine, environment, trainer, world
+from libra_jax.simulator import engine, environment, replica, trainer, world
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,21 @@ class FaultConfig:
     slow_factor: float = 3.0  # factor on the time of each step there
     late_weights: float = 0.0  # share of weight snapshots that are late
     late_seconds: float = 60.0  # mean of how late they are (exponential)
+    replica_life_seconds: float = 0.0  # mean of a hybrid worker's replica's life (exponential), at each of its starts
+    replica_hang: float = 0.0  # share of a replica's calls that never return
+    replica_slow: float = 0.0  # share of its shares that take `slow_factor` times as long
 
     def __post_init__(self) -> None:
-        for name in ("engine_life_seconds", "late_seconds"):
+        for name in ("engine_life_seconds", "late_seconds", "replica_life_seconds"):
             configuration.check(getattr(self, name) >= 0, f"faults.{name}", "must not be negative")
-        for name in ("tool_hang", "environment_crash", "slow_node", "late_weights"):
+        for name in (
+            "tool_hang",
+            "environment_crash",
+            "slow_node",
+            "late_weights",
+            "replica_hang",
+            "replica_slow",
+        ):
             value = getattr(self, name)
             configuration.check(0 <= value <= 1, f"faults.{name}", f"is a share: it must lie in [0, 1], not {value}")
         configuration.check(self.slow_factor >= 1, "faults.slow_factor", f"must be 1 or more, not {self.slow_factor}")
@@ -48,6 +58,7 @@ def parts(config: FaultConfig, seed: int) -> world.Parts:
         engine=lambda made, life: Engine(made, config, random.Random(f"{seed}/{made.name}/{life}")),
         environment=lambda made: Environment(made, config, random.Random(f"{seed}/environment/{next(attempts)}")),
         trainer=lambda made: Trainer(made, config, random.Random(f"{seed}/trainer")),
+        replica=lambda made, life: Replica(made, config, random.Random(f"{seed}/replica/{made.member}/{life}")),
     )
 
 
@@ -124,3 +135,55 @@ class Trainer(_Wrapped):
         if self._rng.random() < self._config.late_weights and self._config.late_seconds:
             await asyncio.sleep(self._rng.expovariate(1.0 / self._config.late_seconds))
         return await self._inner.stage_weights(policy_version, index)
+
+
+class Replica(_Wrapped):
+    """One life of a replica: perhaps short; any call may never return, any share may be slow."""
+
+    _inner: replica.Replica
+    _death: asyncio.TimerHandle | None = None
+
+    async def start(self) -> protocols.TrainerInfo:
+        """Starts, with its fate drawn."""
+        info = await self._inner.start()
+        if self._config.replica_life_seconds:
+            life = self._rng.expovariate(1.0 / self._config.replica_life_seconds)
+            self._death = asyncio.get_running_loop().call_later(life, self._inner.kill)
+        return info
+
+    async def start_weight_update(self, policy_version: int) -> None:
+        """Prepares, or hangs."""
+        await self._perhaps_hang()
+        await self._inner.start_weight_update(policy_version)
+
+    async def warm(self) -> None:
+        """Compiles, or hangs."""
+        await self._perhaps_hang()
+        await self._inner.warm()
+
+    async def join(self, epoch: int, address: Mapping[str, Any]) -> None:
+        """Connects, or hangs."""
+        await self._perhaps_hang()
+        await self._inner.join(epoch, address)
+
+    async def contribute(self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share]) -> Mapping[str, float]:
+        """Computes, perhaps slowly, or hangs."""
+        await self._perhaps_hang()
+        slow = self._rng.random() < self._config.replica_slow
+        self._inner.slowdown = self._config.slow_factor if slow else 1.0
+        return await self._inner.contribute(batch, shares)
+
+    async def leave(self) -> None:
+        """Leaves, or hangs."""
+        await self._perhaps_hang()
+        await self._inner.leave()
+
+    async def shutdown(self) -> None:
+        """Stops; a death that was to come does not."""
+        if self._death is not None:
+            self._death.cancel()
+        await self._inner.shutdown()
+
+    async def _perhaps_hang(self) -> None:
+        if self._rng.random() < self._config.replica_hang:
+            await asyncio.get_running_loop().create_future()  # until a deadline gives it up

@@ -7,13 +7,19 @@ from collections.abc import Sequence
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.planning import costs
-from libra_jax.simulator import engine
+from libra_jax.simulator import engine, replica
+
+REPLICA_BYTES = 6
+"""Of each parameter on a replica: its published value, and a gradient sum in float32."""
 
 
 class Fleet:
     """All instances that a run has had, and what they counted."""
 
-    def __init__(self, config: configuration.RunConfig, slots: Sequence[int], model: costs.Costs) -> None:
+    def __init__(
+        self, config: configuration.RunConfig, slots: Sequence[int], model: costs.Costs, warm_seconds: float = 0.0
+    ) -> None:
+        self._warm_seconds = warm_seconds
         self._config = config
         self._model = model
         self._slots = slots or config.rollout.instance_slots
@@ -35,8 +41,37 @@ class Fleet:
             "model": self._model,
             "counters": self.counters[-1],
             "start_seconds": start_seconds,
+            "wake_seconds": self._config.planner.start_seconds,
         }
         return protocols.ActorSpec(f"engine-{number}", "libra_jax.simulator.engine:create", arguments)
+
+    def replica(self, engine_spec: protocols.ActorSpec, channels: replica.Channels) -> protocols.ActorSpec:
+        """How the training side of a hybrid worker is made.
+
+        Raises:
+          ConfigError: its devices do not hold what a replica holds.
+        """
+        degree, member = engine_spec.arguments["degree"], engine_spec.name
+        self._check_memory(degree)
+        arguments = {
+            "member": member,
+            "devices": degree,
+            "model": self._model,
+            "channels": channels,
+            "warm_seconds": self._warm_seconds,
+        }
+        return protocols.ActorSpec(f"replica-{member}", "libra_jax.simulator.replica:create", arguments)
+
+    def _check_memory(self, degree: int) -> None:
+        if not isinstance(self._model, costs.CostModel):
+            return
+        need = REPLICA_BYTES * self._model.parameters / degree
+        room = self._model.sheet.memory_bytes * self._model.coefficients.memory_fraction
+        if need > room:
+            raise protocols.ConfigError(
+                f"config.elastic.hybrid: a replica on {degree} {self._model.sheet.name} needs {need / 1e9:.0f} GB a "
+                f"device for parameters and gradient sums, and has {room / 1e9:.0f}; make wider instances hybrid"
+            )
 
     def add(self, number: int, degree: int, others: Sequence[protocols.ActorSpec]) -> protocols.ActorSpec:
         """One that a plan adds (`coordinator.instances.MakeSpec`)."""
@@ -45,7 +80,7 @@ class Fleet:
     def busy_share(self, seconds: float) -> float:
         """Share of the device-seconds in which instances ran steps."""
         busy = sum(degree * count.busy_seconds for degree, count in zip(self.degrees, self.counters, strict=True))
-        if not self._config.planner.period:
+        if not self._config.planner.period and not self._config.elastic.hybrid:
             return busy / (sum(self.degrees) * seconds)
         return busy / sum(
             degree * count.alive_seconds for degree, count in zip(self.degrees, self.counters, strict=True)

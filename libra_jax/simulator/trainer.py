@@ -6,9 +6,11 @@ import asyncio
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from libra_jax import protocols
 from libra_jax.planning import costs, meshes
+from libra_jax.simulator import replica
 
 
 @dataclass
@@ -63,9 +65,24 @@ class Trainer:
       devices: accelerators that train.
       log: where it writes down what it is given.
       mesh: their mesh; None shares the work out evenly.
+      channels: to the replicas; None where there are none.
+      late: as `elastic.late`.
+      late_seconds: as `elastic.late_seconds`.
     """
 
-    def __init__(self, model: costs.Costs, devices: int, log: TrainingLog, mesh: OnMesh | None = None) -> None:
+    def __init__(
+        self,
+        model: costs.Costs,
+        devices: int,
+        log: TrainingLog,
+        mesh: OnMesh | None = None,
+        channels: replica.Channels | None = None,
+        late: float = 2.0,
+        late_seconds: float = 1.0,
+    ) -> None:
+        self._channels = channels or replica.Channels()
+        self._late = late
+        self._late_seconds = late_seconds
         self._model = model
         self._devices = devices
         self._log = log
@@ -107,24 +124,58 @@ class Trainer:
         await self._train([len(sequence.token_ids) for sequence in sequences])
         return {"loss": 0.0}
 
-    async def train_step(self, batch: protocols.TrainBatch) -> Mapping[str, float]:
-        """One step's time; the batch is written down."""
+    async def train_step(
+        self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share] = ()
+    ) -> Mapping[str, float]:
+        """One step's time; the batch is written down. Shares that do not come in time are computed here."""
         trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
-        await self._train([len(trajectory.token_ids) for trajectory in trajectories])
+        lengths = [len(trajectory.token_ids) for trajectory in trajectories]
+        core, parts = replica.split(lengths, shares)
+        began = asyncio.get_running_loop().time()
+        await self._train(core)
+        own = asyncio.get_running_loop().time() - began
+        counts = {"micro_batches": float(len(lengths)), "shares/micro_batches": 0.0, "shares/late": 0.0}
+        limit = began + own + max(self._late_seconds, self._late * own)
+        for share in shares:
+            left = limit - asyncio.get_running_loop().time()
+            if await self._channels.receive(share, batch.policy_version, left):
+                counts["shares/micro_batches"] += replica.counted(parts[share.member], lengths)
+                continue
+            self._channels.close(share.member)
+            counts["shares/late"] += 1.0
+            counts[f"shares/late/{share.member}"] = 1.0
+            await self._train(parts[share.member])
+        if shares:
+            counts["shares/wait_seconds"] = asyncio.get_running_loop().time() - began - own
         for trajectory in trajectories:
             self._log.trained[trajectory.trajectory_id] = self._log.trained.get(trajectory.trajectory_id, 0) + 1
             self._log.generated += trajectory.generated_tokens
         self._log.staleness.extend(batch.policy_version - group.dispatch_version for group in batch.groups)
         self._version += 1
-        return {"loss": 0.0}
+        return {"loss": 0.0, **(counts if shares else {})}
 
     async def _train(self, lengths: Sequence[int]) -> None:
+        if not lengths:
+            return
         if self._mesh is None:
             seconds = self._model.train_seconds(lengths, self._devices)
         else:
             seconds = self._mesh.train_seconds(lengths)
         await asyncio.sleep(seconds)
         self._log.busy_seconds += seconds
+
+    async def listen(self, member: str, epoch: int) -> Mapping[str, Any]:
+        """Opens a channel."""
+        self._channels.close(member)
+        self._channels.listening[member] = epoch
+        return {"epoch": epoch}
+
+    async def connect(self, member: str, epoch: int, address: Mapping[str, Any]) -> None:
+        """The channel stands when the replica has joined."""
+
+    async def dismiss(self, member: str) -> None:
+        """Closes a channel."""
+        self._channels.close(member)
 
     async def open_weights(self, policy_version: int) -> int:
         """A snapshot is one bucket."""

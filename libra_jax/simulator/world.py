@@ -22,7 +22,7 @@ from libra_jax.coordinator import run as coordinator
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, hardware, meshes, planner, plans
 from libra_jax.scheduling import registry
-from libra_jax.simulator import clock, engine, environment, scripts, trainer, trajectory
+from libra_jax.simulator import clock, engine, environment, replica, scripts, trainer, trajectory
 from libra_jax.simulator import fleet as fleets
 from libra_jax.telemetry import timeline
 
@@ -44,6 +44,7 @@ class SimulationConfig:
       coefficients: shares of the sheet's peaks, and fixed times.
       scheduler_costs: what schedulers take things to cost: "exact", as they do here, or "config", as `scheduler.costs`
         says, which is what a real run goes by.
+      warm_seconds: in which a replica of a hybrid worker compiles, the first time.
       longest_seconds: virtual time after which the run is taken for a deadlock.
     """
 
@@ -54,6 +55,7 @@ class SimulationConfig:
     slots: tuple[int, ...] = ()
     coefficients: costs.Coefficients = field(default_factory=costs.Coefficients)
     scheduler_costs: str = "exact"
+    warm_seconds: float = 0.0
     longest_seconds: float = 1e7
 
     def __post_init__(self) -> None:
@@ -85,11 +87,13 @@ class Parts:
       engine: given an engine as it was just made, and its life's number from 0, returns what serves in its place.
       environment: likewise for an attempt's environment.
       trainer: likewise for the trainer.
+      replica: likewise for the training side of a hybrid worker, given its life's number.
     """
 
     engine: Callable[[engine.Engine, int], Any] = lambda made, life: made
     environment: Callable[[environment.ScriptedEnvironment], protocols.Environment] = lambda made: made
     trainer: Callable[[trainer.Trainer], protocols.Trainer] = lambda made: made
+    replica: Callable[[replica.Replica, int], Any] = lambda made, life: made
 
 
 @dataclass(frozen=True)
@@ -208,10 +212,14 @@ class Cluster:
         module, _, name = spec.factory.partition(":")
         made = getattr(importlib.import_module(module), name)(**spec.arguments)
         life = self._lives[spec.name] = self._lives.get(spec.name, -1) + 1
-        self._actors[spec.name] = actor = (
-            self._parts.engine(made, life) if isinstance(made, engine.Engine) else self._parts.trainer(made)
-        )
-        return actor
+        if isinstance(made, engine.Engine):
+            made = self._parts.engine(made, life)
+        elif isinstance(made, replica.Replica):
+            made = self._parts.replica(made, life)
+        else:
+            made = self._parts.trainer(made)
+        self._actors[spec.name] = made
+        return made
 
     async def stop(self, name: str) -> None:
         """Ends the actor; nothing happens if it has been stopped before."""
@@ -253,11 +261,15 @@ def run(
     _check(config, simulation)
     model, parts, recorder = model or simulation.cost_model(), parts or Parts(), recorder or StepRecorder()
     book, log = trajectory.Book(workload), trainer.TrainingLog()
-    fleet = fleets.Fleet(config, simulation.slots, model)
+    fleet = fleets.Fleet(config, simulation.slots, model, simulation.warm_seconds)
     specs = [fleet.spec(index, degree) for index, degree in enumerate(config.rollout.tensor_parallel)]
     mesh, planned = _mesh(config, simulation, model), None
     if config.planner.period:
         planned = _planner(config, simulation, model)
+    channels, elastic = replica.Channels(), config.elastic
+    replicas = (
+        [fleet.replica(spec, channels) for spec in specs[len(specs) - elastic.hybrid :]] if elastic.hybrid else []
+    )
     makers = parts.environment
     made = coordinator.Coordinator(
         config,
@@ -265,7 +277,15 @@ def run(
         trainer_spec=protocols.ActorSpec(
             "trainer",
             "libra_jax.simulator.trainer:Trainer",
-            {"model": model, "devices": simulation.train_devices, "log": log, "mesh": mesh},
+            {
+                "model": model,
+                "devices": simulation.train_devices,
+                "log": log,
+                "mesh": mesh,
+                "channels": channels,
+                "late": elastic.late,
+                "late_seconds": elastic.late_seconds,
+            },
         ),
         engine_specs=specs,
         tasks=environment.NumberedTasks(),
@@ -278,6 +298,7 @@ def run(
         make_trajectory=book.make,
         planner=planned,
         make_engine=fleet.add,
+        replica_specs=replicas,
     )
     began = time.perf_counter()
     with _seldom_collected():

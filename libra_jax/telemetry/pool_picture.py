@@ -16,7 +16,7 @@ from libra_jax.telemetry import figures, timeline, transitions
 _LOOKS = dict(
     zip(
         protocols.POOLS,
-        ((figures.GREEN, 0.9), (figures.GREEN, 0.45), (figures.BLUE, 0.45), (figures.BLUE, 0.9)),
+        ((figures.GREEN, 0.9), (figures.GREEN, 0.45), (figures.MUTED, 0.3), (figures.BLUE, 0.45), (figures.BLUE, 0.9)),
         strict=True,
     )
 )

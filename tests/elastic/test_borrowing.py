@@ -119,12 +119,14 @@ def test_a_run_that_waits_for_rollout_releases():
     assert world.training == frozenset()
 
 
-def test_a_trainer_that_waits_shows_that_rollout_is_as_long_as_the_step():
+def test_of_a_step_as_long_as_rollout_made_it_only_the_time_in_slots_becomes_shorter_with_more():
     sight = dataclasses.replace(World(training=frozenset({"engine-0"})).sight(), rollout_seconds=3.0)
     waits = dataclasses.replace(sight, step_seconds=40.0, wait_seconds=30.0)
     assert borrowing.predict(sight, {"engine-0"}, synchronous=False) == 10.0
     assert borrowing.predict(waits, {"engine-0"}, synchronous=False) == 40.0
-    assert borrowing.predict(waits, {}, synchronous=False) == 20.0
+    assert borrowing.predict(waits, {}, synchronous=False) == 38.5  # for 37 s, requests used tools or few slots
+    full = dataclasses.replace(waits, rollout_seconds=60.0)
+    assert borrowing.predict(full, {}, synchronous=False) == 20.0
 
 
 def test_stages_that_take_turns_are_weighed_by_their_sum():

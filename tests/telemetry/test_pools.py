@@ -27,7 +27,7 @@ from libra_jax.telemetry import (
     transitions,
 )
 
-CORE, BORROWED, LENT, ROLLOUT = protocols.POOLS
+CORE, BORROWED, MOVING, LENT, ROLLOUT = protocols.POOLS
 START = {CORE: 4, BORROWED: 0, LENT: 2, ROLLOUT: 2}
 HELPED = {CORE: 4, BORROWED: 2, LENT: 0, ROLLOUT: 2}
 
@@ -358,7 +358,7 @@ def test_the_colours_of_the_pools_do_not_depend_on_which_there_are():
         """Colour and opacity of each area, by the pool that its size tells."""
         sizes = {name: 2**index for index, name in enumerate(protocols.POOLS) if name in names}
         picture = pool_picture.draw([timeline.PoolSizes(0.0, sizes)], end=1.0)
-        looks = re.findall(r"fill: (var\(--(?:green|blue)\)); fill-opacity: ([\d.]+)", picture)
+        looks = re.findall(r"fill: (var\(--[a-z]+\)); fill-opacity: ([\d.]+)", picture)
         return dict(zip(sizes, looks, strict=False))
 
     whole = fills(*protocols.POOLS)

@@ -1,0 +1,419 @@
+"""Hybrid workers in a run: what the elastic rooms decide is carried out here, one worker's transition at a time.
+
+A worker is an engine and a replica that share devices; one of them sleeps. After each training step `borrowing` sees
+what the step took and says whether a worker should change sides; `pool` says what has to be done next; a task for each
+worker does it, each piece with its deadline, while training and rollout go on. The core waits for no transition: it
+only opens and closes a worker's channel between two steps. What a member does not deliver in time the core computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import statistics
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from libra_jax import config as configuration
+from libra_jax import protocols, turns
+from libra_jax.coordinator import deadlines, failure, instances, replicas, reports
+from libra_jax.elastic import borrowing, pool, states
+from libra_jax.elastic.states import State
+
+SMOOTHING = 0.5
+"""Weight of the last step in what is known of a replica's speed."""
+
+LEAST_SPEED, MOST_SPEED = 0.05, 20.0
+"""Of a replica, as a multiple of the core's: beyond, a measurement is taken for an accident."""
+
+
+class _Taken(NamedTuple):
+    """Seconds of a step: in all, of training, of waiting for its batch, and that rollout needs on the present slots."""
+
+    step: float
+    train: float
+    wait: float
+    rollout: float
+
+
+class HybridWorkers:
+    """All hybrid workers of a run. Made inside the event loop it serves.
+
+    Args:
+      config: the run's configuration (`elastic`, `deadlines`).
+      engines: the rollout instances, the workers' among them.
+      members: the workers' replicas.
+      trainer: the trainer's proxy.
+      trainer_lock: held while the trainer is asked for anything.
+      recorder: gets each transition, and the devices of each pool.
+      ending: ends with transitions under way.
+
+    Attributes:
+      pool: the workers' states.
+      changed: called when a worker has come to another pool.
+    """
+
+    def __init__(
+        self,
+        config: configuration.RunConfig,
+        *,
+        engines: instances.Instances,
+        members: replicas.Replicas,
+        trainer: Any,
+        trainer_lock: asyncio.Lock,
+        recorder: protocols.Recorder,
+        ending: failure.Ending,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._limit = config.deadlines.transition
+        self._publish_limit = config.deadlines.publish
+        self._engines = engines
+        self._members = members
+        self._trainer = trainer
+        self._lock = trainer_lock
+        self._recorder = recorder
+        self._ending = ending
+        self._steps = config.steps
+        self._synchronous = config.coordinator.staleness == 0
+        self._names = [engine.name for engine in engines.engines.values() if engine.hybrid]
+        starts = config.deadlines.trainer_start
+        limits = dict.fromkeys(states.UNDER_WAY, self._limit)
+        limits |= {State.FETCHING: self._limit + starts, State.WARMING: starts}  # a process may have to be started
+        limits |= {State.ACTIVATING: self._limit + config.deadlines.engine_start}
+        self.pool = pool.Pool(self._names, limits, config.elastic.restarts, now=self._loop.time())
+        self._limits = limits
+        self.changed: Callable[[], None] = lambda: None
+        self._borrowing = borrowing.Borrowing(
+            config.elastic, horizon=config.planner.horizon, synchronous=self._synchronous
+        )
+        core = max(1, config.trainer.devices)
+        self._speed = {name: engines.engines[name].devices / core for name in self._names}
+        self._step = 0
+        self._work: dict[str, asyncio.Task[Mapping[str, float]]] = {}  # shares that are being computed
+        self._pending: dict[str, dict[str, Any]] = {}  # transitions whose first useful step or token is to come
+        self._bytes: dict[str, int] = {}
+        self._stalls: dict[str, float] = {}
+        self._disturbed = True  # the first step is not like those to come
+        # At eta > 0 long steps and short ones take turns, so that none tells alone.
+        self._taken: collections.deque[_Taken] = collections.deque(maxlen=2 * (config.coordinator.staleness + 1))
+
+    # Shares -----------------------------------------------------------------------------------------------------
+
+    def shares(self, version: int) -> tuple[protocols.Share, ...]:
+        """Who computes which part of the step of this version: the members that hold it, by their speed."""
+        ready = {name: epoch for name, epoch in self.pool.members().items() if self._members.holds(name, version)}
+        whole = 1.0 + sum(self._speed[name] for name in ready)
+        return tuple(protocols.Share(name, epoch, self._speed[name] / whole) for name, epoch in ready.items())
+
+    def begin(self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share]) -> None:
+        """The members begin to compute; `finish` sees what came of it."""
+        for share in shares:
+            work = self._loop.create_task(self._members.contribute(share.member, batch, shares))
+            work.add_done_callback(_looked_at)
+            self._work[share.member] = work
+
+    def finish(self, shares: Sequence[protocols.Share], metrics: Mapping[str, float], seconds: float) -> None:
+        """The step is over: a member that did not deliver is released, and the others' speed is measured.
+
+        Args:
+          shares: of the step.
+          metrics: the trainer's.
+          seconds: that the trainer took.
+        """
+        now = self._loop.time()
+        work, self._work = self._work, {}
+        told: dict[str, Mapping[str, float]] = {}
+        for share in shares:
+            name, task = share.member, work[share.member]
+            late = f"shares/late/{name}" in metrics
+            if not late and task.done() and not task.cancelled() and task.exception() is None:
+                told[name] = task.result()
+                self._useful(name, "first_step", now)
+                continue
+            error = task.exception() if task.done() and not task.cancelled() else None
+            deadlines.abandon(task)
+            worker = self.pool.worker(name)
+            if isinstance(error, protocols.WorkerLost | protocols.DeadlineMissed):
+                self._failed(worker.ticket, str(error))
+            elif worker.state is State.TRAINING:
+                why = f"its share of step {self._step + 1} was not there in time" if error is None else str(error)
+                self._go(self.pool.release(name, why, now))
+        if not metrics.get("shares/late"):
+            self._measure(told, metrics, seconds)
+
+    def _measure(self, told: Mapping[str, Mapping[str, float]], metrics: Mapping[str, float], seconds: float) -> None:
+        """Speeds: micro-batches a second of each member, over those of the core in the same step."""
+        core = metrics.get("micro_batches", 0.0) - metrics.get("shares/micro_batches", 0.0)
+        taken = seconds - metrics.get("shares/wait_seconds", 0.0)
+        for name, said in told.items():
+            if said.get("micro_batches", 0) and said.get("seconds", 0) and core > 0 and taken > 0:
+                speed = said["micro_batches"] / said["seconds"] / (core / taken)
+                speed = min(MOST_SPEED, max(LEAST_SPEED, speed))
+                self._speed[name] += SMOOTHING * (speed - self._speed[name])
+
+    # Decisions --------------------------------------------------------------------------------------------------
+
+    def after(self, step: int, report: reports.StepReport) -> Mapping[str, float]:
+        """Looks at what the step took and lets a worker change sides; returns the step's metrics of the pool."""
+        self._step = step
+        self._serving()
+        for worker in self.pool.workers:
+            if worker.state is State.TRAINING and not self._members.follows(worker.name):
+                self._failed(worker.ticket, "it could not be given the parameters that are out.")
+        moving = any(not worker.at_rest for worker in self.pool.workers)
+        disturbed, self._disturbed = self._disturbed or moving, moving
+        training = self.pool.members()
+        metrics = {"hybrid/training": float(len(training)), "hybrid/epoch": float(self.pool.epoch)}
+        if self._ending.called or step >= self._steps:
+            return metrics
+        decision = self._borrowing.look(self._sight(step, report, disturbed=disturbed))
+        metrics |= {"hybrid/now_seconds": decision.now_seconds, "hybrid/then_seconds": decision.then_seconds}
+        if decision.kind == "stay" or moving:
+            return metrics
+        now = self._loop.time()
+        ask = self.pool.borrow if decision.kind == "borrow" else self.pool.release
+        self._recorder.note(f"Hybrid worker {decision.worker}, {decision.kind}: {decision.why}")
+        self._go(ask(decision.worker, decision.why, now))
+        self._disturbed = True
+        return metrics
+
+    def _sight(self, step: int, report: reports.StepReport, *, disturbed: bool) -> borrowing.Sight:
+        """The mean of the last undisturbed steps under the present arrangement."""
+        serving = self._engines.serving()
+        slots = {instance.name: instance.slots for instance in serving}
+        asleep = {name: self._engines.engines[name].info for name in self._names}
+        hybrid = tuple(
+            borrowing.Hybrid(
+                worker.name,
+                slots.get(worker.name) or (info.slots if (info := asleep[worker.name]) is not None else 0),
+                self._speed[worker.name],
+                worker.state is State.TRAINING,
+            )
+            for worker in self.pool.workers
+            if worker.state in (State.ROLLOUT, State.TRAINING)
+        )
+        changing = {worker.name for worker in hybrid}  # one that is lost only rolls out
+        core = {name: count for name, count in slots.items() if name not in changing}
+        every = sum(slots.values())
+        if disturbed:
+            self._taken.clear()
+        else:
+            self._taken.append(self._measured(report, every))
+        step_seconds, train, wait, rollout = (
+            statistics.fmean(values) for values in zip(*(self._taken or [_Taken(0.0, 0.0, 0.0, 0.0)]), strict=True)
+        )
+        return borrowing.Sight(
+            step=step,
+            step_seconds=step_seconds,
+            train_seconds=train,
+            wait_seconds=wait,
+            rollout_seconds=rollout,
+            core_instances=len(core),
+            core_slots=sum(core.values()),
+            workers=hybrid,
+            move_seconds=self._move_seconds(),
+            disturbed=2 * len(self._taken) < (self._taken.maxlen or 0),
+        )
+
+    def _measured(self, report: reports.StepReport, slots: int) -> _Taken:
+        times = report.times
+        step = times.step - report.evaluation.get("evaluation/seconds", 0.0)
+        if self._synchronous:  # one stage waits for the other
+            return _Taken(step, times.train, times.rollout, times.rollout)
+        busy = report.counts.stream_seconds / slots if slots else times.rollout
+        return _Taken(step, times.train, times.wait, busy)
+
+    def _move_seconds(self) -> float:
+        """By which the last change of each worker lengthened the steps that it touched."""
+        return max(self._stalls.values(), default=0.0)
+
+    # Transitions ------------------------------------------------------------------------------------------------
+
+    def _go(self, worker: pool.Worker) -> None:
+        self._pending.pop(worker.name, None)
+        self._bytes[worker.name] = 0
+        self._stalls[worker.name] = 0.0
+        self.changed()
+        self._ending.start(self._drive(worker), f"transition of {worker.name}")
+
+    async def _drive(self, worker: pool.Worker) -> None:
+        """Does the worker's work, state by state, until it is at rest."""
+        while not worker.at_rest:
+            name, ticket, seconds = worker.name, worker.ticket, self._limits[worker.state]
+            self._recorder.status(name, f"hybrid worker: {worker.state}")
+            work = self._in_state(worker)
+            try:
+                await deadlines.within(seconds, work, f"Hybrid worker {name}, {worker.state},", "transition")
+            except protocols.LibraError as error:
+                await self._broken(ticket, error)
+                return
+            entered = self.pool.advance(ticket, self._loop.time())
+            if entered is None:  # another has taken it over
+                return
+            worker = entered
+            self.changed()
+        self._rested(worker, "done", "")
+
+    def _in_state(self, worker: pool.Worker) -> Awaitable[None]:
+        work = {
+            State.DRAINING: self._drain,
+            State.FETCHING: self._fetch,
+            State.WARMING: self._warm,
+            State.JOINING: self._join,
+            State.LEAVING: self._leave,
+            State.ACTIVATING: self._activate,
+        }[worker.state]
+        return work(worker)
+
+    async def _drain(self, worker: pool.Worker) -> None:
+        await self._engines.sleep(worker.name, self._limit)
+
+    async def _fetch(self, worker: pool.Worker) -> None:
+        await self._members.ensure(worker.name)
+        self._bytes[worker.name] += await self._members.fetch(worker.name)
+
+    async def _warm(self, worker: pool.Worker) -> None:
+        await self._members.warm(worker.name)
+
+    async def _join(self, worker: pool.Worker) -> None:
+        """Opens the channel; what was published while the replica compiled, it reads meanwhile."""
+        self._members.follow(worker.name)
+        async with self._between_steps():
+            began = self._loop.time()
+            address = await self._ask(self._trainer.listen(worker.name, worker.epoch), "open a channel")
+            await self._ask(self._trainer.connect(worker.name, worker.epoch, address), "connect to a channel")
+            self._stalls[worker.name] += self._loop.time() - began
+        await self._members.join(worker.name, worker.epoch, address)
+
+    async def _leave(self, worker: pool.Worker) -> None:
+        await self._dismiss(worker.name)
+        await self._members.leave(worker.name)
+
+    async def _activate(self, worker: pool.Worker) -> None:
+        if worker.origin is State.FAILED:  # nothing is known of the replica, so it goes before its devices are used
+            await self._dismiss(worker.name)
+            await self._members.end(worker.name)
+        await self._engines.wake(worker.name, self._limit)
+
+    async def _dismiss(self, name: str) -> None:
+        async with self._between_steps():
+            began = self._loop.time()
+            await self._ask(self._trainer.dismiss(name), "close a channel")
+            self._stalls[name] = self._stalls.get(name, 0.0) + self._loop.time() - began
+
+    @contextlib.asynccontextmanager
+    async def _between_steps(self) -> AsyncIterator[None]:
+        """The trainer's turn; what it takes to come does not count towards a state's deadline."""
+        with turns.queued():
+            await self._lock.acquire()
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    async def _ask(self, work: Any, what: str) -> Any:
+        return await deadlines.within(self._publish_limit, work, f"The trainer, asked to {what},", "publish")
+
+    # Failures ---------------------------------------------------------------------------------------------------
+
+    def _failed(self, ticket: pool.Ticket, why: str) -> None:
+        self._ending.start(self._broken(ticket, protocols.WorkerLost(why)), f"failure of {ticket.worker}")
+
+    async def _broken(self, ticket: pool.Ticket, error: protocols.LibraError) -> None:
+        """The worker failed in the state of the ticket: it is brought back to rollout, as often as it may be."""
+        worker = self.pool.fail(ticket, str(error), self._loop.time())
+        if worker is None:
+            return
+        self.changed()
+        self._rested(worker, "failed", str(error))
+        if worker.lost:
+            self._recorder.note(
+                f"Hybrid worker {worker.name} is lost: it failed {worker.restarts + 1} times (elastic.restarts), the "
+                f"last time: {error} From now on it only rolls out."
+            )
+            await self._dismiss(worker.name)
+            await self._members.end(worker.name)
+            await self._wake_lost(worker.name)
+            return
+        self._recorder.note(
+            f"Hybrid worker {worker.name} failed while {ticket.state}, and goes back to rollout: {error}"
+        )
+        self._go(self.pool.recover(worker.name, self._loop.time()))
+
+    async def _wake_lost(self, name: str) -> None:
+        try:
+            await self._engines.wake(name, self._limit)
+        except protocols.LibraError as error:
+            self._recorder.note(f"Hybrid worker {name} does not roll out either: {error}")
+
+    # Records ----------------------------------------------------------------------------------------------------
+
+    def _rested(self, worker: pool.Worker, outcome: str, why: str) -> None:
+        """The transition is over: its line is written with the first useful step or token, or with the next change."""
+        record = worker.record()
+        turned = worker.state is State.ROLLOUT and worker.origin is State.ROLLOUT
+        self._pending[worker.name] = {
+            **record,
+            "step": self._step,
+            "outcome": "cancelled" if turned else outcome,
+            "why": why,
+            "bytes": self._bytes.get(worker.name, 0),
+            "stall": {
+                "training": self._stalls.get(worker.name, 0.0),
+                "rollout": record["end"] - record["start"],  # in which the devices served neither side
+            },
+        }
+        self._recorder.span(
+            worker.name, f"{record['from']} to {record['to']}", record["start"], record["end"], record["phases"]
+        )
+        self._recorder.status(worker.name, f"hybrid worker: {worker.state}")
+        if worker.state is State.ROLLOUT:
+            self._engines.engines[worker.name].answered = None
+        if outcome == "failed":
+            self._write(worker.name)
+
+    def _serving(self) -> None:
+        """Writes the transitions of engines that have sent a token since."""
+        for name, record in list(self._pending.items()):
+            answered = self._engines.engines[name].answered
+            if record["to"] == State.ROLLOUT and answered is not None:
+                self._useful(name, "first_token", answered)
+
+    def _useful(self, name: str, what: str, now: float) -> None:
+        record = self._pending.get(name)
+        if record is not None:
+            record["phases"] = {**record["phases"], what: now - record["end"]}
+            self._write(name)
+
+    def _write(self, name: str) -> None:
+        record = self._pending.pop(name)
+        self._recorder.transition(record)
+
+    def devices(self) -> dict[str, int]:
+        """Devices of the workers, by the pool that they are in now."""
+        counts = {"hybrid in training": 0, "hybrid in transition": 0, "hybrid in rollout": 0}
+        where = {State.TRAINING: "hybrid in training", State.ROLLOUT: "hybrid in rollout"}
+        for worker in self.pool.workers:
+            pool_name = where.get(worker.state, "hybrid in transition")
+            counts[pool_name] += self._engines.engines[worker.name].devices
+        return counts
+
+    def close(self) -> None:
+        """The run ends: transitions whose first useful step or token never came are written as they are."""
+        for name in list(self._pending):
+            self._write(name)
+
+    def snapshot(self) -> dict[str, Any]:
+        """What to keep across a restart; JSON-able."""
+        return {"pool": self.pool.snapshot(), "speed": dict(self._speed)}
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Goes on after a restart: every worker rolls out."""
+        self.pool.restore(snapshot["pool"])
+        self._speed |= {name: speed for name, speed in snapshot["speed"].items() if name in self._speed}
+
+
+def _looked_at(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,204 @@
+"""A simulated replica, the training side of a hybrid worker on virtual time, and its channel to the trainer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from libra_jax import protocols
+from libra_jax.planning import costs
+
+
+@dataclass
+class Channels:
+    """The side channels between a simulated trainer and its replicas.
+
+    Attributes:
+      listening: of each member, the epoch under which the trainer listens for it.
+      connected: of each member, the epoch under which it has connected.
+      sums: what members have sent and the trainer has not taken yet: epoch and version.
+      arrived: something has changed.
+    """
+
+    listening: dict[str, int] = field(default_factory=dict)
+    connected: dict[str, int] = field(default_factory=dict)
+    sums: dict[str, tuple[int, int]] = field(default_factory=dict)
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def send(self, member: str, epoch: int, version: int) -> None:
+        """A member's sums arrive."""
+        self.sums[member] = epoch, version
+        self.arrived.set()
+
+    async def receive(self, share: protocols.Share, version: int, seconds: float) -> bool:
+        """Whether the member's sums for this version are there within so many seconds; others are dropped."""
+        loop = asyncio.get_running_loop()
+        limit = loop.time() + seconds
+        while self.listening.get(share.member) == share.epoch == self.connected.get(share.member):
+            if share.member in self.sums:
+                if self.sums.pop(share.member) == (share.epoch, version):
+                    return True
+                continue
+            self.arrived.clear()
+            left = limit - loop.time()
+            if left <= 0:
+                break
+            try:
+                await asyncio.wait_for(self.arrived.wait(), left)
+            except TimeoutError:
+                break
+        return False
+
+    def close(self, member: str) -> None:
+        """The channel is gone, and what was in it."""
+        for held in (self.listening, self.connected, self.sums):
+            held.pop(member, None)
+        self.arrived.set()
+
+
+def split(lengths: Sequence[int], shares: Sequence[protocols.Share]) -> tuple[list[int], dict[str, list[int]]]:
+    """Sequences that the core computes, and those of each member: in turn, so that each has its part of all lengths.
+
+    Args:
+      lengths: tokens of each attempt.
+      shares: of the step.
+    """
+    fractions = {"": 1.0 - sum(share.fraction for share in shares), **{item.member: item.fraction for item in shares}}
+    parts: dict[str, list[int]] = {member: [] for member in fractions}
+    owed = dict.fromkeys(fractions, 0.0)
+    for length in lengths:
+        for member, fraction in fractions.items():
+            owed[member] += fraction * length
+        chosen = max(owed, key=owed.__getitem__)
+        owed[chosen] -= length
+        parts[chosen].append(length)
+    core = parts.pop("")
+    return core, parts
+
+
+def counted(part: Sequence[int], lengths: Sequence[int]) -> float:
+    """A part of a step's sequences, in sequences of the mean length: its micro-batches."""
+    return len(lengths) * sum(part) / max(1, sum(lengths))
+
+
+class Replica:
+    """A `protocols.Replica` on virtual time; made by `create`.
+
+    Attributes:
+      slowdown: factor on the time of its shares.
+    """
+
+    def __init__(
+        self,
+        member: str,
+        devices: int,
+        model: costs.Costs,
+        channels: Channels,
+        start_seconds: float,
+        warm_seconds: float,
+    ) -> None:
+        self.member = member
+        self.slowdown = 1.0
+        self._devices = devices
+        self._model = model
+        self._channels = channels
+        self._start_seconds = start_seconds
+        self._warm_seconds = warm_seconds
+        self._warmed = False
+        self._alive = True
+        self._version = protocols.NO_VERSION
+        self._epoch = 0
+
+    def kill(self) -> None:
+        """Dies as a process would: every running and later call raises `WorkerLost`."""
+        self._alive = False
+        self._channels.close(self.member)
+
+    def _check_alive(self) -> None:
+        if not self._alive:
+            raise protocols.WorkerLost(f"the replica of {self.member} is gone; it is made anew when it is needed")
+
+    async def _take(self, seconds: float) -> None:
+        self._check_alive()
+        await asyncio.sleep(seconds)
+        self._check_alive()
+
+    async def start(self) -> protocols.TrainerInfo:
+        """Is up."""
+        await self._take(self._start_seconds)
+        return protocols.TrainerInfo(0, self._model.parameters, {"data": self._devices}, "simulated")
+
+    async def init_weight_transfer(self, transport: Mapping[str, Any]) -> None:
+        """First weight verb."""
+        self._check_alive()
+
+    async def start_weight_update(self, policy_version: int) -> None:
+        """Second weight verb."""
+        self._check_alive()
+        self._version = protocols.NO_VERSION
+
+    async def update_weights(self, bucket: protocols.WeightBucket) -> None:
+        """Third weight verb: takes as long as its share of the snapshot."""
+        await self._take(self._model.load_seconds(self._devices) / bucket.count)
+
+    async def finish_weight_update(self, policy_version: int) -> None:
+        """Fourth weight verb."""
+        self._check_alive()
+        self._version = policy_version
+
+    async def warm(self) -> None:
+        """Compiles once."""
+        await self._take(0.0 if self._warmed else self._warm_seconds)
+        self._warmed = True
+
+    async def join(self, epoch: int, address: Mapping[str, Any]) -> None:
+        """Connects, if the trainer still listens under that epoch."""
+        await self._take(0.0)
+        if self._channels.listening.get(self.member) != epoch:
+            raise protocols.LibraError(f"the trainer does not listen for {self.member} under epoch {epoch}")
+        self._channels.connected[self.member] = self._epoch = epoch
+
+    async def contribute(self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share]) -> Mapping[str, float]:
+        """Computes its share and sends it."""
+        self._check_alive()
+        if self._version != batch.policy_version:
+            raise protocols.LibraError(f"the replica of {self.member} holds version {self._version}")
+        lengths = [len(trajectory.token_ids) for group in batch.groups for trajectory in group.trajectories]
+        mine = split(lengths, shares)[1][self.member]
+        seconds = self.slowdown * self._model.train_seconds(mine, self._devices)
+        await self._take(seconds)
+        self._channels.send(self.member, self._epoch, batch.policy_version)
+        return {"seconds": seconds, "micro_batches": counted(mine, lengths), "bytes": 2.0 * self._model.weight_bytes}
+
+    async def leave(self) -> None:
+        """Holds nothing any more."""
+        self._check_alive()
+        self._version, self._epoch = protocols.NO_VERSION, 0
+
+    async def shutdown(self) -> None:
+        """Ends. Idempotent."""
+        self.kill()
+
+
+def create(
+    member: str,
+    *,
+    devices: int,
+    model: costs.Costs,
+    channels: Channels,
+    start_seconds: float = 0.0,
+    warm_seconds: float = 0.0,
+) -> Replica:
+    """Makes a simulated replica.
+
+    Args:
+      member: its worker's name.
+      devices: of the worker.
+      model: what training and loading cost.
+      channels: to the trainer.
+      start_seconds: until its process is up.
+      warm_seconds: of its first compilation.
+    """
+    return Replica(member, devices, model, channels, start_seconds, warm_seconds)

@@ -1,0 +1,154 @@
+"""Deterministic simulation testing of the hybrid pool: random transitions, and faults in every state of them.
+
+LIBRA_JAX_SIMULATIONS sets how many seeds are tried (default 2,000); LIBRA_JAX_SIMULATION_SEED repeats one alone.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import pytest
+import simulator_doubles as doubles
+
+from libra_jax import config as configuration
+from libra_jax.elastic import borrowing
+from libra_jax.scheduling import registry
+from libra_jax.simulator import faults, world
+
+BATCH = 100
+SIMULATIONS = int(os.environ.get("LIBRA_JAX_SIMULATIONS", "2000"))
+ONLY = os.environ.get("LIBRA_JAX_SIMULATION_SEED")
+BATCHES = [range(int(ONLY), int(ONLY) + 1)] if ONLY else [
+    range(start, min(start + BATCH, SIMULATIONS)) for start in range(0, SIMULATIONS, BATCH)
+]  # fmt: skip
+
+LONGEST_SECONDS = 100_000.0
+"""Virtual seconds after which a run that has not ended is a deadlock."""
+
+
+class Restless:
+    """In place of `borrowing.Borrowing`: whoever may change sides may be told to, after any step."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+
+    def look(self, sight: borrowing.Sight) -> borrowing.Decision:
+        if not sight.workers or self._rng.random() < 0.3:
+            return borrowing.Decision(sight.step, "stay", "", "", 1.0, 1.0)
+        worker = self._rng.choice(sight.workers)
+        return borrowing.Decision(sight.step, "release" if worker.trains else "borrow", worker.name, "chance", 1.0, 1.0)
+
+
+BREAKABLE = ("draining", "fetching", "warming", "joining", "training", "leaving")
+"""States whose work fails here; an engine that does not wake is started again, as often as it takes."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One seed's run."""
+
+    config: configuration.RunConfig
+    faults: faults.FaultConfig
+
+
+def case(seed: int) -> Case:
+    rng = random.Random(seed)
+    hybrid = rng.randint(1, 2)
+    config = doubles.run_config(
+        steps=rng.randint(4, 8),
+        rollout={
+            "tensor_parallel": (1,) * rng.randint(1, 2) + (1,) * hybrid,
+            "slots": rng.choice((1, 2, 4)),
+            "restarts": 10_000,
+            "generation_retries": 10_000,
+        },
+        coordinator={
+            "groups_per_step": rng.randint(1, 3),
+            "group_size": rng.randint(1, 4),
+            "staleness": rng.randint(0, 2),
+            "max_replacements": 10_000.0,
+        },
+        scheduler={"policy": rng.choice(("cmlfq", "cmlfq", "least_loaded", "sticky")), "max_remaining_tokens": ()},
+        elastic={"hybrid": hybrid, "restarts": rng.choice((0, 1, 3)), "late_seconds": rng.choice((0.0, 1.0, 100.0))},
+        planner={"start_seconds": rng.choice((0.0, 10.8))},
+        deadlines={"transition": rng.choice((5.0, 60.0)), "first_token": 3600.0, "train_step": 3600.0},
+    )
+
+    def sometimes(value: float) -> float:
+        return value if rng.random() < 0.5 else 0.0
+
+    broken = faults.FaultConfig(
+        engine_life_seconds=sometimes(rng.uniform(20.0, 300.0)),
+        replica_life_seconds=sometimes(rng.uniform(1.0, 100.0)),
+        replica_hang=sometimes(rng.uniform(0.0, 0.2)),
+        replica_slow=sometimes(0.5),
+        slow_factor=rng.uniform(1.0, 50.0),
+        late_weights=sometimes(0.3),
+        late_seconds=rng.uniform(0.0, 10.0),
+    )
+    return Case(config, broken)
+
+
+def simulate(seed: int, made: Case) -> tuple[world.Result, world.StepRecorder]:
+    def scheduler(costs, remaining):
+        return registry.create(made.config.scheduler, costs=costs, remaining=remaining, seed=seed, degrees=(1,))
+
+    simulation = replace(doubles.SIMULATION, warm_seconds=2.0, longest_seconds=LONGEST_SECONDS)
+    recorder = world.StepRecorder()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(borrowing, "Borrowing", lambda *_, **__: Restless(seed))
+        workload = doubles.SeededWorkload(seed, turns=2, tokens=50)
+        parts = faults.parts(made.faults, seed)
+        result = world.run(made.config, simulation, workload, scheduler, parts=parts, recorder=recorder)
+    return result, recorder
+
+
+def check(seed: int) -> world.StepRecorder:
+    made = case(seed)
+    limits = made.config.coordinator
+    result, recorder = simulate(seed, made)
+    assert len(result.step_seconds) == made.config.steps
+    assert result.trained_trajectories == made.config.steps * limits.groups_per_step * limits.group_size
+    assert result.lost_trajectories == result.duplicated_trajectories == 0
+    assert result.staleness_max <= limits.staleness
+    devices = {sum(size.devices.values()) for size in recorder.pool_sizes}
+    assert len(devices) == 1, "a device was lost or counted twice"
+    for transition in recorder.transitions:
+        assert transition["outcome"] in ("done", "failed", "cancelled")
+        assert transition["end"] >= transition["start"]
+    return recorder
+
+
+@pytest.mark.parametrize("seeds", BATCHES, ids=str)
+def test_whatever_breaks_in_whatever_state_every_prompt_is_trained_once_and_nothing_sticks(seeds):
+    for seed in seeds:
+        try:
+            check(seed)
+        except BaseException as error:
+            error.add_note(f"seed {seed}: {case(seed)}")
+            raise
+
+
+def test_the_cases_reach_what_they_are_for():
+    """Among a hundred of them, workers change sides both ways, fail in every state, and are late with their shares."""
+    seen: Counter[str] = Counter()
+    for seed in range(100):
+        recorder = check(seed)
+        for transition in recorder.transitions:
+            seen[f"to {transition['to']}"] += 1
+            if transition["outcome"] == "failed":
+                seen[f"failed in {next(reversed(transition['phases']), transition['from'])}"] += 1
+        seen["late"] += sum(step.get("shares/late", 0.0) > 0 for step in recorder.steps)
+        seen["shared"] += sum(step.get("shares/micro_batches", 0.0) > 0 for step in recorder.steps)
+        seen["lost"] += any("only rolls out" in note for note in recorder.notes)
+    assert min(seen[name] for name in ("to training", "to rollout", "late", "shared", "lost")) >= 5, seen
+    assert all(seen[f"failed in {state}"] for state in BREAKABLE), seen
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_run_with_hybrid_workers_repeats_exactly(seed):
+    first, second = (replace(simulate(seed, case(seed))[0], wall_seconds=0.0, steps=()) for _ in range(2))
+    assert first == second
