@@ -16,7 +16,7 @@ import hashlib
 import importlib
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -26,7 +26,7 @@ import torch
 from libra_jax import protocols
 from libra_jax.interop import dlpack, memfd
 from libra_jax.models import config as models_config
-from libra_jax.models import hf_names
+from libra_jax.models import gathering, hf_names
 
 ALIGNMENT = 64
 """Bytes to which each tensor's place in a bucket is aligned (a cache line)."""
@@ -68,10 +68,15 @@ def create(
       publish_seconds: longest wait for an instance to receive (ipc, nccl).
 
     Raises:
-      ConfigError: the transport needs CUDA, or serves fewer instances than there are.
+      ConfigError: the transport needs CUDA, or serves fewer instances or trainer processes than there are.
     """
     if transport == "memfd":
         return Publisher(model_config, dtype, bucket_bytes, transport, checksum)
+    if jax.process_count() > 1:
+        raise protocols.ConfigError(
+            f"config.rollout.transport: {transport!r} serves a trainer of one process (config.trainer.processes); use "
+            "'memfd'"
+        )
     if len(tensor_parallel) != 1:
         raise protocols.ConfigError(
             f"config.rollout.transport: {transport!r} serves one rollout instance, not {len(tensor_parallel)} "
@@ -121,7 +126,8 @@ class Publisher:
 
         Args:
           version: the policy version that the parameters are.
-          params: nested dict of arrays, addressed as by `hf_names.weight_map`; sharded in any way or not.
+          params: nested dict of arrays, addressed as by `hf_names.weight_map`; sharded in any way or not. Where several
+            processes share them, all of them call this, and process 0 holds the snapshot.
 
         Returns:
           The number of buckets.
@@ -132,9 +138,11 @@ class Publisher:
         """
         self._version = None
         leaves = {source.path: leaf(params, source) for source in self._sources}
-        self._allocate()
-        with _one_thread():
-            self._copy(leaves)
+        with gathering.whole(leaves.values()) as gathered:
+            if jax.process_index() == 0:
+                self._allocate()
+                with _one_thread():
+                    self._copy(leaves, gathered)
         self._version = version
         return len(self._buckets)
 
@@ -187,17 +195,17 @@ class Publisher:
             self._free()
             raise
 
-    def _copy(self, leaves: Mapping[tuple[str, ...], jax.Array]) -> None:
+    def _copy(self, paths: Iterable[tuple[str, ...]], gathered: Iterator[jax.Array]) -> None:
         """Copies leaf by leaf, so that no more than one leaf is ever held for torch."""
-        targets: dict[tuple[str, ...], list[tuple[int | None, torch.Tensor]]] = {path: [] for path in leaves}
+        targets: dict[tuple[str, ...], list[tuple[int | None, torch.Tensor]]] = {path: [] for path in paths}
         placed = (
             (owner, entry) for owner, entries in zip(self._memory, self._buckets, strict=True) for entry in entries
         )
         for source, (owner, entry) in zip(self._sources, placed, strict=True):
             flat = torch.frombuffer(owner.buffer, dtype=self._dtype, count=math.prod(entry.shape), offset=entry.offset)
             targets[source.path].append((source.layer, flat.view(entry.shape)))
-        for path, array in leaves.items():
-            self._copy_leaf(array, targets[path])
+        for target in targets.values():
+            self._copy_leaf(next(gathered), target)  # which no name holds while the next one is gathered
 
     def _copy_leaf(self, array: jax.Array, targets: Sequence[tuple[int | None, torch.Tensor]]) -> None:
         copies = (

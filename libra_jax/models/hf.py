@@ -23,7 +23,7 @@ import safetensors
 import safetensors.numpy
 
 from libra_jax.models import config as model_config
-from libra_jax.models import hf_names, transformer
+from libra_jax.models import gathering, hf_names, transformer
 from libra_jax.protocols import DataError
 
 _INDEX = "model.safetensors.index.json"
@@ -68,8 +68,10 @@ def save(
 ) -> None:
     """Writes config.json, the weights and, where they need several files, their index.
 
+    Where several processes share the parameters, all of them call this, and process 0 writes.
+
     Args:
-      params: the parameters; every leaf of one dtype, and addressable from this process.
+      params: the parameters; every leaf of one dtype.
       config: the model's shape.
       directory: made, with its parents, or replaced where it holds a model already.
       max_shard_bytes: a file is closed before it would exceed this (a single larger tensor has a file of its own).
@@ -77,7 +79,25 @@ def save(
     Raises:
       DataError: `directory` holds something that is not a model, or the disk refuses.
     """
-    target = pathlib.Path(directory).absolute()
+    with gathering.whole(_get(params, path) for path in _by_leaf(config)) as leaves:
+        if jax.process_index() == 0:
+            _save(leaves, _dtype(params), config, pathlib.Path(directory).absolute(), max_shard_bytes)
+
+
+def _dtype(params: transformer.Params) -> str:
+    dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(params)}
+    if len(dtypes) != 1:
+        raise ValueError(f"parameters of one dtype expected, not {sorted(dtypes)}")
+    return dtypes.pop()
+
+
+def _save(
+    leaves: Iterator[jax.Array],
+    dtype: str,
+    config: model_config.TransformerConfig,
+    target: pathlib.Path,
+    max_shard_bytes: int,
+) -> None:
     if target.exists() and not (target / "config.json").is_file() and any(target.iterdir()):
         raise DataError(f"{target}: exists and holds no model, so it is not replaced; choose another directory.")
     try:
@@ -85,7 +105,7 @@ def save(
         partial = pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         try:
             partial.chmod(0o755)
-            _write(params, config, partial, max_shard_bytes)
+            _write(leaves, dtype, config, partial, max_shard_bytes)
             _replace(target, partial)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -179,16 +199,17 @@ def _read_leaf(
 
 
 def _write(
-    params: transformer.Params, config: model_config.TransformerConfig, directory: pathlib.Path, max_shard_bytes: int
+    leaves: Iterator[jax.Array],
+    dtype: str,
+    config: model_config.TransformerConfig,
+    directory: pathlib.Path,
+    max_shard_bytes: int,
 ) -> None:
-    dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(params)}
-    if len(dtypes) != 1:
-        raise ValueError(f"parameters of one dtype expected, not {sorted(dtypes)}")
-    values = model_config.to_hf(config, dtypes.pop())
+    values = model_config.to_hf(config, dtype)
     (directory / "config.json").write_text(json.dumps(values, indent=2) + "\n")
     files: list[list[str]] = []
     total = 0
-    for number, shard in enumerate(_in_shards(params, config, max_shard_bytes), start=1):
+    for number, shard in enumerate(_in_shards(leaves, config, max_shard_bytes), start=1):
         # Hugging Face's readers refuse files that do not say which framework laid out the tensors.
         safetensors.numpy.save_file(shard, directory / f"{number}.safetensors", metadata={"format": "pt"})
         _flush(directory / f"{number}.safetensors")
@@ -207,13 +228,13 @@ def _write(
 
 
 def _in_shards(
-    params: transformer.Params, config: model_config.TransformerConfig, max_shard_bytes: int
+    leaves: Iterator[jax.Array], config: model_config.TransformerConfig, max_shard_bytes: int
 ) -> Iterator[dict[str, np.ndarray]]:
     """Groups of tensors of at most `max_shard_bytes`, parameter by parameter, so that each leaf is fetched once."""
     shard: dict[str, np.ndarray] = {}
     size = 0
-    for path, entries in _by_leaf(config).items():
-        leaf = np.asarray(_get(params, path))
+    for entries in _by_leaf(config).values():
+        leaf = np.asarray(next(leaves))
         for entry in entries:
             nbytes = math.prod(entry.shape) * leaf.itemsize
             if shard and size + nbytes > max_shard_bytes:
