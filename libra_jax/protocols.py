@@ -38,6 +38,10 @@ class WorkerLost(LibraError):
     """An actor or engine process that died or became unreachable; what it was doing may be retried elsewhere."""
 
 
+class PeerLost(WorkerLost):
+    """What a process says that works together with a lost one and cannot tell which it was."""
+
+
 class EnvironmentCrashed(LibraError):
     """The environment itself broke (not a tool that returned a failure): infrastructure, never a reward of zero."""
 
@@ -586,6 +590,32 @@ class Share:
     fraction: float
 
 
+@dataclass(frozen=True)
+class ProgramShape:
+    """A kind of micro-batch that training has compiled a program for.
+
+    Attributes:
+      program: the trainer's name of it.
+      arrays: shape and dtype of each array of the micro-batch.
+    """
+
+    program: str
+    arrays: Mapping[str, tuple[tuple[int, ...], str]]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A train state that is being saved for another trainer to take over.
+
+    Attributes:
+      policy_version: its version.
+      nbytes: of the state, each leaf once.
+    """
+
+    policy_version: int
+    nbytes: int
+
+
 class Trainer(Protocol):
     """The trainer as the coordinator sees it. One call at a time; the caller sets deadlines."""
 
@@ -676,6 +706,38 @@ class Trainer(Protocol):
 
     async def shutdown(self) -> None:
         """Releases devices and shared memory. Idempotent."""
+        ...
+
+
+class MovableTrainer(Trainer, Protocol):
+    """A trainer whose state another one, of other processes, can take over (`coordinator.handover`)."""
+
+    async def stand_by(self) -> TrainerInfo:
+        """Instead of `start`: builds the mesh, and waits for the state and the shapes of another trainer."""
+        ...
+
+    async def shapes(self) -> Sequence[ProgramShape]:
+        """What it has compiled programs for."""
+        ...
+
+    async def warm(self, shapes: Sequence[ProgramShape]) -> None:
+        """Compiles for what another trainer has met, where it has not yet."""
+        ...
+
+    async def snapshot(self, path: str) -> Snapshot:
+        """Begins an asynchronous save of the state for another trainer, beside checkpoints."""
+        ...
+
+    async def snapshot_saved(self) -> bool:
+        """Whether the last snapshot is durable; waits for nothing, and raises what went wrong."""
+        ...
+
+    async def is_saved(self, path: str) -> bool:
+        """Whether the state that another trainer saves at `path` is there to be restored."""
+        ...
+
+    async def policy_version(self) -> int:
+        """The version of the state."""
         ...
 
 

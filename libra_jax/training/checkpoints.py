@@ -4,7 +4,10 @@ A checkpoint is a directory that Orbax writes under a temporary name and renames
 of its files and their sizes, the *seal*, is written into it last. A directory without its seal was cut short; one whose
 files do not fit the seal was damaged since. Both are told before Orbax reads a byte.
 
-Thread-safety: one thread calls; Orbax writes in threads of its own.
+Where several processes share the state, all of them make the same calls. Each writes and reads what its devices hold;
+process 0 renames the directory and seals it, once all have written.
+
+Thread-safety: one thread calls; Orbax writes in threads of its own, and one of ours waits for them.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ import json
 import os
 import pathlib
 import tempfile
+import threading
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -23,6 +28,7 @@ from libra_jax import protocols
 from libra_jax.training import state as state_lib
 
 SEAL = "libra_files.json"
+HOST = "libra_host.json"
 
 
 class Checkpointer:
@@ -30,12 +36,24 @@ class Checkpointer:
 
     def __init__(self) -> None:
         self._orbax = ocp.StandardCheckpointer()
-        self._pending: pathlib.Path | None = None
+        self._target = pathlib.Path()
+        self._finishing: threading.Thread | None = None
+        self._error: Exception | None = None
 
-    def save(self, path: str, state: state_lib.TrainState) -> None:
+    @property
+    def saving(self) -> bool:
+        """The last save is not durable yet, nor has it failed."""
+        return self._finishing is not None and self._finishing.is_alive()
+
+    def save(self, path: str, state: state_lib.TrainState, host: Mapping[str, Any] | None = None) -> None:
         """Begins to save `state` into the new directory `path`; it may be changed or donated as soon as this returns.
 
         What a killed save left behind at `path` is replaced.
+
+        Args:
+          path: the directory.
+          state: on the devices.
+          host: what the trainer keeps beside it, JSON-able; `host_state` reads it.
 
         Raises:
           LibraError: `path` holds a whole checkpoint, or cannot be written.
@@ -49,7 +67,16 @@ class Checkpointer:
             self._orbax.save(target, _tree(state), force=True)
         except (OSError, ValueError) as error:
             raise protocols.LibraError(f"{target}: the checkpoint cannot be written ({_line(error)}).") from error
-        self._pending = target
+        self._target = target
+        self._finishing = threading.Thread(target=self._finish, args=(dict(host or {}),), name="seal", daemon=True)
+        self._finishing.start()
+
+    def _finish(self, host: Mapping[str, Any]) -> None:
+        try:
+            self._orbax.wait_until_finished()
+            _seal(self._target, host)
+        except Exception as error:  # Orbax passes on whatever its writing threads met; `wait` tells it
+            self._error = error
 
     def wait(self) -> None:
         """Returns when the last `save` is durable and sealed.
@@ -57,14 +84,12 @@ class Checkpointer:
         Raises:
           LibraError: it could not be written.
         """
-        target, self._pending = self._pending, None
-        if target is None:
+        if self._finishing is None:
             return
-        try:
-            self._orbax.wait_until_finished()
-            _seal(target)
-        except Exception as error:  # Orbax passes on whatever its writing threads met
-            raise protocols.LibraError(f"{target}: the checkpoint cannot be written ({_line(error)}).") from error
+        self._finishing.join()
+        error, self._finishing, self._error = self._error, None, None
+        if error is not None:
+            raise protocols.LibraError(f"{self._target}: the checkpoint cannot be written ({_line(error)}).") from error
 
     def restore(self, path: str, structure: state_lib.TrainState) -> state_lib.TrainState:
         """Restores the state saved at `path`, each shard straight onto its device.
@@ -78,6 +103,8 @@ class Checkpointer:
         """
         source = pathlib.Path(path).absolute()
         _check_seal(source)
+        if self._finishing is not None:
+            self._finishing.join()  # two threads must not wait for Orbax at once
         try:
             tree = self._orbax.restore(source, _tree(structure))
         except Exception as error:  # Orbax raises bare Exception for unreadable arrays
@@ -114,9 +141,31 @@ def _files(directory: pathlib.Path) -> dict[str, int]:
     }
 
 
-def _seal(directory: pathlib.Path) -> None:
+def is_sealed(path: str) -> bool:
+    """Whether the save into this directory is durable."""
+    return (pathlib.Path(path) / SEAL).exists()
+
+
+def host_state(path: str) -> dict[str, Any]:
+    """What was saved beside the state; empty where a checkpoint holds nothing of the kind.
+
+    Raises:
+      DataError: it cannot be read.
+    """
+    file = pathlib.Path(path) / HOST
+    try:
+        return json.loads(file.read_text()) if file.exists() else {}
+    except (OSError, ValueError) as error:
+        raise protocols.DataError(f"{file}: cannot be read ({_line(error)}); use an earlier checkpoint.") from error
+
+
+def _seal(directory: pathlib.Path, host: Mapping[str, Any]) -> None:
     if jax.process_index() != 0:
         return
+    with (directory / HOST).open("w") as file:
+        json.dump(dict(host), file)
+        file.flush()
+        os.fsync(file.fileno())
     sizes = _files(directory)
     partial = directory / f"{SEAL}.partial"
     with partial.open("w") as file:

@@ -17,7 +17,7 @@ from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.models import config as model_config
 from libra_jax.models import transformer
-from libra_jax.training import losses, optimizer, packing, step
+from libra_jax.training import losses, optimizer, packing, step, world
 from libra_jax.training import mesh as mesh_lib
 from libra_jax.training import state as state_lib
 
@@ -150,6 +150,7 @@ class Learner:
 
         Raises:
           LibraError: the devices ran out of memory.
+          PeerLost: another process of the trainer is gone.
         """
         accumulator = self._accumulator or state_lib.zeros(self.layout.accumulator)
         self._accumulator = None  # consumed by the first program; kept again only when the step has ended well
@@ -163,6 +164,8 @@ class Learner:
             self.state, accumulator, report = self.programs.apply_step(state, accumulator, learning_rate)
             report, parts = jax.device_get((report, parts))
         except jax.errors.JaxRuntimeError as error:
+            if world.is_loss(error):
+                raise world.lost(error) from error
             raise protocols.LibraError(_explain(error)) from error
         self._accumulator = accumulator
         return {**{name: float(value) for name, value in report.items()}, **_merge(parts)}

@@ -149,12 +149,16 @@ def random_params(config: model_config.TransformerConfig, where: Layout, seed: i
 
 def begin(params: PyTree, where: Layout, transform: optax.GradientTransformation, seed: int) -> TrainState:
     """The state before the first step, around `params` (which it takes over); the reference model is a copy of them."""
-    everywhere = mesh_lib.replicated(where.mesh)
+
+    def make() -> tuple[jax.Array, jax.Array]:
+        return jnp.int32(0), jax.random.key_data(jax.random.key(seed))
+
+    step, rng = jax.jit(make, out_shardings=mesh_lib.replicated(where.mesh))()
     return TrainState(
-        step=jax.device_put(jnp.int32(0), everywhere),
+        step=step,
         params=params,
         opt_state=jax.jit(transform.init, out_shardings=shardings_of(where.state.opt_state))(params),
-        rng=jax.device_put(jax.random.key_data(jax.random.key(seed)), everywhere),
+        rng=rng,
         reference=None if where.state.reference is None else jax.tree.map(jnp.copy, params),
     )
 

@@ -122,8 +122,19 @@ class Programs:
         return len(self._grad_steps) + len(self._scores)
 
     def put(self, arrays: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """Begins the transfer of a micro-batch's host arrays [B, T] onto the mesh."""
-        return jax.device_put(dict(arrays), mesh_lib.batch_sharding(self._where.mesh))
+        """Begins the transfer of a micro-batch's host arrays [B, T] onto the mesh.
+
+        Every process has the whole arrays and cuts out what its devices get; what lies on the mesh already stays.
+        """
+        where = mesh_lib.batch_sharding(self._where.mesh)
+        if jax.process_count() == 1:
+            return jax.device_put(dict(arrays), where)
+        return {  # device_put would compare the arrays of all processes first, which is a collective
+            name: array
+            if isinstance(array, jax.Array)
+            else jax.make_array_from_callback(array.shape, where, array.__getitem__)
+            for name, array in arrays.items()
+        }
 
     def compile(self, loss: str, batch: Mapping[str, Any]) -> None:
         """Compiles both steps for micro-batches like `batch` (host or device arrays) if they are not yet."""

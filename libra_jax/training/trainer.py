@@ -2,6 +2,10 @@
 
 `create` is what a cluster spawns. The methods are synchronous, because an actor's sync methods all run on one thread of
 its own, as JAX's thread-local mesh contexts require.
+
+A trainer of several processes is as many actors, each with its share of the mesh's devices, and every method is called
+on all of them at once with the same arguments (`coordinator.process_set`); what process 0 returns counts. `reserve`,
+`stage_weights`, `close_weights` and `is_saved` are asked of process 0 alone.
 """
 
 from __future__ import annotations
@@ -17,9 +21,9 @@ from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.interop import publication
 from libra_jax.models import config as model_config
-from libra_jax.models import hf
+from libra_jax.models import gathering, hf
 from libra_jax.training import batch as batch_lib
-from libra_jax.training import checkpoints, optimizer, packing, resize
+from libra_jax.training import checkpoints, optimizer, packing, resize, world
 from libra_jax.training import learner as learner_lib
 from libra_jax.training import mesh as mesh_lib
 from libra_jax.training import state as state_lib
@@ -27,18 +31,19 @@ from libra_jax.training import state as state_lib
 MIB = 2**20
 
 
-def create(config: Mapping[str, Any], workdir: str) -> TrainerActor:
-    """The trainer of a run; devices are first touched by its `start`.
+def create(config: Mapping[str, Any], workdir: str, process: int = 0) -> TrainerActor:
+    """The trainer of a run, or one process of it; devices are first touched by its `start`.
 
     Args:
       config: a `RunConfig` as plain dicts (`config.to_dict`).
       workdir: the run's directory. The trainer writes only to paths that its methods are given.
+      process: which of `trainer.processes` this is.
 
     Raises:
       ConfigError: a field cannot be used.
       DataError: the model directory cannot be read.
     """
-    return TrainerActor(config_lib.parse(config_lib.RunConfig, config))
+    return TrainerActor(config_lib.parse(config_lib.RunConfig, config), process)
 
 
 def model_shape(config: config_lib.ModelConfig) -> model_config.TransformerConfig:
@@ -49,17 +54,27 @@ def model_shape(config: config_lib.ModelConfig) -> model_config.TransformerConfi
 class TrainerActor:
     """Implements `protocols.Trainer`, synchronously. Every method raises LibraError with one sentence."""
 
-    def __init__(self, config: config_lib.RunConfig) -> None:
+    def __init__(self, config: config_lib.RunConfig, process: int = 0) -> None:
         self._config = config
+        self._world = world.World(process, config.trainer.processes)
         self._model = model_shape(config.model)
         self._schedule = optimizer.schedule(config.optimizer, config.steps)
         self._learner: learner_lib.Learner | None = None
         self._publisher: Any = None
         self._checkpointer: checkpoints.Checkpointer | None = None
         self._resize: resize.Resize | None = None
+        self._snapshots: checkpoints.Checkpointer | None = None
         self._version = 0
         self._warm = False  # the optimizer's moments are the warm start's
         self._skipped_in_a_row = 0
+
+    def reserve(self) -> str:
+        """The address at which process 0, which this is, will meet the others."""
+        return self._world.reserve()
+
+    def join(self, address: str) -> None:
+        """Meets the trainer's other processes, which join at the same time; see `world.World.join`."""
+        self._world.join(address, self._config.deadlines.trainer_start)
 
     def start(self) -> protocols.TrainerInfo:
         """Builds mesh and train state and compiles the steps over the shortest rows.
@@ -68,12 +83,7 @@ class TrainerActor:
           ConfigError: too few devices, a core that does not exist, or the model does not divide over the mesh.
           DataError: the model directory cannot be used.
         """
-        config = self._config
-        if config.trainer.cores:
-            # Of this thread, and so of those that XLA makes from it.
-            config_lib.check_cores(config.trainer.cores, "trainer.cores")
-            os.sched_setaffinity(0, config.trainer.cores)
-        learner = learner_lib.Learner(config, self._model, jax.devices())
+        config, learner = self._config, self._open()
         where = learner.layout
         if config.model.path:
             shardings = state_lib.shardings_of(where.state.params)
@@ -84,6 +94,41 @@ class TrainerActor:
         learner.compile(learner_lib.POLICY)
         if config.warm_start.steps:
             learner.compile(learner_lib.SUPERVISED)
+        return self._begin(learner)
+
+    def stand_by(self) -> protocols.TrainerInfo:
+        """Instead of `start`: builds the mesh alone. `warm` compiles, `restore` brings the state of another trainer.
+
+        Raises:
+          ConfigError: as `start` does.
+        """
+        return self._begin(self._open())
+
+    def shapes(self) -> list[protocols.ProgramShape]:
+        """What this trainer has compiled programs for, in the order in which it met it."""
+        return [
+            protocols.ProgramShape(name, {key: (tuple(item.shape), str(item.dtype)) for key, item in batch.items()})
+            for name, batch in self._started().programs.shapes()
+        ]
+
+    def warm(self, shapes: Sequence[protocols.ProgramShape]) -> None:
+        """Compiles the programs for what another trainer of the same run has met (`shapes`), where it has not yet."""
+        programs = self._started().programs
+        for shape in shapes:
+            arrays = {name: jax.ShapeDtypeStruct(*array) for name, array in shape.arrays.items()}
+            programs.compile_like((shape.program, arrays))
+
+    def _open(self) -> learner_lib.Learner:
+        config = self._config
+        if config.trainer.cores:
+            # Of this thread, and so of those that XLA makes from it.
+            config_lib.check_cores(config.trainer.cores, "trainer.cores")
+            os.sched_setaffinity(0, config.trainer.cores)
+        self._world.check(config.trainer)
+        return learner_lib.Learner(config, self._model, jax.devices())
+
+    def _begin(self, learner: learner_lib.Learner) -> protocols.TrainerInfo:
+        config, where = self._config, learner.layout
         rollout = config.rollout
         self._publisher = publication.create(
             self._model,
@@ -94,7 +139,7 @@ class TrainerActor:
             rollout.tensor_parallel,
             config.deadlines.publish,
         )
-        self._checkpointer = checkpoints.Checkpointer()
+        self._checkpointer, self._snapshots = checkpoints.Checkpointer(), checkpoints.Checkpointer()
         self._learner = learner
         return protocols.TrainerInfo(
             policy_version=self._version,
@@ -221,7 +266,7 @@ class TrainerActor:
         self._end_warm_start()
         assert self._checkpointer is not None
         assert learner.state is not None
-        self._checkpointer.save(path, learner.state)
+        self._checkpointer.save(path, learner.state, self._host_state())
 
     def wait_saved(self) -> None:
         """Returns when the last `save` is durable."""
@@ -235,8 +280,44 @@ class TrainerActor:
         assert self._checkpointer is not None
         learner.state = self._checkpointer.restore(path, learner.layout.state)
         self._version = int(learner.state.step)
-        self._warm, self._skipped_in_a_row = False, 0
+        self._warm = False
+        self._skipped_in_a_row = checkpoints.host_state(path).get("skipped_in_a_row", 0)
         return self._version
+
+    def policy_version(self) -> int:
+        """The version of the state."""
+        self._started()
+        return self._version
+
+    def snapshot(self, path: str) -> protocols.Snapshot:
+        """Like `save`, for another trainer to take over from: beside checkpoints, whose saves know nothing of it."""
+        learner = self._started()
+        self._end_warm_start()
+        assert self._snapshots is not None
+        assert learner.state is not None
+        self._snapshots.save(path, learner.state, self._host_state())
+        return protocols.Snapshot(self._version, sum(leaf.nbytes for leaf in jax.tree.leaves(learner.state)))
+
+    def snapshot_saved(self) -> bool:
+        """Whether the last snapshot is durable. Never waits for it.
+
+        Raises:
+          LibraError: it could not be written.
+        """
+        self._started()
+        assert self._snapshots is not None
+        if self._snapshots.saving:
+            return False
+        self._snapshots.wait()
+        return True
+
+    def is_saved(self, path: str) -> bool:
+        """Whether a state that any trainer saves at `path` is there to be restored."""
+        return checkpoints.is_sealed(path)
+
+    def _host_state(self) -> dict[str, Any]:
+        """What a step depends on and the train state does not hold; the warm start has ended by then."""
+        return {"skipped_in_a_row": self._skipped_in_a_row}
 
     def export(self, path: str) -> None:
         """Writes the parameters as a Hugging Face directory."""
@@ -247,9 +328,11 @@ class TrainerActor:
         self.cancel_resize()
         if self._publisher is not None:
             self._publisher.shutdown()
-        if self._checkpointer is not None:
-            self._checkpointer.close()
-        self._learner = self._publisher = self._checkpointer = None
+        for checkpointer in (self._checkpointer, self._snapshots):
+            if checkpointer is not None:
+                checkpointer.close()
+        self._learner = self._publisher = self._checkpointer = self._snapshots = None
+        self._world.leave()
 
     def _started(self) -> learner_lib.Learner:
         if self._learner is None:
@@ -286,7 +369,9 @@ class TrainerActor:
             extra["reference"] = array
         if not algorithm.kl_in_reward:
             return None
-        return packed.gather(jax.device_get(arrays), [len(example.tokens_N) for example in examples])
+        with gathering.whole(arrays) as whole:
+            scores = [np.asarray(array) for array in whole]
+        return packed.gather(scores, [len(example.tokens_N) for example in examples])
 
     def _finish(self, metrics: dict[str, float], packed: packing.Packed, rate: float) -> dict[str, float]:
         """Adds what the host knows of the step, and stops a run whose steps are not finite."""

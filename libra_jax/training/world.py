@@ -1,0 +1,145 @@
+"""A trainer of several processes: one JAX distributed world, told by address, process id and count who is in it.
+
+Nothing is detected: in one Slurm allocation two worlds would find the same port. Process 0 keeps the port that it found
+bound until JAX listens there, so that no other process is given it meanwhile; JAX can share it, others are not asked.
+
+How a world learns that one of its processes was killed: whoever shares a collective with it gets an error at once
+(`is_loss`); when process 0 is gone, so is its coordination service, and JAX aborts the others at once; when another one
+is gone, the service misses its heartbeats and JAX aborts the rest after `HEARTBEAT_SECONDS`. A process that waits in
+vain for the others to join is aborted too. A world never goes on with fewer: it is ended, and another one made.
+
+Thread-safety: none; one thread makes, joins and leaves a world.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+
+import jax
+from jax._src import distributed
+
+from libra_jax import config as config_lib
+from libra_jax import protocols
+
+HEARTBEAT_SECONDS = 30
+"""Silence after which a process counts as dead; heartbeats have a thread of their own, which no compiling holds up."""
+
+LEAVE_SECONDS = 5
+"""How long a process that leaves waits for the others to leave with it."""
+
+_SIGNS = ("gloo", "nccl", "coordination service", "connection", "socket closed", "heartbeat", "unavailable")
+"""What errors of a collective say when a peer is gone."""
+
+
+class World:
+    """This process's place among the trainer's.
+
+    Args:
+      process: its id, from 0.
+      processes: how many there are; a world of one is joined by doing nothing.
+    """
+
+    def __init__(self, process: int, processes: int) -> None:
+        self._process = process
+        self._processes = processes
+        self._port: socket.socket | None = None
+        self._joined = False
+
+    def reserve(self) -> str:
+        """Finds a free port on this host, for process 0 to listen on; returns "host:port", as all are to `join`."""
+        self._release()
+        self._port = socket.socket()
+        self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as JAX's server does: both may be bound
+        host = _host()
+        self._port.bind((host, 0))
+        return f"{host}:{self._port.getsockname()[1]}"
+
+    def join(self, address: str, seconds: float) -> None:
+        """Returns when all processes have joined. Before JAX is first asked for its devices.
+
+        Args:
+          address: what process 0's `reserve` returned.
+          seconds: to wait for the others; JAX aborts this process when they do not come.
+
+        Raises:
+          LibraError: JAX has begun to use its devices, or has joined a world before.
+        """
+        if self._processes == 1:
+            return
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM away from this process
+        try:
+            jax.distributed.initialize(
+                address,
+                self._processes,
+                self._process,
+                cluster_detection_method="deactivate",
+                initialization_timeout=max(1, int(seconds)),
+                heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+                shutdown_timeout_seconds=LEAVE_SECONDS,
+                coordinator_bind_address=address,
+            )
+        except RuntimeError as error:
+            raise protocols.LibraError(
+                f"process {self._process} of the trainer cannot join the others at {address} ({error}); every process "
+                "of a trainer needs an actor of its own (cluster.backend=ray)."
+            ) from error
+        finally:
+            self._release()
+        self._joined = True
+
+    def check(self, trainer: config_lib.TrainerConfig) -> None:
+        """Raises ConfigError where this process has not its share of the mesh's devices, LibraError before `join`."""
+        if self._processes == 1:
+            return
+        if not self._joined:
+            raise protocols.LibraError(f"process {self._process} of the trainer has not joined the others: call join.")
+        here, wanted = jax.local_device_count(), trainer.devices // trainer.processes
+        if here != wanted:
+            raise protocols.ConfigError(
+                f"config.trainer.processes: each of {trainer.processes} processes has to see {wanted} of the mesh's "
+                f"{trainer.devices} devices, and process {self._process} sees {here}"
+            )
+
+    def leave(self) -> None:
+        """Leaves the world together with the others, or alone if they do not come. Idempotent.
+
+        Nobody is told of one that leaves alone, so that what the others still do (the rest of a save) goes on.
+        """
+        self._release()
+        if not self._joined:
+            return
+        self._joined = False
+        with contextlib.suppress(RuntimeError):  # they do not come: the process ends without a word
+            distributed.global_state.client.wait_at_barrier("libra leaves", LEAVE_SECONDS * 1000)
+            jax.distributed.shutdown()
+
+    def _release(self) -> None:
+        if self._port is not None:
+            self._port.close()
+            self._port = None
+
+
+def is_loss(error: BaseException) -> bool:
+    """Whether an error of a program or a barrier says that a process of this world is gone."""
+    text = str(error).lower()
+    return jax.process_count() > 1 and any(sign in text for sign in _SIGNS)
+
+
+def lost(error: BaseException) -> protocols.PeerLost:
+    """The error of a process whose peer is gone."""
+    return protocols.PeerLost(
+        f"a process of the trainer is lost: process {jax.process_index()} can no longer reach it "
+        f"({str(error).strip().splitlines()[0][:200]}); make the trainer anew to go on"
+    )
+
+
+def _host() -> str:
+    """This host's address as its network knows it, without asking anybody; the loopback where there is no network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # reserved for documentation; a datagram socket sends nothing yet
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"
