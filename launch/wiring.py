@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.agents import factories, tokenizers
 from libra_jax.cluster import create as cluster
-from libra_jax.coordinator import checkpoints, signals
+from libra_jax.coordinator import checkpoints, process_set, signals
 from libra_jax.coordinator import run as coordinator
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, planner, plans, profiles
@@ -63,6 +64,7 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
         )
     if need_weights:  # a dry run may be on another machine
         _check_sharing(config)
+    _check_processes(config)
     _check_attention(config, shape)
     if config.rollout.max_context > shape.max_position_embeddings:
         raise protocols.ConfigError(
@@ -107,6 +109,27 @@ def _check_sharing(config: libra_config.RunConfig) -> None:
         raise protocols.ConfigError(
             f"config.trainer.platform: auto would put the trainer and every engine on the first of {found} GPUs; use "
             f"--config.trainer.platform=cuda, where each has its own ({total} in all), or cpu"
+        )
+
+
+def _check_processes(config: libra_config.RunConfig) -> None:
+    """What a trainer of several processes needs beyond devices that divide (`TrainerConfig` says that)."""
+    trainer = config.trainer
+    if trainer.processes == 1:
+        return
+    if trainer.platform == "auto":
+        raise protocols.ConfigError(
+            f"config.trainer.platform: auto leaves all of the machine's devices to each of the {trainer.processes} "
+            "processes of trainer.processes; name the platform: cpu, cuda or tpu"
+        )
+    if config.rollout.transport != "memfd":
+        raise protocols.ConfigError(
+            f"config.rollout.transport: {config.rollout.transport!r} serves a trainer of one process, and "
+            f"trainer.processes is {trainer.processes}; use 'memfd'"
+        )
+    if trainer.cores:
+        raise protocols.ConfigError(
+            f"config.trainer.cores: pins one process, and trainer.processes is {trainer.processes}; leave it empty"
         )
 
 
@@ -224,12 +247,22 @@ def _differences(stored: Any, resolved: Any, name: str = "config") -> list[str]:
     return [sentence for key in keys for sentence in _differences(stored.get(key), resolved.get(key), f"{name}.{key}")]
 
 
-def trainer_spec(config: libra_config.RunConfig, workdir: Path) -> protocols.ActorSpec:
-    """The trainer actor, on the devices that `trainer.platform` names.
+def trainer_spec(
+    config: libra_config.RunConfig, workdir: Path, process: int = 0, devices: Sequence[int] | None = None
+) -> protocols.ActorSpec:
+    """The trainer actor, or one process of it, on the devices that `trainer.platform` names.
 
     JAX trains on the first platform of JAX_PLATFORMS; its CPU backend is where weights go on their way to the engines.
+
+    Args:
+      config: the run's configuration; with another mesh in it, that of a trainer that is to take over.
+      workdir: the run's directory.
+      process: which of `trainer.processes`; each has the next equal share of the devices.
+      devices: ordinals of the trainer's devices; None is those that come first.
     """
-    devices = placement.partition(config).trainer
+    whole = placement.partition(config).trainer if devices is None else tuple(devices)
+    each = len(whole) // config.trainer.processes
+    devices = whole[process * each : (process + 1) * each]
     platform = config.trainer.platform
     environment = {
         "auto": {},
@@ -240,11 +273,34 @@ def trainer_spec(config: libra_config.RunConfig, workdir: Path) -> protocols.Act
     return protocols.ActorSpec(
         name="trainer",
         factory=TRAINER,
-        arguments={"config": libra_config.to_dict(config), "workdir": str(workdir.resolve())},
+        arguments={"config": libra_config.to_dict(config), "workdir": str(workdir.resolve()), "process": process},
         gpus=len(devices) if platform == "cuda" else 0,
         environment=environment,
         devices=devices,
     )
+
+
+def trainer_processes(
+    config: libra_config.RunConfig,
+    workdir: Path,
+    sizes: protocols.MeshSizes | None = None,
+    devices: Sequence[int] | None = None,
+) -> process_set.MakeProcess:
+    """How the processes of the run's trainer are made, or of one on another mesh that is to take over.
+
+    Args:
+      config: the run's configuration.
+      workdir: the run's directory.
+      sizes: of the mesh; None is the config's.
+      devices: as for `trainer_spec`.
+    """
+    mesh = dataclasses.asdict(sizes) if sizes is not None else {}
+
+    def make(process: int, processes: int) -> protocols.ActorSpec:
+        trainer = dataclasses.replace(config.trainer, **mesh, processes=processes)
+        return trainer_spec(dataclasses.replace(config, trainer=trainer), workdir, process, devices)
+
+    return make
 
 
 def scheduler(config: libra_config.RunConfig) -> protocols.Scheduler:
