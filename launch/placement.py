@@ -40,6 +40,11 @@ def partition(config: libra_config.RunConfig) -> Partition:
     return Partition(tuple(range(config.trainer.devices)), tuple(instances))
 
 
+def instance_name(number: int) -> str:
+    """Of the rollout instance so numbered, which is also its hybrid worker's."""
+    return f"rollout-{number}"
+
+
 class Engines:
     """How a run's rollout engines are made.
 
@@ -76,7 +81,7 @@ class Engines:
         return self._spec(number, tuple(free[-degree:]), self._slots.get(degree, self._config.rollout.slots))
 
     def _spec(self, number: int, devices: tuple[int, ...], slots: int) -> protocols.ActorSpec:
-        config, name = self._config, f"rollout-{number}"
+        config, name = self._config, instance_name(number)
         on_gpu = config.trainer.platform == "cuda"
         rollout = {**libra_config.to_dict(config.rollout), "slots_by_instance": (), "slots": slots}
         return protocols.ActorSpec(
@@ -90,11 +95,16 @@ class Engines:
                 "seed": config.seed + number,
                 "log_path": str(self._workdir / f"{name}.log"),
                 "cpu_cores": self._cores(devices),
+                "hybrid": self._is_hybrid(number),
             },
             gpus=len(devices) if on_gpu else 0,
             environment={"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if on_gpu else {},
             devices=devices,
         )
+
+    def _is_hybrid(self, number: int) -> bool:
+        count = len(self._partition.instances)
+        return count - self._config.elastic.hybrid <= number < count
 
     def _cores(self, devices: tuple[int, ...]) -> str:
         """An instance's cores as vLLM takes them (`vllm_launch.core_binding`)."""

@@ -30,6 +30,7 @@ from libra_jax.telemetry import metrics, report, resume
 from libra_jax.telemetry import recorder as telemetry
 
 TRAINER = "libra_jax.training.trainer:create"
+REPLICA = "libra_jax.training.replica:create"
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What vLLM 0.32 serves on CPU (vllm/v1/attention/backends/cpu_attn.py): others die at their first token."""
@@ -266,7 +267,7 @@ def trainer_spec(
     platform = config.trainer.platform
     environment = {
         "auto": {},
-        "cpu": {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(len(devices) + config.elastic.spare_devices)},
+        "cpu": {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(len(devices) + _spare(config))},
         "cuda": {"JAX_PLATFORMS": "cuda,cpu", "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))},
         "tpu": {"JAX_PLATFORMS": "tpu,cpu"},
     }[platform]
@@ -278,6 +279,11 @@ def trainer_spec(
         environment=environment,
         devices=devices,
     )
+
+
+def _spare(config: libra_config.RunConfig) -> int:
+    """Devices that a trainer of one process holds for a larger mesh; several hold those of their mesh alone."""
+    return config.elastic.spare_devices if config.trainer.processes == 1 else 0
 
 
 def trainer_processes(
@@ -301,6 +307,44 @@ def trainer_processes(
         return trainer_spec(dataclasses.replace(config, trainer=trainer), workdir, process, devices)
 
     return make
+
+
+def _trainers(config: libra_config.RunConfig, workdir: Path) -> coordinator.MakeTrainer:
+    return lambda sizes: trainer_processes(config, workdir, sizes)
+
+
+def replica_specs(config: libra_config.RunConfig, workdir: Path) -> list[protocols.ActorSpec]:
+    """The training side of each hybrid worker, on its instance's devices, which the instance has leased already.
+
+    Raises:
+      ConfigError: a replica's mesh, the trainer's without its replicas, has more devices than the instance.
+    """
+    count, trainer = config.elastic.hybrid, config.trainer
+    if not count:
+        return []
+    needed, specs = trainer.fsdp * trainer.tensor, []
+    instances = list(enumerate(placement.partition(config).instances))
+    for place, (number, devices) in enumerate(instances[-count:]):
+        on_gpu = trainer.platform == "cuda"
+        if on_gpu and needed > len(devices):
+            raise protocols.ConfigError(
+                f"config.elastic.hybrid: a replica is one of the trainer's (fsdp {trainer.fsdp} x tensor "
+                f"{trainer.tensor}: {needed} devices), and hybrid instance {number} has {len(devices)}; make it wider"
+            )
+        environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(needed)}
+        if on_gpu:
+            visible = ",".join(map(str, devices[:needed]))
+            # What the engine needs again when it wakes must go back to the device when it is freed.
+            allocator = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+            environment = {"JAX_PLATFORMS": "cuda,cpu", "CUDA_VISIBLE_DEVICES": visible, **allocator}
+        arguments = {
+            "config": libra_config.to_dict(config),
+            "workdir": str(workdir.resolve()),
+            "name": placement.instance_name(number),
+            "cores": config.elastic.cores[place : place + 1],
+        }
+        specs.append(protocols.ActorSpec(f"replica-{number}", REPLICA, arguments, environment=environment))
+    return specs
 
 
 def scheduler(config: libra_config.RunConfig) -> protocols.Scheduler:
@@ -383,6 +427,8 @@ async def train(
             config,
             cluster=actors,
             trainer_spec=trainer_spec(config, workdir),
+            make_trainer=_trainers(config, workdir) if config.cluster.backend == "ray" else None,
+            replica_specs=replica_specs(config, workdir),
             engine_specs=engines.specs(),
             tasks=factories.task_source(config.task, config.seed),
             make_environment=factories.environment_factory(config.task),

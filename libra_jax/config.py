@@ -522,6 +522,7 @@ class ElasticConfig:
 
     hybrid: int = 0  # so many of the instances, the last of rollout.tensor_parallel, also help to train
     floor: int = 1  # instances that always roll out, at least
+    cores: tuple[int, ...] = ()  # on CPU: the core of each hybrid worker's replica; empty: not pinned
     resize: bool = False  # plans may change the trainer's mesh as well
     spare_devices: int = 0  # beyond its mesh's, devices that the trainer's process holds for a larger mesh
     gain: float = 0.05  # gain of a step, relative, below which no worker changes sides
@@ -592,6 +593,11 @@ class RunConfig:
             "trainer.processes",
             f"{self.trainer.processes} processes need cluster.backend=ray",
         )
+        check(
+            self.trainer.processes == 1 or not elastic.spare_devices,
+            "elastic.spare_devices",
+            f"are one process's, and trainer.processes is {self.trainer.processes}; set it to 0",
+        )
         if not elastic.hybrid:
             return
         check(
@@ -599,6 +605,16 @@ class RunConfig:
             "elastic.hybrid",
             f"{elastic.hybrid} hybrid instances leave fewer than elastic.floor = {elastic.floor} of the {instances} of "
             "rollout.tensor_parallel; lower it, or add instances",
+        )
+        check(
+            self.cluster.backend == "ray",
+            "elastic.hybrid",
+            "a replica is a JAX process of its own: hybrid workers need cluster.backend=ray",
+        )
+        check(
+            len(elastic.cores) in (0, elastic.hybrid),
+            "elastic.cores",
+            f"has {len(elastic.cores)} entries for {elastic.hybrid} hybrid workers; give one each, or none",
         )
         check(
             self.rollout.transport == "memfd",

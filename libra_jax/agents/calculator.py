@@ -57,15 +57,29 @@ def _draw(pattern: str, rng: random.Random) -> str:
 class CalculatorTasks:
     """Tasks by position. Each 16 consecutive ones hold the same mix: 15 solvable patterns in turn, and one failure,
     which is by turns a division by zero and an overlong expression. Training and evaluation never share an expression.
+
+    With phases, training tasks drift: so many of one phase follow those of another, again and again. Held-out tasks
+    are of all phases in turn.
     """
 
-    def __init__(self, seed: int, levels: Sequence[str], max_characters: int, period: int) -> None:
-        unknown = [level for level in levels if level not in _PATTERNS]
-        if unknown or not levels:
+    def __init__(
+        self,
+        seed: int,
+        levels: Sequence[str],
+        max_characters: int,
+        period: int,
+        phases: Sequence[tuple[str, int]],
+        phase_tasks: int,
+    ) -> None:
+        _check_levels(levels, "levels")
+        _check_levels([level for level, _ in phases] or levels, "phases")
+        if phases and phase_tasks <= 0:
             raise protocols.ConfigError(
-                f"config.task.arguments.levels: {list(levels)!r} must name some of {', '.join(_PATTERNS)}"
+                f"config.task.arguments.phase_tasks: {phase_tasks} must be positive where there are phases"
             )
         self._patterns = [pattern for level in levels for pattern in _PATTERNS[level]]
+        self._phases = list(phases)
+        self._phase_tasks = phase_tasks
         if not 16 <= max_characters <= 18:
             raise protocols.ConfigError(
                 f"config.task.arguments.max_characters: {max_characters} must lie in 16..18, so that the solvable "
@@ -89,7 +103,12 @@ class CalculatorTasks:
         held_out = split == "evaluation"
         place = index % self._period if self._period and not held_out else index
         rng = splits.generator("calculator", 0 if held_out else self._seed, split, place)
-        pattern = self._pattern(place, rng)
+        preamble, patterns = 0, self._patterns
+        if self._phases:
+            number = place if held_out else place // self._phase_tasks
+            level, preamble = self._phases[number % len(self._phases)]
+            patterns = list(_PATTERNS[level])
+        pattern = self._pattern(place, rng, patterns)
         expression = _draw(pattern, rng)
         while splits.held_out(expression) != held_out:
             expression = _draw(pattern, rng)
@@ -99,13 +118,23 @@ class CalculatorTasks:
             "answer": content if status == "success" else arithmetic.FAILED,
             "max_characters": self._max_characters,
         }
+        if preamble:
+            payload["preamble"] = preamble
         return protocols.Task(f"calculator-{split}-{index}", payload)
 
-    def _pattern(self, index: int, rng: random.Random) -> str:
+    def _pattern(self, index: int, rng: random.Random, patterns: Sequence[str]) -> str:
         cycle, slot = divmod(index, _CYCLE)
         if slot == _CYCLE - 1:
             return rng.choice(_OVERLONG if cycle % 2 else _BY_ZERO)
-        return self._patterns[(cycle * (_CYCLE - 1) + slot) % len(self._patterns)]
+        return patterns[(cycle * (_CYCLE - 1) + slot) % len(patterns)]
+
+
+def _check_levels(levels: Sequence[str], name: str) -> None:
+    unknown = [level for level in levels if level not in _PATTERNS]
+    if unknown or not levels:
+        raise protocols.ConfigError(
+            f"config.task.arguments.{name}: {list(levels)!r} must name some of {', '.join(_PATTERNS)}"
+        )
 
 
 class CalculatorEnvironment:
@@ -156,7 +185,8 @@ class CalculatorEnvironment:
                 return [*messages, protocols.Message("assistant", task.payload["answer"])]
 
     def _opening(self, task: protocols.Task) -> list[protocols.Message]:
-        system = [protocols.Message("system", self._system)] if self._system else []
+        preamble = self._system or " " * task.payload.get("preamble", 0)
+        system = [protocols.Message("system", preamble)] if preamble else []
         return [*system, protocols.Message("user", task.payload["expression"].ljust(self._prompt_width))]
 
 
@@ -166,6 +196,8 @@ def task_source(
     levels: Sequence[str] = tuple(_PATTERNS),
     max_characters: int = 16,
     period: int = 0,
+    phases: Sequence[tuple[str, int]] = (),
+    phase_tasks: int = 0,
 ) -> CalculatorTasks:
     """Procedurally generated arithmetic.
 
@@ -175,6 +207,9 @@ def task_source(
       levels: of "plain", "mixed" and "nested", those to draw from.
       max_characters: longest expression the tool accepts (16 to 18).
       period: training tasks after which the same expressions come again, under new prompt ids; 0: never.
+      phases: (level, characters before the expression) that training tasks go through, over and over: a curriculum
+        whose dialogues change their length; `levels` count for nothing then.
+      phase_tasks: training tasks of a phase.
 
     Raises:
       ConfigError: a path is given, or an argument is out of range.
@@ -183,7 +218,7 @@ def task_source(
         raise protocols.ConfigError(
             "config.task.path: the calculator reads no file; set task.source to libra_jax.agents.datasets:task_source"
         )
-    return CalculatorTasks(seed, levels, max_characters, period)
+    return CalculatorTasks(seed, levels, max_characters, period, [(str(a), int(b)) for a, b in phases], phase_tasks)
 
 
 def environment(

@@ -224,6 +224,14 @@ class HybridWorkers:
         busy = report.counts.stream_seconds / slots if slots else times.rollout
         return _Taken(step, times.train, times.wait, busy)
 
+    def trainer_moved(self) -> None:
+        """Other processes train now: members joined those before, and go back to rollout."""
+        self._members.forget()
+        for worker in self.pool.workers:
+            if worker.state is State.TRAINING:
+                why = "the trainer moved to other processes"
+                self._go(self.pool.release(worker.name, why, self._loop.time()))
+
     def _move_seconds(self) -> float:
         """By which the last change of each worker lengthened the steps that it touched."""
         return max(self._stalls.values(), default=0.0)

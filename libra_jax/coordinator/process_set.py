@@ -117,6 +117,36 @@ class ProcessSet:
                 deadlines.abandon(call)
 
 
+class Serving:
+    """Whichever set of processes trains now: what others hold as the trainer.
+
+    Args:
+      first: the set that serves at first.
+      end: ends a set beside the run.
+
+    Attributes:
+      set: the one that serves.
+    """
+
+    def __init__(self, first: ProcessSet, end: Callable[[ProcessSet], None]) -> None:
+        self.set = first
+        self._end = end
+
+    @property
+    def processes(self) -> int:
+        """Of the set that serves."""
+        return self.set.processes
+
+    def retire(self, before: ProcessSet) -> None:
+        """Ends a set that has served."""
+        self._end(before)
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        if method.startswith("_") or method == "set":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {method!r}")
+        return getattr(self.set, method)
+
+
 def _errors(calls: list[asyncio.Future[Any]]) -> list[BaseException]:
     ended = [call for call in calls if call.done() and not call.cancelled()]
     return [error for call in ended if (error := call.exception()) is not None]

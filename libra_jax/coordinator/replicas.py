@@ -122,6 +122,10 @@ class Replicas:
         replica.follows, replica.version = False, protocols.NO_VERSION
         self._recorder.note(f"{replica.spec.name} holds no parameters: {why}")
 
+    def forget(self) -> None:
+        """The snapshot is another process's, which ends: nobody begins to read it any more."""
+        self._held = protocols.NO_VERSION, ()
+
     async def fetch(self, worker: str) -> int:
         """Gives the worker's replica the version that is out; returns its bytes.
 

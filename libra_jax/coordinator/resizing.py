@@ -1,8 +1,9 @@
 """Changes of the trainer's mesh while the run goes on: one call, a handle with progress, deadline and cancel.
 
-`Resizing.resize` says what is wanted and returns at once. Everything else happens between two training steps, when the
-run calls `boundary`: the new mesh's programs begin to compile, and once they are there the state moves over. A resize
-that is refused, takes too long or fails leaves the trainer on the mesh it has; its handle says why.
+`Resizing.resize` says what is wanted and returns at once. Everything else happens beside training and between two
+training steps, when the run calls `boundary`. Where the trainer's process holds the devices of the new mesh, the state
+moves inside it, once its programs are compiled; else another set of processes catches up and takes over (`handover`).
+A resize that is refused, takes too long or fails leaves the trainer on the mesh it has; its handle says why.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.coordinator import deadlines
+from libra_jax.coordinator import mesh_moves, process_set
 
 TRAINER = "trainer"
 """The name under which the trainer stands in `transitions.jsonl`."""
@@ -31,13 +32,15 @@ class Resize:
       done: done when the trainer is on the new mesh; a failed or cancelled resize raises LibraError there.
     """
 
-    def __init__(self, sizes: protocols.MeshSizes, reason: str, *, hold: bool) -> None:
+    def __init__(self, sizes: protocols.MeshSizes, reason: str, *, processes: int = 1, hold: bool = False) -> None:
         loop = asyncio.get_running_loop()
+        self.processes = processes
+        self.way: mesh_moves.Way | None = None
         self.sizes = sizes
         self.reason = reason
         self.progress = protocols.ResizeProgress(0, 0, ready=False)
         self.compiled: asyncio.Future[None] = loop.create_future()
-        self.done: asyncio.Future[protocols.ResizePhases] = loop.create_future()
+        self.done: asyncio.Future[mesh_moves.Taken] = loop.create_future()
         for future in (self.compiled, self.done):
             future.add_done_callback(_looked_at)
         self.held = hold
@@ -64,31 +67,47 @@ class Resizing:
     """The trainer's mesh over a run. Made inside the event loop it serves.
 
     Args:
-      config: the run's configuration (`trainer`, `deadlines`).
-      trainer: the trainer's proxy.
+      config: the run's configuration (`trainer`, `elastic`, `deadlines`).
+      trainer: the trainer that serves.
       recorder: gets a transition, a span and a sentence for each resize.
+      successors: makes the processes of a trainer on another mesh; None: it stays in its own.
 
     Attributes:
       sizes: of the mesh that trains.
       changed: called when it is another.
+      moved: called when other processes train.
     """
 
-    def __init__(self, config: configuration.RunConfig, *, trainer: Any, recorder: protocols.Recorder) -> None:
+    def __init__(
+        self,
+        config: configuration.RunConfig,
+        *,
+        trainer: process_set.Serving,
+        recorder: protocols.Recorder,
+        successors: mesh_moves.Successors | None = None,
+    ) -> None:
         mesh = config.trainer
         self.sizes = protocols.MeshSizes(mesh.data, mesh.fsdp, mesh.tensor)
+        self._reach = self.sizes.devices + config.elastic.spare_devices
+        self._limits = config.deadlines
         self._deadline = config.deadlines.trainer_start
         self._trainer = trainer
         self._recorder = recorder
+        self._successors = successors
         self._resize: Resize | None = None
         self.changed: Callable[[], None] = lambda: None
+        self.moved: Callable[[], None] = lambda: None
 
-    def resize(self, sizes: protocols.MeshSizes, reason: str, *, hold: bool = False) -> Resize:
+    def resize(
+        self, sizes: protocols.MeshSizes, reason: str, *, processes: int | None = None, hold: bool = False
+    ) -> Resize:
         """Asks for another mesh; what is wrong with it shows when the handle is awaited.
 
         Args:
           sizes: wanted.
           reason: for the record.
-          hold: compiles only, until `Resize.go`.
+          processes: that it is to belong to; None: as many as now.
+          hold: readies it only, until `Resize.go`.
 
         Raises:
           ConfigError: a resize is under way.
@@ -97,14 +116,15 @@ class Resizing:
             raise protocols.ConfigError(
                 f"the trainer's mesh cannot become {sizes} while it becomes {self._resize.sizes}: wait, or cancel that"
             )
-        self._resize = Resize(sizes, reason, hold=hold)
+        count = self._trainer.processes if processes is None else processes
+        self._resize = Resize(sizes, reason, processes=count, hold=hold)
         return self._resize
 
     async def boundary(self, step: int) -> None:
         """Between two steps, with the trainer's lock held: begins, takes over, or gives up. Raises nothing of a resize.
 
         Args:
-          step: training steps taken.
+          step: training steps taken, which is the trainer's version.
         """
         resize = self._resize
         if resize is None:
@@ -116,73 +136,98 @@ class Resizing:
         except protocols.LibraError as error:
             await self._give_up(resize, error, step)
 
+    def trained(self, batch: protocols.TrainBatch) -> None:
+        """A step has been taken; processes that are to take over have to take it, too."""
+        if self._resize is not None and self._resize.way is not None:
+            self._resize.way.trained(batch)
+
     async def _advance(self, resize: Resize, step: int) -> None:
         now = asyncio.get_running_loop().time()
         if resize.cancelled:
             raise protocols.LibraError(f"the resize to {resize.sizes} was cancelled: {resize.cancelled}.")
-        if resize.begun is None:
+        if resize.way is None:
             resize.begun = now
-            resize.estimate = await self._ask(self._trainer.begin_resize(resize.sizes), "begin to resize")
-        resize.progress = await self._ask(self._trainer.resize_progress(), "say how far its resize is")
+            resize.way = self._way(resize)
+            resize.estimate = await resize.way.begin()
+        resize.progress = await resize.way.progress()
         if not resize.progress.ready:
-            if now - resize.begun > self._deadline:
+            assert resize.begun is not None
+            if now - resize.begun > resize.way.longest:
                 raise protocols.DeadlineMissed(
-                    f"Compiling for a mesh of {resize.sizes} took longer than {self._deadline:g} s: raise "
+                    f"A mesh of {resize.sizes} was not ready after {resize.way.longest:g} s: raise "
                     "config.deadlines.trainer_start."
                 )
             return
         if not resize.compiled.done():
             resize.compiled.set_result(None)
         if not resize.held:
-            await self._take_over(resize, step, now)
+            await self._take_over(resize, resize.way, step)
 
-    async def _take_over(self, resize: Resize, step: int, now: float) -> None:
+    def _way(self, resize: Resize) -> mesh_moves.Way:
+        """How the state is to travel.
+
+        Raises:
+          ConfigError: it cannot.
+        """
+        here = resize.processes == self._trainer.processes == 1
+        if here and (resize.sizes.devices <= self._reach or self._successors is None):
+            return mesh_moves.Inside(self._trainer, resize.sizes, self._deadline)
+        if self._successors is None:
+            raise protocols.ConfigError(
+                f"a mesh of {resize.sizes} over {resize.processes} processes needs other processes than the trainer's, "
+                "which only config.cluster.backend=ray makes"
+            )
+        return self._successors(resize.sizes, resize.processes)
+
+    async def _take_over(self, resize: Resize, way: mesh_moves.Way, step: int) -> None:
         self._recorder.status(TRAINER, f"moving to {resize.sizes}")
-        phases = await self._ask(self._trainer.finish_resize(self._deadline), "move to its new mesh")
+        taken = await way.take_over(step)
         before, self.sizes, self._resize = self.sizes, resize.sizes, None
-        self._record(resize, before, step, phases, "done", "")
+        self._record(resize, before, step, taken, "done", "")
         self.changed()
+        if taken.other_processes:
+            self.moved()
+        phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in taken.phases.items())
         self._recorder.note(
-            f"The trainer's mesh is {resize.sizes} now, {before} before: {phases.moved_bytes / 2**20:.1f} MiB moved in "
-            f"{phases.move_seconds:.2f} s, after {phases.compile_seconds:.1f} s of compilation beside training."
+            f"The trainer's mesh is {resize.sizes} now, {before} before: {taken.nbytes / 2**20:.1f} MiB moved, "
+            f"training stood still for {taken.stall:.2f} s ({phases})."
         )
-        resize.done.set_result(phases)
+        resize.done.set_result(taken)
 
     async def _give_up(self, resize: Resize, error: protocols.LibraError, step: int) -> None:
         self._resize = None
         try:
-            await self._ask(self._trainer.cancel_resize(), "give up a resize")
+            if resize.way is not None:
+                await resize.way.cancel()
         except protocols.WorkerLost:
             raise
         except protocols.LibraError as second:
             error = protocols.LibraError(f"{error} Nor could it be cancelled: {second}")
         outcome = "cancelled" if resize.cancelled else "failed"
-        self._record(resize, self.sizes, step, protocols.ResizePhases(0.0, 0.0, 0.0, 0), outcome, str(error))
+        self._record(resize, self.sizes, step, mesh_moves.Taken({}, 0.0, 0), outcome, str(error))
         self._recorder.note(f"The trainer stays on its mesh of {self.sizes}: {error}")
         resize.fail(error)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """The run ends: a resize that is not over never will be."""
-        if self._resize is not None:
-            self._resize.fail(protocols.LibraError(f"the run ended before the resize to {self._resize.sizes}"))
-            self._resize = None
+        resize, self._resize = self._resize, None
+        if resize is None:
+            return
+        resize.fail(protocols.LibraError(f"the run ended before the resize to {resize.sizes}"))
+        if isinstance(resize.way, mesh_moves.Outside):
+            await resize.way.cancel()
 
     def _record(
         self,
         resize: Resize,
         before: protocols.MeshSizes,
         step: int,
-        phases: protocols.ResizePhases,
+        taken: mesh_moves.Taken,
         outcome: str,
         why: str,
     ) -> None:
         end = asyncio.get_running_loop().time()
         start = end if resize.begun is None else resize.begun
-        seconds = {
-            "compile": phases.compile_seconds,
-            "wait": phases.wait_seconds,
-            "move": phases.move_seconds,
-        }
         self._recorder.transition(
             {
                 "worker": TRAINER,
@@ -194,16 +239,13 @@ class Resizing:
                 "step": step,
                 "outcome": outcome,
                 "why": why,
-                "phases": seconds,
-                "bytes": phases.moved_bytes,
+                "phases": dict(taken.phases),
+                "bytes": taken.nbytes,
                 "estimate": dataclasses.asdict(resize.estimate),
-                "stall": {"training": phases.wait_seconds + phases.move_seconds, "rollout": 0.0},
+                "stall": {"training": taken.stall, "rollout": 0.0},
             }
         )
-        self._recorder.span(TRAINER, f"resize to {resize.sizes}", start, end, {"outcome": outcome, **seconds})
-
-    async def _ask(self, work: Any, what: str) -> Any:
-        return await deadlines.within(self._deadline, work, f"The trainer, asked to {what},", "trainer_start")
+        self._recorder.span(TRAINER, f"resize to {resize.sizes}", start, end, {"outcome": outcome, **taken.phases})
 
 
 def _looked_at(future: asyncio.Future[Any]) -> None:

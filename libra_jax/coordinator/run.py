@@ -26,9 +26,12 @@ from libra_jax.coordinator import (
     evaluation,
     failure,
     groups,
+    handover,
     hybrid,
     instances,
+    mesh_moves,
     plan_follower,
+    process_set,
     publication,
     replicas,
     reports,
@@ -37,6 +40,9 @@ from libra_jax.coordinator import (
     signals,
     warm_start,
 )
+
+MakeTrainer = Callable[[protocols.MeshSizes | None], process_set.MakeProcess]
+"""A mesh, or None for the config's, to how the processes of a trainer on it are made."""
 
 
 @dataclass
@@ -84,6 +90,8 @@ class Coordinator:
       make_trajectory: an empty trajectory (the simulator's hold no token lists).
       planner: decides who trains and who rolls out; None leaves everything as it is.
       make_engine: makes the engines that a plan adds; needed with a planner.
+      make_trainer: the trainer's processes on a mesh (None: the config's), where it may have several or move to others;
+        without it there is `trainer_spec` alone.
       replica_specs: each makes a `protocols.Replica`: the training side of the hybrid workers (`elastic.hybrid`), which
         are the last engines, in their order.
     """
@@ -107,8 +115,10 @@ class Coordinator:
         make_trajectory: attempts.MakeTrajectory = attempts.make_trajectory,
         planner: plan_follower.Planner | None = None,
         make_engine: instances.MakeSpec | None = None,
+        make_trainer: MakeTrainer | None = None,
         replica_specs: Sequence[protocols.ActorSpec] = (),
     ) -> None:
+        self._make_trainer = make_trainer
         self._config = config
         self._cluster = cluster
         self._trainer_spec = trainer_spec
@@ -229,13 +239,25 @@ class Coordinator:
     async def _start_trainer(self) -> Any:
         name, seconds = self._trainer_spec.name, self._config.deadlines.trainer_start
         self._recorder.status(name, "starting")
-        making = self._cluster.spawn(self._trainer_spec)
-        trainer = await deadlines.within(seconds, making, f"The making of {name}", "trainer_start")
+        make = self._make_trainer(None) if self._make_trainer is not None else lambda *_: self._trainer_spec
+        trainer = process_set.ProcessSet(self._cluster, make, processes=self._config.trainer.processes, name=name)
+        await deadlines.within(seconds, trainer.make(), f"The making of {name}", "trainer_start")
         info = await deadlines.within(seconds, trainer.start(), f"The start of {name}", "trainer_start")
         mesh = ", ".join(f"{axis} {size}" for axis, size in info.mesh.items())
         self._recorder.note(f"The trainer holds {info.parameters:,} parameters on {info.platform} ({mesh}).")
         self._recorder.status(name, "idle")
-        return trainer
+        return process_set.Serving(trainer, self._end_processes)
+
+    def _end_processes(self, before: process_set.ProcessSet) -> None:
+        """Ends a trainer that has handed over, beside the run."""
+
+        async def end() -> None:
+            try:
+                await before.stop()
+            except protocols.LibraError as error:
+                self._recorder.note(f"The trainer's former processes did not end cleanly: {error}")
+
+        self._ending.start(end(), f"end of {before.name}")
 
     def _build(self, trainer: Any) -> None:
         config, recorder, ending = self._config, self._recorder, self._ending
@@ -278,8 +300,11 @@ class Coordinator:
             saver=self._saver,
             recorder=recorder,
         )
-        self._resizing = resizing.Resizing(config, trainer=trainer, recorder=recorder)
+        self._resizing = resizing.Resizing(
+            config, trainer=trainer, recorder=recorder, successors=self._successors() if self._make_trainer else None
+        )
         self._resizing.changed = self._show_pools
+        self._resizing.moved = self._trainer_moved
         self._hybrid = None
         if self._members is not None:
             self._hybrid = hybrid.HybridWorkers(
@@ -304,6 +329,26 @@ class Coordinator:
                 recorder=recorder,
                 ending=ending,
             )
+
+    def _successors(self) -> mesh_moves.Successors:
+        """Trainers in other processes, each set with a name of its own."""
+        assert self._make_trainer is not None
+        make, numbers, limits = self._make_trainer, itertools.count(1), self._config.deadlines
+
+        def successor(sizes: protocols.MeshSizes, processes: int) -> mesh_moves.Outside:
+            moving = handover.Handover(
+                limits, serving=self._trainer.set, lock=self._trainer_lock, workdir=self._workdir
+            )
+            name = f"{self._trainer_spec.name}-{next(numbers)}"
+            made = process_set.ProcessSet(self._cluster, make(sizes), processes=processes, name=name)
+            return mesh_moves.Outside(moving, made, sizes, self._trainer, limits)
+
+        return successor
+
+    def _trainer_moved(self) -> None:
+        """Other processes train: channels and snapshots of those before are gone."""
+        if self._hybrid is not None:
+            self._hybrid.trainer_moved()
 
     async def _restore(self, step: int) -> None:
         """Takes up a checkpoint. Groups that were in flight go on; they get tokens once weights are published."""
@@ -391,7 +436,9 @@ class Coordinator:
         async with self._trainer_lock:
             await self._resizing.boundary(self._step)
             self._recorder.status(name, f"training step {self._step + 1}")
-            metrics = await self._take_step(protocols.TrainBatch(self._step, batch))
+            taking = protocols.TrainBatch(self._step, batch)
+            metrics = await self._take_step(taking)
+            self._resizing.trained(taking)
             self._step += 1
             self._publisher.version = self._step
         self._groups.trained += len(batch)
@@ -483,7 +530,7 @@ class Coordinator:
     async def _close(self) -> None:
         """Ends everything, whatever state it is in; what fails here is noted and hides nothing."""
         if self._ready:
-            self._resizing.close()
+            await self._resizing.close()
             if self._hybrid is not None:
                 self._hybrid.close()
         seconds = self._config.deadlines.shutdown

@@ -12,6 +12,7 @@ from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
+from libra_jax.coordinator import process_set
 from libra_jax.coordinator import run as run_module
 from libra_jax.scheduling import registry
 from libra_jax.simulator import clock
@@ -221,6 +222,29 @@ def check_whole(trajectory: protocols.Trajectory) -> None:
 
 def make_trainer(seconds: float = 0.05, buckets: int = 3, log: str = "") -> RecordingTrainer:
     return RecordingTrainer(seconds, buckets, log)
+
+
+class _Handed:
+    """A cluster whose only actor is there already."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    async def spawn(self, spec: protocols.ActorSpec) -> Any:
+        return self._actor
+
+    async def stop(self, name: str) -> None:
+        pass
+
+    async def shutdown(self) -> None:
+        pass
+
+
+def alone(trainer: Any) -> process_set.ProcessSet:
+    """A trainer of one process, which is made."""
+    made = process_set.ProcessSet(_Handed(trainer), lambda process, processes: protocols.ActorSpec("trainer", "", {}))
+    made._actors = [trainer]
+    return made
 
 
 def chatter(token_ids: Sequence[int], sampling: protocols.SamplingParams) -> int:

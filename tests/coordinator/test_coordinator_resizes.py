@@ -8,7 +8,7 @@ import coordinator_doubles as doubles
 import pytest
 
 from libra_jax import protocols
-from libra_jax.coordinator import resizing
+from libra_jax.coordinator import process_set, resizing
 from libra_jax.telemetry import memory
 
 
@@ -21,7 +21,9 @@ def run(work, **deadlines):
 
     async def main():
         trainer, recorder = doubles.make_trainer(), memory.MemoryRecorder()
-        made = resizing.Resizing(doubles.make_config(deadlines=deadlines), trainer=trainer, recorder=recorder)
+        config = doubles.make_config(deadlines=deadlines)
+        serving = process_set.Serving(doubles.alone(trainer), lambda before: None)
+        made = resizing.Resizing(config, trainer=serving, recorder=recorder)
         await work(made, trainer, recorder)
 
     doubles.run_on_clock(main())
@@ -34,7 +36,7 @@ def test_it_compiles_beside_training_and_takes_over_once_that_is_done():
             assert not handle.done.done()
             assert mesh.sizes == sizes()
             await mesh.boundary(step)
-        assert (await handle.done).moved_bytes == 50
+        assert (await handle.done).nbytes == 50
         assert mesh.sizes == sizes(tensor=3)
         assert handle.progress.programs == 3
         assert handle.estimate.peak_bytes == 10
@@ -95,7 +97,7 @@ def test_one_that_compiles_for_too_long_is_given_up():
         await mesh.boundary(0)
         await asyncio.sleep(61)
         await mesh.boundary(1)
-        with pytest.raises(protocols.DeadlineMissed, match=r"tensor 8 took longer than 60 s.*trainer_start"):
+        with pytest.raises(protocols.DeadlineMissed, match=r"tensor 8 was not ready after 60 s.*trainer_start"):
             await handle.done
         assert mesh.sizes == sizes()
 
@@ -105,7 +107,7 @@ def test_one_that_compiles_for_too_long_is_given_up():
 def test_at_the_end_of_a_run_whoever_waits_is_told():
     async def work(mesh, trainer, recorder):
         handle = mesh.resize(sizes(data=2), "")
-        mesh.close()
+        await mesh.close()
         with pytest.raises(protocols.LibraError, match="the run ended before"):
             await handle.done
 
