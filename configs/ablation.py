@@ -24,6 +24,12 @@ loads differ (sticky), as conversations do in verl's agent loop:
   layout for the lengths that static_optimal's was made for, may be as far ahead as that, routes by what tools
   returned, and the planner may move.
 
+What the pool of hybrid workers adds to the best plan that stays:
+
+* planned: the layout of libra, which never changes.
+* pool: of the same 48, 16 train, 16 roll out, and 16 are four hybrid workers of degree 4, which train as data-parallel
+  replicas while rollout is ahead.
+
 What to measure against: free looks after every step, and its moves cost nothing. Lengths drift over the whole run, so
 over 100 steps the planner has to follow: --configs=cmlfq,elastic,free --steps=100.
 
@@ -82,6 +88,8 @@ NAMES = (
     "greedy",
     "libra",
     "free",
+    "planned",
+    "pool",
 )
 
 
@@ -105,7 +113,7 @@ def get_config(variant: str = "cmlfq") -> ml_collections.ConfigDict:
         config.planner.degrees = (DEGREE,) if name == "homogeneous" else (1, 2, 4, 8)
     if name in ("homogeneous", "heterogeneous", "cmlfq"):
         config.planner.cooldown = NEVER
-    if name in ("cmlfq", "elastic", "libra", "free"):
+    if name in ("cmlfq", "elastic", "libra", "free", "planned", "pool"):
         config.scheduler.policy = "cmlfq"
     if name == "free":
         config.planner.update({"period": 1, "cooldown": 0, "least_gain": 0.0})
@@ -116,8 +124,10 @@ def get_config(variant: str = "cmlfq") -> ml_collections.ConfigDict:
         _colocated(config)
     if name == "static_optimal":
         _static_optimal(config, workload)
-    if name == "libra":
+    if name in ("libra", "planned"):
         _libra(config, workload)
+    if name == "pool":
+        _pool(config)
     return config
 
 
@@ -157,3 +167,13 @@ def _libra(config: ml_collections.ConfigDict, workload: str) -> None:
     config.rollout.tensor_parallel = tuple(degree for degree, (count, _) in instances.items() for _ in range(count))
     config.scheduler.max_remaining_tokens = tuple(bound for _, bound in instances.values() if bound is not None)
     config.coordinator.staleness = AHEAD
+
+
+def _pool(config: ml_collections.ConfigDict) -> None:
+    """A third each for training, for rollout, and for those who change sides."""
+    config.simulation.train_devices, config.simulation.train_mesh = 16, (2, 2, 4)
+    config.rollout.tensor_parallel = (2, 2) + (4,) * 3 + (4,) * 4
+    config.scheduler.max_remaining_tokens = (8_360,)
+    config.coordinator.staleness = AHEAD
+    config.elastic.hybrid = 4
+    config.cluster.backend = "ray"  # which no simulation starts

@@ -19,7 +19,7 @@ from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.agents import factories, tokenizers
 from libra_jax.cluster import create as cluster
-from libra_jax.coordinator import checkpoints, process_set, signals
+from libra_jax.coordinator import checkpoints, elasticity, process_set, signals
 from libra_jax.coordinator import run as coordinator
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, planner, plans, profiles
@@ -309,7 +309,7 @@ def trainer_processes(
     return make
 
 
-def _trainers(config: libra_config.RunConfig, workdir: Path) -> coordinator.MakeTrainer:
+def _trainers(config: libra_config.RunConfig, workdir: Path) -> elasticity.MakeTrainer:
     return lambda sizes: trainer_processes(config, workdir, sizes)
 
 

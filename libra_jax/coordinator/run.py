@@ -23,26 +23,20 @@ from libra_jax.coordinator import (
     checkpoints,
     deadlines,
     dispatch,
+    elasticity,
     evaluation,
     failure,
     groups,
-    handover,
-    hybrid,
     instances,
-    mesh_moves,
     plan_follower,
     process_set,
     publication,
     replicas,
     reports,
-    resizing,
     saving,
     signals,
     warm_start,
 )
-
-MakeTrainer = Callable[[protocols.MeshSizes | None], process_set.MakeProcess]
-"""A mesh, or None for the config's, to how the processes of a trainer on it are made."""
 
 
 @dataclass
@@ -115,7 +109,7 @@ class Coordinator:
         make_trajectory: attempts.MakeTrajectory = attempts.make_trajectory,
         planner: plan_follower.Planner | None = None,
         make_engine: instances.MakeSpec | None = None,
-        make_trainer: MakeTrainer | None = None,
+        make_trainer: elasticity.MakeTrainer | None = None,
         replica_specs: Sequence[protocols.ActorSpec] = (),
     ) -> None:
         self._make_trainer = make_trainer
@@ -185,8 +179,8 @@ class Coordinator:
             self._build(await self._ending.race(self._start_workers()))
             if newest >= 0:
                 await self._restore(newest)
-            if replanned and self._follower is not None:
-                self._follower.begin()
+            if replanned:
+                self._elastic.take_up_plan()
             self._ready = True
             await self._open()
             while self._step < self._config.steps:
@@ -300,55 +294,20 @@ class Coordinator:
             saver=self._saver,
             recorder=recorder,
         )
-        self._resizing = resizing.Resizing(
-            config, trainer=trainer, recorder=recorder, successors=self._successors() if self._make_trainer else None
+        self._elastic = elasticity.Elasticity(
+            config,
+            cluster=self._cluster,
+            trainer=trainer,
+            trainer_lock=self._trainer_lock,
+            engines=self._engines,
+            members=self._members,
+            dispatcher=self._dispatcher,
+            planner=self._planner,
+            make_trainer=self._make_trainer,
+            recorder=recorder,
+            workdir=self._workdir,
+            ending=ending,
         )
-        self._resizing.changed = self._show_pools
-        self._resizing.moved = self._trainer_moved
-        self._hybrid = None
-        if self._members is not None:
-            self._hybrid = hybrid.HybridWorkers(
-                config,
-                engines=self._engines,
-                members=self._members,
-                trainer=trainer,
-                trainer_lock=self._trainer_lock,
-                recorder=recorder,
-                ending=ending,
-            )
-            self._hybrid.changed = self._show_pools
-        self._show_pools()
-        self._follower = None
-        if self._planner is not None:
-            self._follower = plan_follower.PlanFollower(
-                config,
-                planner=self._planner,
-                engines=self._engines,
-                dispatcher=self._dispatcher,
-                resizing=self._resizing,
-                recorder=recorder,
-                ending=ending,
-            )
-
-    def _successors(self) -> mesh_moves.Successors:
-        """Trainers in other processes, each set with a name of its own."""
-        assert self._make_trainer is not None
-        make, numbers, limits = self._make_trainer, itertools.count(1), self._config.deadlines
-
-        def successor(sizes: protocols.MeshSizes, processes: int) -> mesh_moves.Outside:
-            moving = handover.Handover(
-                limits, serving=self._trainer.set, lock=self._trainer_lock, workdir=self._workdir
-            )
-            name = f"{self._trainer_spec.name}-{next(numbers)}"
-            made = process_set.ProcessSet(self._cluster, make(sizes), processes=processes, name=name)
-            return mesh_moves.Outside(moving, made, sizes, self._trainer, limits)
-
-        return successor
-
-    def _trainer_moved(self) -> None:
-        """Other processes train: channels and snapshots of those before are gone."""
-        if self._hybrid is not None:
-            self._hybrid.trainer_moved()
 
     async def _restore(self, step: int) -> None:
         """Takes up a checkpoint. Groups that were in flight go on; they get tokens once weights are published."""
@@ -365,8 +324,7 @@ class Coordinator:
         self._batches.data_position = state["data_position"]
         self._warm_start.taken = state["warm_start_steps"]
         self._scheduler.restore(state["scheduler"])
-        if self._hybrid is not None and state.get("hybrid") is not None:
-            self._hybrid.restore(state["hybrid"])
+        self._elastic.restore(state.get("hybrid"))
         self._groups.restore(state["groups"])
         self._reported, self._reported_tokens = self._groups.replaced.copy(), self._groups.replaced_tokens
 
@@ -382,15 +340,8 @@ class Coordinator:
             "allocation": [{"name": item.name, "slots": item.slots} for item in self._engines.serving()],
             "groups": self._groups.state(),
             "planner": None if self._planner is None else dict(self._planner.snapshot()),
-            "hybrid": None if self._hybrid is None else self._hybrid.snapshot(),
+            "hybrid": self._elastic.snapshot(),
         }
-
-    def _show_pools(self) -> None:
-        """Tells the recorder how many devices each pool has now."""
-        moving = {} if self._hybrid is None else self._hybrid.devices()
-        core = sum(item.devices for item in self._engines.engines.values() if not item.hybrid)
-        counts = {"core training": self._resizing.sizes.devices, **moving, "core rollout": core}
-        self._recorder.pools(self._loop.time(), {name: counts.get(name, 0) for name in protocols.POOLS})
 
     async def _open(self) -> None:
         """Warm-starts what has not been, publishes the policy, and evaluates it unless that has been done."""
@@ -434,11 +385,10 @@ class Coordinator:
     async def _train(self, batch: tuple[protocols.Group, ...]) -> Mapping[str, float]:
         name, begin = self._trainer_spec.name, self._loop.time()
         async with self._trainer_lock:
-            await self._resizing.boundary(self._step)
+            await self._elastic.before_step(self._step)
             self._recorder.status(name, f"training step {self._step + 1}")
-            taking = protocols.TrainBatch(self._step, batch)
-            metrics = await self._take_step(taking)
-            self._resizing.trained(taking)
+            work = self._elastic.take_step(protocols.TrainBatch(self._step, batch), self._ask_to_train)
+            metrics = await work
             self._step += 1
             self._publisher.version = self._step
         self._groups.trained += len(batch)
@@ -446,16 +396,8 @@ class Coordinator:
         self._recorder.status(name, "idle")
         return metrics
 
-    async def _take_step(self, batch: protocols.TrainBatch) -> Mapping[str, float]:
-        """The trainer's step; members of training compute their shares meanwhile."""
-        if self._hybrid is None:
-            return await self._ask_trainer("train_step", self._trainer.train_step(batch), "take a training step")
-        shares, begin = self._hybrid.shares(batch.policy_version), self._loop.time()
-        self._hybrid.begin(batch, shares)
-        work = self._trainer.train_step(batch, shares)
-        metrics = await self._ask_trainer("train_step", work, "take a training step")
-        self._hybrid.finish(shares, metrics, self._loop.time() - begin)
-        return metrics
+    async def _ask_to_train(self, *arguments: Any) -> Mapping[str, float]:
+        return await self._ask_trainer("train_step", self._trainer.train_step(*arguments), "take a training step")
 
     async def _publish(self) -> float:
         seconds = await self._publisher.publish(self._step)
@@ -484,10 +426,7 @@ class Coordinator:
         report.times.step = self._loop.time() - self._step_began
         report.times.rollout = self._groups.busy_seconds()
         report.times.checkpoint = self._saver.take_seconds()
-        if self._follower is not None:
-            report.plan = self._follower.after(self._step, report)
-        if self._hybrid is not None:
-            report.plan = {**report.plan, **self._hybrid.after(self._step, report)}
+        report.plan = self._elastic.after(self._step, report)
         metrics = report.metrics()
         for record in report.trace():
             self._recorder.trajectory(record)
@@ -530,9 +469,7 @@ class Coordinator:
     async def _close(self) -> None:
         """Ends everything, whatever state it is in; what fails here is noted and hides nothing."""
         if self._ready:
-            await self._resizing.close()
-            if self._hybrid is not None:
-                self._hybrid.close()
+            await self._elastic.close()
         seconds = self._config.deadlines.shutdown
         await self._ending.cancel_background(seconds)
         engines = getattr(self, "_engines", None)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 from libra_jax import config as configuration
 from libra_jax import protocols
@@ -45,8 +46,18 @@ class Fleet:
         }
         return protocols.ActorSpec(f"engine-{number}", "libra_jax.simulator.engine:create", arguments)
 
-    def replica(self, engine_spec: protocols.ActorSpec, channels: replica.Channels) -> protocols.ActorSpec:
+    def replica(
+        self,
+        engine_spec: protocols.ActorSpec,
+        channels: replica.Channels,
+        train_seconds: Callable[[int, Sequence[int]], float],
+    ) -> protocols.ActorSpec:
         """How the training side of a hybrid worker is made.
+
+        Args:
+          engine_spec: its rollout side's.
+          channels: to the trainer.
+          train_seconds: of sequences of these lengths on so many devices.
 
         Raises:
           ConfigError: its devices do not hold what a replica holds.
@@ -58,6 +69,7 @@ class Fleet:
             "devices": degree,
             "model": self._model,
             "channels": channels,
+            "train_seconds": functools.partial(train_seconds, degree),
             "warm_seconds": self._warm_seconds,
         }
         return protocols.ActorSpec(f"replica-{member}", "libra_jax.simulator.replica:create", arguments)

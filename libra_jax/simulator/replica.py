@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,11 +96,15 @@ class Replica:
         devices: int,
         model: costs.Costs,
         channels: Channels,
+        train_seconds: Callable[[Sequence[int]], float],
         start_seconds: float,
         warm_seconds: float,
     ) -> None:
         self.member = member
         self.slowdown = 1.0
+        self._train_seconds = train_seconds
+        # Sums have the bytes of a published snapshot twice over: float32 for two bytes a value.
+        self._send_seconds = 2.0 * model.load_seconds(devices)
         self._devices = devices
         self._model = model
         self._channels = channels
@@ -167,7 +171,7 @@ class Replica:
             raise protocols.LibraError(f"the replica of {self.member} holds version {self._version}")
         lengths = [len(trajectory.token_ids) for group in batch.groups for trajectory in group.trajectories]
         mine = split(lengths, shares)[1][self.member]
-        seconds = self.slowdown * self._model.train_seconds(mine, self._devices)
+        seconds = self.slowdown * (self._train_seconds(mine) + self._send_seconds)
         await self._take(seconds)
         self._channels.send(self.member, self._epoch, batch.policy_version)
         return {"seconds": seconds, "micro_batches": counted(mine, lengths), "bytes": 2.0 * self._model.weight_bytes}
@@ -188,6 +192,7 @@ def create(
     devices: int,
     model: costs.Costs,
     channels: Channels,
+    train_seconds: Callable[[Sequence[int]], float],
     start_seconds: float = 0.0,
     warm_seconds: float = 0.0,
 ) -> Replica:
@@ -198,7 +203,8 @@ def create(
       devices: of the worker.
       model: what training and loading cost.
       channels: to the trainer.
+      train_seconds: of its gradients of sequences of these lengths.
       start_seconds: until its process is up.
       warm_seconds: of its first compilation.
     """
-    return Replica(member, devices, model, channels, start_seconds, warm_seconds)
+    return Replica(member, devices, model, channels, train_seconds, start_seconds, warm_seconds)

@@ -6,13 +6,14 @@ Everything that happens is a function of the configuration, the workload and the
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import importlib
 import math
 import pathlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -267,8 +268,17 @@ def run(
     if config.planner.period:
         planned = _planner(config, simulation, model)
     channels, elastic = replica.Channels(), config.elastic
+
+    def alone(devices: int, lengths: Sequence[int]) -> float:
+        """A replica's part of a step: its layers' matrices are split over its devices."""
+        if mesh is None or not lengths:
+            return model.train_seconds(lengths, devices)
+        return dataclasses.replace(mesh, sizes=(1, 1, devices)).train_seconds(lengths)
+
     replicas = (
-        [fleet.replica(spec, channels) for spec in specs[len(specs) - elastic.hybrid :]] if elastic.hybrid else []
+        [fleet.replica(spec, channels, alone) for spec in specs[len(specs) - elastic.hybrid :]]
+        if elastic.hybrid
+        else []
     )
     makers = parts.environment
     made = coordinator.Coordinator(
