@@ -22,6 +22,7 @@ from libra_jax.coordinator import (
     mesh_moves,
     plan_follower,
     process_set,
+    publication,
     replicas,
     reports,
     resizing,
@@ -38,8 +39,10 @@ class Elasticity:
       config: the run's configuration.
       cluster: makes a trainer's further processes.
       trainer: the one that serves.
+      sizes: of its mesh.
       trainer_lock: held by whoever calls it.
       engines: the rollout instances.
+      publisher: brings engines and members to the trainer's version.
       members: replicas of the hybrid workers; None where there are none.
       dispatcher: serves requests.
       planner: decides on plans; None leaves the layout as it is.
@@ -55,8 +58,10 @@ class Elasticity:
         *,
         cluster: protocols.Cluster,
         trainer: process_set.Serving,
+        sizes: protocols.MeshSizes,
         trainer_lock: asyncio.Lock,
         engines: instances.Instances,
+        publisher: publication.Publisher,
         members: replicas.Replicas | None,
         dispatcher: dispatch.Dispatcher,
         planner: plan_follower.Planner | None,
@@ -70,11 +75,13 @@ class Elasticity:
         self._trainer = trainer
         self._lock = trainer_lock
         self._engines = engines
+        self._publisher = publisher
         self._recorder = recorder
         self._workdir = workdir
         self.resizing = resizing.Resizing(
             config,
             trainer=trainer,
+            sizes=sizes,
             recorder=recorder,
             successors=None if make_trainer is None else self._successors(make_trainer),
         )
@@ -85,6 +92,7 @@ class Elasticity:
                 engines=engines,
                 members=members,
                 trainer=trainer,
+                core_devices=sizes.devices,
                 trainer_lock=trainer_lock,
                 recorder=recorder,
                 ending=ending,
@@ -170,6 +178,7 @@ class Elasticity:
 
     def _trainer_moved(self) -> None:
         """Other processes train: channels and snapshots of those before are gone."""
+        self._publisher.forget()
         if self._hybrid is not None:
             self._hybrid.trainer_moved()
 

@@ -45,6 +45,7 @@ class HybridWorkers:
       engines: the rollout instances, the workers' among them.
       members: the workers' replicas.
       trainer: the trainer's proxy.
+      core_devices: that it has: until replicas have shown their speed, they count by theirs.
       trainer_lock: held while the trainer is asked for anything.
       recorder: gets each transition, and the devices of each pool.
       ending: ends with transitions under way.
@@ -61,6 +62,7 @@ class HybridWorkers:
         engines: instances.Instances,
         members: replicas.Replicas,
         trainer: Any,
+        core_devices: int,
         trainer_lock: asyncio.Lock,
         recorder: protocols.Recorder,
         ending: failure.Ending,
@@ -87,8 +89,7 @@ class HybridWorkers:
         self._borrowing = borrowing.Borrowing(
             config.elastic, horizon=config.planner.horizon, synchronous=self._synchronous
         )
-        core = max(1, config.trainer.devices)
-        self._speed = {name: engines.engines[name].devices / core for name in self._names}
+        self._speed = {name: engines.engines[name].devices / core_devices for name in self._names}
         self._step = 0
         self._work: dict[str, asyncio.Task[Mapping[str, float]]] = {}  # shares that are being computed
         self._pending: dict[str, dict[str, Any]] = {}  # transitions whose first useful step or token is to come
@@ -96,7 +97,8 @@ class HybridWorkers:
         self._stalls: dict[str, float] = {}
         self._disturbed = True  # the first step is not like those to come
         # At eta > 0 long steps and short ones take turns, so that none tells alone.
-        self._taken: collections.deque[_Taken] = collections.deque(maxlen=2 * (config.coordinator.staleness + 1))
+        self._taken: collections.deque[_Taken] = collections.deque(maxlen=config.coordinator.staleness + 1)
+        self._least = min(2, config.coordinator.staleness + 1)
 
     # Shares -----------------------------------------------------------------------------------------------------
 
@@ -213,7 +215,7 @@ class HybridWorkers:
             core_slots=sum(core.values()),
             workers=hybrid,
             move_seconds=self._move_seconds(),
-            disturbed=2 * len(self._taken) < (self._taken.maxlen or 0),
+            disturbed=len(self._taken) < self._least,
         )
 
     def _measured(self, report: reports.StepReport, slots: int) -> _Taken:

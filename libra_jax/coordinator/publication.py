@@ -42,6 +42,9 @@ class Publisher:
         members: replicas.Replicas | None = None,
     ) -> None:
         self._members = members
+        self._keeps = config.rollout.transport == "memfd"
+        self._snapshot = asyncio.Lock()  # held while its memory is written, or read by an engine out of turn
+        self._staged: tuple[int, Sequence[protocols.WeightBucket]] = protocols.NO_VERSION, ()
         self._seconds = config.deadlines.publish
         self._trainer = trainer
         self._lock = trainer_lock
@@ -60,16 +63,41 @@ class Publisher:
         return asyncio.get_running_loop().time() - start
 
     async def _catch_up(self, engine: instances.Engine) -> None:
-        """A restarted engine gets the published version before it serves."""
+        """An engine that starts or wakes gets the published version before it serves.
+
+        Where a snapshot's memory keeps what was published last, it is read from there: a training step may be long.
+        """
+        if self._keeps:
+            async with self._snapshot:
+                version, buckets = self._staged
+                if version not in (self.version, protocols.NO_VERSION) or engine.state != "loaded":
+                    version = protocols.NO_VERSION
+                if version != protocols.NO_VERSION:
+                    await self._read(engine, version, buckets)
+                    return
         async with self._lock:
             if engine.state == "loaded" and self.version != protocols.NO_VERSION:
                 await self._send(self.version, [engine])
+
+    async def _read(self, engine: instances.Engine, version: int, buckets: Sequence[protocols.WeightBucket]) -> None:
+        updates = [_Update(engine, version, self._seconds, self._recorder)]
+        for verb in (_Update.begin, *map(_loader, buckets), _Update.end):
+            await self._each(updates, verb)
+        if updates[0].going:
+            self._engines.serve(engine)
 
     async def _send(self, version: int, engines: Sequence[instances.Engine]) -> None:
         if not engines and self._members is None:
             return
         if self._members is not None:
             await self._members.settle()
+        async with self._snapshot:
+            staged = await self._publish(version, engines)
+        if self._members is not None:
+            self._members.published(version, staged)
+
+    async def _publish(self, version: int, engines: Sequence[instances.Engine]) -> Sequence[protocols.WeightBucket]:
+        self._staged = protocols.NO_VERSION, ()
         # Made before the first wait: an engine lost meanwhile is in another life, and left to its restart.
         updates = [_Update(engine, version, self._seconds, self._recorder) for engine in engines]
         count = await self._ask(self._trainer.open_weights(version), "open its weights")
@@ -89,11 +117,15 @@ class Publisher:
             await self._each(updates, _Update.end)
         finally:
             await self._ask(self._trainer.close_weights(version), "close its weights")
-        if self._members is not None:
-            self._members.published(version, staged)
         for update in updates:
             if update.going:
                 self._engines.serve(update.engine)
+        self._staged = version, staged
+        return staged
+
+    def forget(self) -> None:
+        """The trainer whose memory holds what was published last is about to end."""
+        self._staged = protocols.NO_VERSION, ()
 
     async def _ask(self, work: Coroutine[Any, Any, Any], what: str) -> Any:
         return await deadlines.within(self._seconds, work, f"The trainer, asked to {what},", "publish")

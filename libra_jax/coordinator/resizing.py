@@ -69,6 +69,7 @@ class Resizing:
     Args:
       config: the run's configuration (`trainer`, `elastic`, `deadlines`).
       trainer: the trainer that serves.
+      sizes: of its mesh.
       recorder: gets a transition, a span and a sentence for each resize.
       successors: makes the processes of a trainer on another mesh; None: it stays in its own.
 
@@ -83,12 +84,12 @@ class Resizing:
         config: configuration.RunConfig,
         *,
         trainer: process_set.Serving,
+        sizes: protocols.MeshSizes,
         recorder: protocols.Recorder,
         successors: mesh_moves.Successors | None = None,
     ) -> None:
-        mesh = config.trainer
-        self.sizes = protocols.MeshSizes(mesh.data, mesh.fsdp, mesh.tensor)
-        self._reach = self.sizes.devices + config.elastic.spare_devices
+        self.sizes = sizes
+        self._reach = sizes.devices + config.elastic.spare_devices
         self._limits = config.deadlines
         self._deadline = config.deadlines.trainer_start
         self._trainer = trainer

@@ -240,6 +240,7 @@ class Coordinator:
         mesh = ", ".join(f"{axis} {size}" for axis, size in info.mesh.items())
         self._recorder.note(f"The trainer holds {info.parameters:,} parameters on {info.platform} ({mesh}).")
         self._recorder.status(name, "idle")
+        self._sizes = protocols.MeshSizes(info.mesh["data"], info.mesh.get("fsdp", 1), info.mesh.get("tensor", 1))
         return process_set.Serving(trainer, self._end_processes)
 
     def _end_processes(self, before: process_set.ProcessSet) -> None:
@@ -298,8 +299,10 @@ class Coordinator:
             config,
             cluster=self._cluster,
             trainer=trainer,
+            sizes=self._sizes,
             trainer_lock=self._trainer_lock,
             engines=self._engines,
+            publisher=self._publisher,
             members=self._members,
             dispatcher=self._dispatcher,
             planner=self._planner,

@@ -117,7 +117,9 @@ class Trainer:
 
     async def start(self) -> protocols.TrainerInfo:
         """Holds version 0."""
-        return protocols.TrainerInfo(0, self._model.parameters, {"data": self._devices}, "simulated")
+        sizes = (self._devices, 1, 1) if self._mesh is None else self._mesh.sizes
+        mesh = dict(zip(("data", "fsdp", "tensor"), sizes, strict=True))
+        return protocols.TrainerInfo(0, self._model.parameters, mesh, "simulated")
 
     async def warm_start_step(self, sequences: Sequence[protocols.Trajectory]) -> Mapping[str, float]:
         """One step's time on given sequences."""

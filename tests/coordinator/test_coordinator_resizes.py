@@ -23,7 +23,7 @@ def run(work, **deadlines):
         trainer, recorder = doubles.make_trainer(), memory.MemoryRecorder()
         config = doubles.make_config(deadlines=deadlines)
         serving = process_set.Serving(doubles.alone(trainer), lambda before: None)
-        made = resizing.Resizing(config, trainer=serving, recorder=recorder)
+        made = resizing.Resizing(config, trainer=serving, sizes=sizes(), recorder=recorder)
         await work(made, trainer, recorder)
 
     doubles.run_on_clock(main())
