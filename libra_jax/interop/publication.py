@@ -113,6 +113,8 @@ class Publisher:
         self._buckets = _pack(self._sources, dtype, self._dtype.itemsize, bucket_bytes)
         self._memory: list[memfd.Owner] = []
         self._version: int | None = None
+        self._written: int | None = None  # the version whose bytes lie in memory, closed or not
+        self._checksums: dict[int, str] = {}
         cores = len(os.sched_getaffinity(0))
         self._copiers = futures.ThreadPoolExecutor(min(MOST_COPIERS, cores), "copy", torch.set_num_threads, (1,))
 
@@ -136,14 +138,15 @@ class Publisher:
           SharedMemoryError: there is too little memory.
           LibraError: a parameter is missing, of another shape, or donated already.
         """
-        self._version = None
+        self._version = self._written = None
         leaves = {source.path: leaf(params, source) for source in self._sources}
+        self._checksums.clear()
         with gathering.whole(leaves.values()) as gathered:
             if jax.process_index() == 0:
                 self._allocate()
                 with _one_thread():
                     self._copy(leaves, gathered)
-        self._version = version
+        self._version = self._written = version
         return len(self._buckets)
 
     def stage(self, version: int, index: int) -> protocols.WeightBucket:
@@ -162,8 +165,20 @@ class Publisher:
             entries=entries,
             nbytes=nbytes,
             transport=owner.address,
-            checksum=digest(memoryview(owner.buffer)[:nbytes]) if self._checksum else None,
+            checksum=self._bucket_checksum(index) if self._checksum else None,
         )
+
+    def digest(self, version: int) -> str:
+        """Digest of a published version, from its buckets' checksums; known until the next snapshot is opened.
+
+        Raises:
+          LibraError: the version is not the last one published.
+        """
+        if version != self._written:
+            raise protocols.LibraError(
+                f"version {version} has no digest: the last version published is {self._written}"
+            )
+        return snapshot_digest([self._bucket_checksum(index) for index in range(len(self._buckets))])
 
     def close(self, version: int) -> None:
         """Ends the snapshot; its memory stays for the next one."""
@@ -172,7 +187,7 @@ class Publisher:
 
     def shutdown(self) -> None:
         """Gives the shared memory back. Idempotent."""
-        self._version = None
+        self._version = self._written = None
         self._copiers.shutdown()
         self._free()
 
@@ -180,6 +195,12 @@ class Publisher:
         for owner in self._memory:
             owner.close()
         self._memory.clear()
+
+    def _bucket_checksum(self, index: int) -> str:
+        if index not in self._checksums:
+            data = memoryview(self._memory[index].buffer)[: _size(self._buckets[index])]
+            self._checksums[index] = digest(data)
+        return self._checksums[index]
 
     def _allocate(self) -> None:
         if self._memory:
@@ -260,6 +281,11 @@ def _one_thread() -> Iterator[None]:
 def digest(data: memoryview) -> str:
     """BLAKE2b of a bucket's bytes, 128 bits, in hex."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def snapshot_digest(checksums: Sequence[str]) -> str:
+    """Digest of a whole snapshot from the checksums of its buckets, in order."""
+    return digest(memoryview(" ".join(checksums).encode()))
 
 
 def _size(entries: Sequence[protocols.WeightEntry]) -> int:

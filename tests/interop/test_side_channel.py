@@ -146,7 +146,7 @@ def test_a_replica_that_never_comes_is_given_up_at_once_or_at_the_deadline():
     assert channel.closed == "the side channel of r (epoch 7) is closed: it changed its mind."
     listener = side_channel.Listener("r", 7, ranks=2)
     channel = side_channel.Channel(listener.address, 0, 0.1, listener)
-    with pytest.raises(side_channel.SideChannelError, match="not everybody came to it within 0.1 s"):
+    with pytest.raises(side_channel.SideChannelError, match=r"not everybody came to it within 0\.1 s"):
         channel.wait(20)
     _eventually(lambda: _refused(listener.address))
 

@@ -1,0 +1,145 @@
+"""What a replica receives, against the parameters that were published; and what it refuses."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from libra_jax import protocols
+from libra_jax.interop import publication, reception
+from libra_jax.models import config as models_config
+from libra_jax.models import sharding, transformer
+
+
+def _shape(tied=False):
+    tiny = models_config.load_preset("libra-tiny")
+    return dataclasses.replace(
+        tiny, num_layers=3, vocab_size=104, hidden_size=32, intermediate_size=48, tie_word_embeddings=tied
+    )
+
+
+def _mesh(fsdp, tensor):
+    return jax.make_mesh((1, fsdp, tensor, 1), ("data", "fsdp", "tensor", "context"))
+
+
+def _places(shape, dtype, mesh):
+    shapes = transformer.abstract_params(shape, dtype)
+    return jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+        shapes,
+        sharding.shardings(shape, mesh),
+    )
+
+
+@pytest.fixture
+def publish(request):
+    """Publishes parameters in small buckets; returns the publisher and the buckets."""
+
+    def make(shape, params, dtype="float32", version=1, checksum=True):
+        publisher = publication.Publisher(shape, dtype, 20_000, "memfd", checksum)
+        request.addfinalizer(publisher.shutdown)
+        count = publisher.open(version, params)
+        assert count > 3
+        return publisher, [publisher.stage(version, index) for index in range(count)]
+
+    return make
+
+
+def _receive(receiver, buckets, version=1):
+    receiver.start(version)
+    for bucket in buckets:
+        receiver.load(bucket)
+    return receiver.finish(version)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(("fsdp", "tensor"), [(1, 1), (2, 2)])
+def test_what_is_received_is_what_was_published_on_any_mesh_and_stays_so(publish, tied, fsdp, tensor):
+    shape = _shape(tied)
+    params = transformer.init_params(shape, jax.random.key(0), "float32")
+    publisher, buckets = publish(shape, params)
+    places = _places(shape, "float32", _mesh(fsdp, tensor))
+    receiver = reception.Reception(shape, places)
+    received, digest = _receive(receiver, reversed(buckets))  # in any order
+    wanted = jax.device_get(params)
+    publisher.close(1)
+    assert digest == publisher.digest(1)
+    publisher.open(2, jax.tree.map(lambda leaf: leaf + 1, params))
+    assert jax.tree.structure(received) == jax.tree.structure(wanted)
+    for leaf, old, place in zip(*map(jax.tree.leaves, (received, wanted, places)), strict=True):
+        np.testing.assert_array_equal(np.asarray(leaf), old)
+        assert leaf.sharding == place.sharding
+
+
+def test_a_narrow_wire_dtype_is_cast_to_that_of_the_parameters(publish):
+    shape = _shape()
+    params = transformer.init_params(shape, jax.random.key(0), "float32")
+    _, buckets = publish(shape, params, "bfloat16")
+    receiver = reception.Reception(shape, _places(shape, "float32", _mesh(1, 1)))
+    received, _ = _receive(receiver, buckets)
+    for leaf, old in zip(jax.tree.leaves(received), jax.tree.leaves(params), strict=True):
+        assert leaf.dtype == np.float32
+        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(old.astype("bfloat16").astype("float32")))
+
+
+def test_the_digest_is_that_of_the_bytes_and_of_the_last_version_only(publish):
+    shape = _shape()
+    params = transformer.init_params(shape, jax.random.key(0), "float32")
+    publisher, _ = publish(shape, params, checksum=False)
+    first = publisher.digest(1)
+    publisher.open(2, params)
+    assert publisher.digest(2) == first
+    with pytest.raises(protocols.LibraError, match="version 1 has no digest: the last version published is 2"):
+        publisher.digest(1)
+    params["norm"]["weight"] = params["norm"]["weight"].at[0].add(1e-3)
+    publisher.open(3, params)
+    assert publisher.digest(3) != first
+
+
+def _damaged(bucket):
+    return dataclasses.replace(bucket, checksum="0" * 32)
+
+
+def _with_entry(bucket, **changes):
+    first, *others = bucket.entries
+    return dataclasses.replace(bucket, entries=(dataclasses.replace(first, **changes), *others))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda buckets: [_damaged(buckets[0])], "bucket 0 of version 1 arrived damaged: checksum"),
+        (lambda buckets: [dataclasses.replace(buckets[0], checksum=None)], "has no checksum"),
+        (lambda buckets: [dataclasses.replace(buckets[0], policy_version=2)], "does not belong to the update"),
+        (lambda buckets: [buckets[0], buckets[0]], "bucket 0 of version 1 does not belong to the update"),
+        (lambda buckets: [buckets[0], dataclasses.replace(buckets[0], index=1)], "has received already"),
+        (lambda buckets: [_with_entry(buckets[0], name="stranger")], "stranger of shape .* which this model has not"),
+        (lambda buckets: [_with_entry(buckets[0], shape=(2, 2))], r"shape \(2, 2\), which this model"),
+        (lambda buckets: buckets[:-1], r"version 1 is not whole: .* buckets came, without lm_head\.weight"),
+        (lambda buckets: [], "version 1 is not whole: 0 of 0 buckets came"),
+    ],
+)
+def test_what_is_not_one_whole_version_is_refused_and_the_next_is_received(publish, change, sentence):
+    shape = _shape()
+    params = transformer.init_params(shape, jax.random.key(0), "float32")
+    _, buckets = publish(shape, params)
+    receiver = reception.Reception(shape, _places(shape, "float32", _mesh(1, 1)))
+    with pytest.raises(protocols.LibraError, match=sentence):
+        _receive(receiver, change(buckets))
+    received, _ = _receive(receiver, buckets)
+    np.testing.assert_array_equal(np.asarray(received["norm"]["weight"]), np.asarray(params["norm"]["weight"]))
+
+
+def test_another_version_than_the_one_begun_cannot_be_finished(publish):
+    shape = _shape()
+    _, buckets = publish(shape, transformer.init_params(shape, jax.random.key(0), "float32"))
+    receiver = reception.Reception(shape, _places(shape, "float32", _mesh(1, 1)))
+    with pytest.raises(protocols.LibraError, match="version 1 cannot be finished: the update of None was begun"):
+        receiver.finish(1)
+    receiver.start(1)
+    for bucket in buckets:
+        receiver.load(bucket)
+    receiver.close()
+    with pytest.raises(protocols.LibraError, match="version 1 cannot be finished"):
+        receiver.finish(1)
