@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,9 +25,13 @@ from libra_jax.training import state as state_lib
 POLICY = "policy"
 SUPERVISED = "supervised"
 
+Rest = Callable[[float], Iterable["range | step.Received"]]
+"""Given the seconds that this learner took for its own micro-batches: what is to be added for the others, either
+micro-batches to compute here after all, or their sums."""
+
 
 class Learner:
-    """Takes steps on packed micro-batches.
+    """Takes steps on packed micro-batches; without a state, sums gradients of parameters that it is given (`sums`).
 
     Attributes:
       config: the run's, with this learner's mesh.
@@ -114,8 +119,14 @@ class Learner:
 
     def compile(self, loss: str) -> None:
         """Compiles a step over the shortest rows ahead of its first use."""
-        config = self.config.trainer
-        shape = (config.rows_per_micro_batch, config.row_tokens)
+        self.programs.compile(loss, self._empty_batch(loss, self.config.trainer.row_tokens))
+
+    def compile_sums(self, loss: str, row_tokens: int) -> None:
+        """Compiles what `sums` takes over rows of a length."""
+        self.programs.compile_grad_step(loss, self._empty_batch(loss, row_tokens))
+
+    def _empty_batch(self, loss: str, row_tokens: int) -> dict[str, np.ndarray]:
+        shape = (self.config.trainer.rows_per_micro_batch, row_tokens)
         batch: dict[str, np.ndarray] = dict(vars(packing.empty(shape)))
         if loss == POLICY:
             batch["advantages"] = np.zeros(shape, np.float32)
@@ -123,12 +134,40 @@ class Learner:
                 batch["reference"] = np.zeros(shape, np.float32)
             if len(self.config.rollout.tensor_parallel) > 1:
                 batch["moved"] = np.zeros(shape, np.float32)
-        self.programs.compile(loss, batch)
+        return batch
 
     def reference_log_probs(self, packed: packing.Packed) -> list[jax.Array]:
         """The frozen reference model's log-probabilities, on the mesh: one [B, T] a micro-batch."""
         reference = self._begun().reference
         return [self.programs.score(reference, self.programs.put(vars(item))) for item in packed.micro_batches]
+
+    def sums(
+        self,
+        loss: str,
+        params: Any,
+        packed: packing.Packed,
+        extras: Sequence[Mapping[str, Any]],
+        indices: Iterable[int],
+    ) -> tuple[state_lib.Accumulator, step.Report]:
+        """Sums of loss and gradients over some micro-batches, and what they report together.
+
+        Args:
+          loss: `POLICY` or `SUPERVISED`.
+          params: on this learner's mesh.
+          packed: the global batch.
+          extras: further [B, T] arrays of each of its micro-batches.
+          indices: those to sum over; with none the sums are zero.
+
+        Raises:
+          LibraError: the devices ran out of memory.
+        """
+        accumulator, parts = self.programs.zeros(), list[step.Report]()
+        try:
+            accumulator = self._accumulate(loss, params, packed, extras, indices, accumulator, parts)
+            parts = jax.device_get(parts)
+        except jax.errors.JaxRuntimeError as error:
+            raise protocols.LibraError(_explain(error)) from error
+        return accumulator, _sum_up(parts)
 
     def update(
         self,
@@ -136,14 +175,19 @@ class Learner:
         packed: packing.Packed,
         learning_rate: float,
         extras: Sequence[Mapping[str, Any]] | None = None,
+        own: Iterable[int] | None = None,
+        rest: Rest | None = None,
     ) -> dict[str, float]:
-        """One step over all micro-batches; host and devices meet once, at its end.
+        """One step over all micro-batches. Unless others help, host and devices meet once, at its end.
 
         Args:
           loss: `POLICY` or `SUPERVISED`.
           packed: the global batch.
           learning_rate: of this step.
           extras: further [B, T] arrays of each micro-batch: `advantages`, `reference`, `moved`.
+          own: micro-batches to compute here first; default: all.
+          rest: yields what the other micro-batches add, in an order that all processes share. What it raises leaves
+            the state as it was.
 
         Returns:
           The step's metrics; a mean or a maximum over nothing is left out.
@@ -152,15 +196,23 @@ class Learner:
           LibraError: the devices ran out of memory.
           PeerLost: another process of the trainer is gone.
         """
-        accumulator = self._accumulator or state_lib.zeros(self.layout.accumulator)
+        accumulator = self._accumulator or self.programs.zeros()
         self._accumulator = None  # consumed by the first program; kept again only when the step has ended well
         state = self._begun()
+        extras = extras or [{} for _ in packed.micro_batches]
         parts: list[step.Report] = []
+        began = time.monotonic()
         try:
-            for index, item in enumerate(packed.micro_batches):
-                arrays = self.programs.put({**vars(item), **(extras[index] if extras else {})})
-                accumulator, part = self.programs.grad_step(loss, state.params, accumulator, arrays)
-                parts.append(part)
+            own = range(len(packed.micro_batches)) if own is None else own
+            accumulator = self._accumulate(loss, state.params, packed, extras, own, accumulator, parts)
+            if rest is not None:
+                jax.block_until_ready(accumulator)
+                for item in rest(time.monotonic() - began):
+                    if isinstance(item, step.Received):
+                        accumulator = self.programs.add(accumulator, item)
+                        parts.append(item.report)
+                    else:
+                        accumulator = self._accumulate(loss, state.params, packed, extras, item, accumulator, parts)
             self.state, accumulator, report = self.programs.apply_step(state, accumulator, learning_rate)
             report, parts = jax.device_get((report, parts))
         except jax.errors.JaxRuntimeError as error:
@@ -170,25 +222,48 @@ class Learner:
         self._accumulator = accumulator
         return {**{name: float(value) for name, value in report.items()}, **_merge(parts)}
 
+    def _accumulate(
+        self,
+        loss: str,
+        params: Any,
+        packed: packing.Packed,
+        extras: Sequence[Mapping[str, Any]],
+        indices: Iterable[int],
+        accumulator: state_lib.Accumulator,
+        parts: list[step.Report],
+    ) -> state_lib.Accumulator:
+        """Adds micro-batches to an accumulator, which is consumed, and what they report to `parts`."""
+        for index in indices:
+            arrays = self.programs.put({**vars(packed.micro_batches[index]), **extras[index]})
+            accumulator, part = self.programs.grad_step(loss, params, accumulator, arrays)
+            parts.append(part)
+        return accumulator
+
     def _begun(self) -> state_lib.TrainState:
         if self.state is None:
             raise protocols.LibraError("the trainer holds no state yet: call start first.")
         return self.state
 
 
+def _sum_up(parts: Sequence[step.Report]) -> step.Report:
+    """What several micro-batches report as if they were one: (sum, count) and maximum of each metric."""
+    metrics: dict[str, tuple[float, float]] = {}
+    maxima: dict[str, float] = {}
+    for part in parts:
+        for name, (total, count) in part["metrics"].items():
+            before = metrics.get(name, (0.0, 0.0))
+            metrics[name] = before[0] + float(total), before[1] + float(count)
+        for name, value in part["maxima"].items():
+            maxima[name] = float(np.max([value, maxima.get(name, value)]))
+    return {"metrics": metrics, "maxima": maxima}
+
+
 def _merge(parts: Sequence[step.Report]) -> dict[str, float]:
     """Metrics of the step from its micro-batches' sums and maxima."""
-    merged: dict[str, float] = {}
-    for name in parts[0]["metrics"]:
-        total = sum(float(part["metrics"][name][0]) for part in parts)
-        count = sum(float(part["metrics"][name][1]) for part in parts)
-        if count > 0:
-            merged[name] = total / count
-    for name in parts[0]["maxima"]:
-        largest = float(np.max([part["maxima"][name] for part in parts]))
-        if largest != 0:  # all are maxima of positive numbers: there were none to compare
-            merged[name] = largest
-    return merged
+    report = _sum_up(parts)
+    means = {name: total / count for name, (total, count) in report["metrics"].items() if count > 0}
+    # All are maxima of positive numbers: where one is 0, there was nothing to compare.
+    return means | {name: value for name, value in report["maxima"].items() if value != 0}
 
 
 def _explain(error: Exception) -> str:

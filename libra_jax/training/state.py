@@ -5,6 +5,7 @@ Thread-safety: none; one thread makes and changes the state.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,13 +130,13 @@ def shardings_of(structure: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf.sharding, structure)
 
 
-def zeros(structure: PyTree) -> PyTree:
-    """Zeros in the shapes and shardings of a tree of placed `ShapeDtypeStruct`."""
+def zeros(structure: PyTree) -> Callable[[], PyTree]:
+    """A program that makes zeros in the shapes and shardings of a tree of placed `ShapeDtypeStruct`."""
 
     def make() -> PyTree:
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), structure)
 
-    return jax.jit(make, out_shardings=shardings_of(structure))()
+    return jax.jit(make, out_shardings=shardings_of(structure))
 
 
 def random_params(config: model_config.TransformerConfig, where: Layout, seed: int) -> PyTree:

@@ -1,16 +1,17 @@
-"""The two programs of a training step, compiled ahead of time, one a shape.
+"""The programs of a training step, compiled ahead of time, one a shape.
 
 A step is a host loop over one fixed `grad_step` (adds the sums of a micro-batch's loss and gradients to an
 accumulator), then one `apply_step` (divides by the global count, clips, updates). Sums of any split of the batch add up
-to the same step, so a share of the batch may be computed anywhere. Both programs consume what they replace: the
-accumulator lives in place, and `apply_step` gives it back zeroed.
+to the same step, so a share of the batch may be computed anywhere, and `add` adds it. All of them consume what they
+replace: the accumulator lives in place, and `apply_step` gives it back zeroed.
 
 Thread-safety: none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -83,6 +84,19 @@ def apply_step(
     return advanced, jax.tree.map(jnp.zeros_like, accumulator), report
 
 
+@dataclass(frozen=True)
+class Received:
+    """Sums over some micro-batches that were computed elsewhere.
+
+    Attributes:
+      arrays: the leaves of their `Accumulator`, on this host.
+      report: their metric sums and maxima, like that of a micro-batch.
+    """
+
+    arrays: Sequence[np.ndarray]
+    report: Report
+
+
 class Programs:
     """The compiled programs of one mesh: one `grad_step` a loss and micro-batch shape, one `apply_step`.
 
@@ -116,6 +130,8 @@ class Programs:
         self._grad_steps: dict[tuple[Any, ...], jax.stages.Compiled] = {}
         self._met: list[Shape] = []
         self._apply_step: jax.stages.Compiled | None = None
+        self._zeros: Callable[[], state_lib.Accumulator] | None = None
+        self._add: Callable[..., state_lib.Accumulator] | None = None
 
     @property
     def compiled_shapes(self) -> int:
@@ -138,12 +154,16 @@ class Programs:
 
     def compile(self, loss: str, batch: Mapping[str, Any]) -> None:
         """Compiles both steps for micro-batches like `batch` (host or device arrays) if they are not yet."""
+        self.compile_grad_step(loss, batch)
+        if self._apply_step is None:
+            self._apply_step = self._compile_apply_step()
+
+    def compile_grad_step(self, loss: str, batch: Mapping[str, Any]) -> None:
+        """Compiles `grad_step` alone, which is all that a replica takes."""
         key = (loss, _shape_key(batch))
         if key not in self._grad_steps:
             self._grad_steps[key] = self._compile_grad_step(loss, batch)
             self._met.append((loss, _shapes(batch)))
-        if self._apply_step is None:
-            self._apply_step = self._compile_apply_step()
 
     def shapes(self) -> list[Shape]:
         """Every kind of micro-batch compiled for so far."""
@@ -161,7 +181,7 @@ class Programs:
         self, loss: str, params: Any, accumulator: state_lib.Accumulator, batch: Batch
     ) -> tuple[state_lib.Accumulator, Report]:
         """`grad_step` of the named loss; the accumulator given is consumed."""
-        self.compile(loss, batch)
+        self.compile_grad_step(loss, batch)
         return self._grad_steps[loss, _shape_key(batch)](params, accumulator, batch)
 
     def apply_step(
@@ -171,6 +191,29 @@ class Programs:
         if self._apply_step is None:
             self._apply_step = self._compile_apply_step()
         return self._apply_step(state, accumulator, np.float32(learning_rate))
+
+    def zeros(self) -> state_lib.Accumulator:
+        """A fresh accumulator."""
+        if self._zeros is None:
+            self._zeros = state_lib.zeros(self._where.accumulator)
+        return self._zeros()
+
+    def add(self, accumulator: state_lib.Accumulator, received: Received) -> state_lib.Accumulator:
+        """Adds sums that were computed elsewhere; the accumulator given is consumed.
+
+        Each process puts its own devices' shards only, so that all of them have to hold the same sums.
+        """
+        leaves, structure = jax.tree.flatten(accumulator)
+        placed = [_put_sum(array, leaf.sharding) for array, leaf in zip(received.arrays, leaves, strict=True)]
+        if self._add is None:
+            where = state_lib.shardings_of(self._where.accumulator)
+            self._add = jax.jit(
+                lambda sums, others: jax.tree.map(jnp.add, sums, others),
+                in_shardings=(where, where),
+                out_shardings=where,
+                donate_argnums=0,
+            )
+        return self._add(accumulator, jax.tree.unflatten(structure, placed))
 
     def score(self, params: Any, batch: Batch) -> jax.Array:
         """Log-probability of each target, float32 [B, T]."""
@@ -223,6 +266,10 @@ class Programs:
         rate = jax.ShapeDtypeStruct((), jnp.float32)
         with jax.set_mesh(where.mesh):
             return program.lower(where.state, where.accumulator, rate).compile(self._options)
+
+
+def _put_sum(array: np.ndarray, where: jax.sharding.Sharding) -> jax.Array:
+    return jax.make_array_from_callback(array.shape, where, lambda index: array[index])
 
 
 def _shape_key(batch: Mapping[str, Any]) -> tuple[Any, ...]:

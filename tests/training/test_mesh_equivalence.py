@@ -43,7 +43,7 @@ def _train(small, split):
         assert len(packed.micro_batches) == 1
         assert (packed.micro_batches[0].segments.max() > 1) == (len(results) == 0)
         arrays = adam.programs.put({**vars(packed.micro_batches[0]), **extras[0]})
-        zeros = state.zeros(adam.layout.accumulator)
+        zeros = adam.programs.zeros()
         sums, _ = adam.programs.grad_step(learner_lib.POLICY, adam.params, zeros, arrays)
         gradients = jax.device_get(sums.gradients)
         sgd.restart()

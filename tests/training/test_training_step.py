@@ -62,7 +62,7 @@ def test_both_programs_consume_what_they_replace(small):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # "Some donated buffers were not usable"
         before = learner.state
-        sums = state_lib.zeros(learner.layout.accumulator)
+        sums = learner.programs.zeros()
         arrays = learner.programs.put({**vars(packed.micro_batches[0]), **extras[0]})
         added, _ = learner.programs.grad_step("policy", before.params, sums, arrays)
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(sums))
@@ -99,7 +99,7 @@ def test_a_step_is_the_one_optax_takes(small):
     packed, extras = _batch(small, config)
     assert len(packed.micro_batches) == 1
     arrays = learner.programs.put({**vars(packed.micro_batches[0]), **extras[0]})
-    zeros = state_lib.zeros(learner.layout.accumulator)
+    zeros = learner.programs.zeros()
     sums, _ = learner.programs.grad_step("policy", learner.params, zeros, arrays)
     gradients = jax.tree.map(lambda leaf: np.asarray(leaf) / np.asarray(sums.count), sums.gradients)
     settings = config.optimizer
