@@ -141,7 +141,7 @@ class HybridWorkers:
             elif worker.state is State.TRAINING:
                 why = f"its share of step {self._step + 1} was not there in time" if error is None else str(error)
                 self._go(self.pool.release(name, why, now))
-        if not metrics.get("shares/late"):
+        if len(told) == len(shares):
             self._measure(told, metrics, seconds)
 
     def _measure(self, told: Mapping[str, Mapping[str, float]], metrics: Mapping[str, float], seconds: float) -> None:

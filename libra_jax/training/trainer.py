@@ -15,17 +15,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.interop import publication
 from libra_jax.models import config as model_config
-from libra_jax.models import gathering, hf
+from libra_jax.models import hf
 from libra_jax.training import batch as batch_lib
-from libra_jax.training import checkpoints, optimizer, packing, resize, world
+from libra_jax.training import checkpoints, members, optimizer, packing, prepare, resize, world
 from libra_jax.training import learner as learner_lib
 from libra_jax.training import mesh as mesh_lib
+from libra_jax.training import shares as shares_lib
 from libra_jax.training import state as state_lib
 
 MIB = 2**20
@@ -64,7 +64,9 @@ class TrainerActor:
         self._checkpointer: checkpoints.Checkpointer | None = None
         self._resize: resize.Resize | None = None
         self._snapshots: checkpoints.Checkpointer | None = None
+        self._members = members.Members(config.elastic, config.deadlines.transition)
         self._version = 0
+        self._published: int | None = None  # the version published, while the parameters are those of its snapshot
         self._warm = False  # the optimizer's moments are the warm start's
         self._skipped_in_a_row = 0
 
@@ -135,7 +137,7 @@ class TrainerActor:
             rollout.dtype,
             rollout.bucket_mib * MIB,
             rollout.transport,
-            rollout.checksum,
+            rollout.checksum or config.elastic.hybrid > 0,  # a replica's digest is made of them
             rollout.tensor_parallel,
             config.deadlines.publish,
         )
@@ -158,17 +160,24 @@ class TrainerActor:
         if self._version:
             raise protocols.LibraError(f"a warm start comes before training, and this is version {self._version}.")
         examples = batch_lib.examples(sequences, self._version, self._model.vocab_size)
-        packed = self._pack(examples)
+        packed = prepare.pack(self._config, examples)
         self._warm = True
+        self._published = None
         rate = self._config.warm_start.learning_rate
         metrics = learner.update(learner_lib.SUPERVISED, packed, rate)
         return self._finish(metrics, packed, rate)
 
-    def train_step(self, batch: protocols.TrainBatch) -> dict[str, float]:
+    def train_step(self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share] = ()) -> dict[str, float]:
         """One policy update, version v -> v + 1, a skipped (non-finite) one included. Returns the step's metrics.
+
+        Args:
+          batch: what to train on.
+          shares: parts that replicas compute meanwhile. Those that do not come are computed here, and their replica is
+            dismissed. With any the metrics have `shares/*` (`members.Collection.metrics`).
 
         Raises:
           DataError: a trajectory holds a number that cannot be trained on; the message names it.
+          ConfigError: the shares leave the core nothing.
           LibraError: the batch is another version's, or `trainer.max_skipped_steps` steps in a row were not finite.
         """
         learner = self._started()
@@ -177,23 +186,33 @@ class TrainerActor:
                 f"the batch is for policy version {batch.policy_version} and the trainer holds {self._version}."
             )
         self._end_warm_start()
-        trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
-        examples = batch_lib.examples(trajectories, self._version, self._model.vocab_size)
-        packed = self._pack(examples)
-        extras: list[dict[str, Any]] = [{} for _ in packed.micro_batches]
-        references = self._references(packed, examples, extras)
-        advantages = batch_lib.token_advantages(self._config.algorithm, batch.groups, examples, references)
-        for extra, array in zip(extras, packed.scatter(advantages), strict=True):
-            extra["advantages"] = array
-        if len(self._config.rollout.tensor_parallel) > 1:
-            moved = [float(trajectory.metrics.get("moves", 0) > 0) for trajectory in trajectories]
-            for extra, array in zip(extras, packed.scatter(moved), strict=True):
-                extra["moved"] = array
+        prepared = prepare.prepare(self._config, batch, self._model.vocab_size, learner.reference_log_probs)
         rate = float(self._schedule(self._version))
-        metrics = learner.update(learner_lib.POLICY, packed, rate, extras)
+        own, collection = self._collection(prepared, shares) if shares else (None, None)
+        metrics = learner.update(learner_lib.POLICY, prepared.packed, rate, prepared.extras, own, collection)
         self._version += 1
-        metrics |= batch_lib.statistics(advantages, examples)
-        return self._finish(metrics, packed, rate)
+        metrics |= batch_lib.statistics(prepared.advantages, prepared.examples)
+        if collection is not None:
+            metrics |= collection.metrics()
+        return self._finish(metrics, prepared.packed, rate)
+
+    def listen(self, member: str, epoch: int) -> dict[str, Any]:
+        """Opens a side channel for a replica's gradient sums; returns its address. In the core's first process only."""
+        self._started()
+        return self._members.listen(member, epoch)
+
+    def connect(self, member: str, epoch: int, address: Mapping[str, Any]) -> None:
+        """Begins to connect to a replica's channel, and returns at once; it has `deadlines.transition` to stand.
+
+        Raises:
+          LibraError: the address is another member's, epoch's or trainer's.
+        """
+        self._started()
+        self._members.connect(member, epoch, address)
+
+    def dismiss(self, member: str) -> None:
+        """Closes a replica's channel; nothing happens if there is none."""
+        self._members.dismiss(member)
 
     def begin_resize(self, sizes: protocols.MeshSizes) -> protocols.ResizeEstimate:
         """Begins to compile for another mesh of this process's devices; training goes on.
@@ -246,7 +265,9 @@ class TrainerActor:
             raise protocols.LibraError(
                 f"version {policy_version} cannot be published: the trainer holds {self._version}."
             )
-        return publisher.open(policy_version, learner.params)
+        count = publisher.open(policy_version, learner.params)
+        self._published = policy_version
+        return count
 
     def stage_weights(self, policy_version: int, index: int) -> protocols.WeightBucket:
         """Fills one bucket of the open snapshot; it stays readable until the next snapshot is opened."""
@@ -280,7 +301,7 @@ class TrainerActor:
         assert self._checkpointer is not None
         learner.state = self._checkpointer.restore(path, learner.layout.state)
         self._version = int(learner.state.step)
-        self._warm = False
+        self._warm, self._published = False, None
         self._skipped_in_a_row = checkpoints.host_state(path).get("skipped_in_a_row", 0)
         return self._version
 
@@ -324,8 +345,9 @@ class TrainerActor:
         hf.save(self._started().params, self._model, path)
 
     def shutdown(self) -> None:
-        """Finishes the last save, gives shared memory back and drops the state. Idempotent."""
+        """Finishes the last save, gives shared memory back, closes all channels and drops the state. Idempotent."""
         self.cancel_resize()
+        self._members.close()
         if self._publisher is not None:
             self._publisher.shutdown()
         for checkpointer in (self._checkpointer, self._snapshots):
@@ -351,27 +373,19 @@ class TrainerActor:
             self._started().restart()
             self._warm = False
 
-    def _pack(self, examples: Sequence[packing.Example]) -> packing.Packed:
-        packed = packing.pack(examples, self._config.trainer)
-        if not packed.micro_batches:
-            raise protocols.LibraError(f"no token of the batch's {len(examples)} sequences is under the loss mask.")
-        return packed
-
-    def _references(
-        self, packed: packing.Packed, examples: Sequence[packing.Example], extras: Sequence[dict[str, Any]]
-    ) -> list[np.ndarray] | None:
-        """Adds the reference model's scores to `extras`, if there is one; returns them for a penalty in the reward."""
-        algorithm = self._config.algorithm
-        if algorithm.kl_coefficient == 0:
-            return None
-        arrays = self._started().reference_log_probs(packed)
-        for extra, array in zip(extras, arrays, strict=True):
-            extra["reference"] = array
-        if not algorithm.kl_in_reward:
-            return None
-        with gathering.whole(arrays) as whole:
-            scores = [np.asarray(array) for array in whole]
-        return packed.gather(scores, [len(example.tokens_N) for example in examples])
+    def _collection(
+        self, prepared: prepare.Prepared, shares: Sequence[protocols.Share]
+    ) -> tuple[range, members.Collection]:
+        """The core's own micro-batches, and what will bring the others' sums."""
+        own, *ranges = shares_lib.split(prepared.work, shares)
+        wanted = members.Wanted(
+            version=self._version,
+            digest=self._publisher.digest(self._version) if self._published == self._version else None,
+            shares=shares,
+            ranges=ranges,
+            arrays=members.array_kinds(self._started().layout.accumulator),
+        )
+        return own, members.Collection(self._members, wanted)
 
     def _finish(self, metrics: dict[str, float], packed: packing.Packed, rate: float) -> dict[str, float]:
         """Adds what the host knows of the step, and stops a run whose steps are not finite."""

@@ -1,0 +1,204 @@
+"""A hybrid replica as an actor: the methods of `protocols.Replica` around a learner without a state.
+
+It holds the parameters of one version and programs, never an optimizer. Like the trainer's, its methods are
+synchronous: an actor's sync methods all run on one thread of its own, as JAX's thread-local mesh contexts require.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from libra_jax import config as config_lib
+from libra_jax import protocols
+from libra_jax.interop import reception, side_channel
+from libra_jax.models import config as model_config
+from libra_jax.training import learner as learner_lib
+from libra_jax.training import mesh as mesh_lib
+from libra_jax.training import packing, prepare
+from libra_jax.training import shares as shares_lib
+from libra_jax.training import trainer as trainer_lib
+
+
+def create(config: Mapping[str, Any], workdir: str, name: str, cores: Sequence[int] = ()) -> ReplicaActor:
+    """A replica of the run's trainer; devices are first touched by its `start`.
+
+    Args:
+      config: a `RunConfig` as plain dicts (`config.to_dict`).
+      workdir: the run's directory. A replica writes nothing.
+      name: the member's, as in `protocols.Share`.
+      cores: CPU cores that its threads are pinned to; empty: not pinned.
+
+    Raises:
+      ConfigError: a field cannot be used.
+      DataError: the model directory cannot be read.
+    """
+    return ReplicaActor(config_lib.parse(config_lib.RunConfig, config), name, tuple(cores))
+
+
+def own_config(config: config_lib.RunConfig) -> config_lib.RunConfig:
+    """The config of a replica: one data-parallel part of the trainer's mesh, in one process."""
+    return dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, data=1, processes=1))
+
+
+class ReplicaActor:
+    """Implements `protocols.Replica`, synchronously. Every method raises LibraError with one sentence."""
+
+    def __init__(self, config: config_lib.RunConfig, name: str, cores: tuple[int, ...]) -> None:
+        self._config = own_config(config)
+        self._model = trainer_lib.model_shape(config.model)
+        self._name = name
+        self._cores = cores
+        self._learner: learner_lib.Learner | None = None
+        self._reception: reception.Reception | None = None
+        self._channel: side_channel.Channel | None = None
+        self._params: Any = None
+        self._version: int | None = None
+        self._digest = ""
+
+    def start(self) -> protocols.TrainerInfo:
+        """Builds the mesh.
+
+        Raises:
+          ConfigError: too few devices, a core that does not exist, or the model does not divide over the mesh.
+        """
+        if self._cores:
+            # Of this thread, and so of those that XLA makes from it.
+            config_lib.check_cores(self._cores, "rollout.cores")
+            os.sched_setaffinity(0, self._cores)
+        learner = learner_lib.Learner(self._config, self._model, jax.devices())
+        self._learner = learner
+        self._reception = reception.Reception(self._model, learner.layout.state.params)
+        mesh = learner.layout.mesh
+        return protocols.TrainerInfo(
+            policy_version=0,
+            parameters=model_config.parameter_count(self._model),
+            mesh=mesh_lib.sizes(mesh),
+            platform=mesh.devices.flat[0].platform,
+        )
+
+    def init_weight_transfer(self, transport: Mapping[str, Any]) -> None:
+        """Nothing to open before the first bucket says where it is."""
+        self._started()
+
+    def start_weight_update(self, policy_version: int) -> None:
+        """Gives up the version it holds, and begins another."""
+        self._started()
+        assert self._reception is not None
+        self._params = self._version = None
+        self._reception.start(policy_version)
+
+    def update_weights(self, bucket: protocols.WeightBucket) -> None:
+        """Checks one bucket and takes note of its tensors.
+
+        Raises:
+          LibraError: the bucket is damaged, has no checksum, or is not of this update or model.
+        """
+        self._started()
+        assert self._reception is not None
+        self._reception.load(bucket)
+
+    def finish_weight_update(self, policy_version: int) -> None:
+        """Puts the parameters on the mesh.
+
+        Raises:
+          LibraError: not all of the version has come.
+        """
+        self._started()
+        assert self._reception is not None
+        self._params, self._digest = self._reception.finish(policy_version)
+        self._version = policy_version
+
+    def warm(self) -> None:
+        """Compiles the gradient step for every row length, where it has not yet."""
+        learner = self._started()
+        for row_tokens in packing.row_lengths(self._config.trainer):
+            learner.compile_sums(learner_lib.POLICY, row_tokens)
+
+    def join(self, epoch: int, address: Mapping[str, Any]) -> None:
+        """Connects to the core's side channel; a channel of an earlier epoch is closed.
+
+        Raises:
+          SideChannelError: it does not stand within `deadlines.transition`.
+          LibraError: the address is another member's or epoch's.
+        """
+        self._started()
+        if (address["member"], address["epoch"]) != (self._name, epoch):
+            raise protocols.LibraError(
+                f"the side channel of {address['member']} (epoch {address['epoch']}) is not that of {self._name} in "
+                f"epoch {epoch}: call the trainer's listen for it."
+            )
+        self._close_channel()
+        seconds = self._config.deadlines.transition
+        self._channel = side_channel.Channel(address, address["ranks"] - 1, seconds)
+        self._channel.wait(seconds)
+
+    def contribute(self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share]) -> dict[str, float]:
+        """Computes its share of the step and sends the sums to the core.
+
+        Returns:
+          `seconds` that it computed, `bytes` sent to each process of the core, `micro_batches` in its share. A share
+          that is smaller than a micro-batch may be nothing, and then nothing is sent.
+
+        Raises:
+          DataError: a trajectory holds a number that cannot be trained on.
+          LibraError: it holds another version, has no such share, or the channel is gone.
+        """
+        learner, channel = self._started(), self._channel
+        if batch.policy_version != self._version:
+            raise protocols.LibraError(
+                f"{self._name} holds policy version {self._version}, and the batch is for {batch.policy_version}."
+            )
+        mine = [number for number, share in enumerate(shares) if share.member == self._name]
+        if channel is None or channel.closed or not mine or shares[mine[0]].epoch != channel.epoch:
+            raise protocols.LibraError(
+                (channel.closed if channel else "")
+                or f"{self._name} has no part in this step: it has not joined, or in another membership epoch."
+            )
+        prepared = prepare.prepare(self._config, batch, self._model.vocab_size)
+        indices = shares_lib.split(prepared.work, shares)[1 + mine[0]]
+        if not indices:
+            return {"seconds": 0.0, "bytes": 0.0, "micro_batches": 0.0}
+        began = time.monotonic()
+        sums, report = learner.sums(learner_lib.POLICY, self._params, prepared.packed, prepared.extras, indices)
+        arrays = jax.device_get(jax.tree.leaves(sums))
+        seconds = time.monotonic() - began
+        header = side_channel.Header(
+            member=self._name,
+            epoch=channel.epoch,
+            version=batch.policy_version,
+            digest=self._digest,
+            first=indices.start,
+            last=indices.stop,
+            metrics=report["metrics"],
+            maxima=report["maxima"],
+        )
+        sent = channel.send(header, arrays, self._config.deadlines.train_step)
+        return {"seconds": seconds, "bytes": float(sent), "micro_batches": float(len(indices))}
+
+    def leave(self) -> None:
+        """Closes the channel and gives the parameters' memory back; compiled programs stay. Idempotent."""
+        self._close_channel()
+        self._params = self._version = None
+        if self._reception is not None:
+            self._reception.close()
+
+    def shutdown(self) -> None:
+        """Releases everything. Idempotent."""
+        self.leave()
+        self._learner = self._reception = None
+
+    def _close_channel(self) -> None:
+        if self._channel is not None:
+            self._channel.close("the replica left")
+        self._channel = None
+
+    def _started(self) -> learner_lib.Learner:
+        if self._learner is None:
+            raise protocols.LibraError(f"replica {self._name} is not running: call start first.")
+        return self._learner

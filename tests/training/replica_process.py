@@ -1,0 +1,33 @@
+"""A hybrid replica in a process of its own, as a script: calls come in over a connection, one at a time.
+
+Run as `python replica_process.py FD`. The first message is (config, name, XLA options), each later one (method,
+arguments); the answers are (value, None) or (None, the error's sentence).
+"""
+
+import functools
+import os
+import sys
+from multiprocessing import connection
+
+from libra_jax import parent_death, protocols
+from libra_jax.training import learner, replica
+
+
+def main(calls):
+    parent_death.die_with_parent(os.getppid())
+    config, name, options = calls.recv()
+    learner.Learner = functools.partial(learner.Learner, compiler_options=options)
+    actor = replica.create(config, workdir="unused", name=name)
+    while True:
+        try:
+            method, arguments = calls.recv()
+        except EOFError:
+            return
+        try:
+            calls.send((getattr(actor, method)(*arguments), None))
+        except protocols.LibraError as error:
+            calls.send((None, str(error)))
+
+
+if __name__ == "__main__":
+    main(connection.Connection(int(sys.argv[1])))
