@@ -176,4 +176,3 @@ def _pool(config: ml_collections.ConfigDict) -> None:
     config.scheduler.max_remaining_tokens = (8_360,)
     config.coordinator.staleness = AHEAD
     config.elastic.hybrid = 4
-    config.cluster.backend = "ray"  # which no simulation starts

@@ -66,6 +66,7 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
     if need_weights:  # a dry run may be on another machine
         _check_sharing(config)
     _check_processes(config)
+    replica_specs(config, Path())
     _check_attention(config, shape)
     if config.rollout.max_context > shape.max_position_embeddings:
         raise protocols.ConfigError(
@@ -322,6 +323,11 @@ def replica_specs(config: libra_config.RunConfig, workdir: Path) -> list[protoco
     count, trainer = config.elastic.hybrid, config.trainer
     if not count:
         return []
+    if config.cluster.backend != "ray":
+        raise protocols.ConfigError(
+            "config.elastic.hybrid: a replica is a JAX process of its own; hybrid workers need "
+            "--config.cluster.backend=ray"
+        )
     needed, specs = trainer.fsdp * trainer.tensor, []
     instances = list(enumerate(placement.partition(config).instances))
     for place, (number, devices) in enumerate(instances[-count:]):

@@ -607,11 +607,6 @@ class RunConfig:
             "rollout.tensor_parallel; lower it, or add instances",
         )
         check(
-            self.cluster.backend == "ray",
-            "elastic.hybrid",
-            "a replica is a JAX process of its own: hybrid workers need cluster.backend=ray",
-        )
-        check(
             len(elastic.cores) in (0, elastic.hybrid),
             "elastic.cores",
             f"has {len(elastic.cores)} entries for {elastic.hybrid} hybrid workers; give one each, or none",
