@@ -5,7 +5,7 @@
     saving      a snapshot of the state, begun between two steps and written while the next ones are trained
     restoring   the snapshot, straight into the successor's shardings
     replaying   the steps that were trained since the snapshot
-    ready       nothing is missed: taking over waits for nothing
+    ready       nothing is missed
 
 The snapshot comes late, when all that needs no state is done, so that few steps are missed. The order of steps, the
 data position and the scheduler are the coordinator's and stay; the learning rate goes by the version. Whatever fails
@@ -43,22 +43,20 @@ class Progress:
     Attributes:
       phase: as above; "failed", or "" where none is under way.
       missed: steps that the successor still has to replay.
+      ready: waiting longer gains nothing: the successor has been one step behind at most, or is no faster than the
+        serving trainer. Taking over waits for the replay of the steps missed.
       error: why it failed, a sentence.
     """
 
     phase: str
     missed: int = 0
+    ready: bool = False
     error: str = ""
-
-    @property
-    def ready(self) -> bool:
-        """Taking over waits for nothing."""
-        return self.phase == "ready"
 
 
 @dataclass
 class Phases:
-    """What a handover took, in seconds; only `stall` kept the serving trainer from training.
+    """What a handover took, in seconds, waits for the end of a step included; only `stall` kept the run from training.
 
     Attributes:
       start: until the successor's processes stood.
@@ -116,11 +114,14 @@ class Handover:
         self._snapshot: protocols.Snapshot | None = None
         self._writing = False  # the serving trainer may still write the snapshot
         self._missed: collections.deque[protocols.TrainBatch] = collections.deque()
+        self._behind: int | None = None  # steps that the successor was behind after the last one
+        self._close = False  # it has been one step behind, or has stopped gaining
 
     @property
     def progress(self) -> Progress:
         """Of the handover under way, or of one that has failed."""
-        return Progress(self._phase, len(self._missed), self._error)
+        ready = self._phase == "ready" or (self._phase == "replaying" and self._close)
+        return Progress(self._phase, len(self._missed), ready, self._error)
 
     def begin(self, successor: process_set.ProcessSet, sizes: protocols.MeshSizes) -> None:
         """Begins to ready another set; the serving one goes on.
@@ -154,6 +155,9 @@ class Handover:
             self._more.set()
             if self._phase == "ready":
                 self._enter("replaying")
+            if self._phase == "replaying":
+                behind, self._behind = self._behind, len(self._missed)
+                self._close |= self._behind <= 1 or (behind is not None and self._behind >= behind)
 
     async def take_over(self, version: int, seconds: float) -> tuple[process_set.ProcessSet, Phases]:
         """The successor, which serves from now on. Between two steps, with the lock held by the caller.

@@ -60,6 +60,54 @@ def test_a_trainer_on_an_accelerator_keeps_the_cpu_backend_that_publication_goes
 
 
 @pytest.mark.parametrize(
+    ("platform", "shares", "gpus"),
+    [
+        ("cpu", [{"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}] * 2, 0),
+        ("cuda", [{"JAX_PLATFORMS": "cuda,cpu", "CUDA_VISIBLE_DEVICES": devices} for devices in ("0,1", "2,3")], 2),
+    ],
+)
+def test_each_process_of_a_trainer_has_its_own_share_of_the_devices(platform, shares, gpus, tmp_path):
+    mesh = config.TrainerConfig(platform=platform, fsdp=4, processes=2)
+    run = config.RunConfig(trainer=mesh, cluster=config.ClusterConfig(backend="ray"))
+    wiring._check_processes(run)
+    specs = [wiring.trainer_processes(run, tmp_path)(process, 2) for process in range(2)]
+    assert [spec.environment for spec in specs] == shares
+    assert [spec.arguments["process"] for spec in specs] == [0, 1]
+    assert {spec.gpus for spec in specs} == {gpus}
+
+
+def test_a_trainer_that_is_to_take_over_has_its_own_mesh_processes_and_devices(tmp_path):
+    run = config.RunConfig(
+        trainer=config.TrainerConfig(platform="cuda", fsdp=2), cluster=config.ClusterConfig(backend="ray")
+    )
+    make = wiring.trainer_processes(run, tmp_path, protocols.MeshSizes(2, 2, 1), devices=(4, 5, 6, 7))
+    spec = make(3, 4)
+    assert spec.environment["CUDA_VISIBLE_DEVICES"] == "7"
+    mesh = spec.arguments["config"]["trainer"]
+    assert (mesh["data"], mesh["fsdp"], mesh["tensor"], mesh["processes"]) == (2, 2, 1, 4)
+    with pytest.raises(protocols.ConfigError, match="the mesh's 4 devices do not divide over 3 processes"):
+        make(0, 3)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "rollout", "sentence"),
+    [
+        ({"platform": "auto"}, {}, r"trainer\.platform: auto leaves all .* to each of the 2 processes"),
+        ({"platform": "cuda"}, {"transport": "nccl"}, r"rollout\.transport: 'nccl' serves a trainer of one process"),
+        ({"platform": "cpu", "cores": (0,)}, {}, r"trainer\.cores: pins one process"),
+    ],
+)
+def test_what_several_trainer_processes_cannot_have_is_refused_by_name(trainer, rollout, sentence):
+    run = config.RunConfig(
+        trainer=config.TrainerConfig(fsdp=2, processes=2, **trainer),
+        rollout=config.RolloutConfig(**rollout),
+        cluster=config.ClusterConfig(backend="ray"),
+    )
+    with pytest.raises(protocols.ConfigError, match=sentence):
+        wiring._check_processes(run)
+
+
+@pytest.mark.parametrize(
     ("platform", "engine", "gpus", "refused"),
     [
         ("auto", "vllm", 8, True),

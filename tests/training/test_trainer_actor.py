@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import pathlib
+import time
 
 import jax
 import numpy as np
@@ -200,6 +201,55 @@ def test_a_restored_trainer_trains_on_exactly_as_the_one_that_saved(small, start
     assert second.train_step(_batch(small, 1, seed=1)) == expected
     for leaf, wanted in zip(_params(second), _params(first), strict=True):
         np.testing.assert_array_equal(leaf, wanted)
+
+
+def test_a_saved_state_brings_the_count_of_skipped_steps_along_and_a_snapshot_leaves_the_checkpoints_alone(
+    small, start, tmp_path
+):
+    first = start(trainer={"max_skipped_steps": 2})
+    learner = first._started()
+    learner.begin(jax.tree.map(lambda leaf: leaf * np.nan, learner.params))
+    for version in (0, 1):
+        first.train_step(_batch(small, version))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(protocols.LibraError, match="the checkpoint cannot be written"):
+        first.snapshot(str(tmp_path / "file" / "snapshot"))
+    first.save(str(tmp_path / "state"))
+    snapshot = first.snapshot(str(tmp_path / "snapshot"))
+    assert snapshot.policy_version == 2
+    assert snapshot.nbytes == sum(leaf.nbytes for leaf in jax.tree.leaves(learner.state))
+    first.wait_saved()
+    while not first.snapshot_saved():
+        time.sleep(0.01)
+    for name in ("state", "snapshot"):
+        assert first.is_saved(str(tmp_path / name))
+        second = start(trainer={"max_skipped_steps": 2})
+        assert second.restore(str(tmp_path / name)) == second.policy_version() == 2
+        with pytest.raises(protocols.LibraError, match=r"max_skipped_steps: 3 steps in a row .* not finite"):
+            second.train_step(_batch(small, 2))
+
+
+def test_a_trainer_that_stands_by_compiles_what_another_has_met_and_goes_on_from_its_snapshot(
+    small, start, model_directory, request, tmp_path
+):
+    first = start()
+    first.train_step(_batch(small))
+    config = small.config(model={"path": model_directory}, trainer={"data": 2, "tensor": 2}, steps=10)
+    second = trainer.create(config_lib.to_dict(config), workdir="unused")
+    request.addfinalizer(second.shutdown)
+    assert second.stand_by().mesh["tensor"] == 2
+    assert second.shapes() == []
+    second.warm(first.shapes())
+    assert second.shapes() == first.shapes()
+    with pytest.raises(protocols.LibraError, match="holds no state yet"):
+        second.train_step(_batch(small))
+    first.snapshot(str(tmp_path / "snapshot"))
+    while not first.snapshot_saved():
+        time.sleep(0.01)
+    assert second.restore(str(tmp_path / "snapshot")) == 1
+    metrics, wanted = (actor.train_step(_batch(small, 1)) for actor in (second, first))
+    assert metrics["loss"] == pytest.approx(wanted["loss"], rel=1e-3)
+    assert metrics["compiled_shapes"] == wanted["compiled_shapes"], "nothing was left to compile"
 
 
 def test_export_writes_what_the_trainer_holds(small, start, tmp_path):

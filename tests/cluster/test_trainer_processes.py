@@ -1,0 +1,268 @@
+"""A trainer of several real processes against one of a single process; its state on the way between process sets."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import pathlib
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import psutil
+import pytest
+import trainer_processes as doubles
+
+from libra_jax import config as config_lib
+from libra_jax import protocols
+from libra_jax.cluster import inprocess, ray_cluster
+from libra_jax.coordinator import handover, process_set
+from libra_jax.interop import memfd
+from libra_jax.models import hf
+
+pytestmark = [pytest.mark.ray, pytest.mark.multiprocess, pytest.mark.slow]
+
+FOUR = protocols.MeshSizes(2, 2, 1)
+SPLIT = protocols.MeshSizes(1, 2, 2)
+
+
+class Bench:
+    """An event loop, a model, and clusters: Ray's, and this process with its eight devices."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.runner = asyncio.Runner()
+        self.folder = folder
+        self.model = doubles.write_model(folder / "model")
+        self.ray = ray_cluster.RayCluster(start_seconds=120, shutdown_seconds=30)
+        self.here = inprocess.InProcessCluster(shutdown_seconds=30)
+
+    def single(self, name: str) -> process_set.ProcessSet:
+        """A trainer of one process: this one."""
+        return process_set.ProcessSet(self.here, doubles.maker(self.model, FOUR), name=name)
+
+    def several(self, name: str, processes: int, sizes: protocols.MeshSizes = FOUR) -> process_set.ProcessSet:
+        return process_set.ProcessSet(self.ray, doubles.maker(self.model, sizes), processes=processes, name=name)
+
+
+@pytest.fixture(scope="module")
+def bench(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    made = Bench(tmp_path_factory.mktemp("processes"))
+    with made.runner:
+        yield made
+        made.runner.run(made.here.shutdown())
+        made.runner.run(made.ray.shutdown())
+
+
+async def _started(trainer: process_set.ProcessSet) -> process_set.ProcessSet:
+    await trainer.make()
+    info = await trainer.start()
+    assert (info.policy_version, info.mesh["data"] * info.mesh["fsdp"] * info.mesh["tensor"]) == (0, 4)
+    return trainer
+
+
+def _handover(bench: Bench, serving: process_set.ProcessSet, lock: asyncio.Lock) -> handover.Handover:
+    return handover.Handover(config_lib.DeadlineConfig(), serving=serving, lock=lock, workdir=bench.folder)
+
+
+async def _until(moving: handover.Handover, reached: Callable[[], bool]) -> None:
+    """Waits for that, or for the handover to fail."""
+    for _ in range(2000):
+        if reached():
+            return
+        assert not moving.progress.error
+        await asyncio.sleep(0.05)
+    raise AssertionError(f"stuck in {moving.progress}")
+
+
+@dataclasses.dataclass
+class Moves:
+    """60 steps of a trainer that moves from one process to two and back, beside one that stays.
+
+    Attributes:
+      curves: losses of the two.
+      phases: of the moves.
+      one: the trainer that stayed, in this process.
+      two: the set of two processes that has served, at an older version; it lives.
+    """
+
+    curves: tuple[list[float], list[float]]
+    phases: list[handover.Phases]
+    one: process_set.ProcessSet
+    two: process_set.ProcessSet
+
+
+@pytest.fixture(scope="module")
+def moves(bench: Bench) -> Moves:
+    async def body() -> Moves:
+        fixed, serving = await _started(bench.single("fixed")), await _started(bench.single("trainer-0"))
+        sets = [serving, bench.several("trainer", 2, SPLIT), bench.single("trainer-2")]
+        lock, phases = asyncio.Lock(), []
+        curves: tuple[list[float], list[float]] = ([], [])
+        moving = _handover(bench, serving, lock)
+        for version in range(60):
+            batch = doubles.batch(version, seed=version % 4)
+            if version in (10, 35):
+                moving.begin(sets[len(phases) + 1], SPLIT)
+            async with lock:
+                curves[0].append((await serving.train_step(batch))["loss"])
+            moving.missed(batch)
+            curves[1].append((await fixed.train_step(batch))["loss"])
+            if version in (15, 40):
+                await _until(moving, lambda: moving.progress.phase in ("restoring", "replaying", "ready"))
+            if version in (20, 45):
+                await _until(moving, lambda: moving.progress.ready)
+                async with lock:
+                    serving, took = await moving.take_over(version + 1, 30)
+                phases.append(took)
+        assert serving is sets[2]
+        for trainer in (sets[0], sets[2]):
+            await trainer.stop()
+        return Moves(curves, phases, fixed, sets[1])
+
+    return bench.runner.run(body())
+
+
+def test_a_run_that_moves_between_process_sets_keeps_its_loss_curve(bench, moves):
+    """Each successor replays what it missed."""
+    np.testing.assert_allclose(*moves.curves, rtol=1e-3)
+    assert moves.curves[1][-1] < 0.8 * moves.curves[1][0]
+    assert moves.phases[0].nbytes == moves.phases[1].nbytes > 0
+    assert all(phases.replayed >= 5 for phases in moves.phases)
+    assert not (bench.folder / handover.FOLDER).exists()
+
+
+def test_a_state_goes_round_process_sets_bit_for_bit_while_each_trains_on(bench, moves):
+    """From one process to two, four and one: parameters, moments, step and random key."""
+
+    async def body() -> None:
+        four = bench.several("four", 4)
+        await four.make()
+        await four.stand_by()
+        await four.warm(await moves.two.shapes())
+        assert await four.shapes() == await moves.two.shapes()
+        wanted, previous = await moves.one.bits(), moves.one
+        for trainer in (moves.two, four, moves.one):
+            at = str(bench.folder / "round" / trainer.name)
+            await previous.save(at)
+            await previous.train_step(doubles.batch(60))  # donates every buffer that is being saved
+            await previous.wait_saved()
+            assert await trainer.restore(at) == await trainer.policy_version() == 60
+            assert await trainer.bits() == wanted
+            previous = trainer
+        await four.stop()
+
+    bench.runner.run(body())
+
+
+async def _published(trainer: process_set.ProcessSet, version: int) -> list[tuple[Any, bytes]]:
+    """Entries and bytes of every bucket, read as an engine does."""
+    found = []
+    for index in range(await trainer.open_weights(version)):
+        bucket = await trainer.stage_weights(version, index)
+        with memfd.open_peer(bucket.transport) as memory:
+            found.append((bucket.entries, memory[: bucket.nbytes]))
+    await trainer.close_weights(version)
+    return found
+
+
+def test_two_processes_publish_and_export_the_bytes_of_one_and_take_its_steps(bench, moves):
+    async def body() -> None:
+        trainers = (moves.one, moves.two)
+        await moves.one.save(str(bench.folder / "same"))
+        await moves.one.wait_saved()
+        version = await moves.two.restore(str(bench.folder / "same"))
+        published = [await _published(trainer, version) for trainer in trainers]
+        assert published[0] == published[1]
+        for trainer in trainers:
+            await trainer.export(str(bench.folder / trainer.name))
+        files = [(bench.folder / trainer.name / "model.safetensors").read_bytes() for trainer in trainers]
+        assert files[0] == files[1]
+        for step in range(version, version + 3):
+            metrics = [await trainer.train_step(doubles.batch(step)) for trainer in trainers]
+            assert metrics[0].keys() == metrics[1].keys()
+            for name in ("loss", "grad_norm", "entropy", "mismatch/kl"):
+                assert metrics[1][name] == pytest.approx(metrics[0][name], rel=1e-3, abs=1e-6)
+        for trainer in trainers:
+            await trainer.export(str(bench.folder / trainer.name))
+        mine, theirs = [hf.load(bench.folder / trainer.name, doubles.shape()) for trainer in trainers]
+        for leaf, wanted in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True):
+            assert np.abs(leaf - wanted).max() <= 1e-3 * np.abs(wanted).max()
+
+    bench.runner.run(body())
+
+
+def test_several_processes_answer_what_is_wrong_with_the_sentence_of_one(bench, moves):
+    async def body() -> None:
+        taken = bench.folder / "taken"
+        taken.mkdir()
+        (taken / "other").write_text("")
+        for trainer in (moves.one, moves.two):
+            version = await trainer.policy_version()
+            with pytest.raises(protocols.LibraError, match=r"^the batch is for policy version 9 and the trainer holds"):
+                await trainer.train_step(doubles.batch(9))
+            with pytest.raises(protocols.DataError, match="taken: exists and holds no model"):
+                await trainer.export(str(taken))  # process 0 refuses, and the others wait for nothing
+            with pytest.raises(AttributeError, match="has no public method 'dance'"):
+                trainer.dance  # noqa: B018
+            await trainer.train_step(doubles.batch(version))
+
+    bench.runner.run(body())
+
+
+def _ends(pids: list[int], seconds: float = 60.0) -> set[int]:
+    """Those of the processes that still run after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while (left := {pid for pid in pids if _runs(pid)}) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_successor_that_is_killed_while_it_restores_leaves_the_serving_trainer_training(bench, moves):
+    async def body() -> None:
+        lock, stalled, one = asyncio.Lock(), bench.folder / "stalled", moves.one
+        moving = _handover(bench, one, lock)
+        cluster = ray_cluster.RayCluster(shutdown_seconds=3)  # its peer waits for it in vain
+        make = doubles.maker(bench.model, FOUR, stall=str(stalled))
+        moving.begin(process_set.ProcessSet(cluster, make, processes=2, name="trainer-3"), FOUR)
+        await _until(moving, stalled.exists)
+        assert moving.progress.phase == "restoring"
+        version = await one.policy_version()
+        batch = doubles.batch(version)
+        await one.train_step(batch)
+        moving.missed(batch)
+        pid = int(stalled.read_text())
+        os.kill(pid, signal.SIGKILL)
+        await _until(moving, lambda: moving.progress.phase == "failed")
+        wanted = rf"a mesh of data 2 x fsdp 2 x tensor 1 failed.*actor 'trainer-3\.1' is lost: its process {pid} died"
+        with pytest.raises(protocols.LibraError, match=wanted):
+            await moving.take_over(version + 1, 1)
+        assert not (bench.folder / handover.FOLDER).exists()
+        await one.train_step(doubles.batch(version + 1))
+
+    bench.runner.run(body())
+
+
+def test_a_killed_process_of_the_serving_set_is_named_and_none_of_its_peers_stays(bench, moves):
+    async def body() -> None:
+        two = moves.two
+        pids = [await actor.pid() for actor in two._actors]
+        version = await two.policy_version()
+        os.kill(pids[1], signal.SIGKILL)
+        async with asyncio.timeout(60):
+            with pytest.raises(protocols.WorkerLost, match=rf"^actor 'trainer\.1' is lost: its process {pids[1]} died"):
+                await two.train_step(doubles.batch(version))
+        await two.stop()
+        assert _ends(pids) == set()
+
+    bench.runner.run(body())
