@@ -135,7 +135,7 @@ class Elasticity:
             shares, begin = self._hybrid.shares(batch.policy_version), asyncio.get_running_loop().time()
             self._hybrid.begin(batch, shares)
             metrics = await train(batch, shares)
-            self._hybrid.finish(shares, metrics, asyncio.get_running_loop().time() - begin)
+            await self._hybrid.finish(shares, metrics, asyncio.get_running_loop().time() - begin)
         self.resizing.trained(batch)
         return metrics
 

@@ -24,6 +24,9 @@ from libra_jax.elastic.states import State
 SMOOTHING = 0.5
 """Weight of the last step in what is known of a replica's speed."""
 
+ANSWER_SECONDS = 0.2
+"""For a member's answer to come in after the trainer's."""
+
 LEAST_SPEED, MOST_SPEED = 0.05, 20.0
 """Of a replica, as a multiple of the core's: beyond, a measurement is taken for an accident."""
 
@@ -115,7 +118,7 @@ class HybridWorkers:
             work.add_done_callback(_looked_at)
             self._work[share.member] = work
 
-    def finish(self, shares: Sequence[protocols.Share], metrics: Mapping[str, float], seconds: float) -> None:
+    async def finish(self, shares: Sequence[protocols.Share], metrics: Mapping[str, float], seconds: float) -> None:
         """The step is over: a member that did not deliver is released, and the others' speed is measured.
 
         Args:
@@ -123,17 +126,21 @@ class HybridWorkers:
           metrics: the trainer's.
           seconds: that the trainer took.
         """
-        now = self._loop.time()
         work, self._work = self._work, {}
+        if not shares:
+            return
+        # Sums go straight to the trainer, which may be done before the members' answers come here.
+        await asyncio.wait(work.values(), timeout=ANSWER_SECONDS)
+        now = self._loop.time()
         told: dict[str, Mapping[str, float]] = {}
         for share in shares:
             name, task = share.member, work[share.member]
-            late = f"shares/late/{name}" in metrics
-            if not late and task.done() and not task.cancelled() and task.exception() is None:
-                told[name] = task.result()
-                self._useful(name, "first_step", now)
-                continue
             error = task.exception() if task.done() and not task.cancelled() else None
+            if error is None and f"shares/late/{name}" not in metrics:
+                self._useful(name, "first_step", now)
+                if task.done():
+                    told[name] = task.result()
+                continue
             deadlines.abandon(task)
             worker = self.pool.worker(name)
             if isinstance(error, protocols.WorkerLost | protocols.DeadlineMissed):

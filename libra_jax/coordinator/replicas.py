@@ -64,15 +64,16 @@ class Replicas:
         self._held: tuple[int, Sequence[protocols.WeightBucket]] = protocols.NO_VERSION, ()
 
     async def start(self) -> None:
-        """Starts every process, so that a borrow finds it warm; one that does not start is tried again then."""
+        """Starts every process and compiles, so that a borrow finds it warm; what fails is tried again then."""
 
         async def guarded(worker: str) -> None:
             try:
                 await self.ensure(worker)
+                await self.warm(worker)
             except protocols.ConfigError:
                 raise
             except protocols.LibraError as error:
-                self._recorder.note(f"The replica of {worker} did not start, and is tried again when needed: {error}")
+                self._recorder.note(f"The replica of {worker} is not ready, and is tried again when needed: {error}")
 
         await failure.together(*(guarded(worker) for worker in self._replicas))
 

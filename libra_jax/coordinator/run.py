@@ -161,9 +161,9 @@ class Coordinator:
                 "there."
             )
             return self._summary
-        with signals.caught(self.request_stop):
+        with signals.caught(self.request_stop) as catch_again:
             try:
-                await self._run(newest)
+                await self._run(newest, catch_again)
             finally:
                 await self._close()
         return self._summary
@@ -173,10 +173,12 @@ class Coordinator:
         self._recorder.note("Stopping after the training step under way; a second signal ends at once.")
         self._ending.call(failure.Stopped())
 
-    async def _run(self, newest: int) -> None:
+    async def _run(self, newest: int, catch_again: Callable[[], None]) -> None:
         try:
             replanned = newest >= 0 and self._take_up_plan(newest)
-            self._build(await self._ending.race(self._start_workers()))
+            trainer = await self._ending.race(self._start_workers())
+            catch_again()
+            self._build(trainer)
             if newest >= 0:
                 await self._restore(newest)
             if replanned:

@@ -9,8 +9,11 @@ from collections.abc import Callable, Iterator
 
 
 @contextlib.contextmanager
-def caught(stop: Callable[[], None]) -> Iterator[None]:
+def caught(stop: Callable[[], None]) -> Iterator[Callable[[], None]]:
     """Calls `stop` at the first signal of each kind; a second one has its usual effect.
+
+    Yields what is to be called after libraries have been started that put handlers of their own in the place of these
+    (Ray's prints a stack trace at SIGTERM, and aborts at the second).
 
     Catches nothing on a thread other than the main one, nor on an event loop that does not (a simulation's).
     """
@@ -28,8 +31,13 @@ def caught(stop: Callable[[], None]) -> Iterator[None]:
         with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
             loop.add_signal_handler(number, once, number)
             numbers.append(number)
+
+    def again() -> None:
+        for number in numbers:
+            loop.add_signal_handler(number, once, number)
+
     try:
-        yield
+        yield again
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)

@@ -76,6 +76,8 @@ class MemfdWeightTransferEngine(base.WeightTransferEngine[MemfdInitInfo, MemfdUp
     def _memory(self, address: Mapping[str, Any]) -> mmap.mmap:
         key = (address["pid"], address["fd"], address["inode"])
         if key not in self._mappings:
+            # A trainer that has moved to other processes publishes from there: what those before published can go.
+            self._mappings = {old: kept for old, kept in self._mappings.items() if old[0] == address["pid"]}
             self._mappings[key] = memfd.open_peer(address)
         return self._mappings[key]
 

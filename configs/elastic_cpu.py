@@ -1,0 +1,91 @@
+"""A hybrid worker on two CPU cores: it rolls out while answers are long, and helps to train while they are short.
+
+The core has core 0, for the trainer and one instance. The hybrid worker has core 1: its instance decodes there, or its
+replica computes a part of every training step, and the other of the two sleeps. Tasks drift by a curriculum: for ten
+steps, expressions that one call solves, after a long preamble, which costs training more than rollout; then ten of
+nested ones without, which take several calls. A step of a phase that does not suit the worker's side takes longer, and
+after two looks that agree it changes.
+
+Where the others stay as they are: `rollout`, the worker rolls out, always; `training`, core 1 is the trainer's as
+well, always; `apart`, the trainer has core 0 and the only instance core 1; `shared`, both may use both cores.
+
+  python launch/train.py --config=configs/elastic_cpu.py
+  python launch/train.py --config=configs/elastic_cpu.py:shared
+"""
+
+import ml_collections
+
+from libra_jax import config as libra_config
+
+VARIANTS = ("elastic", "rollout", "training", "apart", "shared")
+
+PHASE_STEPS = 10
+"""Training steps of a phase of the curriculum."""
+
+
+def get_config(variant: str = "elastic") -> ml_collections.ConfigDict:
+    """The run with the hybrid worker, or one of the splits that stay."""
+    if variant not in VARIANTS:
+        raise ValueError(f"configs/elastic_cpu.py has {', '.join(VARIANTS)}, not {variant!r}")
+    config = ml_collections.ConfigDict(libra_config.to_dict(libra_config.RunConfig()))
+    config.name = "elastic_cpu" if variant == "elastic" else f"elastic_cpu-{variant}"
+    config.steps = 4 * PHASE_STEPS
+
+    config.model.preset = "libra-tiny"
+    config.model.attention_chunk = 64  # dialogues are short: small blocks skip most of a packed row
+
+    config.coordinator.groups_per_step = 12
+    config.coordinator.group_size = 8
+    config.coordinator.staleness = 1  # rollout and training side by side
+
+    config.task.source = "libra_jax.agents.calculator:task_source"
+    config.task.environment = "libra_jax.agents.calculator:environment"
+    config.task.arguments = {
+        "phases": (("plain", 300), ("nested", 0)),
+        "phase_tasks": PHASE_STEPS * config.coordinator.groups_per_step,
+    }
+    config.task.environment_arguments = {"stepwise": True, "return_width": 20}
+    config.task.max_turns = 5
+
+    config.rollout.tensor_parallel = (1, 1)
+    config.rollout.slots = 16  # few at a time: decoding costs as much as training
+    config.rollout.max_context = 448
+    config.rollout.max_tokens = 24
+    config.rollout.kv_cache_gib = 0.25
+    config.rollout.cores = (0, 1)
+
+    config.cluster.backend = "ray"  # replicas are processes of their own
+    config.elastic.hybrid = 1
+    config.elastic.cores = (1,)
+    config.elastic.cooldown = 3
+    config.planner.horizon = 10  # steps over which a change has to pay
+
+    config.optimizer.learning_rate = 4e-4
+    config.optimizer.warmup_steps = 5
+
+    config.trainer.platform = "cpu"
+    config.trainer.cores = (0,)
+    config.trainer.row_tokens = 448
+    config.trainer.rows_per_micro_batch = 4
+
+    config.warm_start.steps = 150
+    config.warm_start.batch_size = 64
+    config.warm_start.learning_rate = 1e-3
+    config.warm_start.target_loss = 0.06
+
+    config.checkpoint.every = 0
+    if variant != "elastic":
+        _stay(config, variant)
+    return config
+
+
+def _stay(config: ml_collections.ConfigDict, variant: str) -> None:
+    """Without a hybrid worker."""
+    config.elastic.hybrid, config.elastic.cores = 0, ()
+    if variant == "rollout":
+        return
+    config.rollout.tensor_parallel = (1,)
+    config.rollout.cores = {"training": (0,), "apart": (1,), "shared": ()}[variant]
+    config.trainer.cores = {"training": (0, 1), "apart": (0,), "shared": ()}[variant]
+    if variant == "training":
+        config.trainer.data = 2
