@@ -46,12 +46,27 @@ def describe(config: libra_config.RunConfig) -> str:
         f"{parameters * wire / len(devices) / 2**30:.2f} GiB of weights a device"
         for index, (devices, slots) in enumerate(zip(parts.instances, config.rollout.instance_slots, strict=True))
     ]
+    lines += _elastic(config)
     batch = config.coordinator.groups_per_step * config.coordinator.group_size
     lines.append(
         f"step        {config.coordinator.groups_per_step} prompts x {config.coordinator.group_size} attempts = "
         f"{batch} trajectories, staleness at most {config.coordinator.staleness}"
     )
     return "\n".join(lines)
+
+
+def _elastic(config: libra_config.RunConfig) -> list[str]:
+    """What may change sides or size while the run goes on."""
+    elastic, lines = config.elastic, []
+    if elastic.hybrid:
+        count = len(config.rollout.tensor_parallel)
+        names = ", ".join(placement.instance_name(number) for number in range(count - elastic.hybrid, count))
+        replica = config.trainer.fsdp * config.trainer.tensor
+        lines.append(f"hybrid      {names}: also a replica of the trainer, over {replica} device{'s' * (replica > 1)}")
+    if elastic.resize:
+        most = config.trainer.devices + elastic.spare_devices
+        lines.append(f"resize      plans may change the mesh, to at most {most} devices in the trainer's process")
+    return lines
 
 
 def _ordinals(devices: tuple[int, ...]) -> str:

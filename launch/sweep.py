@@ -28,6 +28,7 @@ from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.planning import costs
 from libra_jax.simulator import comparison, pools, report, settings
+from libra_jax.telemetry import page, pool_picture, timeline, transitions
 
 LAST = 5
 """The last fifth of a run's steps is told apart: what it ends at, once lengths have drifted."""
@@ -78,7 +79,8 @@ def main() -> None:
     summary = {name: [dict(entry) for entry in entries] for name, entries in results.items()}
     (folder / "sweep.json").write_text(json.dumps(summary, indent=2) + "\n")
     _draw(folder / "sweep.svg", results)
-    print(f"wrote {folder / 'sweep.json'} and {folder / 'sweep.svg'}")
+    drawn = [folder / "sweep.svg", *(picture for job in jobs if (picture := _draw_pools(job)) is not None)]
+    print(f"wrote {folder / 'sweep.json'} and {', '.join(map(str, drawn))}")
 
 
 def _job(name: str, seed: int, folder: Path) -> Job:
@@ -190,6 +192,7 @@ def result_of(run: settings.SimulatedRun) -> dict[str, Any]:
     result = comparison.simulate(run)
     entry = comparison.entry_of(run, result)
     moved = [decision for decision in result.decisions if decision["moved"]]
+    moved += [change for change in result.transitions if change["outcome"] == "done" and change["worker"] != "trainer"]
     errors = [step["plan/step_error"] for step in result.steps if "plan/step_error" in step]
     saved = [step["plan/saved_seconds"] for step in result.steps if "plan/saved_seconds" in step]
     return {
@@ -198,6 +201,9 @@ def result_of(run: settings.SimulatedRun) -> dict[str, Any]:
         "moves": len(moved),
         "saved_seconds": sum(saved),
         "plan_error": statistics.fmean(errors) if errors else None,
+        "transitions": list(result.transitions),
+        "pools": [(sizes.start, dict(sizes.devices)) for sizes in result.pool_sizes],
+        "seconds": result.seconds,
         "step_times": list(result.step_seconds),
         "end_seconds": statistics.fmean(result.step_seconds[-max(1, len(result.step_seconds) // LAST) :]),
     }
@@ -259,6 +265,18 @@ def _draw(path: Path, results: Mapping[str, Sequence[Mapping[str, Any]]]) -> Non
         axes.set_xlabel("generated tokens a second (mean over seeds, +- one standard deviation)")
         axes.spines[["top", "right"]].set_visible(False)
         drawn.savefig(path, metadata={"Date": None})
+
+
+def _draw_pools(job: Job) -> Path | None:
+    """The pools over a run in which workers changed sides, beside its result."""
+    entry = _read(job.file)
+    if job.moved or not entry.get("transitions"):
+        return None
+    sizes = [timeline.PoolSizes(start, devices) for start, devices in entry["pools"]]
+    changes = [transitions.parse(record) for record in entry["transitions"]]
+    picture = job.file.with_suffix(".pools.svg")
+    picture.write_text(page.standalone(pool_picture.draw(sizes, changes, end=entry["seconds"])))
+    return picture
 
 
 def _say(line: str) -> None:

@@ -182,8 +182,9 @@ class HybridWorkers:
             return metrics
         now = self._loop.time()
         ask = self.pool.borrow if decision.kind == "borrow" else self.pool.release
-        self._recorder.note(f"Hybrid worker {decision.worker}, {decision.kind}: {decision.why}")
-        self._go(ask(decision.worker, decision.why, now))
+        self._recorder.note(f"Hybrid workers, {decision.kind} {', '.join(decision.workers)}: {decision.why}.")
+        for name in decision.workers:
+            self._go(ask(name, decision.why, now))
         self._disturbed = True
         return metrics
 

@@ -1,4 +1,4 @@
-"""When a hybrid worker is borrowed for training and when it is released: one at a time, and never to and fro.
+"""When hybrid workers are borrowed for training and when they are released: never to and fro.
 
 Each look scales what the last step took to the arrangements that one change leads to: training goes faster by the speed
 of each worker that trains, the core's own being 1; rollout takes time inversely to its slots; what else the trainer
@@ -99,7 +99,7 @@ class Decision:
     Attributes:
       step: training step.
       kind: what to do now.
-      worker: with whom; empty if all stay.
+      workers: with whom; empty if all stay.
       why: a sentence with the numbers.
       now_seconds: of a step as things are, as predicted.
       then_seconds: likewise after the change, or, if all stay, after the best that was looked at. Where nothing was
@@ -108,7 +108,7 @@ class Decision:
 
     step: int
     kind: Kind
-    worker: str
+    workers: tuple[str, ...]
     why: str
     now_seconds: float
     then_seconds: float
@@ -124,7 +124,7 @@ class _Change:
     """
 
     kind: Kind
-    worker: str
+    workers: tuple[str, ...]
     before: frozenset[str]
     after: frozenset[str]
     predicted: float
@@ -194,22 +194,34 @@ class Borrowing:
             )
         against, numbers = self._against(sight, best, now), _numbers(sight, best, now)
         if against is not None:
-            return Decision(sight.step, "stay", "", f"{numbers}: {against}", now, best.seconds)
+            return Decision(sight.step, "stay", (), f"{numbers}: {against}", now, best.seconds)
         self._promise = best
-        return self._change(sight, best.kind, best.worker, numbers, now, best.seconds)
+        return self._change(sight, best.kind, best.workers, numbers, now, best.seconds)
 
     def _changes(self, sight: Sight) -> list[_Change]:
-        """Those that there are, of workers that have waited for long enough, and what each promises."""
+        """Those that there are, of one worker or several that have waited for long enough, and what each promises."""
         before, changes = sight.training, []
-        for worker in sight.workers:
-            after = before ^ {worker.name}
-            cooling = sight.step - self._changed.get(worker.name, -math.inf) < self._config.cooldown
-            if cooling or (not worker.trains and sight.instances(after) < self._config.floor):
-                continue
-            predicted = predict(sight, after, synchronous=self._synchronous)
-            seconds = predicted * self._short.get((before, after), 1.0)
-            kind: Kind = "release" if worker.trains else "borrow"
-            changes.append(_Change(kind, worker.name, before, after, predicted, seconds))
+        free = [
+            worker
+            for worker in sight.workers
+            if sight.step - self._changed.get(worker.name, -math.inf) >= self._config.cooldown
+        ]
+        kinds: tuple[Kind, Kind] = ("borrow", "release")
+        for kind in kinds:
+            # Who is given to training first trains most for what is lost to rollout, and comes back last.
+            able = sorted(
+                (worker for worker in free if worker.trains == (kind == "release")),
+                key=lambda worker: worker.slots / max(worker.speed, 1e-9),
+                reverse=kind == "release",
+            )
+            for count in range(1, len(able) + 1):
+                workers = tuple(worker.name for worker in able[:count])
+                after = before ^ set(workers)
+                if kind == "borrow" and sight.instances(after) < self._config.floor:
+                    break
+                predicted = predict(sight, after, synchronous=self._synchronous)
+                seconds = predicted * self._short.get((before, after), 1.0)
+                changes.append(_Change(kind, workers, before, after, predicted, seconds))
         return changes
 
     def _against(self, sight: Sight, best: _Change, now: float) -> str | None:
@@ -232,17 +244,19 @@ class Borrowing:
         """Too few roll out, as when an instance of the core is lost: whoever has most slots is released at once."""
         worker = max((worker for worker in sight.workers if worker.trains), key=lambda worker: worker.slots)
         why = f"{sight.instances(sight.training)} instances roll out, fewer than elastic.floor = {self._config.floor}"
-        return self._change(sight, "release", worker.name, why, sight.step_seconds, sight.step_seconds)
+        return self._change(sight, "release", (worker.name,), why, sight.step_seconds, sight.step_seconds)
 
     def _stay(self, sight: Sight, why: str) -> Decision:
         """Nothing was predicted."""
-        return Decision(sight.step, "stay", "", why, sight.step_seconds, sight.step_seconds)
+        return Decision(sight.step, "stay", (), why, sight.step_seconds, sight.step_seconds)
 
-    def _change(self, sight: Sight, kind: Kind, worker: str, why: str, now: float, then: float) -> Decision:
+    def _change(
+        self, sight: Sight, kind: Kind, workers: tuple[str, ...], why: str, now: float, then: float
+    ) -> Decision:
         self._said.clear()
         self._brought.clear()
-        self._changed[worker] = sight.step
-        return Decision(sight.step, kind, worker, why, now, then)
+        self._changed.update(dict.fromkeys(workers, sight.step))
+        return Decision(sight.step, kind, workers, why, now, then)
 
     def _learn(self, sight: Sight, now: float) -> None:
         """What the last change brought, by the shortest of the first steps since: one may be long by chance."""
@@ -265,6 +279,6 @@ def _numbers(sight: Sight, best: _Change, now: float) -> str:
     side = "in training" if best.kind == "borrow" else "back in rollout"
     return (
         f"training takes {sight.train_seconds:.1f} s, rollout {sight.rollout_seconds:.1f} s, and the trainer waits "
-        f"{sight.wait_seconds:.1f} s; with {best.worker} {side} a step takes {best.seconds:.1f} s instead of "
-        f"{now:.1f} s, {gain:.1f}% less"
+        f"{sight.wait_seconds:.1f} s; with {', '.join(best.workers)} {side} a step takes {best.seconds:.1f} s instead "
+        f"of {now:.1f} s, {gain:.1f}% less"
     )

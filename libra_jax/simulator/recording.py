@@ -128,6 +128,11 @@ def read(workdir: Path) -> Recording:
             f"{workdir / files.PLANS_FILE}: the run moved to another plan, and a twin has one layout; record a run "
             "with planner.shadow, or with planner.period at 0"
         )
+    if any(change.get("outcome") == "done" for change in files.whole_json_lines(workdir / files.TRANSITIONS_FILE)):
+        raise protocols.DataError(
+            f"{workdir / files.TRANSITIONS_FILE}: workers changed sides or size in the run, and a twin has one layout; "
+            "record a run with elastic.hybrid at 0"
+        )
     numbers = _numbers(workdir / metrics.METRICS_FILE, config)
     records = trace.read(workdir / trace.TRACE_FILE)
     played = traces.read(workdir / trace.TRACE_FILE)

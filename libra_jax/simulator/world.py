@@ -123,6 +123,8 @@ class Result:
       duplicated_trajectories: attempts trained more than once.
       steps: each step's metrics, as the coordinator reported them.
       decisions: the planner's looks, likewise.
+      transitions: what changed sides or size, likewise.
+      pool_sizes: devices of each pool, whenever they changed.
       notes: the coordinator's sentences.
       wall_seconds: real time that the simulation took.
     """
@@ -147,6 +149,8 @@ class Result:
     duplicated_trajectories: int
     steps: tuple[Mapping[str, float], ...]
     decisions: tuple[Mapping[str, Any], ...]
+    transitions: tuple[Mapping[str, Any], ...]
+    pool_sizes: tuple[timeline.PoolSizes, ...]
     notes: tuple[str, ...]
     wall_seconds: float
 
@@ -413,6 +417,8 @@ def _result(
         duplicated_trajectories=sum(count > 1 for count in log.trained.values()),
         steps=tuple(steps),
         decisions=tuple(recorder.decisions),
+        transitions=tuple(recorder.transitions),
+        pool_sizes=tuple(recorder.pool_sizes),
         notes=tuple(recorder.notes),
         wall_seconds=wall,
     )

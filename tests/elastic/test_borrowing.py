@@ -75,10 +75,10 @@ class World:
     def follow(self, decision: borrowing.Decision) -> bool:
         """Does what was decided; whether that was anything."""
         if decision.kind == "stay":
-            assert decision.worker == ""
+            assert decision.workers == ()
             return False
-        assert (decision.worker in self.training) == (decision.kind == "release")
-        self.training ^= {decision.worker}
+        assert all((worker in self.training) == (decision.kind == "release") for worker in decision.workers)
+        self.training ^= set(decision.workers)
         return True
 
 
@@ -105,7 +105,7 @@ def test_a_run_that_waits_for_training_borrows_and_says_why():
     assert second == borrowing.Decision(
         2,
         "borrow",
-        "engine-0",
+        ("engine-0",),
         "training takes 20.0 s, rollout 5.0 s, and the trainer waits 0.0 s; with engine-0 in training a step takes "
         "11.0 s instead of 21.0 s, 47.6% less",
         pytest.approx(21.0),
@@ -136,10 +136,13 @@ def test_stages_that_take_turns_are_weighed_by_their_sum():
     assert kinds(world, decider(world), 5) == ["stay"] * 5
 
 
-def test_of_several_workers_it_borrows_the_one_that_helps_most():
-    world = World(train=20.0, rollout=40.0, hybrids=((8, 0.5), (2, 1.0), (8, 1.0)))
+def test_of_several_workers_it_borrows_first_who_helps_most_and_as_many_as_help():
+    world = World(train=20.0, rollout=150.0, hybrids=((8, 0.5), (2, 1.0), (8, 1.0)))  # 20 s; 10 and 7.5 s with one
     assert [made for made in kinds(world, decider(world), 2) if made != "stay"] == ["borrow"]
     assert world.training == {"engine-1"}
+    world = World(train=100.0, rollout=40.0, hybrids=((8, 0.5), (2, 1.0), (8, 1.0)))
+    kinds(world, decider(world), 2)
+    assert world.training == {"engine-0", "engine-1", "engine-2"}
 
 
 def test_a_floor_of_instances_always_rolls_out():
@@ -155,7 +158,7 @@ def test_below_the_floor_a_worker_is_released_at_once():
     world = World(train=100.0, rollout=1.0, hybrids=((4, 1.0), (8, 1.0)), training=frozenset({"engine-0", "engine-1"}))
     made = decider(world)
     decision = made.look(world.sight(1, core_instances=0, core_slots=0, disturbed=True))
-    assert (decision.kind, decision.worker) == ("release", "engine-1")
+    assert (decision.kind, decision.workers) == ("release", ("engine-1",))
     assert decision.why == "0 instances roll out, fewer than elastic.floor = 1"
     world.follow(decision)
     assert kinds(world, made, 1, first=2, core_instances=0, core_slots=0, disturbed=True) == ["stay"]
@@ -209,8 +212,12 @@ def test_with_nobody_at_rest_all_stay():
 
 
 def test_each_of_several_changes_is_waited_for_anew():
-    world = World(train=100.0, rollout=40.0, hybrids=((4, 1.0),) * 2)
-    assert kinds(world, decider(world), 5) == ["stay", "borrow", "stay", "borrow", "stay"]
+    world = World(train=20.0, rollout=100.0, hybrids=((4, 1.0),) * 2)  # one trains
+    made = decider(world)
+    assert kinds(world, made, 2) == ["stay", "borrow"]
+    world.train = 100.0  # both
+    assert kinds(world, made, 3, first=3) == ["stay", "borrow", "stay"]
+    assert len(world.training) == 2
 
 
 def test_a_borrow_that_failed_is_tried_again_after_the_cooldown():

@@ -37,9 +37,11 @@ class Restless:
 
     def look(self, sight: borrowing.Sight) -> borrowing.Decision:
         if not sight.workers or self._rng.random() < 0.3:
-            return borrowing.Decision(sight.step, "stay", "", "", 1.0, 1.0)
-        worker = self._rng.choice(sight.workers)
-        return borrowing.Decision(sight.step, "release" if worker.trains else "borrow", worker.name, "chance", 1.0, 1.0)
+            return borrowing.Decision(sight.step, "stay", (), "", 1.0, 1.0)
+        kind = self._rng.choice(["release" if worker.trains else "borrow" for worker in sight.workers])
+        able = [worker.name for worker in sight.workers if worker.trains == (kind == "release")]
+        workers = tuple(self._rng.sample(able, self._rng.randint(1, len(able))))
+        return borrowing.Decision(sight.step, kind, workers, "chance", 1.0, 1.0)
 
 
 BREAKABLE = ("draining", "fetching", "warming", "joining", "training", "leaving")

@@ -1,0 +1,106 @@
+"""A real run whose hybrid worker changes sides whenever it can, and whose processes are killed on the way.
+
+  PYTHONPATH=.:launch python restless_run.py WORKDIR STEPS [STATE:VICTIM ...]
+
+Each STATE:VICTIM, in this order, is one kill -9 as the worker comes into that state: of its replica, its engine, or
+the core trainer, which ends the run. Prints a line for each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import wiring
+from configs import quickstart
+from libra_jax import config as libra_config
+from libra_jax import protocols
+from libra_jax.coordinator import hybrid
+from libra_jax.elastic import borrowing, pool
+from libra_jax.elastic.states import State
+
+GROUPS, ATTEMPTS = 4, 2
+
+
+def config(steps: int) -> libra_config.RunConfig:
+    values = quickstart.get_config()
+    values.name, values.steps = "restless", steps
+    values.coordinator.update({"groups_per_step": GROUPS, "group_size": ATTEMPTS, "staleness": 1})
+    values.rollout.update({"tensor_parallel": (1, 1), "slots": 4, "max_tokens": 24, "kv_cache_gib": 0.1})
+    values.rollout.restarts = 20
+    values.trainer.rows_per_micro_batch = 2
+    values.warm_start.steps = values.evaluation.every = 0
+    values.checkpoint.every = 1
+    values.cluster.backend = "ray"
+    values.elastic.update({"hybrid": 1, "restarts": 20, "late_seconds": 30.0})
+    values.telemetry.update({"report": False, "tensorboard": False})
+    return libra_config.parse(libra_config.RunConfig, values.to_dict())
+
+
+class Restless:
+    """In place of `borrowing.Borrowing`: who is at rest is told to change sides, after every third step."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def look(self, sight: borrowing.Sight) -> borrowing.Decision:
+        if not sight.workers or sight.step % 3:
+            return borrowing.Decision(sight.step, "stay", (), "", 1.0, 1.0)
+        (worker,) = sight.workers
+        kind: borrowing.Kind = "release" if worker.trains else "borrow"
+        return borrowing.Decision(sight.step, kind, (worker.name,), "it is restless", 1.0, 1.0)
+
+
+class Killer:
+    """Kills as told, one after the other."""
+
+    def __init__(self, plan: list[str]) -> None:
+        self.plan = [tuple(item.split(":")) for item in plan]
+
+    def came_into(self, workers: hybrid.HybridWorkers, worker: pool.Worker) -> None:
+        if self.plan and worker.state == self.plan[0][0]:
+            state, victim = self.plan.pop(0)
+            for pid in self._processes(workers, worker.name, victim):
+                os.kill(pid, signal.SIGKILL)
+            print(f"killed {victim} {state}", flush=True)
+
+    @staticmethod
+    def _processes(workers: Any, name: str, victim: str) -> list[int]:
+        actors = workers._members._cluster._actors
+        if victim == "engine":
+            return list(workers._engines.engines[name].info.process_ids)
+        return [actors["trainer" if victim == "trainer" else name.replace("rollout", "replica")].birth.pid]
+
+
+def main() -> None:
+    workdir, steps, killer = Path(sys.argv[1]), int(sys.argv[2]), Killer(sys.argv[3:])
+    borrowing.Borrowing = Restless  # type: ignore[misc, assignment]
+    in_state, rested = hybrid.HybridWorkers._in_state, hybrid.HybridWorkers._rested
+
+    def watched(self: hybrid.HybridWorkers, worker: pool.Worker) -> Any:
+        killer.came_into(self, worker)
+        return in_state(self, worker)
+
+    def at_rest(self: hybrid.HybridWorkers, worker: pool.Worker, outcome: str, why: str) -> None:
+        rested(self, worker, outcome, why)
+        if worker.state is State.TRAINING:
+            killer.came_into(self, worker)
+
+    hybrid.HybridWorkers._in_state = watched  # type: ignore[method-assign]
+    hybrid.HybridWorkers._rested = at_rest  # type: ignore[method-assign]
+    run = config(steps)
+    wiring.validate(run, need_weights=True)
+    try:
+        asyncio.run(wiring.train(run, wiring.open_workdir(run, str(workdir))))
+    except protocols.LibraError as error:
+        print(f"error: {error}", flush=True)
+        raise SystemExit(1) from None
+    print(f"left to kill: {len(killer.plan)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""A real run (vLLM and JAX) with a hybrid worker whose processes are killed in every state of its transitions."""
+
+import collections
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import scripts
+
+KILLS = (
+    "training:replica",
+    "draining:engine",
+    "fetching:replica",
+    "warming:replica",
+    "joining:replica",
+    "leaving:replica",
+    "activating:engine",
+)
+
+pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow, pytest.mark.multiprocess]
+
+
+def run(workdir: Path, steps: int, *kills: str) -> subprocess.CompletedProcess[str]:
+    paths = [str(scripts.ROOT), str(scripts.ROOT / "launch"), os.environ.get("PYTHONPATH", "")]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "JAX_COMPILATION_CACHE_DIR": str(workdir.with_suffix(".cache")),
+    }
+    script = Path(__file__).parent / "restless_run.py"
+    command = [sys.executable, str(script), str(workdir), str(steps), *kills]
+    before = {process.pid for process in psutil.process_iter()}
+    done = subprocess.run(
+        command, cwd=scripts.ROOT, env=environment, capture_output=True, text=True, timeout=420, check=False
+    )
+    left = [process for process in psutil.process_iter(["name", "cmdline"]) if process.pid not in before]
+    mine = [process.info for process in left if str(workdir) in " ".join(process.info["cmdline"] or ())]
+    assert not mine, "a process was left behind"
+    return done
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.timeout(900)
+def test_whatever_is_killed_in_whatever_state_every_prompt_is_trained_once(tmp_path):
+    workdir = tmp_path / "run"
+    first = run(workdir, 2_000, *KILLS, "joining:trainer")
+    assert first.stdout.count("killed ") == len(KILLS) + 1, first.stdout + first.stderr
+    assert first.returncode == 1
+    assert "error: " in first.stdout
+    assert "trainer" in first.stdout.splitlines()[-1]
+    failed = [item for item in lines(workdir / "transitions.jsonl") if item["outcome"] == "failed"]
+    states = {next(reversed(item["phases"]), item["from"]) for item in failed}
+    assert {"training", "draining", "fetching", "warming", "joining", "leaving"} <= states
+    taken = max(step["step"] for step in lines(workdir / "metrics.jsonl"))
+
+    second = run(workdir, taken + 12)
+    assert second.returncode == 0, second.stdout + second.stderr
+    trace = lines(workdir / "trace.jsonl")
+    trained = collections.Counter(record["trajectory_id"] for record in trace)
+    assert set(trained.values()) == {1}
+    assert len(trained) == (taken + 12) * 4 * 2
+    steps = [step for step in lines(workdir / "metrics.jsonl") if "loss" in step]
+    assert [step["step"] for step in steps] == list(range(1, taken + 13))
+    assert all(step["staleness/max"] <= 1 for step in steps)
+    assert sum(step.get("shares/micro_batches", 0) for step in steps) > 0
+    assert sum(step.get("shares/refused", 0) for step in steps) == 0
+    moved = [item for item in lines(workdir / "transitions.jsonl") if item["outcome"] == "done"]
+    assert {item["to"] for item in moved} == {"training", "rollout"}
