@@ -617,7 +617,10 @@ class Snapshot:
 
 
 class Trainer(Protocol):
-    """The trainer as the coordinator sees it. One call at a time; the caller sets deadlines."""
+    """The trainer as the coordinator sees it. One call at a time; the caller sets deadlines.
+
+    Only `listen`, `connect` and `dismiss` may come at any time, for members that a step under way has no share of.
+    """
 
     async def start(self) -> TrainerInfo:
         """Builds the mesh and the train state (from `model` in the config) on its devices."""

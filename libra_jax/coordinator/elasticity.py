@@ -93,7 +93,6 @@ class Elasticity:
                 members=members,
                 trainer=trainer,
                 core_devices=sizes.devices,
-                trainer_lock=trainer_lock,
                 recorder=recorder,
                 ending=ending,
             )

@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
 import statistics
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from libra_jax import config as configuration
-from libra_jax import protocols, turns
+from libra_jax import protocols
 from libra_jax.coordinator import deadlines, failure, instances, replicas, reports
 from libra_jax.elastic import borrowing, pool, states
 from libra_jax.elastic.states import State
 
 SMOOTHING = 0.5
 """Weight of the last step in what is known of a replica's speed."""
+
+READY_MARGIN, READY_SHARE = 1.5, 0.1
+"""To join the next step, a worker sets out so many times its last way before it, and that share of a step earlier."""
 
 ANSWER_SECONDS = 0.2
 """For a member's answer to come in after the trainer's."""
@@ -49,7 +51,6 @@ class HybridWorkers:
       members: the workers' replicas.
       trainer: the trainer's proxy.
       core_devices: that it has: until replicas have shown their speed, they count by theirs.
-      trainer_lock: held while the trainer is asked for anything.
       recorder: gets each transition, and the devices of each pool.
       ending: ends with transitions under way.
 
@@ -66,7 +67,6 @@ class HybridWorkers:
         members: replicas.Replicas,
         trainer: Any,
         core_devices: int,
-        trainer_lock: asyncio.Lock,
         recorder: protocols.Recorder,
         ending: failure.Ending,
     ) -> None:
@@ -76,7 +76,6 @@ class HybridWorkers:
         self._engines = engines
         self._members = members
         self._trainer = trainer
-        self._lock = trainer_lock
         self._recorder = recorder
         self._ending = ending
         self._steps = config.steps
@@ -95,6 +94,9 @@ class HybridWorkers:
         self._speed = {name: engines.engines[name].devices / core_devices for name in self._names}
         self._step = 0
         self._work: dict[str, asyncio.Task[Mapping[str, float]]] = {}  # shares that are being computed
+        self._coming: list[tuple[str, str]] = []  # who is to be borrowed during the next step, and why
+        self._timer: asyncio.TimerHandle | None = None
+        self._ready_seconds = 0.0  # of the last way to training
         self._pending: dict[str, dict[str, Any]] = {}  # transitions whose first useful step or token is to come
         self._bytes: dict[str, int] = {}
         self._stalls: dict[str, float] = {}
@@ -112,7 +114,9 @@ class HybridWorkers:
         return tuple(protocols.Share(name, epoch, self._speed[name] / whole) for name, epoch in ready.items())
 
     def begin(self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share]) -> None:
-        """The members begin to compute; `finish` sees what came of it."""
+        """The members begin to compute, and who is borrowed sets out in time for the next step."""
+        if self._coming:
+            self._timer = self._loop.call_later(self._in_time(), self._borrow)
         for share in shares:
             work = self._loop.create_task(self._members.contribute(share.member, batch, shares))
             work.add_done_callback(_looked_at)
@@ -137,6 +141,7 @@ class HybridWorkers:
             name, task = share.member, work[share.member]
             error = task.exception() if task.done() and not task.cancelled() else None
             if error is None and f"shares/late/{name}" not in metrics:
+                self._stalls[name] = metrics.get("shares/wait_seconds", 0.0)
                 self._useful(name, "first_step", now)
                 if task.done():
                     told[name] = task.result()
@@ -170,7 +175,7 @@ class HybridWorkers:
         for worker in self.pool.workers:
             if worker.state is State.TRAINING and not self._members.follows(worker.name):
                 self._failed(worker.ticket, "it could not be given the parameters that are out.")
-        moving = any(not worker.at_rest for worker in self.pool.workers)
+        moving = bool(self._coming) or any(not worker.at_rest for worker in self.pool.workers)
         disturbed, self._disturbed = self._disturbed or moving, moving
         training = self.pool.members()
         metrics = {"hybrid/training": float(len(training)), "hybrid/epoch": float(self.pool.epoch)}
@@ -180,13 +185,27 @@ class HybridWorkers:
         metrics |= {"hybrid/now_seconds": decision.now_seconds, "hybrid/then_seconds": decision.then_seconds}
         if decision.kind == "stay" or moving:
             return metrics
-        now = self._loop.time()
-        ask = self.pool.borrow if decision.kind == "borrow" else self.pool.release
         self._recorder.note(f"Hybrid workers, {decision.kind} {', '.join(decision.workers)}: {decision.why}.")
-        for name in decision.workers:
-            self._go(ask(name, decision.why, now))
         self._disturbed = True
+        if decision.kind == "borrow":
+            self._coming = [(name, decision.why) for name in decision.workers]
+            return metrics
+        for name in decision.workers:
+            self._go(self.pool.release(name, decision.why, self._loop.time()))
         return metrics
+
+    def _in_time(self) -> float:
+        """Seconds into a training step until a worker has to set out to join the next one: till then it rolls out."""
+        if self._synchronous or not self._taken:  # it has nothing to do, or nothing is known of the step
+            return 0.0
+        step = self._taken[-1].train
+        return max(0.0, step - READY_MARGIN * self._ready_seconds - READY_SHARE * step)
+
+    def _borrow(self) -> None:
+        coming, self._coming = self._coming, []
+        for name, why in coming:
+            if self.pool.worker(name).state is State.ROLLOUT:
+                self._go(self.pool.borrow(name, why, self._loop.time()))
 
     def _sight(self, step: int, report: reports.StepReport, *, disturbed: bool) -> borrowing.Sight:
         """The mean of the last undisturbed steps under the present arrangement."""
@@ -243,8 +262,8 @@ class HybridWorkers:
                 self._go(self.pool.release(worker.name, why, self._loop.time()))
 
     def _move_seconds(self) -> float:
-        """By which the last change of each worker lengthened the steps that it touched."""
-        return max(self._stalls.values(), default=0.0)
+        """By which a change lengthens the steps that it touches: the devices serve nobody for as long."""
+        return self._ready_seconds
 
     # Transitions ------------------------------------------------------------------------------------------------
 
@@ -297,11 +316,8 @@ class HybridWorkers:
     async def _join(self, worker: pool.Worker) -> None:
         """Opens the channel; what was published while the replica compiled, it reads meanwhile."""
         self._members.follow(worker.name)
-        async with self._between_steps():
-            began = self._loop.time()
-            address = await self._ask(self._trainer.listen(worker.name, worker.epoch), "open a channel")
-            await self._ask(self._trainer.connect(worker.name, worker.epoch, address), "connect to a channel")
-            self._stalls[worker.name] += self._loop.time() - began
+        address = await self._ask(self._trainer.listen(worker.name, worker.epoch), "open a channel")
+        await self._ask(self._trainer.connect(worker.name, worker.epoch, address), "connect to a channel")
         await self._members.join(worker.name, worker.epoch, address)
 
     async def _leave(self, worker: pool.Worker) -> None:
@@ -315,20 +331,7 @@ class HybridWorkers:
         await self._engines.wake(worker.name, self._limit)
 
     async def _dismiss(self, name: str) -> None:
-        async with self._between_steps():
-            began = self._loop.time()
-            await self._ask(self._trainer.dismiss(name), "close a channel")
-            self._stalls[name] = self._stalls.get(name, 0.0) + self._loop.time() - began
-
-    @contextlib.asynccontextmanager
-    async def _between_steps(self) -> AsyncIterator[None]:
-        """The trainer's turn; what it takes to come does not count towards a state's deadline."""
-        with turns.queued():
-            await self._lock.acquire()
-        try:
-            yield
-        finally:
-            self._lock.release()
+        await self._ask(self._trainer.dismiss(name), "close a channel")
 
     async def _ask(self, work: Any, what: str) -> Any:
         return await deadlines.within(self._publish_limit, work, f"The trainer, asked to {what},", "publish")
@@ -386,6 +389,8 @@ class HybridWorkers:
             worker.name, f"{record['from']} to {record['to']}", record["start"], record["end"], record["phases"]
         )
         self._recorder.status(worker.name, f"hybrid worker: {worker.state}")
+        if worker.state is State.TRAINING:
+            self._ready_seconds = record["end"] - record["start"]
         if worker.state is State.ROLLOUT:
             self._engines.engines[worker.name].answered = None
         if outcome == "failed":
@@ -402,6 +407,7 @@ class HybridWorkers:
         record = self._pending.get(name)
         if record is not None:
             record["phases"] = {**record["phases"], what: now - record["end"]}
+            record["stall"]["training"] = self._stalls.get(name, 0.0)
             self._write(name)
 
     def _write(self, name: str) -> None:
@@ -419,6 +425,8 @@ class HybridWorkers:
 
     def close(self) -> None:
         """The run ends: transitions whose first useful step or token never came are written as they are."""
+        if self._timer is not None:
+            self._timer.cancel()
         for name in list(self._pending):
             self._write(name)
 

@@ -3,7 +3,7 @@
 What does not come, comes late, or is not exactly what was asked for is computed by the core itself, and its channel is
 closed: a lost replica costs time, never a wrong gradient.
 
-Thread-safety: none; the thread that trains uses it.
+Thread-safety: members come and go on one thread while another trains with those whose shares it was given.
 """
 
 from __future__ import annotations

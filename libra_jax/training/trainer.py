@@ -196,12 +196,14 @@ class TrainerActor:
             metrics |= collection.metrics()
         return self._finish(metrics, prepared.packed, rate)
 
-    def listen(self, member: str, epoch: int) -> dict[str, Any]:
+    # These three are async: they touch no JAX, so they run on the actor's event loop, beside a training step.
+
+    async def listen(self, member: str, epoch: int) -> dict[str, Any]:
         """Opens a side channel for a replica's gradient sums; returns its address. In the core's first process only."""
         self._started()
         return self._members.listen(member, epoch)
 
-    def connect(self, member: str, epoch: int, address: Mapping[str, Any]) -> None:
+    async def connect(self, member: str, epoch: int, address: Mapping[str, Any]) -> None:
         """Begins to connect to a replica's channel, and returns at once; it has `deadlines.transition` to stand.
 
         Raises:
@@ -210,8 +212,8 @@ class TrainerActor:
         self._started()
         self._members.connect(member, epoch, address)
 
-    def dismiss(self, member: str) -> None:
-        """Closes a replica's channel; nothing happens if there is none."""
+    async def dismiss(self, member: str) -> None:
+        """Closes a replica's channel; nothing happens if there is none. Not one that a step under way waits for."""
         self._members.dismiss(member)
 
     def begin_resize(self, sizes: protocols.MeshSizes) -> protocols.ResizeEstimate:

@@ -62,9 +62,12 @@ class Killer:
         self.plan = [tuple(item.split(":")) for item in plan]
 
     def came_into(self, workers: hybrid.HybridWorkers, worker: pool.Worker) -> None:
-        if self.plan and worker.state == self.plan[0][0]:
-            state, victim = self.plan.pop(0)
-            for pid in self._processes(workers, worker.name, victim):
+        if not self.plan or worker.state != self.plan[0][0]:
+            return
+        state, victim = self.plan[0]
+        if processes := self._processes(workers, worker.name, victim):
+            del self.plan[0]
+            for pid in processes:
                 os.kill(pid, signal.SIGKILL)
             print(f"killed {victim} {state}", flush=True)
 
@@ -73,7 +76,8 @@ class Killer:
         actors = workers._members._cluster._actors
         if victim == "engine":
             return list(workers._engines.engines[name].info.process_ids)
-        return [actors["trainer" if victim == "trainer" else name.replace("rollout", "replica")].birth.pid]
+        name = "trainer" if victim == "trainer" else name.replace("rollout", "replica")
+        return [actors[name].birth.pid] if name in actors else []  # a replica that was killed is made when it is needed
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """A hybrid replica in another process and the core that it helps, against a core that trains alone."""
 
+import asyncio
 import dataclasses
 import functools
 import os
@@ -157,8 +158,8 @@ def _publish(core, version, remote=None):
 
 
 def _admit(core, remote, epoch):
-    address = core.listen("r", epoch)
-    core.connect("r", epoch, address)
+    address = asyncio.run(core.listen("r", epoch))
+    asyncio.run(core.connect("r", epoch, address))
     remote("join", epoch, address)
     return address
 
@@ -258,7 +259,7 @@ def test_sixty_steps_with_a_replica_that_comes_and_goes_four_times_learn_as_the_
         else:
             assert not [name for name in metrics if name.startswith("shares/")]
         if period == 11:
-            core.dismiss("r")
+            asyncio.run(core.dismiss("r"))
             remote("leave")
     assert helped == 36
     assert max(wanted) - min(wanted) > 1e-2, "it has to learn something"
@@ -300,8 +301,8 @@ class Forger:
     """A replica's end of the channel in this process, which sends whatever a test likes."""
 
     def __init__(self, core, epoch=1):
-        address = core.listen("r", epoch)
-        core.connect("r", epoch, address)
+        address = asyncio.run(core.listen("r", epoch))
+        asyncio.run(core.connect("r", epoch, address))
         self.address = address
         self.channel = side_channel.Channel(address, 1, 20)
         self.channel.wait(20)
@@ -342,7 +343,7 @@ def forge(pair, config):
     forger = Forger(core)
     yield forger, batch, header, arrays
     forger.end()
-    core.dismiss("r")
+    asyncio.run(core.dismiss("r"))
 
 
 WRONG = {
@@ -427,8 +428,8 @@ def test_a_connection_that_breaks_in_the_middle_of_a_sum_is_late(pair, forge, mo
 def test_a_replica_that_never_comes_is_late_and_leaves_neither_port_nor_thread(pair, monkeypatch):
     core, alone = pair
     _publish(core, core._version)
-    address = core.listen("r", 5)
-    core.connect("r", 5, address)
+    address = asyncio.run(core.listen("r", 5))
+    asyncio.run(core.connect("r", 5, address))
     monkeypatch.setattr(members.Members, "late_after", lambda self, own_seconds: 0.1)
     batch = _batch(core._version)
     assert core.train_step(batch, [_share(5)])["shares/late"] == 2
@@ -487,19 +488,19 @@ def test_a_replica_without_a_part_in_the_step_says_why(config):
 
 def test_an_address_of_another_member_or_epoch_is_refused(pair):
     core, _ = pair
-    address = core.listen("r", 8)
+    address = asyncio.run(core.listen("r", 8))
     for member, epoch in (("q", 8), ("r", 9)):
         with pytest.raises(protocols.LibraError, match=r"side channel of r \(epoch 8, 2 ends\) is not the one"):
-            core.connect(member, epoch, address)
-    core.dismiss("r")
+            asyncio.run(core.connect(member, epoch, address))
+    asyncio.run(core.dismiss("r"))
     _eventually(lambda: _refused(address))
 
 
 def test_a_closed_trainer_leaves_no_port(start):
     core = start()
-    addresses = [core.listen("r", 1), core.listen("q", 1)]
-    core.connect("q", 1, addresses[1])
+    addresses = [asyncio.run(core.listen("r", 1)), asyncio.run(core.listen("q", 1))]
+    asyncio.run(core.connect("q", 1, addresses[1]))
     core.shutdown()
-    core.dismiss("q")
+    asyncio.run(core.dismiss("q"))
     for address in addresses:
         _eventually(lambda address=address: _refused(address))
