@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.coordinator import deadlines, failure, instances, replicas, reports
+from libra_jax.coordinator import deadlines, failure, instances, replicas, reports, transition_log
 from libra_jax.elastic import borrowing, pool, states
 from libra_jax.elastic.states import State
 
@@ -97,9 +97,7 @@ class HybridWorkers:
         self._coming: list[tuple[str, str]] = []  # who is to be borrowed during the next step, and why
         self._timer: asyncio.TimerHandle | None = None
         self._ready_seconds = 0.0  # of the last way to training
-        self._pending: dict[str, dict[str, Any]] = {}  # transitions whose first useful step or token is to come
-        self._bytes: dict[str, int] = {}
-        self._stalls: dict[str, float] = {}
+        self._log = transition_log.TransitionLog(recorder)
         self._disturbed = True  # the first step is not like those to come
         # At eta > 0 long steps and short ones take turns, so that none tells alone.
         self._taken: collections.deque[_Taken] = collections.deque(maxlen=config.coordinator.staleness + 1)
@@ -141,8 +139,7 @@ class HybridWorkers:
             name, task = share.member, work[share.member]
             error = task.exception() if task.done() and not task.cancelled() else None
             if error is None and f"shares/late/{name}" not in metrics:
-                self._stalls[name] = metrics.get("shares/wait_seconds", 0.0)
-                self._useful(name, "first_step", now)
+                self._log.useful(name, "first_step", now, stall=metrics.get("shares/wait_seconds", 0.0))
                 if task.done():
                     told[name] = task.result()
                 continue
@@ -268,9 +265,7 @@ class HybridWorkers:
     # Transitions ------------------------------------------------------------------------------------------------
 
     def _go(self, worker: pool.Worker) -> None:
-        self._pending.pop(worker.name, None)
-        self._bytes[worker.name] = 0
-        self._stalls[worker.name] = 0.0
+        self._log.begin(worker.name)
         self.changed()
         self._ending.start(self._drive(worker), f"transition of {worker.name}")
 
@@ -308,7 +303,7 @@ class HybridWorkers:
 
     async def _fetch(self, worker: pool.Worker) -> None:
         await self._members.ensure(worker.name)
-        self._bytes[worker.name] += await self._members.fetch(worker.name)
+        self._log.moved(worker.name, await self._members.fetch(worker.name))
 
     async def _warm(self, worker: pool.Worker) -> None:
         await self._members.warm(worker.name)
@@ -371,48 +366,19 @@ class HybridWorkers:
     # Records ----------------------------------------------------------------------------------------------------
 
     def _rested(self, worker: pool.Worker, outcome: str, why: str) -> None:
-        """The transition is over: its line is written with the first useful step or token, or with the next change."""
-        record = worker.record()
-        turned = worker.state is State.ROLLOUT and worker.origin is State.ROLLOUT
-        self._pending[worker.name] = {
-            **record,
-            "step": self._step,
-            "outcome": "cancelled" if turned else outcome,
-            "why": why,
-            "bytes": self._bytes.get(worker.name, 0),
-            "stall": {
-                "training": self._stalls.get(worker.name, 0.0),
-                "rollout": record["end"] - record["start"],  # in which the devices served neither side
-            },
-        }
-        self._recorder.span(
-            worker.name, f"{record['from']} to {record['to']}", record["start"], record["end"], record["phases"]
-        )
+        took = self._log.rested(worker, self._step, outcome, why)
         self._recorder.status(worker.name, f"hybrid worker: {worker.state}")
         if worker.state is State.TRAINING:
-            self._ready_seconds = record["end"] - record["start"]
+            self._ready_seconds = took
         if worker.state is State.ROLLOUT:
             self._engines.engines[worker.name].answered = None
-        if outcome == "failed":
-            self._write(worker.name)
 
     def _serving(self) -> None:
-        """Writes the transitions of engines that have sent a token since."""
-        for name, record in list(self._pending.items()):
+        """Engines that have come back and sent a token since."""
+        for name in self._log.waiting(State.ROLLOUT):
             answered = self._engines.engines[name].answered
-            if record["to"] == State.ROLLOUT and answered is not None:
-                self._useful(name, "first_token", answered)
-
-    def _useful(self, name: str, what: str, now: float) -> None:
-        record = self._pending.get(name)
-        if record is not None:
-            record["phases"] = {**record["phases"], what: now - record["end"]}
-            record["stall"]["training"] = self._stalls.get(name, 0.0)
-            self._write(name)
-
-    def _write(self, name: str) -> None:
-        record = self._pending.pop(name)
-        self._recorder.transition(record)
+            if answered is not None:
+                self._log.useful(name, "first_token", answered)
 
     def devices(self) -> dict[str, int]:
         """Devices of the workers, by the pool that they are in now."""
@@ -424,11 +390,10 @@ class HybridWorkers:
         return counts
 
     def close(self) -> None:
-        """The run ends: transitions whose first useful step or token never came are written as they are."""
+        """The run ends."""
         if self._timer is not None:
             self._timer.cancel()
-        for name in list(self._pending):
-            self._write(name)
+        self._log.close()
 
     def snapshot(self) -> dict[str, Any]:
         """What to keep across a restart; JSON-able."""

@@ -124,6 +124,9 @@ class Trainer:
         self.write()
         return self._saving is None
 
+    async def wait_saved(self) -> None:
+        await self._asked("wait_saved")
+
     async def is_saved(self, path: str) -> bool:
         await self._asked("is_saved")
         return (Path(path) / "state.json").exists()

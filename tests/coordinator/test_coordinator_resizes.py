@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import coordinator_doubles as doubles
+import movable_trainers
 import pytest
 
+from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.coordinator import process_set, resizing
+from libra_jax.coordinator import handover, mesh_moves, process_set, resizing
 from libra_jax.telemetry import memory
 
 
@@ -109,6 +111,129 @@ def test_at_the_end_of_a_run_whoever_waits_is_told():
         handle = mesh.resize(sizes(data=2), "")
         await mesh.close()
         with pytest.raises(protocols.LibraError, match="the run ended before"):
+            await handle.done
+
+    run(work)
+
+
+class Elsewhere:
+    """A run whose trainer's state can move to other processes."""
+
+    def __init__(self, folder, faults=None, replay_seconds=0.5):
+        self.cluster = movable_trainers.Cluster(movable_trainers.Faulty(faults))
+        self.first = process_set.ProcessSet(self.cluster, movable_trainers.maker())
+        self.ended, self.lock, self.recorder = [], asyncio.Lock(), memory.MemoryRecorder()
+        self.serving = process_set.Serving(self.first, self.ended.append)
+        limits = configuration.DeadlineConfig(trainer_start=60, checkpoint=60, train_step=60, shutdown=60)
+
+        def successor(wanted, processes):
+            moving = handover.Handover(limits, serving=self.serving.set, lock=self.lock, workdir=folder)
+            made = process_set.ProcessSet(
+                self.cluster,
+                movable_trainers.maker(step_seconds=replay_seconds),
+                processes=processes,
+                name=f"trainer-{processes}",
+            )
+            return mesh_moves.Outside(moving, made, wanted, self.serving, limits)
+
+        self.mesh = resizing.Resizing(
+            doubles.make_config(),
+            trainer=self.serving,
+            sizes=sizes(),
+            recorder=self.recorder,
+            successors=successor,
+        )
+
+    async def open(self):
+        await self.first.make()
+        await self.first.start()
+        asyncio.get_running_loop().create_task(self._write())
+
+    async def _write(self):
+        while "trainer" in self.cluster.alive:
+            self.cluster.alive["trainer"].write()
+            await asyncio.sleep(0.05)
+
+    async def steps(self, count):
+        for _ in range(count):
+            version = len(self.cluster.alive["trainer"].taken)
+            if self.serving.set is not self.first:
+                version = await self.serving.policy_version()
+            async with self.lock:
+                await self.mesh.boundary(version)
+                batch = protocols.TrainBatch(version, ())
+                await self.serving.train_step(batch)
+                self.mesh.trained(batch)
+
+
+def test_a_mesh_of_more_processes_is_readied_beside_training_and_takes_over_with_every_step(tmp_path):
+    async def main():
+        run = Elsewhere(tmp_path)
+        await run.open()
+        moved = []
+        run.mesh.moved = lambda: moved.append(True)
+        handle = run.mesh.resize(sizes(data=2), "more is trained", processes=2)
+        await run.steps(30)
+        taken = await handle.done
+        assert (run.serving.set.name, run.ended, moved) == ("trainer-2", [run.first], [True])
+        assert [actor.taken for name, actor in run.cluster.alive.items() if name != "trainer"] == [list(range(30))] * 2
+        assert taken.other_processes
+        assert taken.nbytes == 1000
+        assert taken.phases["restore"] >= 1.5
+        (record,) = run.recorder.transitions
+        assert list(record["phases"]) == ["start", "compile", "snapshot", "restore", "replay"]
+        assert 0 < record["stall"]["training"] < 3.0  # of steps of a second each
+        assert run.mesh.sizes == sizes(data=2)
+
+    doubles.run_on_clock(main())
+
+
+def test_processes_that_are_no_faster_take_over_all_the_same_once_they_get_no_nearer(tmp_path):
+    async def main():
+        run = Elsewhere(tmp_path, replay_seconds=1.0)
+        await run.open()
+        handle = run.mesh.resize(sizes(data=2), "", processes=2)
+        await run.steps(30)
+        assert (await handle.done).stall < 6.0  # the snapshot and its way take four of the steps
+
+    doubles.run_on_clock(main())
+
+
+def test_processes_that_die_on_the_way_leave_the_trainer_training(tmp_path):
+    async def main():
+        lost = protocols.WorkerLost("actor 'trainer-2.1' is lost: its process 7 died")
+        run = Elsewhere(tmp_path, {("trainer-2.1", "restore", 1): lost})
+        await run.open()
+        handle = run.mesh.resize(sizes(data=2), "", processes=2)
+        await run.steps(30)
+        with pytest.raises(protocols.LibraError, match=r"stays where it is: .*its process 7 died"):
+            await handle.done
+        assert list(run.cluster.alive) == ["trainer"]
+        assert run.cluster.alive["trainer"].taken == list(range(30))
+        assert run.recorder.transitions[0]["outcome"] == "failed"
+        assert run.mesh.sizes == sizes()
+
+    doubles.run_on_clock(main())
+
+
+def test_a_run_that_ends_meanwhile_ends_the_other_processes(tmp_path):
+    async def main():
+        run = Elsewhere(tmp_path)
+        await run.open()
+        run.mesh.resize(sizes(data=2), "", processes=2)
+        await run.steps(4)
+        assert len(run.cluster.alive) > 1
+        await run.mesh.close()
+        assert list(run.cluster.alive) == ["trainer"]
+
+    doubles.run_on_clock(main())
+
+
+def test_without_other_processes_a_mesh_of_several_is_refused():
+    async def work(mesh, trainer, recorder):
+        handle = mesh.resize(sizes(data=2), "", processes=2)
+        await mesh.boundary(0)
+        with pytest.raises(protocols.ConfigError, match=r"needs other processes than the trainer's.*backend=ray"):
             await handle.done
 
     run(work)
