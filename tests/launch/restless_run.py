@@ -1,4 +1,6 @@
-"""A real run whose hybrid worker changes sides whenever it can, and whose processes are killed on the way.
+"""A run of real processes whose hybrid worker changes sides whenever it can, and of which some are killed on the way.
+
+Trainer and replica are real, placed by Ray; the engines are doubles in processes of their own, which start fast.
 
   PYTHONPATH=.:launch python restless_run.py WORKDIR STEPS [STATE:VICTIM ...]
 
@@ -30,9 +32,9 @@ def config(steps: int) -> libra_config.RunConfig:
     values = quickstart.get_config()
     values.name, values.steps = "restless", steps
     values.coordinator.update({"groups_per_step": GROUPS, "group_size": ATTEMPTS, "staleness": 1})
-    values.rollout.update({"tensor_parallel": (1, 1), "slots": 4, "max_tokens": 24, "kv_cache_gib": 0.1})
+    values.rollout.update({"tensor_parallel": (1, 1), "slots": 4, "max_tokens": 24, "engine": "fake"})
     values.rollout.restarts = 20
-    values.trainer.rows_per_micro_batch = 2
+    values.trainer.update({"rows_per_micro_batch": 1, "row_tokens": 128})
     values.warm_start.steps = values.evaluation.every = 0
     values.checkpoint.every = 1
     values.cluster.backend = "ray"
