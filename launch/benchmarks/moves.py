@@ -100,15 +100,17 @@ class _Bench:
         )
         return lambda process, processes: spec
 
-    async def _step(self, *shares: protocols.Share) -> tuple[protocols.TrainBatch, float]:
+    async def _step(self, moving: handover.Handover | None = None) -> float:
         batch, began = _batch(self._version), time.perf_counter()
         async with self._lock:
-            await self._trainer.train_step(batch, *([shares] if shares else []))
+            if moving is not None:
+                moving.missed(batch)
+            await self._trainer.train_step(batch)
         self._version += 1
-        return batch, time.perf_counter() - began
+        return time.perf_counter() - began
 
     async def _plain(self, count: int) -> float:
-        return statistics.median([(await self._step())[1] for _ in range(count)])
+        return statistics.median([await self._step() for _ in range(count)])
 
     async def handover(self) -> dict[str, Any]:
         """The trainer moves from the first core to the second."""
@@ -126,18 +128,17 @@ class _Bench:
         while not (moving.progress.ready or (moving.progress.phase == "replaying" and moving.progress.missed <= 1)):
             if moving.progress.phase == "failed":
                 raise protocols.LibraError(moving.progress.error)
-            batch, seconds = await self._step()
-            moving.missed(batch)
-            gaps.append(seconds)
+            gaps.append(await self._step(moving))
         taking, before = time.perf_counter(), self._trainer
         async with self._lock:
             self._trainer, phases = await moving.take_over(self._version, self._config.deadlines.transition)
-        gaps.append(time.perf_counter() - taking + (await self._step())[1])
-        after = [(await self._step())[1] for _ in range(STEPS_AFTER - 1)]
+        gaps.append(time.perf_counter() - taking + await self._step())
+        after = [await self._step() for _ in range(STEPS_AFTER - 1)]
         total = time.perf_counter() - began
         await before.stop()
         told = {f"handover_{name}_s": value for name, value in dataclasses.asdict(phases).items()}
         nbytes, replayed = told.pop("handover_nbytes_s"), told.pop("handover_replayed_s")
+        told["handover_stood_still_s"] = told.pop("handover_stall_s")
         return {
             "handover_step_before_s": plain,
             "handover_step_after_s": statistics.median(after),
@@ -149,7 +150,7 @@ class _Bench:
 
     async def replica(self) -> dict[str, Any]:
         """A replica on the first core joins the trainer on the second, and computes half of each step from then on."""
-        plain = await self._plain(PLAIN_STEPS)
+        plain = statistics.median([await self._published_step() for _ in range(PLAIN_STEPS)])
         spec = protocols.ActorSpec(
             "replica-0",
             "libra_jax.training.replica:create",
@@ -167,7 +168,7 @@ class _Bench:
         began, gaps = time.perf_counter(), []
         readying = asyncio.ensure_future(self._ready(members))
         while not readying.done():
-            gaps.append((await self._step())[1])
+            gaps.append(await self._published_step())
         ready_seconds = readying.result()
         joining = time.perf_counter()
         address = await self._trainer.listen(MEMBER, 1)
@@ -194,13 +195,24 @@ class _Bench:
         await members.warm(MEMBER)
         return time.perf_counter() - began
 
-    async def _shared_step(self, members: replicas.Replicas) -> float:
-        """Publishes the version to the replica, and takes a step with it."""
-        began = time.perf_counter()
+    async def _publish(self) -> list[protocols.WeightBucket]:
         count = await self._trainer.open_weights(self._version)
         buckets = [await self._trainer.stage_weights(self._version, index) for index in range(count)]
         await self._trainer.close_weights(self._version)
+        return buckets
+
+    async def _published_step(self) -> float:
+        """As in a run: the version is published, whoever reads it, and a step taken."""
+        began = time.perf_counter()
+        await self._publish()
+        await self._step()
+        return time.perf_counter() - began
+
+    async def _shared_step(self, members: replicas.Replicas) -> float:
+        """Publishes the version to the replica, and takes a step with it."""
+        began = time.perf_counter()
         await members.settle()
+        buckets = await self._publish()
         members.published(self._version, buckets)
         await members.fetch(MEMBER)
         share = protocols.Share(MEMBER, 1, 0.5)

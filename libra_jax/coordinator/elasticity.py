@@ -128,6 +128,7 @@ class Elasticity:
           batch: to train on.
           train: awaits the trainer's `train_step` with the arguments given.
         """
+        self.resizing.trains(batch)
         if self._hybrid is None:
             metrics: Mapping[str, float] = await train(batch)
         else:
@@ -135,7 +136,6 @@ class Elasticity:
             self._hybrid.begin(batch, shares)
             metrics = await train(batch, shares)
             await self._hybrid.finish(shares, metrics, asyncio.get_running_loop().time() - begin)
-        self.resizing.trained(batch)
         return metrics
 
     def after(self, step: int, report: reports.StepReport) -> dict[str, float]:

@@ -149,7 +149,10 @@ class Handover:
         self._task.add_done_callback(lambda _: self._arrived.set())
 
     def missed(self, batch: protocols.TrainBatch) -> None:
-        """A step that the serving trainer has taken; the successor takes it, too, if its snapshot is from before."""
+        """A step that the serving trainer takes; the successor takes it, too, if its snapshot is from before.
+
+        Told as the step begins, with the lock held, a successor that has caught up takes it at the same time.
+        """
         if self._snapshot is not None and batch.policy_version >= self._snapshot.policy_version:
             self._missed.append(batch)
             self._more.set()

@@ -42,7 +42,7 @@ class Way(Protocol):
 
     async def cancel(self) -> None: ...
 
-    def trained(self, batch: protocols.TrainBatch) -> None: ...
+    def trains(self, batch: protocols.TrainBatch) -> None: ...
 
 
 Successors = Callable[[protocols.MeshSizes, int], Way]
@@ -75,7 +75,7 @@ class Inside:
         """Stays."""
         await self._ask(self._trainer.cancel_resize(), "give up a resize")
 
-    def trained(self, batch: protocols.TrainBatch) -> None:
+    def trains(self, batch: protocols.TrainBatch) -> None:
         """It is the same trainer."""
 
     async def _ask(self, work: Any, what: str) -> Any:
@@ -138,6 +138,6 @@ class Outside:
         """Ends them."""
         await self._moving.cancel()
 
-    def trained(self, batch: protocols.TrainBatch) -> None:
-        """They have to take the step, too."""
+    def trains(self, batch: protocols.TrainBatch) -> None:
+        """They take the step, too, at the same time if they have caught up."""
         self._moving.missed(batch)

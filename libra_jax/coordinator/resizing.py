@@ -137,10 +137,10 @@ class Resizing:
         except protocols.LibraError as error:
             await self._give_up(resize, error, step)
 
-    def trained(self, batch: protocols.TrainBatch) -> None:
-        """A step has been taken; processes that are to take over have to take it, too."""
+    def trains(self, batch: protocols.TrainBatch) -> None:
+        """A step begins; processes that are to take over have to take it, too."""
         if self._resize is not None and self._resize.way is not None:
-            self._resize.way.trained(batch)
+            self._resize.way.trains(batch)
 
     async def _advance(self, resize: Resize, step: int) -> None:
         now = asyncio.get_running_loop().time()

@@ -74,3 +74,27 @@ def test_whatever_is_killed_in_whatever_state_every_prompt_is_trained_once(tmp_p
     assert sum(step.get("shares/refused", 0) for step in steps) == 0
     moved = [item for item in lines(workdir / "transitions.jsonl") if item["outcome"] == "done"]
     assert {item["to"] for item in moved} == {"training", "rollout"}
+
+
+@pytest.mark.timeout(300)
+def test_a_trainer_of_two_processes_goes_through_a_whole_run_and_its_resumption(tmp_path):
+    settings = (
+        "--config=configs/quickstart.py",
+        "--config.coordinator.groups_per_step=4",
+        "--config.coordinator.group_size=2",
+        "--config.rollout.engine=fake",
+        "--config.trainer.processes=2",
+        "--config.trainer.fsdp=2",
+        "--config.trainer.rows_per_micro_batch=2",
+        "--config.cluster.backend=ray",
+        "--config.warm_start.steps=0",
+        "--config.evaluation.every=0",
+        "--config.checkpoint.every=1",
+        "--config.telemetry.report=False",
+        f"--workdir={tmp_path / 'run'}",
+    )
+    for steps in (2, 3):
+        done = scripts.run("train.py", *settings, f"--config.steps={steps}", seconds=140)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "(data 1, fsdp 2, tensor 1, context 1)" in done.stdout
+    assert [step["step"] for step in lines(tmp_path / "run" / "metrics.jsonl") if "loss" in step] == [1, 2, 3]

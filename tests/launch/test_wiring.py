@@ -60,6 +60,59 @@ def test_a_trainer_on_an_accelerator_keeps_the_cpu_backend_that_publication_goes
 
 
 @pytest.mark.parametrize(
+    ("rollout", "elastic", "trainer", "backend", "sentence"),
+    [
+        ({"tensor_parallel": (1, 1)}, {"hybrid": 1}, {}, "inprocess", r"elastic\.hybrid: .*cluster\.backend=ray"),
+        ({"tensor_parallel": (1, 1)}, {"hybrid": 2}, {}, "ray", r"fewer than elastic\.floor = 1 of the 2 .*"),
+        ({"tensor_parallel": (1, 1)}, {"hybrid": 1, "floor": 5}, {}, "ray", r"fewer than elastic\.floor = 5 of the 2"),
+        ({"tensor_parallel": (1, 1)}, {"hybrid": 1}, {"platform": "cuda", "fsdp": 2}, "ray", r"2 devices.* has 1;"),
+        (
+            {"tensor_parallel": (1, 1)},
+            {"hybrid": 1, "cores": (0, 0)},
+            {},
+            "ray",
+            r"elastic\.cores: has 2 entries for 1",
+        ),
+        ({"tensor_parallel": (1, 1), "dtype": "float16"}, {"hybrid": 1}, {}, "ray", r"rollout\.dtype = float16 must"),
+        ({}, {"hybrid": -1}, {}, "ray", r"elastic\.hybrid: must not be negative"),
+        ({}, {"spare_devices": 1}, {"processes": 2, "data": 2}, "ray", r"elastic\.spare_devices: are one process's"),
+        (
+            {},
+            {},
+            {"processes": 2, "data": 2},
+            "inprocess",
+            r"trainer\.processes: 2 processes need cluster\.backend=ray",
+        ),
+    ],
+)
+def test_what_the_elastic_pool_cannot_be_is_refused_by_name(rollout, elastic, trainer, backend, sentence):
+    def check() -> None:
+        run = config.RunConfig(
+            rollout=config.RolloutConfig(**rollout),
+            elastic=config.ElasticConfig(**elastic),
+            trainer=config.TrainerConfig(**{"platform": "cpu", **trainer}),
+            cluster=config.ClusterConfig(backend=backend),
+        )
+        wiring.replica_specs(run, pathlib.Path())
+
+    with pytest.raises(protocols.ConfigError, match=sentence):
+        check()
+
+
+def test_a_hybrid_workers_replica_is_one_of_the_trainers_on_its_instances_devices(tmp_path):
+    run = config.RunConfig(
+        rollout=config.RolloutConfig(tensor_parallel=(1, 2)),
+        elastic=config.ElasticConfig(hybrid=1),
+        trainer=config.TrainerConfig(platform="cuda", data=2, fsdp=2),
+        cluster=config.ClusterConfig(backend="ray"),
+    )
+    (spec,) = wiring.replica_specs(run, tmp_path)
+    assert spec.arguments["name"] == "rollout-1"
+    assert spec.environment["CUDA_VISIBLE_DEVICES"] == "5,6"
+    assert spec.gpus == 0  # its instance has leased them
+
+
+@pytest.mark.parametrize(
     ("platform", "shares", "gpus"),
     [
         ("cpu", [{"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}] * 2, 0),

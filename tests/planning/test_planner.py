@@ -126,6 +126,28 @@ def test_a_trainer_that_cannot_change_keeps_its_mesh():
     assert made.plan != NARROW
 
 
+@pytest.mark.parametrize("reach", [2, 6])
+def test_a_trainer_that_runs_is_planned_meshes_that_it_can_change_to(reach):
+    trainer = dataclasses.replace(TRAINER, rows=4)
+    setting = planner.Setting(MODEL, trainer, (1, 2, 4), (32, 32, 32), 16, 64, 1, reach=reach)
+    made, measured = make(setting=setting), replanning.Measured(step=400.0, train=390.0, wait=0.0, slots=448)
+    steps(made, measured, 8_000, 10)
+    plan = made.plan
+    assert plan != NARROW
+    assert plan.train_devices <= reach
+    assert 4 % (plan.data * plan.fsdp) == 0
+
+
+def test_a_move_that_could_not_be_carried_out_leaves_the_plan_before_and_its_cooldown():
+    made = make(cooldown=3)
+    measured = replanning.Measured(step=400.0, train=30.0, wait=370.0, slots=448)
+    moved = next(decision for decision, _ in steps(made, measured, 8_000, 8) if decision is not None and decision.moved)
+    made.refuse(NARROW)
+    assert made.plan == NARROW
+    again = [decision for decision, _ in steps(made, measured, 8_000, 2) if decision is not None]
+    assert not any(decision.moved for decision in again if decision.step < moved.step + 3)
+
+
 def test_where_instances_stay_their_ranges_follow_the_lengths():
     plan = protocols.Plan(1, 2, 1, (protocols.PlannedBucket(1, 6, 1_000), protocols.PlannedBucket(4, 2, 60_000)))
     made = make(plan, least_gain=10.0)

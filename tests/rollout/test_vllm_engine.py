@@ -203,6 +203,30 @@ def test_damaged_bytes_are_told_by_their_checksum_and_the_next_update_mends_it(h
     assert set(vllm_host.flatten(host.run(host.sample(vllm_host.PROMPTS[0], 1.0, 16)))[2]) == {version}
 
 
+def test_an_engine_that_slept_serves_the_weights_it_wakes_with_and_none_of_its_old_requests(host):
+    before, after = (vllm_host.random_params(host.shape, seed=seed) for seed in (60, 61))
+    model = vllm_host.reference_model(host.shape, after)
+
+    async def body():
+        await host.sync(host.shape, before)
+        streams = await host.begin(vllm_host.PROMPTS, 240)
+        await host.engine.sleep()
+        ended = await asyncio.gather(*streams)
+        asleep = await host.engine.health()
+        await host.engine.wake()
+        version = await host.sync(host.shape, after)
+        return ended, asleep, version, await host.sample(vllm_host.PROMPTS[0], 0.0, 24)
+
+    ended, asleep, version, deltas = host.run(body())
+    assert [stream[-1].finish_reason for stream in ended] == ["abort"] * 4
+    assert (asleep["running"], asleep["paused"]) == (0.0, 1.0)
+    tokens, _, versions = vllm_host.flatten(deltas)
+    with torch.no_grad():
+        best = model(torch.tensor([[*vllm_host.PROMPTS[0], *tokens]])).logits[0].argmax(-1)
+    assert tokens == best[len(vllm_host.PROMPTS[0]) - 1 : -1].tolist()
+    assert set(versions) == {version}
+
+
 def test_no_process_of_the_engine_has_loaded_jax(host):
     for pid in host.info.process_ids:
         maps = pathlib.Path(f"/proc/{pid}/maps").read_text()
