@@ -1,7 +1,7 @@
 """A hybrid worker on two CPU cores: it rolls out while answers are long, and helps to train while they are short.
 
-The core has core 0, for the trainer and one instance. The hybrid worker has core 1: its instance decodes there, or its
-replica computes a part of every training step, and the other of the two sleeps. Tasks drift by a curriculum: for ten
+The trainer has core 0; two instances decode on whichever core is free. One of them is the hybrid worker's: while it
+sleeps, the worker's replica computes a part of every training step on core 1. Tasks drift by a curriculum: for ten
 steps, expressions that one call solves, after a long preamble, which costs training more than rollout; then ten of
 nested ones without, which take several calls. A step of a phase that does not suit the worker's side takes longer, and
 after two looks that agree it changes.
@@ -52,12 +52,12 @@ def get_config(variant: str = "elastic") -> ml_collections.ConfigDict:
     config.rollout.max_context = 448
     config.rollout.max_tokens = 24
     config.rollout.kv_cache_gib = 0.25
-    config.rollout.cores = (0, 1)
 
     config.cluster.backend = "ray"  # replicas are processes of their own
     config.elastic.hybrid = 1
     config.elastic.cores = (1,)
     config.elastic.cooldown = 3
+    config.elastic.late_seconds = 5.0  # the cores are busy with others' work at times
     config.planner.horizon = 10  # steps over which a change has to pay
 
     config.optimizer.learning_rate = 4e-4
@@ -85,7 +85,7 @@ def _stay(config: ml_collections.ConfigDict, variant: str) -> None:
     if variant == "rollout":
         return
     config.rollout.tensor_parallel = (1,)
-    config.rollout.cores = {"training": (0,), "apart": (1,), "shared": ()}[variant]
+    config.rollout.cores = (1,) if variant == "apart" else ()
     config.trainer.cores = {"training": (0, 1), "apart": (0,), "shared": ()}[variant]
     if variant == "training":
         config.trainer.data = 2

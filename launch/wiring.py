@@ -321,8 +321,22 @@ def replica_specs(config: libra_config.RunConfig, workdir: Path) -> list[protoco
       ConfigError: a replica's mesh, the trainer's without its replicas, has more devices than the instance.
     """
     count, trainer = config.elastic.hybrid, config.trainer
+    if config.elastic.resize and not config.planner.period:
+        raise protocols.ConfigError(
+            "config.elastic.resize: plans change the mesh, and there are none; set planner.period"
+        )
+    if config.elastic.spare_devices and trainer.platform != "cpu":
+        raise protocols.ConfigError(
+            f"config.elastic.spare_devices: on {trainer.platform} a trainer's process holds its mesh's devices alone; "
+            "set it to 0, and a larger mesh is in other processes (cluster.backend=ray)"
+        )
     if not count:
         return []
+    if trainer.platform not in ("cpu", "cuda") or config.cluster.address:
+        raise protocols.ConfigError(
+            "config.elastic.hybrid: hybrid workers are on the trainer's host, with trainer.platform cpu or cuda and an "
+            "empty cluster.address"
+        )
     if config.cluster.backend != "ray":
         raise protocols.ConfigError(
             "config.elastic.hybrid: a replica is a JAX process of its own; hybrid workers need "

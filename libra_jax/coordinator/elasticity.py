@@ -26,6 +26,7 @@ from libra_jax.coordinator import (
     replicas,
     reports,
     resizing,
+    saving,
 )
 
 MakeTrainer = Callable[[protocols.MeshSizes | None], process_set.MakeProcess]
@@ -42,6 +43,7 @@ class Elasticity:
       sizes: of its mesh.
       trainer_lock: held by whoever calls it.
       engines: the rollout instances.
+      saver: commits a checkpoint before the trainer that writes it hands over.
       publisher: brings engines and members to the trainer's version.
       members: replicas of the hybrid workers; None where there are none.
       dispatcher: serves requests.
@@ -62,6 +64,7 @@ class Elasticity:
         trainer_lock: asyncio.Lock,
         engines: instances.Instances,
         publisher: publication.Publisher,
+        saver: saving.Saver,
         members: replicas.Replicas | None,
         dispatcher: dispatch.Dispatcher,
         planner: plan_follower.Planner | None,
@@ -110,6 +113,7 @@ class Elasticity:
             )
         self.resizing.changed = self._show_pools
         self.resizing.moved = self._trainer_moved
+        self.resizing.leaving = saver.commit_held
         self._show_pools()
 
     def take_up_plan(self) -> None:
@@ -175,9 +179,9 @@ class Elasticity:
 
         return successor
 
-    def _trainer_moved(self) -> None:
-        """Other processes train: channels and snapshots of those before are gone."""
-        self._publisher.forget()
+    async def _trainer_moved(self) -> None:
+        """Other processes train: channels and snapshots of those before go."""
+        await self._publisher.forget()
         if self._hybrid is not None:
             self._hybrid.trainer_moved()
 

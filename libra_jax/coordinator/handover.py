@@ -230,6 +230,8 @@ class Handover:
             await self._replay(successor)
         except protocols.LibraError as error:
             await self._fail(successor, error)
+        except Exception as error:  # a fault of ours or of the disk: the serving trainer goes on all the same
+            await self._fail(successor, protocols.LibraError(f"{type(error).__name__}: {error}"))
 
     async def _ready(self, successor: process_set.ProcessSet) -> None:
         name, path = f"The trainer {successor.name},", self._folder / successor.name

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import functools
 import statistics
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from libra_jax import config as configuration
-from libra_jax import protocols
+from libra_jax import protocols, turns
 from libra_jax.coordinator import deadlines, failure, instances, replicas, reports, transition_log
-from libra_jax.elastic import borrowing, pool, states
+from libra_jax.elastic import borrowing, pool
 from libra_jax.elastic.states import State
 
 SMOOTHING = 0.5
@@ -25,6 +26,9 @@ SMOOTHING = 0.5
 
 READY_MARGIN, READY_SHARE = 1.5, 0.1
 """To join the next step, a worker sets out so many times its last way before it, and that share of a step earlier."""
+
+MARGIN_SECONDS = 10.0
+"""By which a state's deadline exceeds those of what is done in it."""
 
 ANSWER_SECONDS = 0.2
 """For a member's answer to come in after the trainer's."""
@@ -81,12 +85,11 @@ class HybridWorkers:
         self._steps = config.steps
         self._synchronous = config.coordinator.staleness == 0
         self._names = [engine.name for engine in engines.engines.values() if engine.hybrid]
-        starts = config.deadlines.trainer_start
-        limits = dict.fromkeys(states.UNDER_WAY, self._limit)
-        limits |= {State.FETCHING: self._limit + starts, State.WARMING: starts}  # a process may have to be started
-        limits |= {State.ACTIVATING: self._limit + config.deadlines.engine_start}
+        self._floor = config.elastic.floor
+        limits = _limits(config.deadlines)
         self.pool = pool.Pool(self._names, limits, config.elastic.restarts, now=self._loop.time())
         self._limits = limits
+        engines.fewer = self._fewer
         self.changed: Callable[[], None] = lambda: None
         self._borrowing = borrowing.Borrowing(
             config.elastic, horizon=config.planner.horizon, synchronous=self._synchronous
@@ -108,12 +111,13 @@ class HybridWorkers:
     def shares(self, version: int) -> tuple[protocols.Share, ...]:
         """Who computes which part of the step of this version: the members that hold it, by their speed."""
         ready = {name: epoch for name, epoch in self.pool.members().items() if self._members.holds(name, version)}
+        ready = {name: epoch for name, epoch in ready.items() if name not in self._work}  # one still answers
         whole = 1.0 + sum(self._speed[name] for name in ready)
         return tuple(protocols.Share(name, epoch, self._speed[name] / whole) for name, epoch in ready.items())
 
     def begin(self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share]) -> None:
         """The members begin to compute, and who is borrowed sets out in time for the next step."""
-        if self._coming:
+        if self._coming and self._timer is None:
             self._timer = self._loop.call_later(self._in_time(), self._borrow)
         for share in shares:
             work = self._loop.create_task(self._members.contribute(share.member, batch, shares))
@@ -128,9 +132,9 @@ class HybridWorkers:
           metrics: the trainer's.
           seconds: that the trainer took.
         """
-        work, self._work = self._work, {}
         if not shares:
             return
+        work = {share.member: self._work[share.member] for share in shares}
         # Sums go straight to the trainer, which may be done before the members' answers come here.
         await asyncio.wait(work.values(), timeout=ANSWER_SECONDS)
         now = self._loop.time()
@@ -141,8 +145,11 @@ class HybridWorkers:
             if error is None and f"shares/late/{name}" not in metrics:
                 self._log.useful(name, "first_step", now, stall=metrics.get("shares/wait_seconds", 0.0))
                 if task.done():
-                    told[name] = task.result()
+                    told[name] = self._work.pop(name).result()
+                else:
+                    task.add_done_callback(functools.partial(self._answered, name))
                 continue
+            del self._work[name]
             deadlines.abandon(task)
             worker = self.pool.worker(name)
             if isinstance(error, protocols.WorkerLost | protocols.DeadlineMissed):
@@ -152,6 +159,9 @@ class HybridWorkers:
                 self._go(self.pool.release(name, why, now))
         if len(told) == len(shares):
             self._measure(told, metrics, seconds)
+
+    def _answered(self, name: str, _: asyncio.Task[Mapping[str, float]]) -> None:
+        self._work.pop(name, None)
 
     def _measure(self, told: Mapping[str, Mapping[str, float]], metrics: Mapping[str, float], seconds: float) -> None:
         """Speeds: micro-batches a second of each member, over those of the core in the same step."""
@@ -199,10 +209,26 @@ class HybridWorkers:
         return max(0.0, step - READY_MARGIN * self._ready_seconds - READY_SHARE * step)
 
     def _borrow(self) -> None:
-        coming, self._coming = self._coming, []
+        """Who was to come sets out, unless things have changed since."""
+        coming, self._coming, self._timer = self._coming, [], None
         for name, why in coming:
-            if self.pool.worker(name).state is State.ROLLOUT:
+            serving = [instance.name for instance in self._engines.serving()]
+            rolls_out = self.pool.worker(name).state is State.ROLLOUT and name in serving
+            if rolls_out and len(serving) > self._floor and not self._ending.called:
                 self._go(self.pool.borrow(name, why, self._loop.time()))
+
+    def _fewer(self) -> None:
+        """An engine was lost: where too few are left to roll out, who trains comes back, whatever training does."""
+        self._coming.clear()
+        returning = [worker for worker in self.pool.workers if worker.state in (State.LEAVING, State.ACTIVATING)]
+        short = self._floor - len(self._engines.serving()) - len(returning)
+        training = [worker for worker in self.pool.workers if worker.state is State.TRAINING]
+        if self._ending.called:
+            return
+        for worker in training[: max(0, short)]:
+            why = f"fewer than elastic.floor = {self._floor} instances were left to roll out"
+            self._recorder.note(f"Hybrid workers, release {worker.name}: {why}.")
+            self._go(self.pool.release(worker.name, why, self._loop.time()))
 
     def _sight(self, step: int, report: reports.StepReport, *, disturbed: bool) -> borrowing.Sight:
         """The mean of the last undisturbed steps under the present arrangement."""
@@ -217,7 +243,7 @@ class HybridWorkers:
                 worker.state is State.TRAINING,
             )
             for worker in self.pool.workers
-            if worker.state in (State.ROLLOUT, State.TRAINING)
+            if worker.state is State.TRAINING or (worker.state is State.ROLLOUT and worker.name in slots)
         )
         changing = {worker.name for worker in hybrid}  # one that is lost only rolls out
         core = {name: count for name, count in slots.items() if name not in changing}
@@ -238,7 +264,7 @@ class HybridWorkers:
             core_instances=len(core),
             core_slots=sum(core.values()),
             workers=hybrid,
-            move_seconds=self._move_seconds(),
+            move_seconds=self._ready_seconds,  # in which the devices serve nobody
             disturbed=len(self._taken) < self._least,
         )
 
@@ -251,16 +277,13 @@ class HybridWorkers:
         return _Taken(step, times.train, times.wait, busy)
 
     def trainer_moved(self) -> None:
-        """Other processes train now: members joined those before, and go back to rollout."""
-        self._members.forget()
+        """Other processes train now: who joined those before, or was about to, goes back to rollout."""
+        why, now = "the trainer moved to other processes", self._loop.time()
         for worker in self.pool.workers:
             if worker.state is State.TRAINING:
-                why = "the trainer moved to other processes"
-                self._go(self.pool.release(worker.name, why, self._loop.time()))
-
-    def _move_seconds(self) -> float:
-        """By which a change lengthens the steps that it touches: the devices serve nobody for as long."""
-        return self._ready_seconds
+                self._go(self.pool.release(worker.name, why, now))
+            elif worker.state is State.JOINING:
+                self._go(self.pool.cancel(worker.name, why, now))
 
     # Transitions ------------------------------------------------------------------------------------------------
 
@@ -299,10 +322,10 @@ class HybridWorkers:
         return work(worker)
 
     async def _drain(self, worker: pool.Worker) -> None:
+        await self._members.ensure(worker.name)  # while its engine still serves
         await self._engines.sleep(worker.name, self._limit)
 
     async def _fetch(self, worker: pool.Worker) -> None:
-        await self._members.ensure(worker.name)
         self._log.moved(worker.name, await self._members.fetch(worker.name))
 
     async def _warm(self, worker: pool.Worker) -> None:
@@ -316,6 +339,9 @@ class HybridWorkers:
         await self._members.join(worker.name, worker.epoch, address)
 
     async def _leave(self, worker: pool.Worker) -> None:
+        if (share := self._work.get(worker.name)) is not None:  # of a step under way, which waits for it
+            with turns.queued():
+                await asyncio.wait({share})
         await self._dismiss(worker.name)
         await self._members.leave(worker.name)
 
@@ -351,6 +377,7 @@ class HybridWorkers:
             await self._dismiss(worker.name)
             await self._members.end(worker.name)
             await self._wake_lost(worker.name)
+            self.changed()
             return
         self._recorder.note(
             f"Hybrid worker {worker.name} failed while {ticket.state}, and goes back to rollout: {error}"
@@ -386,6 +413,8 @@ class HybridWorkers:
         where = {State.TRAINING: "hybrid in training", State.ROLLOUT: "hybrid in rollout"}
         for worker in self.pool.workers:
             pool_name = where.get(worker.state, "hybrid in transition")
+            if worker.lost and self._engines.engines[worker.name].state == "serving":
+                pool_name = "hybrid in rollout"
             counts[pool_name] += self._engines.engines[worker.name].devices
         return counts
 
@@ -393,6 +422,8 @@ class HybridWorkers:
         """The run ends."""
         if self._timer is not None:
             self._timer.cancel()
+        for share in self._work.values():
+            deadlines.abandon(share)
         self._log.close()
 
     def snapshot(self) -> dict[str, Any]:
@@ -403,6 +434,23 @@ class HybridWorkers:
         """Goes on after a restart: every worker rolls out."""
         self.pool.restore(snapshot["pool"])
         self._speed |= {name: speed for name, speed in snapshot["speed"].items() if name in self._speed}
+
+
+def _limits(deadline: configuration.DeadlineConfig) -> dict[State, float]:
+    """Of each state's work: longer than the waits inside it take together, so that those say what was late."""
+    replica = 2 * deadline.trainer_start + deadline.publish + deadline.shutdown  # made anew
+    return {
+        State.DRAINING: replica + 2 * deadline.transition + MARGIN_SECONDS,
+        State.FETCHING: 3 * deadline.publish + deadline.train_step + MARGIN_SECONDS,
+        State.WARMING: deadline.trainer_start + MARGIN_SECONDS,
+        State.JOINING: 2 * deadline.publish + deadline.transition + MARGIN_SECONDS,
+        State.LEAVING: deadline.publish + deadline.transition + deadline.shutdown + MARGIN_SECONDS,
+        State.ACTIVATING: 3 * deadline.publish
+        + 2 * deadline.shutdown
+        + 2 * deadline.transition
+        + 2 * deadline.engine_start
+        + MARGIN_SECONDS,
+    }
 
 
 def _looked_at(task: asyncio.Task[Any]) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from libra_jax import config as configuration
-from libra_jax import protocols
+from libra_jax import protocols, turns
 from libra_jax.coordinator import deadlines, failure
 
 SETTLE_SECONDS = 1.0
@@ -74,6 +74,11 @@ class Engine:
 class Instances:
     """All rollout engines of a run.
 
+    Attributes:
+      changed: called when other engines serve.
+      fewer: called when one was lost.
+      weights: a lock, held while engines are given weights, and while one goes to sleep.
+
     Args:
       config: the run's configuration (`rollout`, `deadlines`).
       cluster: makes and ends the actors.
@@ -105,6 +110,8 @@ class Instances:
         self.losses = 0  # of the engines that plans are about
         self.changed: Callable[[], None] = lambda: None
         self._trainer = protocols.ActorSpec("trainer", "", {})
+        self.weights = asyncio.Lock()
+        self.fewer: Callable[[], None] = lambda: None
         self.replanned: Callable[[Sequence[protocols.PlannedBucket]], None] = lambda rollout: None
         self.load_weights: Callable[[Engine], Awaitable[None]] | None = None
 
@@ -157,6 +164,7 @@ class Instances:
         if left:
             what_next += f", and it is started again (restart {engine.restarts + 1} of {self._config.rollout.restarts})"
         self._recorder.note(f"Engine {engine.name} was lost ({error}); {what_next}.")
+        self.fewer()
         self._ending.start(self._restart(engine, error), f"restart {engine.name}")
 
     async def sleep(self, name: str, seconds: float) -> None:
@@ -166,19 +174,24 @@ class Instances:
           LibraError: it does not serve; or it failed to go to sleep, and counts as lost.
         """
         engine = self.engines[name]
-        if engine.state != "serving":
-            raise protocols.WorkerLost(
-                f"engine {name} does not serve (it is {engine.state}) and cannot be put to sleep"
-            )
-        engine.state = "asleep"
-        self.changed()
-        self._recorder.status(name, "going to sleep")
+        with turns.queued():
+            await self.weights.acquire()
         try:
+            if engine.state != "serving":
+                raise protocols.WorkerLost(
+                    f"engine {name} does not serve (it is {engine.state}) and cannot be put to sleep"
+                )
+            # Another life: what was asked of it before, a health check say, may fail now and means nothing.
+            engine.state, engine.life, engine.policy_version = "asleep", engine.life + 1, protocols.NO_VERSION
+            self.changed()
+            self._recorder.status(name, "going to sleep")
             await deadlines.within(seconds, engine.proxy.sleep(), f"Engine {name}, asked to sleep,", "transition")
         except protocols.LibraError as error:
-            self.lost(engine, engine.life, error)
+            if engine.state == "asleep":
+                self.lost(engine, engine.life, error)
             raise
-        engine.policy_version = protocols.NO_VERSION
+        finally:
+            self.weights.release()
         self._recorder.status(name, "asleep: its devices train")
 
     async def wake(self, name: str, seconds: float) -> None:

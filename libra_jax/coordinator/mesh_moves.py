@@ -29,7 +29,7 @@ class Taken:
 
 
 class Way(Protocol):
-    """How a state travels to another mesh. Every call comes between two steps, with the trainer's lock held."""
+    """How a state travels to another mesh. Calls come between two steps, with the trainer's lock held."""
 
     longest: float
     """Seconds after which it is given up."""
@@ -108,6 +108,7 @@ class Outside:
         self._sizes = sizes
         self._serving = serving
         self._missed: int | None = None
+        self._former: process_set.ProcessSet | None = None
 
     async def begin(self) -> protocols.ResizeEstimate:
         """Begins to make the processes."""
@@ -124,18 +125,19 @@ class Outside:
         return protocols.ResizeProgress(0, 0, ready=told.ready or nearly)
 
     async def take_over(self, step: int) -> Taken:
-        """The successor serves; the processes before are ended beside it."""
-        before = self._serving.set
-        # A checkpoint that they are writing is known to them alone.
-        saved = before.wait_saved()
-        await deadlines.within(self._limits.checkpoint, saved, "The trainer, asked to finish a save,", "checkpoint")
+        """The successor serves; the processes before live until `end_former`."""
+        self._former = self._serving.set
         self._serving.set, told = await self._moving.take_over(step, self._limits.transition)
-        self._serving.retire(before)
         phases = {"start": told.start, "compile": told.compile, "snapshot": told.snapshot, "restore": told.restore}
         return Taken({**phases, "replay": told.replay}, told.stall, told.nbytes, other_processes=True)
 
+    def end_former(self) -> None:
+        """Ends the processes that served before, beside the run."""
+        if self._former is not None:
+            self._serving.retire(self._former)
+
     async def cancel(self) -> None:
-        """Ends them."""
+        """Ends the successor's processes. Without the lock: the trainer may be asked until its snapshot is written."""
         await self._moving.cancel()
 
     def trains(self, batch: protocols.TrainBatch) -> None:

@@ -161,8 +161,12 @@ class PlanFollower:
         begin = asyncio.get_running_loop().time()
         grows = plan.train_devices > before.train_devices
         handle = None
-        if _mesh(plan) != self._resizing.sizes:
-            handle = self._resizing.resize(_mesh(plan), "a plan", hold=grows)
+        try:
+            if _mesh(plan) != self._resizing.sizes:
+                handle = self._resizing.resize(_mesh(plan), "a plan", hold=grows)
+        except protocols.ConfigError as error:
+            self._stay(before, str(error))
+            return
         try:
             if handle is not None:
                 await (handle.compiled if grows else handle.done)
@@ -180,22 +184,25 @@ class PlanFollower:
         except protocols.LibraError as error:
             if handle is None or not handle.done.done() or handle.done.exception() is not error:
                 raise  # of the engines
-            self._followed = before
-            self._engines.trainer_holds(before.train_devices)
-            self._planner.refuse(before)
-            self._recorder.note("The plan is given up as far as the trainer's mesh goes.")
+            self._stay(before, "as far as the trainer's mesh goes")
             return
         end = asyncio.get_running_loop().time()
         self._recorder.span("coordinator", "move to a new plan", begin, end, dataclasses.asdict(plan))
 
     async def _take_up(self, plan: protocols.Plan) -> None:
-        handle = self._resizing.resize(_mesh(plan), "the plan in force at the checkpoint")
         try:
-            await handle.done
-        except protocols.LibraError:
+            await self._resizing.resize(_mesh(plan), "the plan in force at the checkpoint").done
+        except protocols.LibraError as error:
             present = self._resizing.sizes
-            self._followed = dataclasses.replace(plan, data=present.data, fsdp=present.fsdp, tensor=present.tensor)
-            self._planner.refuse(self._followed)
+            stays = dataclasses.replace(plan, data=present.data, fsdp=present.fsdp, tensor=present.tensor)
+            self._stay(stays, str(error))
+
+    def _stay(self, plan: protocols.Plan, why: str) -> None:
+        """What was decided could not be carried out: this is the plan in force."""
+        self._followed = plan
+        self._engines.trainer_holds(plan.train_devices)
+        self._planner.refuse(plan)
+        self._recorder.note(f"The plan is given up: {why}")
 
 
 def _counts(plan: protocols.Plan) -> dict[int, int]:

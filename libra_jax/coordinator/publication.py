@@ -43,7 +43,6 @@ class Publisher:
     ) -> None:
         self._members = members
         self._keeps = config.rollout.transport == "memfd"
-        self._snapshot = asyncio.Lock()  # held while its memory is written, or read by an engine out of turn
         self._staged: tuple[int, Sequence[protocols.WeightBucket]] = protocols.NO_VERSION, ()
         self._seconds = config.deadlines.publish
         self._trainer = trainer
@@ -68,7 +67,7 @@ class Publisher:
         Where a snapshot's memory keeps what was published last, it is read from there: a training step may be long.
         """
         if self._keeps:
-            async with self._snapshot:
+            async with self._engines.weights:
                 version, buckets = self._staged
                 if version not in (self.version, protocols.NO_VERSION) or engine.state != "loaded":
                     version = protocols.NO_VERSION
@@ -91,7 +90,7 @@ class Publisher:
             return
         if self._members is not None:
             await self._members.settle()
-        async with self._snapshot:
+        async with self._engines.weights:
             staged = await self._publish(version, engines)
         if self._members is not None:
             self._members.published(version, staged)
@@ -99,7 +98,8 @@ class Publisher:
     async def _publish(self, version: int, engines: Sequence[instances.Engine]) -> Sequence[protocols.WeightBucket]:
         self._staged = protocols.NO_VERSION, ()
         # Made before the first wait: an engine lost meanwhile is in another life, and left to its restart.
-        updates = [_Update(engine, version, self._seconds, self._recorder) for engine in engines]
+        up = [engine for engine in engines if engine.state in ("loaded", "serving")]  # others have gone since
+        updates = [_Update(engine, version, self._seconds, self._recorder) for engine in up]
         count = await self._ask(self._trainer.open_weights(version), "open its weights")
         try:
             bucket = await self._ask(self._trainer.stage_weights(version, 0), "stage weights")
@@ -123,9 +123,12 @@ class Publisher:
         self._staged = version, staged
         return staged
 
-    def forget(self) -> None:
-        """The trainer whose memory holds what was published last is about to end."""
-        self._staged = protocols.NO_VERSION, ()
+    async def forget(self) -> None:
+        """The trainer whose memory holds what was published last is about to end: nobody reads it any more."""
+        async with self._engines.weights:
+            self._staged = protocols.NO_VERSION, ()
+        if self._members is not None:
+            await self._members.settle()
 
     async def _ask(self, work: Coroutine[Any, Any, Any], what: str) -> Any:
         return await deadlines.within(self._seconds, work, f"The trainer, asked to {what},", "publish")

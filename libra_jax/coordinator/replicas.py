@@ -61,6 +61,7 @@ class Replicas:
         self._cluster = cluster
         self._recorder = recorder
         self._replicas = {worker: Replica(spec) for worker, spec in specs.items()}
+        self._out = asyncio.Event()  # a snapshot may be read
         self._held: tuple[int, Sequence[protocols.WeightBucket]] = protocols.NO_VERSION, ()
 
     async def start(self) -> None:
@@ -74,14 +75,19 @@ class Replicas:
                 raise
             except protocols.LibraError as error:
                 self._recorder.note(f"The replica of {worker} is not ready, and is tried again when needed: {error}")
+                await self.end(worker)
 
         await failure.together(*(guarded(worker) for worker in self._replicas))
 
     async def ensure(self, worker: str) -> None:
-        """The worker has a replica process that is up."""
+        """The worker has a replica process that is up; one that has died unseen is replaced."""
         replica = self._replicas[worker]
         if replica.proxy is not None:
-            return
+            try:
+                await self._ask(replica, replica.proxy.leave(), "answer", "transition")
+                return
+            except protocols.LibraError:
+                replica.proxy = None
         await self._stop(replica)  # of one that was lost, what is left
         name, seconds = replica.spec.name, self._limits.trainer_start
         self._recorder.status(name, "starting")
@@ -96,6 +102,7 @@ class Replicas:
     def published(self, version: int, buckets: Sequence[protocols.WeightBucket]) -> None:
         """A snapshot is out: replicas that follow begin to read it."""
         self._held = version, buckets
+        self._out.set()
         for worker, replica in self._replicas.items():
             if replica.follows and replica.version != version:
                 self._load(worker, replica)
@@ -103,9 +110,9 @@ class Replicas:
     async def settle(self) -> None:
         """Returns when no replica reads the present snapshot, which is about to be written over.
 
-        One that takes much longer than it took before is given up: it holds no version, and follows none. What it may
-        still read is told by its checksum.
+        One that takes much longer than it took before is given up: it holds no version, and follows none.
         """
+        self._out.clear()
         reading = [replica for replica in self._replicas.values() if replica.loading is not None]
         loads = {replica.loading for replica in reading if replica.loading is not None}
         if loads:
@@ -123,24 +130,21 @@ class Replicas:
         replica.follows, replica.version = False, protocols.NO_VERSION
         self._recorder.note(f"{replica.spec.name} holds no parameters: {why}")
 
-    def forget(self) -> None:
-        """The snapshot is another process's, which ends: nobody begins to read it any more."""
-        self._held = protocols.NO_VERSION, ()
-
     async def fetch(self, worker: str) -> int:
-        """Gives the worker's replica the version that is out; returns its bytes.
+        """Gives the worker's replica the version that is out, or the next to come; returns its bytes.
 
         Raises:
-          LibraError: nothing is out, or it could not be loaded.
+          LibraError: it could not be loaded.
         """
-        replica = self._replicas[worker]
+        await self._out.wait()
+        replica, nbytes = self._replicas[worker], sum(bucket.nbytes for bucket in self._held[1])
         if replica.loading is None:
             self._load(worker, replica)
         assert replica.loading is not None
         await asyncio.wait({replica.loading})
         if replica.version == protocols.NO_VERSION:
             raise protocols.WorkerLost(f"{replica.spec.name} could not be given the parameters that are out")
-        return sum(bucket.nbytes for bucket in self._held[1])
+        return nbytes
 
     def follow(self, worker: str) -> None:
         """From now on the worker's replica gets every version; one that came out meanwhile, too."""

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.coordinator import mesh_moves, process_set
+from libra_jax.coordinator import deadlines, mesh_moves, process_set
 
 TRAINER = "trainer"
 """The name under which the trainer stands in `transitions.jsonl`."""
@@ -76,7 +76,8 @@ class Resizing:
     Attributes:
       sizes: of the mesh that trains.
       changed: called when it is another.
-      moved: called when other processes train.
+      leaving: awaited before other processes take over.
+      moved: awaited when they have, before those that trained end.
     """
 
     def __init__(
@@ -90,14 +91,15 @@ class Resizing:
     ) -> None:
         self.sizes = sizes
         self._reach = sizes.devices + config.elastic.spare_devices
-        self._limits = config.deadlines
         self._deadline = config.deadlines.trainer_start
         self._trainer = trainer
         self._recorder = recorder
         self._successors = successors
         self._resize: Resize | None = None
         self.changed: Callable[[], None] = lambda: None
-        self.moved: Callable[[], None] = lambda: None
+        self.leaving: Callable[[], Awaitable[None]] = _nothing
+        self.moved: Callable[[], Awaitable[None]] = _nothing
+        self._ending_successor: asyncio.Task[None] | None = None
 
     def resize(
         self, sizes: protocols.MeshSizes, reason: str, *, processes: int | None = None, hold: bool = False
@@ -113,6 +115,11 @@ class Resizing:
         Raises:
           ConfigError: a resize is under way.
         """
+        if self._ending_successor is not None and not self._ending_successor.done():
+            raise protocols.ConfigError(
+                f"the trainer's mesh cannot become {sizes} before the processes of the last attempt have ended: try "
+                "again later"
+            )
         if self._resize is not None:
             raise protocols.ConfigError(
                 f"the trainer's mesh cannot become {sizes} while it becomes {self._resize.sizes}: wait, or cancel that"
@@ -131,9 +138,23 @@ class Resizing:
         if resize is None:
             return
         try:
-            await self._advance(resize, step)
+            way = await self._advance(resize)
         except protocols.WorkerLost:  # of the trainer: that ends more than a resize
             raise
+        except protocols.LibraError as error:
+            await self._give_up(resize, error, step)
+            return
+        if way is None:
+            return
+        if isinstance(way, mesh_moves.Outside):
+            await self.leaving()  # what goes wrong there would go wrong without a resize, too
+        try:
+            await self._take_over(resize, way, step)
+        except protocols.WorkerLost:
+            raise
+        except protocols.DeadlineMissed as error:
+            if self._overdue(resize, way):
+                await self._give_up(resize, error, step)
         except protocols.LibraError as error:
             await self._give_up(resize, error, step)
 
@@ -142,27 +163,29 @@ class Resizing:
         if self._resize is not None and self._resize.way is not None:
             self._resize.way.trains(batch)
 
-    async def _advance(self, resize: Resize, step: int) -> None:
-        now = asyncio.get_running_loop().time()
+    async def _advance(self, resize: Resize) -> mesh_moves.Way | None:
+        """Begins, or looks how far it is; returns the way if it is to be taken over now."""
         if resize.cancelled:
             raise protocols.LibraError(f"the resize to {resize.sizes} was cancelled: {resize.cancelled}.")
         if resize.way is None:
-            resize.begun = now
+            resize.begun = asyncio.get_running_loop().time()
             resize.way = self._way(resize)
             resize.estimate = await resize.way.begin()
         resize.progress = await resize.way.progress()
         if not resize.progress.ready:
-            assert resize.begun is not None
-            if now - resize.begun > resize.way.longest:
+            if self._overdue(resize, resize.way):
                 raise protocols.DeadlineMissed(
                     f"A mesh of {resize.sizes} was not ready after {resize.way.longest:g} s: raise "
                     "config.deadlines.trainer_start."
                 )
-            return
+            return None
         if not resize.compiled.done():
             resize.compiled.set_result(None)
-        if not resize.held:
-            await self._take_over(resize, resize.way, step)
+        return None if resize.held else resize.way
+
+    @staticmethod
+    def _overdue(resize: Resize, way: mesh_moves.Way) -> bool:
+        return resize.begun is not None and asyncio.get_running_loop().time() - resize.begun > way.longest
 
     def _way(self, resize: Resize) -> mesh_moves.Way:
         """How the state is to travel.
@@ -186,8 +209,9 @@ class Resizing:
         before, self.sizes, self._resize = self.sizes, resize.sizes, None
         self._record(resize, before, step, taken, "done", "")
         self.changed()
-        if taken.other_processes:
-            self.moved()
+        if isinstance(way, mesh_moves.Outside):
+            await self.moved()
+            way.end_former()
         phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in taken.phases.items())
         self._recorder.note(
             f"The trainer's mesh is {resize.sizes} now, {before} before: {taken.nbytes / 2**20:.1f} MiB moved, "
@@ -197,13 +221,15 @@ class Resizing:
 
     async def _give_up(self, resize: Resize, error: protocols.LibraError, step: int) -> None:
         self._resize = None
-        try:
-            if resize.way is not None:
+        if isinstance(resize.way, mesh_moves.Outside):
+            self._ending_successor = asyncio.get_running_loop().create_task(self._end_successor(resize.way))
+        elif resize.way is not None:
+            try:
                 await resize.way.cancel()
-        except protocols.WorkerLost:
-            raise
-        except protocols.LibraError as second:
-            error = protocols.LibraError(f"{error} Nor could it be cancelled: {second}")
+            except protocols.WorkerLost:
+                raise
+            except protocols.LibraError as second:
+                error = protocols.LibraError(f"{error} Nor could it be cancelled: {second}")
         outcome = "cancelled" if resize.cancelled else "failed"
         self._record(resize, self.sizes, step, mesh_moves.Taken({}, 0.0, 0), outcome, str(error))
         self._recorder.note(f"The trainer stays on its mesh of {self.sizes}: {error}")
@@ -211,12 +237,21 @@ class Resizing:
 
     async def close(self) -> None:
         """The run ends: a resize that is not over never will be."""
+        if self._ending_successor is not None:
+            deadlines.abandon(self._ending_successor)
         resize, self._resize = self._resize, None
         if resize is None:
             return
         resize.fail(protocols.LibraError(f"the run ended before the resize to {resize.sizes}"))
         if isinstance(resize.way, mesh_moves.Outside):
             await resize.way.cancel()
+
+    async def _end_successor(self, way: mesh_moves.Outside) -> None:
+        """Beside the run: the serving trainer may have to be asked whether its snapshot is written."""
+        try:
+            await way.cancel()
+        except protocols.LibraError as error:
+            self._recorder.note(f"The processes that were to take over did not end cleanly: {error}")
 
     def _record(
         self,
@@ -247,6 +282,10 @@ class Resizing:
             }
         )
         self._recorder.span(TRAINER, f"resize to {resize.sizes}", start, end, {"outcome": outcome, **taken.phases})
+
+
+async def _nothing() -> None:
+    pass
 
 
 def _looked_at(future: asyncio.Future[Any]) -> None:

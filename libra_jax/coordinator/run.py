@@ -305,6 +305,7 @@ class Coordinator:
             trainer_lock=self._trainer_lock,
             engines=self._engines,
             publisher=self._publisher,
+            saver=self._saver,
             members=self._members,
             dispatcher=self._dispatcher,
             planner=self._planner,
@@ -474,7 +475,12 @@ class Coordinator:
     async def _close(self) -> None:
         """Ends everything, whatever state it is in; what fails here is noted and hides nothing."""
         if self._ready:
-            await self._elastic.close()
+            try:
+                ending = self._elastic.close()
+                limit = self._config.deadlines.shutdown
+                await deadlines.within(limit, ending, "The end of what was changing sides or size", "shutdown")
+            except protocols.LibraError as error:
+                self._recorder.note(f"Not everything ended cleanly: {error}")
         seconds = self._config.deadlines.shutdown
         await self._ending.cancel_background(seconds)
         engines = getattr(self, "_engines", None)

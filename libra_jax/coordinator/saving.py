@@ -91,11 +91,16 @@ class Saver:
 
     async def commit(self) -> None:
         """Waits until the checkpoint begun last is durable, and writes its manifest."""
+        if self._pending is not None:
+            async with self._lock:
+                await self.commit_held()
+
+    async def commit_held(self) -> None:
+        """Likewise, by whoever holds the trainer's lock."""
         if self._pending is None:
             return
         begin, step = asyncio.get_running_loop().time(), self._pending
-        async with self._lock:
-            await self._ask(self._trainer.wait_saved(), "finish a save")
+        await self._ask(self._trainer.wait_saved(), "finish a save")
         self._files.commit(step)
         self._pending = None
         self._count(begin, "commit", step)

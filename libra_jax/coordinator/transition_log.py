@@ -39,6 +39,7 @@ class TransitionLog:
           outcome: "done" or "failed".
           why: it failed.
         """
+        self._write(worker.name)
         record = worker.record()
         turned = worker.state is State.ROLLOUT and worker.origin is State.ROLLOUT
         start, end = record["start"], record["end"]
@@ -47,7 +48,7 @@ class TransitionLog:
             "step": step,
             "outcome": "cancelled" if turned else outcome,
             "why": why,
-            "bytes": self._bytes.get(worker.name, 0),
+            "bytes": self._bytes.get(worker.name, 0) if worker.phases else 0,  # at rest, it was on no way
             "stall": {"training": 0.0, "rollout": end - start},  # in which the devices served neither side
         }
         self._recorder.span(worker.name, f"{record['from']} to {record['to']}", start, end, record["phases"])

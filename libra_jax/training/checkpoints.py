@@ -32,10 +32,17 @@ HOST = "libra_host.json"
 
 
 class Checkpointer:
-    """Saves and restores train states."""
+    """Saves and restores train states.
 
-    def __init__(self) -> None:
+    Args:
+      compress: what is kept is compressed; a snapshot that is read once and removed is there sooner without.
+    """
+
+    def __init__(self, *, compress: bool = True) -> None:
         self._orbax = ocp.StandardCheckpointer()
+        self._saves = self._orbax
+        if not compress:
+            self._saves = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
         self._target = pathlib.Path()
         self._finishing: threading.Thread | None = None
         self._error: Exception | None = None
@@ -64,7 +71,10 @@ class Checkpointer:
             raise protocols.LibraError(f"{target}: holds a checkpoint already; save to a new directory.")
         try:
             _check_writable(target.parent)
-            self._orbax.save(target, _tree(state), force=True)
+            if self._saves is self._orbax:
+                self._orbax.save(target, _tree(state), force=True)
+            else:
+                self._saves.save(target, args=ocp.args.PyTreeSave(_tree(state)), force=True)
         except (OSError, ValueError) as error:
             raise protocols.LibraError(f"{target}: the checkpoint cannot be written ({_line(error)}).") from error
         self._target = target
@@ -73,7 +83,7 @@ class Checkpointer:
 
     def _finish(self, host: Mapping[str, Any]) -> None:
         try:
-            self._orbax.wait_until_finished()
+            self._saves.wait_until_finished()
             _seal(self._target, host)
         except Exception as error:  # Orbax passes on whatever its writing threads met; `wait` tells it
             self._error = error
@@ -119,6 +129,8 @@ class Checkpointer:
             self.wait()
         finally:
             self._orbax.close()
+            if self._saves is not self._orbax:
+                self._saves.close()
 
 
 def _check_writable(directory: pathlib.Path) -> None:

@@ -123,6 +123,11 @@ class Members:
         _check(header, arrays, share, wanted, wanted.ranges[number])
         return step.Received(arrays, {"metrics": dict(header.metrics), "maxima": dict(header.maxima)})
 
+    @property
+    def grace(self) -> float:
+        """Seconds that a share is waited for in any case, once those before it were not there."""
+        return self._config.late_seconds
+
     def late_after(self, own_seconds: float) -> float:
         """Seconds to wait for shares once the core's own is done."""
         return max(self._config.late_seconds, self._config.late * own_seconds)
@@ -142,13 +147,16 @@ class Collection:
     def __call__(self, own_seconds: float) -> Iterator[range | step.Received]:
         """Yields as sums come in; for those that do not, `own_seconds` and the config say how long it waits."""
         deadline = time.monotonic() + self._members.late_after(own_seconds)
+        missing: list[range] = []
         for number, indices in enumerate(self._wanted.ranges):
             if not indices:
                 continue
             began = time.monotonic()
             received, outcome = None, "arrived"
             try:
-                received = self._members.receive(self._wanted, number, deadline)
+                # One that is late takes nothing from those after it.
+                limit = max(deadline, began + self._members.grace) if missing else deadline
+                received = self._members.receive(self._wanted, number, limit)
             except RefusedError:
                 outcome = "refused"
             except side_channel.SideChannelError:
@@ -162,7 +170,8 @@ class Collection:
                 self._dismissed.append(self._wanted.shares[number].member)
                 self._members.dismiss(self._dismissed[-1])
                 self._micro_batches["late" if received is not None else outcome] += len(indices)
-                yield indices
+                missing.append(indices)
+        yield from missing
 
     def metrics(self) -> dict[str, float]:
         """Micro-batches of replicas that counted, were late or refused; seconds waited for them, bytes received.

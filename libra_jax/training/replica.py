@@ -69,7 +69,7 @@ class ReplicaActor:
         """
         if self._cores:
             # Of this thread, and so of those that XLA makes from it.
-            config_lib.check_cores(self._cores, "rollout.cores")
+            config_lib.check_cores(self._cores, "elastic.cores")
             os.sched_setaffinity(0, self._cores)
         learner = learner_lib.Learner(self._config, self._model, jax.devices())
         self._learner = learner

@@ -80,14 +80,20 @@ class Resize:
         self._seconds = 0.0
         self._error: Exception | None = None
         self._cancelled = threading.Event()
-        self._thread = threading.Thread(target=self._compile, name="compile for a resize", daemon=True)
-        self._thread.start()
+        self._thread = self._begin()
 
     @property
     def progress(self) -> protocols.ResizeProgress:
         """Programs compiled, of those that the present learner has; it may meet another while it trains."""
         met = len(self._present.programs.shapes())
+        if self._compiled < met and not (self._thread.is_alive() or self._error or self._cancelled.is_set()):
+            self._thread = self._begin()  # it had nothing left to compile when training met another shape
         return protocols.ResizeProgress(self._compiled, met, ready=not self._thread.is_alive())
+
+    def _begin(self) -> threading.Thread:
+        thread = threading.Thread(target=self._compile, name="compile for a resize", daemon=True)
+        thread.start()
+        return thread
 
     def cancel(self, seconds: float) -> bool:
         """Gives the new mesh up; the learner that trains knows nothing of it.
@@ -150,7 +156,7 @@ class Resize:
         except Exception as error:  # told by whoever takes over
             self._error = error
         finally:
-            self._seconds = time.monotonic() - began
+            self._seconds += time.monotonic() - began
 
 
 def mesh_sizes(trainer: config_lib.TrainerConfig) -> protocols.MeshSizes:
@@ -181,7 +187,7 @@ def move(leaves: list[jax.Array], places: Sequence[jax.ShapeDtypeStruct]) -> Non
 
     Raises:
       StayedError: the devices refused; all leaves are where they were.
-      LibraError: they refused to take them back, too.
+      WorkerLost: they refused to take them back, too.
     """
     homes = [leaf.sharding for leaf in leaves]
     done = 0
@@ -196,7 +202,7 @@ def move(leaves: list[jax.Array], places: Sequence[jax.ShapeDtypeStruct]) -> Non
             for index in range(done):
                 leaves[index] = _put(leaves[index], homes[index])
         except jax.errors.JaxRuntimeError as again:
-            raise protocols.LibraError(
+            raise protocols.WorkerLost(
                 f"the state could be moved neither to another mesh nor back, and is lost ({line}); the same command "
                 "goes on from the last checkpoint."
             ) from again

@@ -5,7 +5,7 @@ its own, as JAX's thread-local mesh contexts require.
 
 A trainer of several processes is as many actors, each with its share of the mesh's devices, and every method is called
 on all of them at once with the same arguments (`coordinator.process_set`); what process 0 returns counts. `reserve`,
-`stage_weights`, `close_weights` and `is_saved` are asked of process 0 alone.
+`listen`, `stage_weights`, `close_weights` and `is_saved` are asked of process 0 alone.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class TrainerActor:
             rollout.tensor_parallel,
             config.deadlines.publish,
         )
-        self._checkpointer, self._snapshots = checkpoints.Checkpointer(), checkpoints.Checkpointer()
+        self._checkpointer, self._snapshots = checkpoints.Checkpointer(), checkpoints.Checkpointer(compress=False)
         self._learner = learner
         return protocols.TrainerInfo(
             policy_version=self._version,
@@ -380,9 +380,11 @@ class TrainerActor:
     ) -> tuple[range, members.Collection]:
         """The core's own micro-batches, and what will bring the others' sums."""
         own, *ranges = shares_lib.split(prepared.work, shares)
+        known = self._published == self._version
         wanted = members.Wanted(
             version=self._version,
-            digest=self._publisher.digest(self._version) if self._published == self._version else None,
+            # The first process alone holds what was published, and checks for all (`members.everywhere`).
+            digest=self._publisher.digest(self._version) if known and jax.process_index() == 0 else None,
             shares=shares,
             ranges=ranges,
             arrays=members.array_kinds(self._started().layout.accumulator),

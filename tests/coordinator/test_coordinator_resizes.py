@@ -171,7 +171,12 @@ def test_a_mesh_of_more_processes_is_readied_beside_training_and_takes_over_with
         run = Elsewhere(tmp_path)
         await run.open()
         moved = []
-        run.mesh.moved = lambda: moved.append(True)
+
+        async def note() -> None:
+            assert not run.ended, "those before have ended already"
+            moved.append(True)
+
+        run.mesh.moved = note
         handle = run.mesh.resize(sizes(data=2), "more is trained", processes=2)
         await run.steps(30)
         taken = await handle.done
@@ -237,3 +242,40 @@ def test_without_other_processes_a_mesh_of_several_is_refused():
             await handle.done
 
     run(work)
+
+
+def test_a_checkpoint_that_cannot_be_finished_ends_the_run_and_is_no_failed_resize(tmp_path):
+    async def main():
+        run = Elsewhere(tmp_path)
+        await run.open()
+        run.mesh.resize(sizes(data=2), "", processes=2)
+
+        async def fails() -> None:
+            raise protocols.LibraError("the checkpoint cannot be written")
+
+        run.mesh.leaving = fails
+        with pytest.raises(protocols.LibraError, match="the checkpoint cannot be written"):
+            await run.steps(30)
+        assert run.serving.set is run.first
+
+    doubles.run_on_clock(main())
+
+
+def test_one_that_is_cancelled_while_its_snapshot_is_written_does_not_hold_training_up(tmp_path):
+    async def main():
+        run = Elsewhere(tmp_path)
+        await run.open()
+        handle = run.mesh.resize(sizes(data=2), "", processes=2)
+        while not (tmp_path / handover.FOLDER / "trainer-2" / "half").exists():
+            await run.steps(1)
+        handle.cancel("it is not wanted any more")
+        began = asyncio.get_running_loop().time()
+        await run.steps(1)
+        assert asyncio.get_running_loop().time() - began < 2.0  # a step takes one
+        with pytest.raises(protocols.ConfigError, match="before the processes of the last attempt have ended"):
+            run.mesh.resize(sizes(data=2), "", processes=2)
+        await run.steps(5)
+        assert list(run.cluster.alive) == ["trainer"]
+        run.mesh.resize(sizes(data=2), "", processes=2)
+
+    doubles.run_on_clock(main())

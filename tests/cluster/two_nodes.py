@@ -1,0 +1,45 @@
+"""A trainer of two processes on two nodes of an emulated Ray cluster; prints its nodes and losses as JSON.
+
+python two_nodes.py FOLDER
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pathlib
+import sys
+
+import trainer_processes as doubles
+from ray import cluster_utils
+
+from libra_jax import protocols
+from libra_jax.cluster import ray_cluster
+from libra_jax.coordinator import process_set
+
+
+async def train(address: str, model: str) -> dict[str, list]:
+    cluster = ray_cluster.RayCluster(address, start_seconds=120, shutdown_seconds=30)
+    trainer = process_set.ProcessSet(cluster, doubles.maker(model, protocols.MeshSizes(2, 2, 1)), processes=2)
+    try:
+        await trainer.make()
+        await trainer.start()
+        losses = [(await trainer.train_step(doubles.batch(version, seed=version)))["loss"] for version in range(2)]
+        return {"nodes": [actor.birth.node for actor in cluster._actors.values()], "losses": losses}
+    finally:
+        await trainer.stop()
+        await cluster.shutdown()
+
+
+def main() -> None:
+    nodes = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    try:
+        nodes.add_node(num_cpus=1)  # each has room for one process
+        model = doubles.write_model(pathlib.Path(sys.argv[1]) / "model")
+        print(json.dumps(asyncio.run(train(nodes.address, model))))
+    finally:
+        nodes.shutdown()
+
+
+if __name__ == "__main__":
+    main()
