@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from libra_jax import config as configuration
 from libra_jax import protocols, turns
 from libra_jax.coordinator import deadlines, failure, instances, replicas, reports, transition_log
-from libra_jax.elastic import borrowing, pool
+from libra_jax.elastic import borrowing, pool, states
 from libra_jax.elastic.states import State
 
 SMOOTHING = 0.5
@@ -89,7 +89,7 @@ class HybridWorkers:
         limits = _limits(config.deadlines)
         self.pool = pool.Pool(self._names, limits, config.elastic.restarts, now=self._loop.time())
         self._limits = limits
-        engines.fewer = self._fewer
+        engines.fewer = self._keep_floor
         self.changed: Callable[[], None] = lambda: None
         self._borrowing = borrowing.Borrowing(
             config.elastic, horizon=config.planner.horizon, synchronous=self._synchronous
@@ -212,23 +212,31 @@ class HybridWorkers:
         """Who was to come sets out, unless things have changed since."""
         coming, self._coming, self._timer = self._coming, [], None
         for name, why in coming:
-            serving = [instance.name for instance in self._engines.serving()]
-            rolls_out = self.pool.worker(name).state is State.ROLLOUT and name in serving
-            if rolls_out and len(serving) > self._floor and not self._ending.called:
+            staying = self._staying()
+            rolls_out = self.pool.worker(name).state is State.ROLLOUT and name in staying
+            if rolls_out and len(staying) > self._floor and not self._ending.called:
                 self._go(self.pool.borrow(name, why, self._loop.time()))
 
-    def _fewer(self) -> None:
-        """An engine was lost: where too few are left to roll out, who trains comes back, whatever training does."""
-        self._coming.clear()
-        returning = [worker for worker in self.pool.workers if worker.state in (State.LEAVING, State.ACTIVATING)]
-        short = self._floor - len(self._engines.serving()) - len(returning)
-        training = [worker for worker in self.pool.workers if worker.state is State.TRAINING]
+    def _keep_floor(self) -> None:
+        """Where too few are left to roll out, who trains or is about to comes back, whatever training does."""
         if self._ending.called:
             return
-        for worker in training[: max(0, short)]:
-            why = f"fewer than elastic.floor = {self._floor} instances were left to roll out"
-            self._recorder.note(f"Hybrid workers, release {worker.name}: {why}.")
-            self._go(self.pool.release(worker.name, why, self._loop.time()))
+        returning = [worker for worker in self.pool.workers if worker.state in (State.LEAVING, State.ACTIVATING)]
+        short, now = self._floor - len(self._staying()) - len(returning), self._loop.time()
+        why = f"fewer than elastic.floor = {self._floor} instances are left to roll out"
+        for worker in self.pool.workers:
+            if short <= 0 or worker.state not in (*states.BORROWED, State.TRAINING):
+                continue
+            self._coming.clear()
+            self._recorder.note(f"Hybrid workers, {worker.name} comes back: {why}.")
+            gives_back = self.pool.release if worker.state is State.TRAINING else self.pool.cancel
+            self._go(gives_back(worker.name, why, now))
+            short -= 1
+
+    def _staying(self) -> list[str]:
+        """The instances that serve and are not about to stop."""
+        going = [worker.name for worker in self.pool.workers if worker.state is State.DRAINING]
+        return [instance.name for instance in self._engines.serving() if instance.name not in going]
 
     def _sight(self, step: int, report: reports.StepReport, *, disturbed: bool) -> borrowing.Sight:
         """The mean of the last undisturbed steps under the present arrangement."""

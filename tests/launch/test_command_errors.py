@@ -66,7 +66,7 @@ def test_an_output_that_can_be_written_is_left_as_it_was(tmp_path):
 BENCHMARK_OF_NOTHING = """
 import runpy, sys, types
 parts = types.ModuleType("benchmarks")
-for name in ("bridge", "coordinator", "planner", "publication", "resize", "rollout", "scheduler", "train"):
+for name in ("bridge", "coordinator", "moves", "planner", "publication", "resize", "rollout", "scheduler", "train"):
     setattr(parts, name, types.SimpleNamespace(measure=lambda *_: {"measured": 1}))
 sys.modules["benchmarks"] = parts
 sys.path.insert(0, "launch")

@@ -57,8 +57,9 @@ def test_whatever_is_killed_in_whatever_state_every_prompt_is_trained_once(tmp_p
     assert "trainer" in first.stdout.splitlines()[-1]
     failed = [item for item in lines(workdir / "transitions.jsonl") if item["outcome"] == "failed"]
     states = {next(reversed(item["phases"]), item["from"]) for item in failed}
-    # One that dies as a member may be told by its weights or by its share, and one that leaves is ended anyway.
-    assert {"draining", "fetching", "warming", "joining"} <= states
+    # A member that dies may be told by its weights or by its share, one that leaves is ended anyway, and an engine
+    # that dies while its replica is made anew has been started again by the time it is to sleep.
+    assert {"fetching", "warming", "joining"} <= states
     taken = max(step["step"] for step in lines(workdir / "metrics.jsonl"))
 
     second = run(workdir, taken + 12)

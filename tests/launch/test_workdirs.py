@@ -52,13 +52,14 @@ def test_an_engine_that_a_plan_adds_gets_the_devices_that_the_others_leave(tmp_p
     )
     narrow, wide = engines.specs()
     assert (narrow.devices, wide.devices) == ((1,), (2, 3))
-    added = engines.add(2, 1, [narrow])
-    assert (added.name, added.devices, added.gpus) == ("rollout-2", (2,), 1)
-    assert added.environment["CUDA_VISIBLE_DEVICES"] == "2"
-    assert (added.arguments["cpu_cores"], added.arguments["rollout"]["slots"]) == ("0", 16)
-    assert engines.add(3, 2, [narrow]).arguments["rollout"]["slots"] == 48
+    trainer = protocols.ActorSpec("trainer", "", {}, devices=(0,))
+    added = engines.add(2, 1, [narrow, trainer])
+    assert (added.name, added.devices, added.gpus) == ("rollout-2", (3,), 1)
+    assert added.environment["CUDA_VISIBLE_DEVICES"] == "3"
+    assert (added.arguments["cpu_cores"], added.arguments["rollout"]["slots"]) == ("1", 16)
+    assert engines.add(3, 2, [narrow, trainer]).arguments["rollout"]["slots"] == 48
     with pytest.raises(protocols.LibraError, match="of degree 2, and 1 devices are free"):
-        engines.add(4, 2, [narrow, added])
+        engines.add(4, 2, [narrow, added, trainer])
 
 
 @pytest.mark.parametrize("steps", [5, 7, 100])

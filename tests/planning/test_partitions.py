@@ -87,11 +87,11 @@ def test_no_way_to_cut_the_requests_into_runs_is_faster(trajectories, devices, s
 
 @hypothesis.settings(deadline=None, max_examples=60)
 @hypothesis.given(st.lists(TURNS, min_size=1, max_size=12), st.integers(1, 8), st.integers(0, 2))
-def test_tools_and_contexts_of_any_kind_cost_the_search_less_than_a_percent(trajectories, devices, staleness):
+def test_tools_and_contexts_of_any_kind_cost_the_search_two_percent_at_most(trajectories, devices, staleness):
     made = serve(trajectories, staleness=staleness)
     found = partitions(made).fastest(devices)
     assert found is not None
-    assert found.seconds <= 1.01 * exhaustive(made, devices)
+    assert found.seconds <= 1.02 * exhaustive(made, devices)
 
 
 def assigned(made: serving.Serving, devices: int) -> float:
