@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import models
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.cluster import create as cluster_create
@@ -52,16 +53,7 @@ def _write_model(path: Path) -> model_config.TransformerConfig:
 
     from libra_jax.models import hf, transformer
 
-    shape = dataclasses.replace(
-        model_config.load_preset("libra-tiny"),
-        vocab_size=16_384,
-        hidden_size=768,
-        intermediate_size=2_304,
-        num_layers=12,
-        num_heads=12,
-        num_kv_heads=12,
-        head_dim=64,
-    )
+    shape = models.hundred_million()
     hf.save(transformer.init_params(shape, jax.random.key(0)), shape, path)
     return shape
 

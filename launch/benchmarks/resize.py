@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import statistics
@@ -57,21 +56,13 @@ def measure() -> dict[str, Any]:
 def _child() -> dict[str, Any]:
     import jax
 
+    from benchmarks import models
     from libra_jax import config as configuration
     from libra_jax.models import config as model_config
     from libra_jax.training import learner as learner_lib
     from libra_jax.training import packing, resize, state
 
-    shape = dataclasses.replace(
-        model_config.load_preset("libra-tiny"),
-        vocab_size=16_384,
-        hidden_size=768,
-        intermediate_size=2_304,
-        num_layers=12,
-        num_heads=12,
-        num_kv_heads=12,
-        head_dim=64,
-    )
+    shape = models.hundred_million()
     data, fsdp, tensor = LARGE
     config = configuration.RunConfig(
         rollout=configuration.RolloutConfig(max_context=128, max_tokens=64),
