@@ -13,6 +13,7 @@ remembered, and the same change has to promise so much more the next time. So wh
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -214,11 +215,12 @@ class Borrowing:
                 key=lambda worker: worker.slots / max(worker.speed, 1e-9),
                 reverse=kind == "release",
             )
-            for count in range(1, len(able) + 1):
-                workers = tuple(worker.name for worker in able[:count])
+            names = [worker.name for worker in able]
+            several = (tuple(names[:count]) for count in range(2, len(names) + 1))
+            for workers in itertools.chain(((name,) for name in names), several):
                 after = before ^ set(workers)
                 if kind == "borrow" and sight.instances(after) < self._config.floor:
-                    break
+                    continue
                 predicted = predict(sight, after, synchronous=self._synchronous)
                 seconds = predicted * self._short.get((before, after), 1.0)
                 changes.append(_Change(kind, workers, before, after, predicted, seconds))

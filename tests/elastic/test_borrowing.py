@@ -279,6 +279,10 @@ def test_noise_below_half_the_gain_moves_each_worker_once_at_most(world, rules, 
 
 @hypothesis.settings(max_examples=100, deadline=None)
 @hypothesis.given(world=worlds(alike=False), rules=RULES_OF_ANY_KIND)
+@hypothesis.example(  # the worker that would help is not the one that trains most for its slots
+    world=World(train=5.0, rollout=128.0, beside=6.0, hybrids=((1, 1.0), (1, 0.25), (2, 1.0)), core_slots=14),
+    rules=dataclasses.replace(RULES, gain=0.03125, patience=1, cooldown=0),
+)
 def test_without_noise_it_ends_where_no_single_change_would_be_worth_it(world, rules):
     world.move = 0.0
     kinds(world, decider(world, rules), 100)
