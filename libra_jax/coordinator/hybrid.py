@@ -97,6 +97,7 @@ class HybridWorkers:
         self._speed = {name: engines.engines[name].devices / core_devices for name in self._names}
         self._step = 0
         self._work: dict[str, asyncio.Task[Mapping[str, float]]] = {}  # shares that are being computed
+        self._drivers: dict[str, asyncio.Task[None]] = {}
         self._coming: list[tuple[str, str]] = []  # who is to be borrowed during the next step, and why
         self._timer: asyncio.TimerHandle | None = None
         self._ready_seconds = 0.0  # of the last way to training
@@ -296,9 +297,14 @@ class HybridWorkers:
     # Transitions ------------------------------------------------------------------------------------------------
 
     def _go(self, worker: pool.Worker) -> None:
+        """Begins a transition; one that the worker turns round from is given up, whatever it waits for."""
+        before = self._drivers.get(worker.name)
+        if before is not None and before is not asyncio.current_task():
+            deadlines.abandon(before)
         self._log.begin(worker.name)
         self.changed()
-        self._ending.start(self._drive(worker), f"transition of {worker.name}")
+        driver = self._ending.start(self._drive(worker), f"transition of {worker.name}")
+        self._drivers[worker.name] = driver
 
     async def _drive(self, worker: pool.Worker) -> None:
         """Does the worker's work, state by state, until it is at rest."""
