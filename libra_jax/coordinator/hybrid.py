@@ -2,8 +2,8 @@
 
 A worker is an engine and a replica that share devices; one of them sleeps. After each training step `borrowing` sees
 what the step took and says whether a worker should change sides; `pool` says what has to be done next; a task for each
-worker does it, each piece with its deadline, while training and rollout go on. The core waits for no transition: it
-only opens and closes a worker's channel between two steps. What a member does not deliver in time the core computes.
+worker does it, each piece with its deadline, while training and rollout go on. The core waits for no transition:
+channels open and close beside its steps. What a member does not deliver in time the core computes.
 """
 
 from __future__ import annotations
@@ -142,8 +142,9 @@ class HybridWorkers:
         told: dict[str, Mapping[str, float]] = {}
         for share in shares:
             name, task = share.member, work[share.member]
-            error = task.exception() if task.done() and not task.cancelled() else None
-            if error is None and f"shares/late/{name}" not in metrics:
+            cancelled = task.done() and task.cancelled()  # the run ends
+            error = task.exception() if task.done() and not cancelled else None
+            if error is None and not cancelled and f"shares/late/{name}" not in metrics:
                 self._log.useful(name, "first_step", now, stall=metrics.get("shares/wait_seconds", 0.0))
                 if task.done():
                     told[name] = self._work.pop(name).result()

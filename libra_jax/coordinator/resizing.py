@@ -27,6 +27,12 @@ class Resize:
     Attributes:
       sizes: wanted.
       reason: why.
+      processes: that the wanted mesh is to belong to.
+      way: how the state travels; None before the first boundary.
+      held: ready or not, it does not take over until `go`.
+      cancelled: why it is given up at the next boundary; empty: it is not.
+      begun: event-loop seconds of the first boundary; None before.
+      estimate: of what it moves, from the first boundary on.
       progress: how far it is.
       compiled: done when taking over would wait for nothing; fails with the resize.
       done: done when the trainer is on the new mesh; a failed or cancelled resize raises LibraError there.
