@@ -24,7 +24,7 @@ from libra_jax import config as libra_config
 
 VARIANTS = ("elastic", "rollout", "training", "apart", "shared")
 
-PHASE_STEPS = 10
+PHASE_STEPS = 15
 """Training steps of a phase of the curriculum."""
 
 
@@ -63,6 +63,7 @@ def get_config(variant: str = "elastic") -> ml_collections.ConfigDict:
     config.elastic.hybrid = 1
     config.elastic.cores = (1,)
     config.elastic.cooldown = 3
+    config.elastic.patience = 1  # a phase is short, and each look sees two steps
     config.elastic.late_seconds = 5.0  # the cores are busy with others' work at times
     config.planner.horizon = 10  # steps over which a change has to pay
 
