@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,9 @@ from vllm import plugins
 from vllm.config import logging as vllm_logging
 from vllm.engine import arg_utils
 from vllm.platforms import current_platform
+from vllm.utils import cpu_resource_utils
 from vllm.v1.engine import async_llm
+from vllm.v1.executor import uniproc_executor
 
 from libra_jax import config, protocols
 from libra_jax.rollout import logprob_contract, vllm_kv_transfer, vllm_plugin
@@ -114,6 +116,9 @@ class Launch:
         self._tensor_parallel = tensor_parallel
         self._seed = seed
         self._binding = core_binding(cpu_cores, tensor_parallel)
+        # On CPU, vLLM gives even a single worker a process of its own, for the sake of its OpenMP variables, and the
+        # core process spins until it answers. Set for the core process, they do for a worker that lives in there.
+        self._in_core = current_platform.is_cpu() and tensor_parallel == 1
         self._log_path = log_path
         self._directory: Path | None = None
         self._log = Path(os.devnull)
@@ -192,6 +197,8 @@ class Launch:
         if self._rollout.transport == "ipc":
             # CUDA handles are Python objects: they come pickled, from this process.
             variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+        if self._in_core and self._binding != "nobind":
+            variables |= _bound_to(cpu_resource_utils.parse_id_list(self._binding))
         if self._binding == "nobind" and "OMP_NUM_THREADS" not in os.environ:
             # A core is left to the core process and this one: threads that wait for a preempted one at every kernel's
             # end are slower by far than one thread fewer.
@@ -203,6 +210,7 @@ class Launch:
         memory: dict[str, Any] = {"gpu_memory_utilization": rollout.gpu_memory_fraction}
         if current_platform.is_cpu():
             memory = {"kv_cache_memory_bytes": int(rollout.kv_cache_gib * 2**30 / self._tensor_parallel)}
+        executor = {"distributed_executor_backend": uniproc_executor.UniProcExecutor} if self._in_core else {}
         return arg_utils.AsyncEngineArgs(
             model=str(self._directory),
             load_format="dummy",
@@ -223,6 +231,7 @@ class Launch:
                 configure_logging=False, log_level="WARNING", pylogging_config_file=None
             ),
             **memory,
+            **executor,
             **vllm_kv_transfer.engine_arguments(rollout),
         )
 
@@ -274,6 +283,12 @@ class Launch:
             if causes:
                 return " ".join(causes[-1].split())
         return ""
+
+
+def _bound_to(cores: Sequence[int]) -> dict[str, str]:
+    """OpenMP's variables for a process whose threads stay on these cores, those that it starts later included."""
+    places = ",".join(map(str, cores))
+    return {"OMP_NUM_THREADS": str(len(cores)), "OMP_PLACES": f"{{{places}}}", "OMP_PROC_BIND": "true"}
 
 
 @contextlib.contextmanager

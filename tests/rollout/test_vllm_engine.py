@@ -234,11 +234,20 @@ def test_no_process_of_the_engine_has_loaded_jax(host):
         assert "jaxlib" not in maps
 
 
+def test_a_single_worker_lives_in_the_core_process_which_keeps_to_its_cores(host):
+    """vLLM's own way is a process more, for which the core process spins."""
+    if host.info.tensor_parallel > 1:
+        pytest.skip("several workers have a process each")
+    assert len(host.info.process_ids) == 1
+    threads = pathlib.Path(f"/proc/{host.info.process_ids[0]}/task").iterdir()
+    assert {core for thread in threads for core in os.sched_getaffinity(int(thread.name))} == {vllm_host.CORE}
+
+
 def test_a_killed_process_fails_running_requests_at_once_and_leaves_nothing(host):
     """The core process at tensor parallel 1, a worker at 2."""
     victim = host.info.process_ids[0 if host.info.tensor_parallel == 1 else -1]
     segments = set(host.engine._launch._segments)
-    assert segments
+    assert bool(segments) == (host.info.tensor_parallel > 1)  # a single worker is in the core process
 
     async def body():
         streams = await host.begin(vllm_host.PROMPTS, 240)

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import functools
+import os
 import time
 
 import jax
@@ -16,6 +17,9 @@ from libra_jax.interop import dlpack, publication
 from libra_jax.models import config as models_config
 from libra_jax.models import transformer
 from libra_jax.rollout import vllm_engine
+
+CORE = max(os.sched_getaffinity(0))
+"""The core of the engine of a single worker."""
 
 TOLERANCE = 1e-3
 CONTEXT = 256
@@ -36,7 +40,12 @@ class Host:
         self.shape = SHAPES[tensor_parallel]
         self.version = 0
         self.engine = vllm_engine.create(
-            f"tp{tensor_parallel}", models_config.to_hf(self.shape), config.to_dict(ROLLOUT), tensor_parallel, seed=0
+            f"tp{tensor_parallel}",
+            models_config.to_hf(self.shape),
+            config.to_dict(ROLLOUT),
+            tensor_parallel,
+            seed=0,
+            cpu_cores=str(CORE) if tensor_parallel == 1 else "auto",
         )
         self.info = self.run(self.engine.start())
         self.run(self.engine.init_weight_transfer({"kind": "memfd"}))
