@@ -1,6 +1,6 @@
 """Ratios measured in one run: rollout through the coordinator, weight bridge, train step; and what a whole publication,
-a resize of the trainer's mesh, its moves to other processes, the coordinator, the scheduler and the search for a plan
-cost.
+a resize of the trainer's mesh, its moves to other processes, an engine that sleeps and wakes, the coordinator, the
+scheduler and the search for a plan cost.
 
   python launch/benchmark.py [--peer_python=PATH] [--only=rollout,scheduler] [--output=benchmark.json]
 
@@ -21,7 +21,7 @@ from absl import flags
 from rich import console, table
 
 import cli
-from benchmarks import bridge, coordinator, moves, planner, publication, resize, rollout, scheduler, train
+from benchmarks import bridge, coordinator, drain, moves, planner, publication, resize, rollout, scheduler, train
 from libra_jax import protocols
 
 _ROUNDS = flags.DEFINE_integer(
@@ -37,6 +37,7 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "train": lambda: train.measure(_ROUNDS.value, _PEER.value),
     "resize": resize.measure,
     "moves": lambda: asyncio.run(moves.measure()),
+    "drain": lambda: asyncio.run(drain.measure()),
     "coordinator": lambda: asyncio.run(coordinator.measure()),
     "scheduler": scheduler.measure,
     "planner": lambda: planner.measure(Path(_OUTPUT.value).with_suffix(".planner.svg") if _OUTPUT.value else None),

@@ -23,12 +23,12 @@ from libra_jax.telemetry import memory
 NAME = "rollout-0"
 
 
-class _Weights:
-    """The part of a `protocols.Trainer` that publishes, over parameters that never change."""
+class Weights:
+    """The part of a `protocols.Trainer` that publishes, over random parameters of this shape that never change."""
 
-    def __init__(self, params: transformer.Params) -> None:
-        self._params = params
-        self.publisher = publication.Publisher(bridge.SHAPE, "float32", 256 * 2**20, "memfd", checksum=False)
+    def __init__(self, shape: models_config.TransformerConfig) -> None:
+        self._params = jax.block_until_ready(transformer.init_params(shape, jax.random.key(0), "float32"))
+        self.publisher = publication.Publisher(shape, "float32", 256 * 2**20, "memfd", checksum=False)
         self.snapshot_seconds: list[float] = []
 
     async def open_weights(self, policy_version: int) -> int:
@@ -60,7 +60,7 @@ async def measure(rounds: int) -> dict[str, Any]:
     cluster = cluster_create.create(config.cluster)
     recorder, ending = memory.MemoryRecorder(), failure.Ending()
     engines = instances.Instances(config, cluster=cluster, specs=[spec], recorder=recorder, ending=ending)
-    weights = _Weights(jax.block_until_ready(transformer.init_params(bridge.SHAPE, jax.random.key(0), "float32")))
+    weights = Weights(bridge.SHAPE)
     seconds = []
     try:
         await engines.start()

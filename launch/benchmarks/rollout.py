@@ -90,7 +90,7 @@ def _prompt(index: int) -> str:
 
 
 async def _through_coordinator(dispatcher: dispatch.Dispatcher, config: configuration.RunConfig) -> None:
-    tokenizer = _NeverStops()
+    tokenizer = workload.NeverStops()
     limits = agent_loop.Limits(
         max_turns=1, max_tokens=TOKENS, max_context=256, tool_seconds=10.0, temperature=config.rollout.temperature
     )
@@ -138,9 +138,3 @@ async def _bare(engine: async_llm.AsyncLLM, config: configuration.RunConfig) -> 
             raise protocols.LibraError(f"{count} tokens came instead of {TOKENS}")
 
     await asyncio.gather(*(one(index) for index in range(REQUESTS)))
-
-
-class _NeverStops(tokenizers.CharacterTokenizer):
-    """The character tokenizer without a stop token, so that every turn has all its tokens."""
-
-    stop_token_ids: tuple[int, ...] = ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from libra_jax import protocols
+from libra_jax.agents import tokenizers
 
 
 class SingleTurn:
@@ -22,3 +23,9 @@ class SingleTurn:
 def single_turn() -> SingleTurn:
     """A fresh environment."""
     return SingleTurn()
+
+
+class NeverStops(tokenizers.CharacterTokenizer):
+    """The character tokenizer without a stop token, so that every turn has all its tokens."""
+
+    stop_token_ids: tuple[int, ...] = ()
