@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
 import os
 import pathlib
 import sys
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import ray
 import ray.exceptions
 
-from libra_jax.cluster import actors, ray_host, ray_runtime
+from libra_jax.cluster import actors, ray_host, ray_runtime, ray_streams
 from libra_jax.protocols import ActorSpec, DeadlineMissed, WorkerLost
 
 _CONCURRENT_CALLS = 10_000  # of one actor; each open stream is one, and the verbs must never queue behind them
-_BACKPRESSURE = 16  # batches of a stream that may wait for their reader
 
 _Host = ray.remote(ray_host.RayHost)
 
@@ -45,7 +43,7 @@ class _Actor:
         self.death.add_done_callback(_seen)
         self.birth = ray_host.Birth("", 0, 0)
         self.stopping = False
-        self._stream_ids = itertools.count()
+        self.streams = ray_streams.DriverStreams(self.handle, check=self.check, lost=self.lost)
 
     def lost(self, error: BaseException | None = None) -> WorkerLost:
         """The error of every call once the process is gone."""
@@ -75,39 +73,17 @@ class _Actor:
             raise
         except ray.exceptions.RayError as error:
             raise self.lost(error) from error
-        return outcome.unwrap() if isinstance(outcome, ray_host.Outcome) else outcome
-
-    async def stream(self, method: str, /, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-        self.check()
-        stream_id = next(self._stream_ids)
-        options = {"num_returns": "streaming", "_generator_backpressure_num_objects": _BACKPRESSURE}
-        references = self.handle.stream.options(**options).remote(stream_id, method, args, kwargs)
-        ended = False
-        try:
-            async for reference in references:
-                outcome = await reference
-                for item in outcome.unwrap():
-                    yield item
-            ended = True
-        except ray.exceptions.RayError as error:
-            raise self.lost(error) from error
-        finally:
-            if not ended and not self.death.done():
-                await self._close_stream(stream_id)
-
-    async def _close_stream(self, stream_id: int) -> None:
-        try:
-            await self.handle.close_stream.remote(stream_id)
-        except ray.exceptions.RayError:
-            return  # the process is gone, and its streams with it
+        return outcome.unwrap() if isinstance(outcome, ray_streams.Outcome) else outcome
 
     async def kill(self, seconds: float) -> bool:
         """Ends the process and what it left behind; False if it is still there after `seconds`."""
         self.stopping = True
         if not ray.is_initialized():
+            await self.streams.end(0.0)
             return True  # somebody shut Ray down, which ended its actors; asking Ray anything would start it again
         ray.kill(self.handle, no_restart=True)
         await asyncio.wait({self.death}, timeout=seconds)
+        await self.streams.end(seconds)
         deadline = asyncio.get_running_loop().time() + seconds
         here = self.birth.node == ray.get_runtime_context().get_node_id()
         while here and any(map(_runs, (self.birth.pid, self.birth.guard_pid))):
@@ -215,7 +191,7 @@ class RayCluster:
 
 
 def _bind(actor: _Actor, method: str, kind: actors.MethodKind) -> Callable[..., Any]:
-    return functools.partial(actor.stream if kind == "stream" else actor.call, method)
+    return functools.partial(actor.streams.stream if kind == "stream" else actor.call, method)
 
 
 async def _await(reference: Any) -> Any:
