@@ -7,8 +7,10 @@ does between two batches stays. A change has to shorten the step by `elastic.gai
 the worker's last.
 
 Times that err by less than half of `elastic.gain` cannot make a worker go to and fro: every change then makes the step
-truly shorter. Where a change brings less than was promised, because times do not scale like that, how much less is
-remembered, and the same change has to promise so much more the next time. So where nothing else changes, changes end.
+truly shorter. Where a change brings less than was promised, because times do not scale like that or because work
+drifts, how much less is remembered, and the same change has to promise so much more the next time. This fades: by half
+within `planner.horizon` steps, and half as fast each time that it is found again. So what was learnt of other work is
+no obstacle for long, and where nothing else changes, changes become ever rarer.
 """
 
 from __future__ import annotations
@@ -132,6 +134,25 @@ class _Change:
     seconds: float
 
 
+@dataclass(frozen=True)
+class _Shortfall:
+    """What a change brought the last time: a step so many times as long as it promised.
+
+    Attributes:
+      ratio: at least 1.
+      step: when it was found.
+      times: that it has been found.
+    """
+
+    ratio: float = 1.0
+    step: int = 0
+    times: int = 0
+
+    def at(self, step: int, half_life: int) -> float:
+        """What is left of the ratio now."""
+        return 1.0 + (self.ratio - 1.0) * 0.5 ** ((step - self.step) / (half_life * 2 ** (self.times - 1)))
+
+
 def predict(sight: Sight, training: Collection[str], *, synchronous: bool) -> float:
     """Seconds of a step while these workers train; infinite if nothing rolls out, now or then.
 
@@ -174,7 +195,7 @@ class Borrowing:
         self._said: list[Kind] = []  # by the last looks, all the same
         self._promise: _Change | None = None  # the last change, until it is known what it brought
         self._brought: list[float] = []  # seconds of a step since
-        self._short: dict[tuple[frozenset[str], frozenset[str]], float] = {}  # times as long as promised, if longer
+        self._short: dict[tuple[frozenset[str], frozenset[str]], _Shortfall] = {}
 
     def look(self, sight: Sight) -> Decision:
         """The decision after a training step."""
@@ -222,7 +243,8 @@ class Borrowing:
                 if kind == "borrow" and sight.instances(after) < self._config.floor:
                     continue
                 predicted = predict(sight, after, synchronous=self._synchronous)
-                seconds = predicted * self._short.get((before, after), 1.0)
+                short = self._short.get((before, after))
+                seconds = predicted * (short.at(sight.step, self._horizon) if short is not None else 1.0)
                 changes.append(_Change(kind, workers, before, after, predicted, seconds))
         return changes
 
@@ -269,10 +291,15 @@ class Borrowing:
             self._promise = None
             return
         self._brought.append(now)
-        if change.predicted > 0:
-            self._short[change.before, change.after] = max(1.0, min(self._brought) / change.predicted)
-        if len(self._brought) >= self._config.patience:
-            self._promise = None
+        if len(self._brought) < self._config.patience:
+            return
+        self._promise, ratio = None, min(self._brought) / max(change.predicted, 1e-9)
+        key = change.before, change.after
+        if ratio > 1.0:
+            times = self._short[key].times + 1 if key in self._short else 1
+            self._short[key] = _Shortfall(ratio, sight.step, times)
+        else:
+            self._short.pop(key, None)
 
 
 def _numbers(sight: Sight, best: _Change, now: float) -> str:

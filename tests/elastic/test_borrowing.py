@@ -308,14 +308,26 @@ class Deceptive(World):
     synchronous=st.booleans(),
     rules=RULES_OF_ANY_KIND,
 )
-def test_a_change_that_keeps_less_than_it_promises_is_not_made_again_and_again(stages, hybrids, synchronous, rules):
+def test_changes_that_keep_less_than_they_promise_become_ever_rarer(stages, hybrids, synchronous, rules):
     sets = [frozenset(), frozenset({"engine-0"}), frozenset({"engine-1"}), frozenset({"engine-0", "engine-1"})]
     world = Deceptive(
         hybrids=tuple(hybrids), synchronous=synchronous, move=0.0, table=dict(zip(sets, stages, strict=True))
     )
     made = decider(world, rules)
-    kinds(world, made, 150)
-    assert kinds(world, made, 100, first=151) == ["stay"] * 100
+    changes = [sum(kind != "stay" for kind in kinds(world, made, 600, first=first)) for first in (1, 601)]
+    assert changes[1] <= min(changes[0], 10)
+
+
+def test_what_a_change_did_not_keep_under_other_work_is_forgotten():
+    world = World(rollout=8.0)
+    made = decider(world, dataclasses.replace(RULES, patience=1))
+    assert kinds(world, made, 1) == ["borrow"]
+    assert kinds(world, made, 1, first=2, errors=(20.0, 20.0)) == ["stay"]  # work has become twenty times as much
+    world.rollout = 1_000.0
+    assert "release" in kinds(world, made, 6, first=3)
+    world.rollout = 8.0
+    assert set(kinds(world, made, 10, first=9)) == {"stay"}
+    assert "borrow" in kinds(world, made, 150, first=19)
 
 
 def test_one_long_step_after_a_change_is_not_held_against_it():
