@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Lint, types, import rules, tests: what CI runs. Further arguments go to pytest:
+# Lint, types, import rules, tests: what CI runs. Where bubblewrap cannot run, tests of sandboxes are skipped;
+# LIBRA_JAX_REQUIRE_SANDBOX=1 makes that a failure. Further arguments go to pytest:
 #   bash launch/test.sh -m "not slow"
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -1,0 +1,296 @@
+"""What holds a sandbox: bubblewrap, a container runtime, or nothing. Each is a command line and what goes with it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from libra_jax import config, protocols
+from libra_jax.agents.sandbox import limits as limits_module
+from libra_jax.agents.sandbox import seccomp
+
+NAMES = ("bubblewrap", "container", "none")
+WORKSPACE = "/workspace"
+NOBODY = 65534
+INSTALL = (
+    "install bubblewrap (apt-get install bubblewrap, dnf install bubblewrap or pacman -S bubblewrap), which the "
+    "sandbox of tools needs"
+)
+
+_HELP_SECONDS = 10.0
+_PATH = "/usr/local/bin:/usr/bin:/bin"
+_ENVIRONMENT = {"LANG": "C.UTF-8", "USER": "nobody", "TERM": "dumb"}
+_READ_ONLY = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+_ETC = ("alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime")
+_FILES = {
+    "/etc/passwd": f"nobody:x:{NOBODY}:{NOBODY}:nobody:{WORKSPACE}:/bin/bash\n",
+    "/etc/group": f"nogroup:x:{NOBODY}:\n",
+    "/etc/hosts": "127.0.0.1 localhost\n::1 localhost\n",
+}
+_BOOT = (
+    "import sys, types\n"
+    "work, package = types.ModuleType('work'), types.ModuleType('package')\n"
+    "sys.modules['work'], sys.modules['libra_jax.agents.sandbox'], package.work = work, package, work\n"
+    "exec(compile({work!r}, 'work', 'exec'), work.__dict__)\n"
+    "exec(compile({inside!r}, 'inside', 'exec'))\n"
+)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How one sandbox is started.
+
+    Attributes:
+      command: its words.
+      environment: all that its process finds in its environment.
+      info_fd: of the descriptors, the one where bubblewrap writes the id of the first process; -1: nothing does.
+      descriptors: those that the command inherits; the caller closes them.
+      remove: a command that ends it where killing its process does not.
+      directory: a directory of the host that is removed with it.
+    """
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    info_fd: int = -1
+    descriptors: tuple[int, ...] = ()
+    remove: tuple[str, ...] = ()
+    directory: str = ""
+
+
+class Backend(Protocol):
+    """Starts sandboxes under the limits it was made with."""
+
+    def launch(self, *, group: bool) -> Launch:
+        """What starts one; `group`: its first process will be put into a control group that limits memory."""
+        ...
+
+
+def make(
+    name: str, limits: limits_module.Limits, packages: tuple[str, ...], image: str, *, allow_unsafe: bool
+) -> Backend:
+    """The backend of this name.
+
+    Args:
+      name: of `NAMES`.
+      limits: what a sandbox may use.
+      packages: directories of the host that are shown read-only and searched for Python modules.
+      image: with Python 3.11 and bash, of the container runtime.
+      allow_unsafe: permits "none".
+
+    Raises:
+      ConfigError: the name is none, or what it takes is not installed.
+    """
+    config.check_choice(name, NAMES, "sandbox.backend")
+    for path in packages:
+        config.check(os.path.isdir(path), "sandbox.packages", f"{path} is no directory")
+    if name == "none":
+        config.check(
+            allow_unsafe,
+            "sandbox.backend",
+            "none runs what a policy writes with all rights of this process; set sandbox.allow_unsafe=True if that is "
+            "meant",
+        )
+        return Unconfined(limits, packages)
+    if name == "container":
+        runtime = shutil.which("podman") or shutil.which("docker")
+        if runtime is None:
+            raise protocols.ConfigError("config.sandbox.backend: container needs podman or docker, and neither is here")
+        return Container(limits, packages, runtime, image)
+    program = shutil.which("bwrap")
+    if program is None:
+        raise protocols.ConfigError(f"config.sandbox.backend: bubblewrap is not here: {INSTALL}")
+    return Bubblewrap(limits, packages, program)
+
+
+def interpreter() -> str:
+    """This Python, outside of any virtual environment."""
+    return str(getattr(sys, "_base_executable", "") or sys.executable)
+
+
+def _home_of_python() -> str:
+    return os.path.realpath(sys.base_prefix)
+
+
+def _open_to_all(path: str) -> bool:
+    """Whether someone without rights reaches the directory."""
+    place = Path(os.path.realpath(path))
+    return all(folder.stat().st_mode & 0o001 for folder in (place, *place.parents))
+
+
+@functools.cache
+def source() -> str:
+    """The program of a sandbox's first process."""
+    here = Path(__file__).parent
+    return _BOOT.format(work=(here / "work.py").read_text(), inside=(here / "inside.py").read_text())
+
+
+def _places(packages: tuple[str, ...]) -> dict[str, str]:
+    """Where a sandbox shows each of the host's directories."""
+    return {os.path.realpath(path): f"/packages/{number}" for number, path in enumerate(packages)}
+
+
+def _settings(limits: limits_module.Limits, packages: Iterable[str], **more: Any) -> str:
+    places = [WORKSPACE, "/tmp", "/dev/shm"]
+    settings = {"workspace": WORKSPACE, "writable": places, "private": places, "count_processes": False, "group": False}
+    return json.dumps({**settings, "packages": list(packages), "limits": asdict(limits), **more})
+
+
+def _environment(home: str, temporary: str, packages: Iterable[str]) -> dict[str, str]:
+    """All that code finds in its environment: nothing of this process's."""
+    path = f"{os.path.dirname(interpreter())}:{_PATH}"
+    return {**_ENVIRONMENT, "PATH": path, "HOME": home, "TMPDIR": temporary, "PYTHONPATH": ":".join(packages)}
+
+
+class Bubblewrap:
+    """Namespaces of its own for everything, the system read-only, no network, no rights.
+
+    A root gives its user up before. Whatever its name in the sandbox, it would still own the host's devices and
+    settings of the kernel, and the kernel would not count its processes.
+    """
+
+    def __init__(self, limits: limits_module.Limits, packages: tuple[str, ...], program: str) -> None:
+        self._limits, self._packages, self._program = limits, packages, program
+        self._options = _help(program)
+        self._root = os.geteuid() == 0
+        if self._root and shutil.which("setpriv") is None:
+            raise protocols.ConfigError(
+                "config.sandbox.backend: bubblewrap run by root needs setpriv to give root's rights up; install "
+                "util-linux, or run as another user"
+            )
+        self._shown = {_home_of_python(): _home_of_python(), **_places(packages)}
+        for path in packages:
+            readable = not self._root or os.stat(path).st_mode & 0o005 == 0o005
+            config.check(readable, "sandbox.packages", f"{path} is for root alone; let others read it (chmod o+rx)")
+        hidden = [path for path in self._shown if self._root and not _open_to_all(path)]
+        self._sources = {path: f"/mnt/{hidden.index(path)}" if path in hidden else path for path in self._shown}
+        self._prefix = self._preparation(hidden)
+        found = re.match(r"(\d+)\.(\d+)", platform.release())
+        release = (int(found[1]), int(found[2])) if found else (0, 0)
+        # From 5.14 on a user namespace has a count of its own; before, the user's other processes were in it.
+        self._counts = release >= (5, 14)
+
+    def _preparation(self, hidden: list[str]) -> list[str]:
+        """What goes before: first to be killed where memory runs out, then root's user is given up.
+
+        Paths that only root reaches are first shown below /mnt, in a mount namespace that no one else has.
+        """
+        script = "echo 1000 2>/dev/null >/proc/self/oom_score_adj; set -e; "
+        words = ["sh", "-c"]
+        if hidden:
+            words = ["unshare", "--mount", "--propagation=private", *words]
+            script += "mount -t tmpfs -o mode=755 none /mnt; "
+        for number, path in enumerate(hidden):
+            script += f"mkdir /mnt/{number}; mount --bind {shlex.quote(path)} /mnt/{number}; "
+        words += [script + 'exec "$@"', "sh"]
+        drop = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
+        return [*words, *drop] if self._root else words
+
+    def launch(self, *, group: bool) -> Launch:
+        """See `Backend`."""
+        descriptors: list[int] = []
+
+        def holding(content: bytes) -> str:
+            descriptors.append(os.memfd_create("sandbox"))
+            os.write(descriptors[-1], content)
+            os.lseek(descriptors[-1], 0, os.SEEK_SET)
+            return str(descriptors[-1])
+
+        command = [*self._prefix, self._program, *self._isolation(), *self._mounts()]
+        for path, text in _FILES.items():
+            command += ["--file", holding(text.encode()), path]
+        if filtered := seccomp.program():
+            command += ["--seccomp", holding(filtered)]
+        info = holding(b"")  # no pipe: without a reader bubblewrap would end, and leave behind what it had cloned
+        command += ["--info-fd", info, "--remount-ro", "/", "--chdir", WORKSPACE, "--", interpreter(), "-I", "-c"]
+        packages = _places(self._packages).values()
+        command += [source(), _settings(self._limits, packages, count_processes=self._counts, group=group)]
+        return Launch(
+            command, _environment(WORKSPACE, "/tmp", _places(self._packages).values()), int(info), tuple(descriptors)
+        )
+
+    def _isolation(self) -> list[str]:
+        words = ["--unshare-all", "--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox"]
+        words += ["--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"]
+        return [*words, "--disable-userns"] if "--disable-userns" in self._options else words
+
+    def _mounts(self) -> list[str]:
+        words = []
+        for path in _READ_ONLY:
+            if os.path.islink(path):
+                words += ["--symlink", os.readlink(path), path]
+            elif os.path.isdir(path):
+                words += ["--ro-bind", path, path]
+        for name in _ETC:
+            words += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
+        words += ["--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev"]
+        for path in (WORKSPACE, "/tmp", "/dev/shm"):
+            if "--size" in self._options:  # else the first process looks at it now and then
+                words += ["--size", str(self._limits.workspace_mib * 2**20)]
+            words += ["--tmpfs", path]
+        for path, place in self._shown.items():
+            words += ["--ro-bind", self._sources[path], place]
+        return [*words, "--remount-ro", "/dev"]
+
+
+@functools.cache
+def _help(program: str) -> str:
+    try:
+        return subprocess.run([program, "--help"], capture_output=True, text=True, timeout=_HELP_SECONDS).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise protocols.ConfigError(f"config.sandbox.backend: {program} --help did not answer: {error}") from error
+
+
+class Container:
+    """A container of podman or docker; the runtime's own filter of system calls holds there."""
+
+    def __init__(self, limits: limits_module.Limits, packages: tuple[str, ...], runtime: str, image: str) -> None:
+        config.check(bool(image), "sandbox.image", "must name an image with Python 3.11 and bash")
+        self._limits, self._packages, self._runtime, self._image = limits, packages, runtime, image
+
+    def launch(self, *, group: bool) -> Launch:
+        """See `Backend`; the runtime makes its own control group."""
+        limits, name = self._limits, f"libra-{uuid.uuid4().hex}"
+        size = f"rw,nosuid,nodev,mode=1777,size={limits.workspace_mib}m"
+        command = [self._runtime, "run", "--rm", "--interactive", "--pull=never", f"--name={name}", "--network=none"]
+        command += ["--read-only", f"--user={NOBODY}:{NOBODY}", "--cap-drop=ALL", "--security-opt=no-new-privileges"]
+        command += [f"--memory={limits.memory_mib}m", f"--memory-swap={limits.memory_mib}m"]
+        command += [
+            "--oom-score-adj=1000",
+            f"--pids-limit={limits.processes + 3}",
+            f"--shm-size={limits.workspace_mib}m",
+        ]
+        command += [f"--tmpfs={WORKSPACE}:{size},exec", f"--tmpfs=/tmp:{size}", f"--workdir={WORKSPACE}"]
+        command += [f"--volume={path}:{place}:ro" for path, place in _places(self._packages).items()]
+        environment = {**_environment(WORKSPACE, "/tmp", _places(self._packages).values()), "PATH": _PATH}
+        command += [f"--env={key}={value}" for key, value in environment.items()]
+        settings = _settings(limits, _places(self._packages).values(), group=True)
+        command += [self._image, "python3", "-I", "-c", source(), settings]
+        return Launch(command, dict(os.environ), remove=(self._runtime, "rm", "--force", name))
+
+
+class Unconfined:
+    """A plain process, for machines that have neither: it stops mistakes, and no intent."""
+
+    def __init__(self, limits: limits_module.Limits, packages: tuple[str, ...]) -> None:
+        self._limits, self._packages = limits, packages
+
+    def launch(self, *, group: bool) -> Launch:
+        """See `Backend`."""
+        directory = os.path.realpath(tempfile.mkdtemp(prefix="libra-sandbox-"))
+        places = {"workspace": directory, "writable": [directory], "private": []}
+        settings = _settings(self._limits, self._packages, group=group, **places)
+        environment = _environment(directory, directory, self._packages)
+        return Launch([interpreter(), "-I", "-c", source(), settings], environment, directory=directory)

@@ -1,0 +1,331 @@
+"""Sandboxes, some of them started ahead: for Python calls that begin afresh, and for sessions that keep their state.
+
+limits = limits.Limits(seconds=5.0)
+async with pool.Sandbox(limits) as sandbox:
+    print((await sandbox.run("1 + 1")).text)
+    async with sandbox.session() as session:
+        await session.python("x = 6 * 7")
+        print((await session.python("x")).text)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from libra_jax import config, protocols
+from libra_jax.agents import deadlines
+from libra_jax.agents.sandbox import archives, backends, cgroups, worker
+from libra_jax.agents.sandbox import limits as limits_module
+
+STATE_LOST = "[a new interpreter begins: variables are lost, files are kept]"
+ALL_LOST = "[a new sandbox begins: variables are lost, files are what they were at first]"
+NO_OUTPUT = "[no output]"
+
+_LOAD_SECONDS = 60.0
+
+
+class Sandbox:
+    """Runs code that no one has read. Made inside an event loop's coroutine, and used as `async with`.
+
+    Not thread-safe: it belongs to one event loop, and every sandbox dies with the thread that runs this loop.
+    """
+
+    def __init__(
+        self,
+        limits: limits_module.Limits | None = None,
+        backend: str = "bubblewrap",
+        *,
+        allow_unsafe: bool = False,
+        warm: int = 2,
+        most: int = 64,
+        workspace: str = "",
+        packages: tuple[str, ...] = (),
+        image: str = "",
+    ) -> None:
+        """Checks what is asked for; nothing is started yet.
+
+        Args:
+          limits: of each sandbox; None: the defaults.
+          backend: "bubblewrap", "container" or "none".
+          allow_unsafe: permits "none", which contains nothing.
+          warm: sandboxes kept ready, so that a call needs to wait for none.
+          most: sandboxes at once; whoever needs one more waits.
+          workspace: a directory of the host; each session starts with a copy of its files. Empty: with none.
+          packages: directories of Python modules that code may import, read-only.
+          image: with Python 3.11 and bash, for the backend "container".
+
+        Raises:
+          ConfigError: an argument cannot be used, or the backend is not installed.
+        """
+        config.check(0 < warm <= most, "sandbox.warm", f"must lie in 1..sandbox.most = {most}, not {warm}")
+        self.limits = limits or limits_module.Limits()
+        self._backend = backends.make(backend, self.limits, packages, image, allow_unsafe=allow_unsafe)
+        self._name = backend
+        self._files = archives.pack(Path(workspace), self.limits.workspace_mib) if workspace else b""
+        self._warm = warm
+        self._places = asyncio.Semaphore(most)
+        self._idle: collections.deque[worker.Worker] = collections.deque()
+        self._live: set[worker.Worker] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._parent: Path | None = None
+        self._closed = False
+
+    async def __aenter__(self) -> Sandbox:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Starts what is kept warm.
+
+        Raises:
+          ConfigError: no sandbox can be started on this machine; the message has the backend's reason.
+        """
+        self._parent = cgroups.delegated()
+        try:
+            await self._first()
+            await asyncio.gather(*(self._refill() for _ in range(self._warm - 1)))
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _first(self) -> None:
+        """Finds out whether sandboxes start here at all, and under a control group."""
+        try:
+            await self._refill()
+        except protocols.WorkerLost as error:
+            if self._parent is not None:  # what was delegated may still refuse
+                self._parent = None
+                return await self._first()
+            raise protocols.ConfigError(
+                f"config.sandbox.backend: {error}; see that this machine lets {self._name} start (bubblewrap needs "
+                "user namespaces), or choose another backend"
+            ) from error
+
+    async def run(self, code: str, seconds: float | None = None) -> limits_module.Outcome:
+        """Runs Python code in a process of its own, in an empty workspace. Nothing of it is left for the next call.
+
+        Args:
+          code: what to run; the value of a last expression is shown.
+          seconds: how long it may take, if not `Limits.seconds`.
+
+        Raises:
+          WorkerLost: no sandbox could be started.
+          DeadlineMissed: none became free within `Limits.start_seconds`.
+          ConfigError: the seconds are not positive.
+        """
+        refused, allowed = self.too_long(code), self.limits.of_call(seconds)
+        if refused is not None:
+            return refused
+        lent = await self.take()
+        try:
+            outcome = await lent.call("run", code.encode(errors="replace"), allowed, clean=True)
+        finally:
+            self.give_back(lent)
+        return _told(outcome, "")
+
+    def session(self) -> Session:
+        """A sandbox that keeps state and files over calls; `async with` it, or close it in the end."""
+        return Session(self, self._files)
+
+    async def close(self) -> None:
+        """Ends every sandbox, those of open sessions too.
+
+        Raises:
+          DeadlineMissed: one could not be killed; the others are gone.
+        """
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._idle.clear()
+        results = await asyncio.gather(*(live.close() for live in self._live), return_exceptions=True)
+        self._live.clear()
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    def too_long(self, text: str) -> limits_module.Outcome | None:
+        """The failure of a call whose text is longer than the limit; None for one that is not."""
+        if len(text) <= self.limits.input_bytes and len(text.encode(errors="replace")) <= self.limits.input_bytes:
+            return None
+        return limits_module.Outcome("failure", f"[longer than {self.limits.input_bytes} bytes: not run]", 0.0)
+
+    # Workers ----------------------------------------------------------------------------------------------------
+
+    async def take(self) -> worker.Worker:
+        """A sandbox for the caller alone, who gives it back."""
+        if self._closed:
+            raise protocols.WorkerLost("the sandbox was closed")
+        try:
+            await deadlines.within(self.limits.start_seconds, self._places.acquire())
+        except deadlines.Overdue:
+            raise protocols.DeadlineMissed(
+                f"no sandbox became free within {self.limits.start_seconds:g} s (sandbox.start_seconds); raise "
+                "sandbox.most, or let fewer calls run at once"
+            ) from None
+        try:
+            while self._idle:
+                lent = self._idle.popleft()
+                if lent.alive and lent.process.returncode is None:
+                    return lent
+                self._retire(lent)
+            return await self._begin()
+        except BaseException:
+            self._places.release()
+            raise
+        finally:
+            self._top_up()
+
+    def give_back(self, lent: worker.Worker, *, used: bool = False) -> None:
+        """Ends the loan. One that has been `used`, or is dead, is retired; another may serve the next call."""
+        self._places.release()
+        if used or not lent.alive or self._closed or len(self._idle) >= self._warm:
+            self._retire(lent)
+        else:
+            self._idle.append(lent)
+        self._top_up()
+
+    async def _begin(self) -> worker.Worker:
+        begun = await worker.Worker.start(self._backend, self.limits, self._parent)
+        self._live.add(begun)
+        return begun
+
+    async def _refill(self) -> None:
+        self._idle.append(await self._begin())
+
+    def _top_up(self) -> None:
+        """Starts one more in the background where fewer than `warm` are ready or coming."""
+        coming = sum(task.get_name() == "refill" for task in self._tasks)
+        if not self._closed and len(self._idle) + coming < self._warm:
+            self._spawn(self._refill(), "refill")
+
+    def _retire(self, dead: worker.Worker) -> None:
+        dead.kill()
+        if not self._closed:  # else `close` waits for it
+
+            async def bury() -> None:
+                await dead.close()
+                self._live.discard(dead)
+
+            self._spawn(bury(), "bury")
+
+    def _spawn(self, work: Any, name: str) -> None:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+
+        def ended(_: object) -> None:
+            self._tasks.discard(task)
+            if not task.cancelled():
+                task.exception()  # who needs a sandbox then starts it, and hears why that fails
+
+        task.add_done_callback(ended)
+
+
+class Session:
+    """A workspace, an interpreter and a shell of its own for one trajectory. One call at a time; others wait."""
+
+    def __init__(self, sandbox: Sandbox, files: bytes) -> None:
+        self._sandbox, self._files = sandbox, files
+        self._worker: worker.Worker | None = None
+        self._turn = asyncio.Lock()
+        self._untold = False  # a call was cancelled, and no outcome has told yet what went with it
+        self._closed = False
+
+    async def __aenter__(self) -> Session:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def python(self, code: str, seconds: float | None = None) -> limits_module.Outcome:
+        """Runs code in the session's interpreter; the value of a last expression is shown. Raises as `Sandbox.run`."""
+        return await self._call("python", code, seconds)
+
+    async def shell(self, command: str, seconds: float | None = None) -> limits_module.Outcome:
+        """Runs a command in the session's shell. What it leaves running ends with the call. Raises likewise."""
+        return await self._call("shell", command, seconds)
+
+    async def edit(self, request: Mapping[str, Any], seconds: float | None = None) -> limits_module.Outcome:
+        """Views, creates or changes a file; `tools/workspace.py` has the request's fields. Raises likewise."""
+        return await self._call("edit", json.dumps(dict(request)), seconds)
+
+    async def load(self, directory: str) -> None:
+        """Copies a directory's files into the workspace, which begins with them again if the sandbox is lost.
+
+        Raises:
+          ConfigError: it is no directory, or larger than the workspace may be.
+          WorkerLost: they could not be unpacked.
+        """
+        self._files = await deadlines.off_loop(archives.pack, Path(directory), self._sandbox.limits.workspace_mib)
+        async with self._turn:
+            if self._worker is not None:
+                await self._unpack(self._worker)
+
+    async def close(self) -> None:
+        """Ends the sandbox with all that is in it. Idempotent."""
+        self._closed = True
+        self._drop()
+
+    async def _call(self, kind: str, text: str, seconds: float | None) -> limits_module.Outcome:
+        refused, allowed = self._sandbox.too_long(text), self._sandbox.limits.of_call(seconds)
+        if refused is not None:
+            return refused
+        async with self._turn:
+            lent = await self._ready()
+            try:
+                outcome = await lent.call(kind, text.encode(errors="replace"), allowed)
+            except BaseException:
+                self._untold = True
+                raise
+            finally:
+                if not lent.alive:
+                    self._drop()
+            if self._untold:
+                outcome, self._untold = dataclasses.replace(outcome, lost="all"), False
+        return _told(outcome, {"state": STATE_LOST, "all": ALL_LOST}.get(outcome.lost, ""))
+
+    async def _ready(self) -> worker.Worker:
+        if self._closed:
+            raise protocols.WorkerLost("the session was closed")
+        if self._worker is None:
+            self._worker = await self._sandbox.take()
+            if self._files:
+                await self._unpack(self._worker)
+        return self._worker
+
+    async def _unpack(self, lent: worker.Worker) -> None:
+        try:
+            outcome = await lent.call("load", self._files, _LOAD_SECONDS)
+        except BaseException:
+            self._drop()
+            raise
+        if outcome.status != "success":
+            self._drop()
+            raise protocols.WorkerLost(f"sandbox.workspace: its files could not be unpacked: {outcome.text}")
+
+    def _drop(self) -> None:
+        lent, self._worker = self._worker, None
+        if lent is not None:
+            self._sandbox.give_back(lent, used=True)
+
+
+def _told(outcome: limits_module.Outcome, lost: str) -> limits_module.Outcome:
+    """The outcome as the policy reads it: never without a word, and with what was lost."""
+    text = outcome.text
+    if lost:
+        text += ("\n" if text and not text.endswith("\n") else "") + lost
+    return dataclasses.replace(outcome, text=text or NO_OUTPUT)

@@ -1,0 +1,81 @@
+"""Frames between the host and the first process of a sandbox: a JSON head and a body of plain bytes, both bounded.
+
+Whoever sits in the sandbox may send anything at all; what is not a well-formed reply is `Malformed` and ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from typing import Any, cast
+
+from libra_jax import protocols
+from libra_jax.agents.sandbox import inside
+
+
+class Malformed(Exception):
+    """The sandbox sent something that is no reply."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the sandbox says of a call.
+
+    Attributes:
+      status: as the sandbox saw it.
+      lost: what of its state went: "", "state" or "all".
+      note: what befell the call, in a few words; empty where nothing did.
+      left_out: bytes of output that were dropped between `head` and `tail`.
+      head: the output's beginning, or all of it.
+      tail: its end.
+    """
+
+    status: protocols.ToolStatus
+    lost: str
+    note: str
+    left_out: int
+    head: bytes
+    tail: bytes
+
+    def text(self) -> str:
+        """The output as the policy reads it."""
+        if not self.left_out:
+            return (self.head + self.tail).decode(errors="replace")
+        mark = f"\n[... {self.left_out} bytes left out ...]\n"
+        return self.head.decode(errors="replace") + mark + self.tail.decode(errors="replace")
+
+
+async def receive(stream: asyncio.StreamReader, most_bytes: int) -> Reply:
+    """The next reply.
+
+    Args:
+      stream: from the sandbox.
+      most_bytes: most output that it may hold.
+
+    Raises:
+      Malformed: it is too long, or not made as a reply is.
+      EOFError: the sandbox ended.
+    """
+    head_bytes, body_bytes = inside.HEADER.unpack(await stream.readexactly(inside.HEADER.size))
+    if head_bytes > inside.HEAD_BYTES or body_bytes > most_bytes:
+        raise Malformed(f"a reply of {head_bytes} and {body_bytes} bytes")
+    head = await stream.readexactly(head_bytes)
+    body = await stream.readexactly(body_bytes)
+    return _read(head, body)
+
+
+def _read(head: bytes, body: bytes) -> Reply:
+    try:
+        values: Any = json.loads(head)
+    except (ValueError, RecursionError) as error:
+        raise Malformed("a head that is no JSON") from error
+    if not isinstance(values, dict):
+        raise Malformed("a head that is no JSON object")
+    status, lost, note = (values.get(name) for name in ("status", "lost", "note"))
+    split, left_out = values.get("split"), values.get("left_out")
+    if status not in ("success", "failure", "timeout") or lost not in ("", "state", "all") or type(note) is not str:
+        raise Malformed("a head without status, losses or note")
+    if type(split) is not int or type(left_out) is not int or not (0 <= split <= len(body) and 0 <= left_out < 2**63):
+        raise Malformed("a head whose counts are none")
+    return Reply(cast("protocols.ToolStatus", status), cast(str, lost), note, left_out, body[:split], body[split:])

@@ -1,0 +1,307 @@
+"""What the children of a sandbox's first process do: run code, be an interpreter or a shell, edit and unpack files.
+
+Handed to the sandbox as text beside `inside.py`: standard library only. Whatever comes of a child is its own output
+and exit status; no one believes more of it than that.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import ctypes
+import io
+import json
+import linecache
+import os
+import signal
+import socket
+import stat
+import struct
+import sys
+import tarfile
+import traceback
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+RAISED = 256
+"""What the Python interpreter answers where the code raised: no exit status, which is worth no mention."""
+
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_SHELL = ("/bin/bash", "--noprofile", "--norc", "-s")
+_DESCRIPTORS = 4096
+_LONGEST_VIEW = 2**24
+
+
+def read_exactly(source: int, count: int) -> bytes:
+    """So many bytes of a stream.
+
+    Raises:
+      EOFError: it ended before.
+    """
+    pieces = bytearray()
+    while len(pieces) < count:
+        piece = os.read(source, min(count - len(pieces), 2**20))
+        if not piece:
+            raise EOFError
+        pieces += piece
+    return bytes(pieces)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Processes, as /proc shows them.
+# --------------------------------------------------------------------------------------------------------------------
+
+
+class Process(NamedTuple):
+    """State letter, parent's id, clock ticks used (those of children it waited for included), threads."""
+
+    state: str
+    parent: int
+    ticks: int
+    threads: int
+
+
+def processes() -> dict[int, Process]:
+    """Every process there is, by its id."""
+    found = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+                text = file.read()
+                fields = text[text.rindex(b")") + 2 :].split()
+                ticks = sum(map(int, fields[11:15]))
+                found[int(name)] = Process(fields[0].decode(), int(fields[1]), ticks, int(fields[17]))
+    return found
+
+
+def descendants(found: dict[int, Process], ancestor: int) -> dict[int, Process]:
+    """Those of the processes that come from `ancestor`."""
+    kept = {ancestor}
+    while more := {pid for pid, process in found.items() if process.parent in kept} - kept:
+        kept |= more
+    return {pid: found[pid] for pid in kept if pid in found and pid != ancestor}
+
+
+def memory(pid: int) -> int:
+    """Bytes that a process holds and no file backs; 0 once it is gone."""
+    total = 0
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status", "rb") as file:
+        for line in file:
+            if line.startswith((b"RssAnon:", b"RssShmem:")):
+                total += 1024 * int(line.split()[1])
+    return total
+
+
+def reap() -> None:
+    """Takes leave of every child that has ended."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def send(pid: int, number: int) -> None:
+    """A signal, unless there is no one to get it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Children.
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def run_child(function: Callable[[], int]) -> NoReturn:
+    """The life of a forked child: `function`'s result is its exit status."""
+    status = 1
+    try:
+        status = function()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(status)
+
+
+def _become(output: int, settings: dict[str, Any], channel: socket.socket | None = None) -> None:
+    """Lets go of everything that belongs to the parent: its descriptors, its signals, its protection."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    _LIBC.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
+    os.setsid()
+    kept = -1 if channel is None else channel.fileno()
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(source, target)
+    os.closerange(3, max(3, kept))
+    os.closerange(max(3, kept + 1), _DESCRIPTORS)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(settings["workspace"])
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - for as long as the process lives
+    _renew_streams()
+
+
+def _renew_streams() -> None:
+    """Code may have replaced or closed them."""
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        stream = io.FileIO(descriptor, "w", closefd=False)
+        setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(stream), "utf-8", "backslashreplace"))
+    sys.stderr.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def once(kind: str, body_bytes: int, told: int, output: int, settings: dict[str, Any]) -> int:
+    """A call that starts afresh: reads its own body, says so, and does what is asked; the exit status."""
+    body = read_exactly(0, body_bytes)
+    os.write(told, b"+")
+    _become(output, settings)
+    if kind == "run":
+        good = _execute(body, _main(settings), 1)
+        _join_threads()
+        return int(not good)
+    try:
+        print({"edit": _edit, "load": _load}[kind](body, settings["workspace"]), end="")
+    except (OSError, ValueError, tarfile.TarError) as error:
+        print(f"error: {error}", end="")
+        return 1
+    return 0
+
+
+def _join_threads() -> None:
+    threading = sys.modules.get("threading")
+    if threading is not None:
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
+
+
+# Python -----------------------------------------------------------------------------------------------------------
+
+
+def _main(settings: dict[str, Any]) -> dict[str, Any]:
+    """The namespace that code runs in: a module of its own, with nothing of ours in it."""
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
+    sys.argv = [""]
+    sys.path[:0] = [settings["workspace"], *settings["packages"]]
+    return module.__dict__
+
+
+def _execute(source: bytes, namespace: dict[str, Any], number: int) -> bool:
+    """Runs code as a notebook would, so that the value of a last expression is shown; False if it raised."""
+    name = f"<python {number}>"
+    try:
+        text = source.decode()
+        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+        tree = ast.parse(text, name)
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, name, "exec"), namespace)
+        if last is not None:
+            exec(compile(ast.Interactive([last]), name, "single"), namespace)
+    except SystemExit as leaving:
+        if isinstance(leaving.code, str):
+            print(leaving.code, file=sys.stderr)
+        return leaving.code in (None, 0)
+    except BaseException as error:
+        sys.stdout.flush()
+        shown = error.__traceback__
+        while shown is not None and shown.tb_frame.f_code.co_filename != name:
+            shown = shown.tb_next
+        traceback.print_exception(type(error), error, shown)
+        return False
+    return True
+
+
+def _python(channel: socket.socket, output: int, settings: dict[str, Any]) -> int:
+    """A Python interpreter that keeps its state: a number, a length and code in, the number, a status and a NUL out."""
+    _become(output, settings, channel)
+    namespace, me, number = _main(settings), os.getpid(), 0
+    while True:
+        nonce, size = struct.unpack(">II", read_exactly(channel.fileno(), 8))
+        number += 1
+        good = _execute(read_exactly(channel.fileno(), size), namespace, number)
+        if os.getpid() != me:
+            return int(not good)  # the code forked, and this is its child
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        _renew_streams()
+        channel.sendall(b"%d %d\0" % (nonce, 0 if good else RAISED))
+
+
+def _shell(channel: socket.socket, output: int, settings: dict[str, Any]) -> int:
+    """A shell that keeps its state: a line in, which also makes it answer."""
+    _become(output, settings, channel)
+    os.dup2(channel.fileno(), 0)
+    os.dup2(0, 3)
+    os.set_inheritable(3, True)
+    os.closerange(4, _DESCRIPTORS)
+    os.execv(_SHELL[0], _SHELL)
+
+
+INTERPRETERS = {"python": _python, "shell": _shell}
+
+
+# Files ------------------------------------------------------------------------------------------------------------
+
+
+def _load(body: bytes, workspace: str) -> str:
+    """Unpacks an archive into the workspace, its links as they are: wherever they lead, it is in the sandbox."""
+    with tarfile.open(fileobj=io.BytesIO(body)) as archive:
+        archive.extraction_filter = getattr(tarfile, "tar_filter", None)  # the oldest 3.11 know no filters
+        archive.extractall(workspace)
+    return ""
+
+
+def _edit(body: bytes, workspace: str) -> str:
+    """Views, creates or changes a file of the workspace.
+
+    Raises:
+      OSError, ValueError: it cannot be done; the message is for the policy.
+    """
+    request = json.loads(body)
+    given, command = request["path"], request["command"]
+    path = os.path.realpath(os.path.join(workspace, given))
+    if path != workspace and not path.startswith(workspace + "/"):
+        raise ValueError(f"path: {given} lies outside the workspace {workspace}")
+    if command == "view" and os.path.isdir(path):
+        return "".join(f"{entry.name}{'/' * entry.is_dir(follow_symlinks=False)}\n" for entry in _listed(path))
+    if command == "create":
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        _write(path, request["text"], os.O_CREAT | os.O_TRUNC)
+        return f"wrote {given}"
+    text = _read(path, given)
+    if command == "view":
+        lines = text.splitlines()
+        first, last = max(1, request.get("first", 1)), request.get("last", len(lines))
+        return "".join(f"{number}\t{line}\n" for number, line in enumerate(lines[first - 1 : last], first))
+    old = request["old"]
+    if not old or text.count(old) != 1:
+        raise ValueError(f"old: found {text.count(old) if old else 0} times in {given}; it must be there once")
+    _write(path, text.replace(old, request["new"]), os.O_TRUNC)
+    return f"changed {given}"
+
+
+def _listed(path: str) -> list[os.DirEntry[str]]:
+    return sorted(os.scandir(path), key=lambda entry: entry.name)
+
+
+def _read(path: str, given: str) -> str:
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        _check_regular(file.fileno(), given)
+        content = file.read(_LONGEST_VIEW + 1)
+    if len(content) > _LONGEST_VIEW:
+        raise ValueError(f"path: {given} is larger than {_LONGEST_VIEW // 2**20} MiB")
+    return content.decode(errors="surrogateescape")
+
+
+def _write(path: str, text: str, flags: int) -> None:
+    with open(os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | flags, 0o644), "wb") as file:
+        _check_regular(file.fileno(), path)
+        file.write(text.encode(errors="surrogateescape"))
+
+
+def _check_regular(descriptor: int, given: str) -> None:
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        raise ValueError(f"path: {given} is no regular file")

@@ -1,0 +1,221 @@
+"""One sandbox, from the host's side: it is started, asked one thing at a time, and killed with all that is in it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+from libra_jax import protocols
+from libra_jax.agents import deadlines
+from libra_jax.agents.sandbox import backends, cgroups, inside, wire
+from libra_jax.agents.sandbox import limits as limits_module
+
+GRACE_SECONDS = 3.0
+"""By how much a sandbox may outstay a call's deadline, which it keeps itself, before it is killed from here."""
+
+REAP_SECONDS = 10.0
+"""How long the processes of a killed sandbox may take to be gone."""
+
+_REASON_BYTES = 2000
+_SLACK_SECONDS = 1.0
+_TOLD_BYTES = 65536
+
+
+class Worker:
+    """A running sandbox. `alive` until it is killed, breaks the protocol or ends; it is then of no more use."""
+
+    def __init__(self, process: asyncio.subprocess.Process, launch: backends.Launch, limits: limits_module.Limits):
+        self.process, self._launch, self._limits = process, launch, limits
+        self.alive = True
+        self._first = -1
+        self._group: cgroups.Group | None = None
+
+    @classmethod
+    async def start(cls, backend: backends.Backend, limits: limits_module.Limits, parent: Path | None) -> Worker:
+        """Starts a sandbox and waits until it answers.
+
+        Args:
+          backend: what holds it.
+          limits: what it may use.
+          parent: the control group under which it gets its own, if there is one.
+
+        Raises:
+          WorkerLost: it ended instead of answering, or did not answer in time.
+        """
+        launch = backend.launch(group=parent is not None)
+        starting = asyncio.ensure_future(_process(launch))
+        try:
+            # Cancelled half-way, asyncio would kill bubblewrap alone, and what that has cloned would wait for ever.
+            worker = cls(await asyncio.shield(starting), launch, limits)
+        except asyncio.CancelledError:
+            await cls(await starting, launch, limits).close()
+            raise
+        except BaseException:
+            _discard(launch)
+            raise
+        try:
+            await worker._open(parent)
+        except BaseException:
+            await worker.close()
+            raise
+        return worker
+
+    async def _open(self, parent: Path | None) -> None:
+        assert self.process.stdout is not None
+        try:
+            await deadlines.within(self._limits.start_seconds, wire.receive(self.process.stdout, 0))
+        except deadlines.Overdue:
+            raise protocols.WorkerLost(
+                f"the sandbox did not answer within {self._limits.start_seconds:g} s (sandbox.start_seconds)"
+            ) from None
+        except (EOFError, wire.Malformed, OSError) as error:
+            raise protocols.WorkerLost(f"the sandbox did not start: {await self._reason() or error}") from error
+        if self._launch.info_fd >= 0:  # written before the first process ran, so that it is there by now
+            told = json.loads(os.pread(self._launch.info_fd, _TOLD_BYTES, 0))
+            self._first = os.pidfd_open(int(told["child-pid"]))
+            if parent is not None:
+                self._join_group(parent, int(told["child-pid"]))
+
+    def _join_group(self, parent: Path, first: int) -> None:
+        try:
+            self._group = cgroups.Group(parent, self._limits)
+            self._group.add(first)
+        except OSError as error:
+            raise protocols.WorkerLost(f"the control group {parent} takes no sandbox: {error}") from error
+
+    async def _reason(self) -> str:
+        """What was said on standard error, in one line."""
+        assert self.process.stderr is not None
+        with contextlib.suppress(deadlines.Overdue):
+            said = await deadlines.within(_SLACK_SECONDS, self.process.stderr.read(_REASON_BYTES))
+            return " ".join(said.decode(errors="replace").split())
+        return ""
+
+    async def call(self, kind: str, body: bytes, seconds: float, *, clean: bool = False) -> limits_module.Outcome:
+        """Has the sandbox do one thing.
+
+        Args:
+          kind: "run" (Python, afresh), "python" and "shell" (which keep their state), "edit" or "load".
+          body: code, a command, a request in JSON or an archive.
+          seconds: how long it may take.
+          clean: files are removed afterwards, for the next one's sake.
+
+        Returns:
+          What came of it. `alive` is then False if it took the sandbox with it. A cancelled call kills the sandbox.
+        """
+        assert self.process.stdin is not None
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        head = json.dumps({"kind": kind, "seconds": seconds, "clean": clean}).encode()
+        try:
+            self.process.stdin.write(inside.HEADER.pack(len(head), len(body)) + head + body)
+            reply = await deadlines.within(seconds + GRACE_SECONDS, self._answer())
+        except deadlines.Overdue:
+            self.kill()
+            return limits_module.Outcome("timeout", f"[no end after {seconds:g} s]", loop.time() - began, "all")
+        except (EOFError, OSError, wire.Malformed) as error:
+            self.kill()
+            how = "sent what is no answer" if isinstance(error, wire.Malformed) else "ended"
+            return limits_module.Outcome("failure", f"[the sandbox {how}]", loop.time() - began, "all")
+        except BaseException:
+            self.kill()
+            raise
+        if reply.lost == "all":
+            self.kill()
+        text = reply.text()
+        if reply.note:
+            text += f"{chr(10) if text and not text.endswith(chr(10)) else ''}[{reply.note}]"
+        return limits_module.Outcome(reply.status, text, loop.time() - began, reply.lost)
+
+    async def _answer(self) -> wire.Reply:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        await self.process.stdin.drain()
+        return await wire.receive(self.process.stdout, self._limits.output_bytes)
+
+    def kill(self) -> None:
+        """Ends every process of the sandbox; `close` then waits for that."""
+        self.alive = False
+        with contextlib.suppress(ProcessLookupError):
+            if self._first >= 0:  # with the first process the kernel ends all of its namespace
+                signal.pidfd_send_signal(self._first, signal.SIGKILL)
+            elif self.process.stdin is not None and not self._launch.remove:
+                self.process.stdin.close()  # it sees that and ends what it started
+
+    async def close(self) -> None:
+        """Kills the sandbox and waits until it is gone. Idempotent.
+
+        Raises:
+          DeadlineMissed: it is not, after `REAP_SECONDS`.
+        """
+        self.kill()
+        if self._launch.remove:
+            await self._remove()
+        try:
+            await deadlines.within(REAP_SECONDS / 2, self.process.wait())
+        except deadlines.Overdue:
+            await self._insist()
+        if self._first >= 0:
+            os.close(self._first)
+            self._first = -1
+        if self._group is not None:
+            await deadlines.off_loop(self._group.close)
+        self._transports_closed()
+        launch, self._launch = self._launch, backends.Launch((), {})
+        await deadlines.off_loop(_discard, launch)
+
+    async def _insist(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # a session of its own, so a group of its own
+        try:
+            await deadlines.within(REAP_SECONDS / 2, self.process.wait())
+        except deadlines.Overdue:
+            raise protocols.DeadlineMissed(
+                f"the sandbox of process {self.process.pid} was killed and is not gone after {REAP_SECONDS:g} s"
+            ) from None
+
+    async def _remove(self) -> None:
+        remover = await asyncio.create_subprocess_exec(
+            *self._launch.remove, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
+        )
+        try:
+            await deadlines.within(REAP_SECONDS, remover.wait())
+        except deadlines.Overdue:
+            with contextlib.suppress(ProcessLookupError):
+                remover.kill()
+            raise protocols.DeadlineMissed(
+                f"{' '.join(self._launch.remove)} did not end within {REAP_SECONDS:g} s: the container may still run"
+            ) from None
+
+    def _transports_closed(self) -> None:
+        """Its pipes, at once: a forgotten one would warn when it is collected."""
+        transport: Any = getattr(self.process, "_transport", None)
+        if transport is not None:
+            transport.close()
+
+
+async def _process(launch: backends.Launch) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *launch.command,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=dict(launch.environment),
+        cwd="/",
+        pass_fds=launch.descriptors,
+        start_new_session=True,
+    )
+
+
+def _discard(launch: backends.Launch) -> None:
+    """What a sandbox holds besides its processes."""
+    for descriptor in launch.descriptors:
+        os.close(descriptor)
+    if launch.directory:
+        shutil.rmtree(launch.directory, ignore_errors=True)
