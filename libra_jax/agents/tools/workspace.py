@@ -1,0 +1,87 @@
+"""Tools that work in a sandbox's workspace: a Python interpreter, a shell, and an editor. They share one session."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from libra_jax import protocols
+from libra_jax.agents.sandbox import backends, limits, pool
+
+
+def _schema(required: tuple[str, ...], **properties: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
+
+
+def _returned(tool: str, outcome: limits.Outcome) -> protocols.ToolReturn:
+    return protocols.ToolReturn(tool, outcome.status, outcome.text, outcome.seconds)
+
+
+class Python:
+    """A Python interpreter that keeps its variables from call to call."""
+
+    name = "python"
+    description = (
+        "Runs Python code and returns what it prints and the value of a last expression. Variables, imports and files "
+        "are kept for the next call. There is no network."
+    )
+    parameters = _schema(("code",), code={"type": "string", "description": "The code to run."})
+
+    def __init__(self, session: pool.Session) -> None:
+        self._session = session
+
+    async def call(self, arguments: Mapping[str, Any]) -> protocols.ToolReturn:
+        """See `toolbox.Tool`."""
+        return _returned(self.name, await self._session.python(arguments["code"]))
+
+
+class Shell:
+    """A bash that keeps its folder, variables and functions from call to call."""
+
+    name = "shell"
+    description = (
+        "Runs a command in bash and returns its output. The current folder, variables and files are kept for the next "
+        "call; what runs in the background ends with the call. There is no network."
+    )
+    parameters = _schema(("command",), command={"type": "string", "description": "The command to run."})
+
+    def __init__(self, session: pool.Session) -> None:
+        self._session = session
+
+    async def call(self, arguments: Mapping[str, Any]) -> protocols.ToolReturn:
+        """See `toolbox.Tool`."""
+        return _returned(self.name, await self._session.shell(arguments["command"]))
+
+
+_NEEDS = {"view": (), "create": ("text",), "replace": ("old", "new")}
+
+
+class Edit:
+    """Views, creates and changes files of the workspace, and nothing outside of it."""
+
+    name = "edit"
+    description = (
+        f"Works on a file below {backends.WORKSPACE}. view shows its lines with their numbers (or a folder's entries), "
+        "create writes it anew, replace changes a text that is in it exactly once."
+    )
+    parameters = _schema(
+        ("command", "path"),
+        command={"type": "string", "enum": list(_NEEDS)},
+        path={"type": "string", "description": "Of the file, from the workspace."},
+        text={"type": "string", "description": "create: the file's content."},
+        old={"type": "string", "description": "replace: what is there."},
+        new={"type": "string", "description": "replace: what is to be there instead."},
+        first={"type": "integer", "minimum": 1, "description": "view: the first line shown."},
+        last={"type": "integer", "minimum": 1, "description": "view: the last line shown."},
+    )
+
+    def __init__(self, session: pool.Session) -> None:
+        self._session = session
+
+    async def call(self, arguments: Mapping[str, Any]) -> protocols.ToolReturn:
+        """See `toolbox.Tool`."""
+        command = arguments["command"]
+        for needed in _NEEDS[command]:
+            if needed not in arguments:
+                return protocols.ToolReturn(self.name, "failure", f"error: {command} needs {needed!r}")
+        return _returned(self.name, await self._session.edit(arguments))

@@ -1,0 +1,183 @@
+"""Tools by name: what the policy writes is answered, never raised; and the tools of a workspace."""
+
+import asyncio
+import json
+
+import pytest
+import sandboxes
+
+from libra_jax import protocols
+from libra_jax.agents.sandbox import pool
+from libra_jax.agents.tools import toolbox, workspace
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "times": {"type": "integer", "minimum": 1},
+        "style": {"type": "string", "enum": ["plain", "loud"]},
+        "tags": {"type": "array", "items": {"type": "string"}},
+    },
+    "required": ["text"],
+    "additionalProperties": False,
+}
+
+
+class Echo:
+    """Says its text again; raises where it is told to."""
+
+    description = "Says it again."
+
+    def __init__(self, name="echo", parameters=SCHEMA):
+        self.name, self.parameters = name, parameters
+
+    async def call(self, arguments):
+        if arguments["text"] == "break":
+            raise OSError("the disk is gone")
+        return protocols.ToolReturn(self.name, "success", arguments["text"] * arguments.get("times", 1))
+
+
+def called(name, arguments, most_characters=1000):
+    return asyncio.run(toolbox.Toolbox([Echo()], most_characters).call(name, arguments))
+
+
+@pytest.mark.parametrize("arguments", [{"text": "a", "times": 2}, '{"text": "a", "times": 2}'], ids=["object", "text"])
+def test_a_call_is_carried_out_and_timed(arguments):
+    answer = called("echo", arguments)
+    assert (answer.tool, answer.status, answer.content) == ("echo", "success", "aa")
+    assert answer.seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "problem"),
+    [
+        ("ecco", {}, "no tool 'ecco'; there are: echo"),
+        (None, {}, "no tool None"),
+        (["echo"], {}, "no tool"),
+        ({"echo": 1}, {}, "no tool"),
+        ("x" * 10_000, {}, "characters left out"),
+        ("echo", "{", "are no JSON"),
+        ("echo", "[" * 100_000, "are no JSON"),
+        ("echo", "[]", "must be a JSON object"),
+        ("echo", None, "must be a JSON object"),
+        ("echo", 7, "must be a JSON object"),
+        ("echo", {}, "arguments must have 'text'"),
+        ("echo", {"text": 3}, "text must be of type string"),
+        ("echo", {"text": None}, "text must be of type string"),
+        ("echo", {"text": "a", "time": 2}, "has no 'time'; it takes text, times"),
+        ("echo", {"text": "a", "times": True}, "times must be of type integer"),
+        ("echo", {"text": "a", "times": 0}, "times must be 1 or more"),
+        ("echo", {"text": "a", "style": "shy"}, "style must be one of plain, loud"),
+        ("echo", {"text": "a", "tags": ["b", 3]}, "tags[1] must be of type string"),
+    ],
+)
+def test_a_malformed_call_is_a_failure_that_the_policy_sees(name, arguments, problem):
+    answer = called(name, arguments)
+    assert answer.status == "failure"
+    assert answer.content.startswith("error: ")
+    assert problem in answer.content
+    assert len(answer.content) < 1100
+
+
+def test_a_long_return_is_cut_in_the_middle_and_marked():
+    answer = called("echo", {"text": "abcdef" * 100}, most_characters=10)
+    assert answer.content == "abcde\n[... 590 characters left out ...]\nbcdef"
+
+
+def test_a_tool_that_breaks_is_infrastructure_and_raises():
+    with pytest.raises(OSError, match="the disk is gone"):
+        called("echo", {"text": "break"})
+
+
+@pytest.mark.parametrize(
+    ("tools", "most_characters", "sentence"),
+    [
+        ([Echo(), Echo("other"), Echo()], 10, r"tools: two tools have the name 'echo'"),
+        ([Echo()], 0, r"tools\.most_characters: must be positive, not 0"),
+    ],
+)
+def test_a_toolbox_that_cannot_be_is_refused(tools, most_characters, sentence):
+    with pytest.raises(protocols.ConfigError, match=sentence):
+        toolbox.Toolbox(tools, most_characters)
+
+
+def test_a_schema_that_is_none_is_refused():
+    with pytest.raises(protocols.ConfigError, match="parameters of 'echo' must be a JSON schema of type object"):
+        toolbox.Toolbox([Echo(parameters={"text": "string"})])
+
+
+def test_the_policy_is_told_names_descriptions_and_schemas():
+    (schema,) = toolbox.Toolbox([Echo()]).schemas()
+    assert schema["function"]["name"] == "echo"
+    assert json.loads(json.dumps(schema))["function"]["parameters"] == SCHEMA
+
+
+# The tools of a workspace -------------------------------------------------------------------------------------------
+
+
+def in_workspace(*calls):
+    """The returns of (tool, arguments), one after the other in one session."""
+    sandboxes.skip_without_bubblewrap()
+
+    async def body():
+        async with pool.Sandbox(sandboxes.SMALL, warm=1) as sandbox, sandbox.session() as session:
+            box = toolbox.Toolbox([workspace.Python(session), workspace.Shell(session), workspace.Edit(session)])
+            return [await box.call(*call) for call in calls]
+
+    return asyncio.run(body())
+
+
+def test_python_shell_and_edit_work_on_one_workspace():
+    returns = in_workspace(
+        ("edit", {"command": "create", "path": "pkg/area.py", "text": "def area(r):\n    return 3 * r * r\n"}),
+        ("edit", {"command": "replace", "path": "pkg/area.py", "old": "3 *", "new": "4 *"}),
+        ("edit", {"command": "view", "path": "pkg/area.py", "first": 2}),
+        ("edit", {"command": "view", "path": "."}),
+        ("python", {"code": "from pkg import area\narea.area(5)"}),
+        ("shell", {"command": "grep -c r pkg/area.py"}),
+    )
+    assert [answer.status for answer in returns] == ["success"] * 6
+    assert [answer.content for answer in returns[1:]] == [
+        "changed pkg/area.py",
+        "2\t    return 4 * r * r\n",
+        "pkg/\n",
+        "100\n",
+        "2\n",
+    ]
+    assert all(answer.seconds > 0 for answer in returns)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"command": "view", "path": "missing"}, "No such file"),
+        ({"command": "delete", "path": "a"}, "command must be one of view, create, replace"),
+        ({"command": "create", "path": "b"}, "create needs 'text'"),
+        ({"command": "replace", "path": "a", "old": "x"}, "replace needs 'new'"),
+        ({"command": "replace", "path": "a", "old": "x", "new": "y"}, "found 2 times in a; it must be there once"),
+        ({"command": "replace", "path": "a", "old": "z", "new": "y"}, "found 0 times"),
+        ({"command": "replace", "path": "a", "old": "", "new": "y"}, "found 0 times"),
+        ({"command": "create", "path": ".", "text": ""}, "Is a directory"),
+        ({"command": "create", "path": "a/b", "text": ""}, "File exists"),
+        ({"command": "view", "path": "a", "first": 0}, "first must be 1 or more"),
+    ],
+)
+def test_an_edit_that_cannot_be_made_is_a_failure(arguments, problem):
+    made, answer = in_workspace(("edit", {"command": "create", "path": "a", "text": "x x\n"}), ("edit", arguments))
+    assert made.status == "success"
+    assert answer.status == "failure"
+    assert problem in answer.content
+
+
+def test_an_edit_keeps_what_is_no_text_and_line_ends_as_they_are():
+    returns = in_workspace(
+        ("shell", {"command": r"printf 'one\r\ntwo\xff\r\n' >f"}),
+        ("edit", {"command": "replace", "path": "f", "old": "one", "new": "1"}),
+        ("python", {"code": "open('f', 'rb').read()"}),
+    )
+    assert returns[2].content == "b'1\\r\\ntwo\\xff\\r\\n'\n"
+
+
+def test_a_timeout_is_the_tools_status():
+    (answer,) = in_workspace(("shell", {"command": "sleep 60"}))
+    assert (answer.tool, answer.status) == ("shell", "timeout")
