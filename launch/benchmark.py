@@ -1,6 +1,6 @@
-"""Ratios measured in one run: rollout through the coordinator, weight bridge, train step; and what a whole publication,
-a resize of the trainer's mesh, its moves to other processes, an engine that sleeps and wakes, the coordinator, the
-scheduler and the search for a plan cost.
+"""Ratios measured in one run: rollout through the coordinator, weight bridge, train step, calls in a sandbox; and what
+a whole publication, a resize of the trainer's mesh, its moves to other processes, an engine that sleeps and wakes, the
+coordinator, the scheduler and the search for a plan cost.
 
   python launch/benchmark.py [--peer_python=PATH] [--only=rollout,scheduler] [--output=benchmark.json]
 
@@ -21,7 +21,19 @@ from absl import flags
 from rich import console, table
 
 import cli
-from benchmarks import bridge, coordinator, drain, moves, planner, publication, resize, rollout, scheduler, train
+from benchmarks import (
+    bridge,
+    coordinator,
+    drain,
+    moves,
+    planner,
+    publication,
+    resize,
+    rollout,
+    sandbox,
+    scheduler,
+    train,
+)
 from libra_jax import protocols
 
 _ROUNDS = flags.DEFINE_integer(
@@ -40,6 +52,7 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "drain": lambda: asyncio.run(drain.measure()),
     "coordinator": lambda: asyncio.run(coordinator.measure()),
     "scheduler": scheduler.measure,
+    "sandbox": lambda: asyncio.run(sandbox.measure(_ROUNDS.value)),
     "planner": lambda: planner.measure(Path(_OUTPUT.value).with_suffix(".planner.svg") if _OUTPUT.value else None),
 }
 
