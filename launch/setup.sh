@@ -32,6 +32,17 @@ install_lock cpu third_party/cpu/lock.txt
 if [ "${1:-}" = --dev ]; then
   install_lock dev third_party/cpu/lock_dev.txt
 fi
+# What holds the sandboxes of tools is a program of the system's; a run without such tools works without it. Asked once.
+if [ ! -f .venv/.asked-bubblewrap ] && ! command -v bwrap >/dev/null; then
+  touch .venv/.asked-bubblewrap
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    echo "Installing bubblewrap ..." >&2
+    apt() { DEBIAN_FRONTEND=noninteractive timeout 300 apt-get -qq "$@" >/dev/null 2>&1; }
+    apt install -y bubblewrap || { apt update && apt install -y bubblewrap; } || true
+  fi
+  command -v bwrap >/dev/null ||
+    echo "Sandboxed tools need bubblewrap, which is missing: install it, e.g. with apt-get install bubblewrap." >&2
+fi
 if [ ! -f .venv/.installed-package ] || [ setup.py -nt .venv/.installed-package ]; then
   .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e . \
     2> >(grep -v '^WARNING: Location' >&2)
