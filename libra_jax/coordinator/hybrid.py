@@ -456,7 +456,7 @@ def _limits(deadline: configuration.DeadlineConfig) -> dict[State, float]:
     replica = 2 * deadline.trainer_start + deadline.publish + deadline.shutdown  # made anew
     return {
         State.DRAINING: replica + 2 * deadline.transition + MARGIN_SECONDS,
-        State.FETCHING: 3 * deadline.publish + deadline.train_step + MARGIN_SECONDS,
+        State.FETCHING: replicas.LOAD_VERBS * deadline.publish + deadline.train_step + MARGIN_SECONDS,
         State.WARMING: deadline.trainer_start + MARGIN_SECONDS,
         State.JOINING: 2 * deadline.publish + deadline.transition + MARGIN_SECONDS,
         State.LEAVING: deadline.publish + deadline.transition + deadline.shutdown + MARGIN_SECONDS,

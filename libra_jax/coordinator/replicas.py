@@ -2,11 +2,15 @@
 
 A replica reads each version from the snapshot that the engines are given, after them and beside whatever the trainer
 does next; the snapshot's memory is written again only once every replica has let go of it (`settle`).
+
+An actor takes one call at a time, and giving a call up does not end it. So a replica whose load was given up is asked
+for no other before `ensure`, which hears from it that the old call is over, or makes another process.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +18,9 @@ from typing import Any
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.coordinator import deadlines, failure
+
+LOAD_VERBS = 3
+"""A whole weight update may take so many times `deadlines.publish`: its begin, its buckets together, and its end."""
 
 
 @dataclass
@@ -26,6 +33,7 @@ class Replica:
       version: the version whose parameters it holds; `NO_VERSION` for none.
       follows: it gets every version that is published.
       loading: the weight update under way.
+      gave_up: a weight update was given up, and its actor may be in the middle of that still.
       load_seconds: that its last one took.
     """
 
@@ -34,6 +42,7 @@ class Replica:
     version: int = protocols.NO_VERSION
     follows: bool = False
     loading: asyncio.Task[None] | None = None
+    gave_up: bool = False
     load_seconds: float = 0.0
 
 
@@ -82,9 +91,11 @@ class Replicas:
     async def ensure(self, worker: str) -> None:
         """The worker has a replica process that is up; one that has died unseen is replaced."""
         replica = self._replicas[worker]
+        _forget(replica)
         if replica.proxy is not None:
             try:
                 await self._ask(replica, replica.proxy.leave(), "answer", "transition")
+                replica.gave_up = False
                 return
             except protocols.LibraError:
                 replica.proxy = None
@@ -96,16 +107,16 @@ class Replicas:
         await deadlines.within(seconds, proxy.start(), f"The start of {name}", "trainer_start")
         opening = proxy.init_weight_transfer(self._transport)
         await deadlines.within(self._limits.publish, opening, f"Opening {name}'s weight transport", "publish")
-        replica.proxy = proxy
+        replica.proxy, replica.gave_up = proxy, False
         self._recorder.status(name, "idle")
 
     def published(self, version: int, buckets: Sequence[protocols.WeightBucket]) -> None:
         """A snapshot is out: replicas that follow begin to read it."""
         self._held = version, buckets
         self._out.set()
-        for worker, replica in self._replicas.items():
+        for replica in self._replicas.values():
             if replica.follows and replica.version != version:
-                self._load(worker, replica)
+                self._load(replica)
 
     async def settle(self) -> None:
         """Returns when no replica reads the present snapshot, which is about to be written over.
@@ -113,6 +124,7 @@ class Replicas:
         One that takes much longer than it took before is given up: it holds no version, and follows none.
         """
         self._out.clear()
+        self._held = protocols.NO_VERSION, ()
         reading = [replica for replica in self._replicas.values() if replica.loading is not None]
         loads = {replica.loading for replica in reading if replica.loading is not None}
         if loads:
@@ -121,50 +133,70 @@ class Replicas:
         for replica in reading:
             if replica.loading is not None:
                 self._give_up(replica, "it was still reading a version when the next one came")
-        self._held = protocols.NO_VERSION, ()
 
     def _give_up(self, replica: Replica, why: str) -> None:
         """The replica has to be given parameters anew before it can be of use."""
-        if replica.loading is not None and replica.loading is not asyncio.current_task():
-            replica.loading.cancel()
-        replica.follows, replica.version = False, protocols.NO_VERSION
+        _forget(replica)
         self._recorder.note(f"{replica.spec.name} holds no parameters: {why}")
 
     async def fetch(self, worker: str) -> int:
         """Gives the worker's replica the version that is out, or the next to come; returns its bytes.
 
         Raises:
-          LibraError: it could not be loaded.
+          LibraError: it could not be loaded, or none came.
         """
-        await self._out.wait()
-        replica, nbytes = self._replicas[worker], sum(bucket.nbytes for bucket in self._held[1])
-        if replica.loading is None:
-            self._load(worker, replica)
-        assert replica.loading is not None
-        await asyncio.wait({replica.loading})
+        replica = self._replicas[worker]
+        while self._held[0] == protocols.NO_VERSION:  # one that came may be written over before this wakes
+            what = f"{replica.spec.name}'s wait for a version to come out"
+            await deadlines.within(self._limits.train_step, self._out.wait(), what, "train_step")
+        nbytes = sum(bucket.nbytes for bucket in self._held[1])
+        _check_ready(replica)
+        self._load(replica)
+        await self._loaded(replica)
         if replica.version == protocols.NO_VERSION:
             raise protocols.WorkerLost(f"{replica.spec.name} could not be given the parameters that are out")
         return nbytes
 
     def follow(self, worker: str) -> None:
-        """From now on the worker's replica gets every version; one that came out meanwhile, too."""
+        """From now on the worker's replica gets every version; one that came out meanwhile, too.
+
+        Raises:
+          WorkerLost: it cannot be given any.
+        """
         replica = self._replicas[worker]
+        _check_ready(replica)
         replica.follows = True
         if self._held[0] not in (protocols.NO_VERSION, replica.version):
-            self._load(worker, replica)
+            self._load(replica)
 
-    def _load(self, worker: str, replica: Replica) -> None:
-        if replica.loading is None and replica.proxy is not None:
-            loading = asyncio.get_running_loop().create_task(self._update(replica, *self._held))
+    def _load(self, replica: Replica) -> None:
+        """Begins to give a replica that is ready what is out, unless it is being given parameters already."""
+        version, buckets = self._held
+        assert version != protocols.NO_VERSION, f"nothing is out that {replica.spec.name} could be given"
+        if replica.loading is None:
+            loading = asyncio.get_running_loop().create_task(self._update(replica, version, buckets))
             replica.loading = loading
-            loading.add_done_callback(lambda _: setattr(replica, "loading", None))
+            loading.add_done_callback(functools.partial(_ended, replica))
+
+    async def _loaded(self, replica: Replica) -> None:
+        """Returns when no weight update is under way.
+
+        Raises:
+          DeadlineMissed: it took too long, and was given up.
+        """
+        if replica.loading is None:
+            return
+        what = f"{replica.spec.name}'s whole weight update"
+        try:
+            await deadlines.within(LOAD_VERBS * self._limits.publish, asyncio.wait({replica.loading}), what, "publish")
+        except protocols.DeadlineMissed as error:
+            self._give_up(replica, str(error))
+            raise
 
     async def _update(self, replica: Replica, version: int, buckets: Sequence[protocols.WeightBucket]) -> None:
         """The four verbs, as an engine's; what goes wrong leaves a replica without a version."""
         replica.version = protocols.NO_VERSION
         begin, proxy = asyncio.get_running_loop().time(), replica.proxy
-        if version == protocols.NO_VERSION:
-            return
         try:
             await self._ask(replica, proxy.start_weight_update(version), "prepare for new parameters")
             for bucket in buckets:
@@ -201,11 +233,12 @@ class Replicas:
     async def leave(self, worker: str) -> None:
         """Takes channel and parameters from the worker's replica, or its life if it does not let go of them."""
         replica = self._replicas[worker]
-        replica.follows, replica.version = False, protocols.NO_VERSION
+        _forget(replica)
         if replica.proxy is None:
             return
         try:
             await self._ask(replica, replica.proxy.leave(), "leave training", "transition")
+            replica.gave_up = False
         except protocols.LibraError as error:
             self._recorder.note(f"{replica.spec.name} is ended: {error}")
             await self.end(worker)
@@ -213,9 +246,8 @@ class Replicas:
     async def end(self, worker: str) -> None:
         """Ends the worker's replica process; a later `ensure` makes another."""
         replica = self._replicas[worker]
-        replica.follows, replica.version, replica.proxy = False, protocols.NO_VERSION, None
-        if replica.loading is not None:
-            replica.loading.cancel()
+        _forget(replica)
+        replica.proxy = None
         await self._stop(replica)
 
     async def contribute(
@@ -227,8 +259,7 @@ class Replicas:
           LibraError: it could not; whatever it sent the trainer does not count.
         """
         replica = self._replicas[worker]
-        if replica.loading is not None:
-            await asyncio.wait({replica.loading})
+        await self._loaded(replica)
         if replica.version != batch.policy_version:
             raise protocols.LibraError(f"{replica.spec.name} could not be given version {batch.policy_version}")
         begin = asyncio.get_running_loop().time()
@@ -251,3 +282,27 @@ class Replicas:
     async def _ask(self, replica: Replica, work: Any, what: str, field: str = "publish") -> Any:
         seconds = getattr(self._limits, field)
         return await deadlines.within(seconds, work, f"{replica.spec.name}, asked to {what},", field)
+
+
+def _forget(replica: Replica) -> None:
+    """It holds no parameters and follows no version; a weight update under way is given up."""
+    replica.follows, replica.version = False, protocols.NO_VERSION
+    if (loading := replica.loading) is not None:
+        replica.loading, replica.gave_up = None, True
+        if loading is not asyncio.current_task():
+            loading.cancel()
+
+
+def _check_ready(replica: Replica) -> None:
+    """Raises WorkerLost if the replica cannot be given parameters: `ensure` makes it ready."""
+    if replica.proxy is None:
+        raise protocols.WorkerLost(f"{replica.spec.name} has no process, and cannot be given parameters")
+    if replica.gave_up:
+        raise protocols.WorkerLost(
+            f"{replica.spec.name} may still be in a weight update that was given up, and cannot be given another"
+        )
+
+
+def _ended(replica: Replica, loading: asyncio.Task[None]) -> None:
+    if replica.loading is loading:  # else it was given up
+        replica.loading = None
