@@ -13,6 +13,7 @@ import collections
 import functools
 import statistics
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from libra_jax import config as configuration
@@ -44,6 +45,21 @@ class _Taken(NamedTuple):
     train: float
     wait: float
     rollout: float
+
+
+@dataclass
+class _Coming:
+    """Who is to be borrowed during the next training step.
+
+    Attributes:
+      workers: their names.
+      why: they are.
+      timer: at which they set out; None before that step begins.
+    """
+
+    workers: Sequence[str]
+    why: str
+    timer: asyncio.TimerHandle | None = None
 
 
 class HybridWorkers:
@@ -98,8 +114,7 @@ class HybridWorkers:
         self._step = 0
         self._work: dict[str, asyncio.Task[Mapping[str, float]]] = {}  # shares that are being computed
         self._drivers: dict[str, asyncio.Task[None]] = {}
-        self._coming: list[tuple[str, str]] = []  # who is to be borrowed during the next step, and why
-        self._timer: asyncio.TimerHandle | None = None
+        self._coming: _Coming | None = None
         self._ready_seconds = 0.0  # of the last way to training
         self._log = transition_log.TransitionLog(recorder)
         self._disturbed = True  # the first step is not like those to come
@@ -118,8 +133,8 @@ class HybridWorkers:
 
     def begin(self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share]) -> None:
         """The members begin to compute, and who is borrowed sets out in time for the next step."""
-        if self._coming and self._timer is None:
-            self._timer = self._loop.call_later(self._in_time(), self._borrow)
+        if self._coming is not None and self._coming.timer is None:
+            self._coming.timer = self._loop.call_later(self._in_time(), self._borrow, self._coming)
         for share in shares:
             work = self._loop.create_task(self._members.contribute(share.member, batch, shares))
             work.add_done_callback(_looked_at)
@@ -184,7 +199,7 @@ class HybridWorkers:
         for worker in self.pool.workers:
             if worker.state is State.TRAINING and not self._members.follows(worker.name):
                 self._failed(worker.ticket, "it could not be given the parameters that are out.")
-        moving = bool(self._coming) or any(not worker.at_rest for worker in self.pool.workers)
+        moving = self._coming is not None or any(not worker.at_rest for worker in self.pool.workers)
         disturbed, self._disturbed = self._disturbed or moving, moving
         training = self.pool.members()
         metrics = {"hybrid/training": float(len(training)), "hybrid/epoch": float(self.pool.epoch)}
@@ -197,7 +212,7 @@ class HybridWorkers:
         self._recorder.note(f"Hybrid workers, {decision.kind} {', '.join(decision.workers)}: {decision.why}.")
         self._disturbed = True
         if decision.kind == "borrow":
-            self._coming = [(name, decision.why) for name in decision.workers]
+            self._coming = _Coming(decision.workers, decision.why)
             return metrics
         for name in decision.workers:
             self._go(self.pool.release(name, decision.why, self._loop.time()))
@@ -210,26 +225,36 @@ class HybridWorkers:
         step = self._taken[-1].train
         return max(0.0, step - READY_MARGIN * self._ready_seconds - READY_SHARE * step)
 
-    def _borrow(self) -> None:
+    def _borrow(self, coming: _Coming) -> None:
         """Who was to come sets out, unless things have changed since."""
-        coming, self._coming, self._timer = self._coming, [], None
-        for name, why in coming:
+        self._coming = None
+        for name in coming.workers:
             staying = self._staying()
             rolls_out = self.pool.worker(name).state is State.ROLLOUT and name in staying
             if rolls_out and len(staying) > self._floor and not self._ending.called:
-                self._go(self.pool.borrow(name, why, self._loop.time()))
+                self._go(self.pool.borrow(name, coming.why, self._loop.time()))
+
+    def _call_off(self) -> None:
+        """Who was to come stays in rollout."""
+        coming, self._coming = self._coming, None
+        if coming is not None and coming.timer is not None:
+            coming.timer.cancel()
 
     def _keep_floor(self) -> None:
-        """Where too few are left to roll out, who trains or is about to comes back, whatever training does."""
+        """Where too few are left to roll out, who trains or is about to comes back, whatever training does.
+
+        Where no more than enough are left, nobody sets out.
+        """
         if self._ending.called:
             return
         returning = [worker for worker in self.pool.workers if worker.state in (State.LEAVING, State.ACTIVATING)]
         short, now = self._floor - len(self._staying()) - len(returning), self._loop.time()
+        if short >= 0:
+            self._call_off()
         why = f"fewer than elastic.floor = {self._floor} instances are left to roll out"
         for worker in self.pool.workers:
             if short <= 0 or worker.state not in (*states.BORROWED, State.TRAINING):
                 continue
-            self._coming.clear()
             self._recorder.note(f"Hybrid workers, {worker.name} comes back: {why}.")
             gives_back = self.pool.release if worker.state is State.TRAINING else self.pool.cancel
             self._go(gives_back(worker.name, why, now))
@@ -287,7 +312,8 @@ class HybridWorkers:
         return _Taken(step, times.train, times.wait, busy)
 
     def trainer_moved(self) -> None:
-        """Other processes train now: who joined those before, or was about to, goes back to rollout."""
+        """Other processes train now: who joined those before, or was about to, goes back to rollout or stays there."""
+        self._call_off()  # it was decided by the times of those before
         why, now = "the trainer moved to other processes", self._loop.time()
         for worker in self.pool.workers:
             if worker.state is State.TRAINING:
@@ -435,8 +461,7 @@ class HybridWorkers:
 
     def close(self) -> None:
         """The run ends."""
-        if self._timer is not None:
-            self._timer.cancel()
+        self._call_off()
         for share in self._work.values():
             deadlines.abandon(share)
         self._log.close()

@@ -1,0 +1,203 @@
+"""When hybrid workers set out, on doubles of their engines and replicas: a borrow that is called off leaves nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import coordinator_doubles as doubles
+import pytest
+
+from libra_jax import protocols
+from libra_jax.coordinator import failure, hybrid, instances, reports
+from libra_jax.elastic import borrowing
+from libra_jax.elastic.states import State
+from libra_jax.telemetry import memory
+
+Decided = tuple[borrowing.Kind, tuple[str, ...]]
+
+STEP = 10.0
+"""Seconds of a training step; a worker that has never joined sets out when nine of them have passed."""
+
+
+class Engines:
+    """Instances, of which some have failed or sleep. `fewer` is the run's to call when one fails."""
+
+    def __init__(self, names: Sequence[str], workers: Sequence[str]) -> None:
+        self.engines = {
+            name: instances.Engine(protocols.ActorSpec(name, "", {}), hybrid=name in workers, state="serving")
+            for name in names
+        }
+        for name, engine in self.engines.items():
+            engine.info = protocols.EngineInfo(name, 1, 4, 256, ())
+        self.fewer = lambda: None
+
+    def serving(self) -> list[protocols.Instance]:
+        return [protocols.Instance(name, 1, 4) for name, engine in self.engines.items() if engine.state == "serving"]
+
+    async def sleep(self, name: str, seconds: float) -> None:
+        self.engines[name].state = "asleep"
+
+    async def wake(self, name: str, seconds: float) -> None:
+        self.engines[name].state = "serving"
+
+    def fail(self, *names: str) -> None:
+        for name in names:
+            self.engines[name].state = "lost"
+            self.fewer()
+
+    def recover(self, *names: str) -> None:
+        for name in names:
+            self.engines[name].state = "serving"
+
+
+class Obliging:
+    """Replicas, and a trainer, that do at once whatever they are asked."""
+
+    def holds(self, worker: str, version: int) -> bool:
+        return True
+
+    def follows(self, worker: str) -> bool:
+        return True
+
+    def follow(self, worker: str) -> None:
+        pass
+
+    async def fetch(self, worker: str) -> int:
+        return 0
+
+    async def contribute(self, *arguments: Any) -> Mapping[str, float]:
+        return {}
+
+    def __getattr__(self, name: str) -> Any:
+        async def done(*arguments: Any) -> None:
+            pass
+
+        return done
+
+
+class Told:
+    """In place of `borrowing.Borrowing`: decides what the test says, a look at a time, and then nothing any more."""
+
+    def __init__(self, decisions: Iterable[Decided]) -> None:
+        self._decisions = iter(decisions)
+
+    def look(self, sight: borrowing.Sight) -> borrowing.Decision:
+        kind, workers = next(self._decisions, ("stay", ()))
+        return borrowing.Decision(sight.step, kind, workers, "as told", 1.0, 1.0)
+
+
+class Bench:
+    """Hybrid workers of a run with three instances, of which the last two are theirs."""
+
+    def __init__(self, *decisions: Decided) -> None:
+        names = ("rollout-0", "rollout-1", "rollout-2")
+        self.engines, self.recorder = Engines(names, names[1:]), memory.MemoryRecorder()
+        config = doubles.make_config(
+            steps=100,
+            rollout={"tensor_parallel": (1, 1, 1)},
+            coordinator={"staleness": 1},
+            elastic={"hybrid": 2},
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(borrowing, "Borrowing", lambda *_, **__: Told(decisions))
+            self.workers = hybrid.HybridWorkers(
+                config,
+                engines=self.engines,
+                members=Obliging(),
+                trainer=Obliging(),
+                core_devices=1,
+                recorder=self.recorder,
+                ending=failure.Ending(),
+            )
+        self.step = 0
+
+    async def take_step(
+        self, events: Mapping[float, Any] | None = None, seconds: float = STEP
+    ) -> list[tuple[str, float]]:
+        """One training step, in which things happen so many seconds after its begin; who set out in it, and when."""
+        loop = asyncio.get_running_loop()
+        begin, left = loop.time(), dict.fromkeys(("rollout-1", "rollout-2"))
+        before = {worker.name for worker in self.workers.pool.workers if worker.state is not State.ROLLOUT}
+        batch = protocols.TrainBatch(self.step, ())
+        shares = self.workers.shares(self.step)
+        self.workers.begin(batch, shares)
+        for after, event in (events or {}).items():
+            loop.call_later(after, event)
+        while loop.time() < begin + seconds:
+            await asyncio.sleep(0.25)
+            for name in left:
+                if left[name] is None and self.workers.pool.worker(name).state is not State.ROLLOUT:
+                    left[name] = loop.time() - begin
+        await self.workers.finish(shares, {}, seconds)
+        self.step += 1
+        times = reports.StepTimes(step=seconds, rollout=seconds, train=seconds)
+        self.workers.after(self.step, reports.StepReport(self.step - 1, (), {}, times))
+        return [(name, when) for name, when in left.items() if when is not None and name not in before]
+
+
+def run(body: Any, *decisions: Decided) -> None:
+    async def main() -> None:
+        bench = Bench(*decisions)
+        await body(bench)
+        bench.workers.close()
+
+    doubles.run_on_clock(main())
+
+
+STAY: Decided = ("stay", ())
+BORROW: Decided = ("borrow", ("rollout-1",))
+IN_TIME = pytest.approx(0.9 * STEP, abs=0.3)
+AT_ONCE = pytest.approx(0.0, abs=0.3)
+
+
+def test_who_is_borrowed_rolls_out_until_it_has_to_set_out_for_the_next_step():
+    async def body(bench: Bench) -> None:
+        assert await bench.take_step() == []
+        assert await bench.take_step() == []
+        assert await bench.take_step() == [("rollout-1", IN_TIME)]
+        assert set(bench.workers.pool.members()) == {"rollout-1"}
+
+    run(body, STAY, BORROW)
+
+
+def test_a_borrow_is_called_off_where_nobody_can_be_spared_and_leaves_the_next_one_its_own_time():
+    async def body(bench: Bench) -> None:
+        await bench.take_step()
+        await bench.take_step()
+        events = {
+            1.0: lambda: bench.engines.fail("rollout-0", "rollout-2"),
+            2.0: lambda: bench.engines.recover("rollout-0", "rollout-2"),
+        }
+        assert await bench.take_step(events, seconds=5.0) == []
+        # Nothing is known of the step to come, so it sets out as that begins, and not when it would have before.
+        assert await bench.take_step() == [("rollout-1", AT_ONCE)]
+
+    run(body, STAY, BORROW, BORROW)
+
+
+def test_one_that_comes_back_for_the_floor_is_not_followed_by_another_that_leaves():
+    async def body(bench: Bench) -> None:
+        for _ in range(4):
+            await bench.take_step()
+        assert set(bench.workers.pool.members()) == {"rollout-1"}
+        events = {
+            1.0: lambda: bench.engines.fail("rollout-0", "rollout-2"),
+            2.0: lambda: bench.engines.recover("rollout-0", "rollout-2"),
+        }
+        assert await bench.take_step(events) == []
+        assert {worker.state for worker in bench.workers.pool.workers} == {State.ROLLOUT}
+
+    run(body, STAY, BORROW, STAY, ("borrow", ("rollout-2",)))
+
+
+def test_a_borrow_that_was_decided_for_other_processes_is_called_off():
+    async def body(bench: Bench) -> None:
+        await bench.take_step()
+        await bench.take_step()
+        bench.workers.trainer_moved()
+        assert await bench.take_step() == []
+        assert await bench.take_step() == []
+
+    run(body, STAY, BORROW)
