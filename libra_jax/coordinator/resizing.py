@@ -161,6 +161,10 @@ class Resizing:
         except protocols.DeadlineMissed as error:
             if self._overdue(resize, way):
                 await self._give_up(resize, error, step)
+            else:
+                self._recorder.note(
+                    f"The trainer's mesh is not {resize.sizes} yet, and is to become that after a later step: {error}"
+                )
         except protocols.LibraError as error:
             await self._give_up(resize, error, step)
 

@@ -18,14 +18,14 @@ def sizes(data=1, fsdp=1, tensor=1):
     return protocols.MeshSizes(data, fsdp, tensor)
 
 
-def run(work, **deadlines):
+def run(work, successors=None, **deadlines):
     """Runs `work(resizing, trainer, recorder)` on virtual time."""
 
     async def main():
         trainer, recorder = doubles.make_trainer(), memory.MemoryRecorder()
         config = doubles.make_config(deadlines=deadlines)
         serving = process_set.Serving(doubles.alone(trainer), lambda before: None)
-        made = resizing.Resizing(config, trainer=serving, sizes=sizes(), recorder=recorder)
+        made = resizing.Resizing(config, trainer=serving, sizes=sizes(), recorder=recorder, successors=successors)
         await work(made, trainer, recorder)
 
     doubles.run_on_clock(main())
@@ -104,6 +104,59 @@ def test_one_that_compiles_for_too_long_is_given_up():
         assert mesh.sizes == sizes()
 
     run(work, trainer_start=60.0)
+
+
+class Tardy:
+    """A way to another mesh that is ready at once, and misses its deadline the first times that it is to take over."""
+
+    longest = 60.0
+
+    def __init__(self, misses):
+        self._misses = misses
+
+    async def begin(self):
+        return protocols.ResizeEstimate(0, 0, 0)
+
+    async def progress(self):
+        return protocols.ResizeProgress(1, 1, ready=True)
+
+    async def take_over(self, step):
+        if step < self._misses:
+            raise protocols.DeadlineMissed("The trainer trainer-1, replaying to take over, did not finish within 5 s.")
+        return mesh_moves.Taken({}, 0.0, 0)
+
+    async def cancel(self):
+        pass
+
+    def trains(self, batch):
+        pass
+
+
+def test_a_take_over_that_is_late_is_noted_and_tried_again_until_the_whole_resize_takes_too_long():
+    def noted(recorder):
+        return [note for note in recorder.notes if "is not data 2 x fsdp 1 x tensor 1 yet" in note]
+
+    async def catches_up(mesh, trainer, recorder):
+        handle = mesh.resize(sizes(data=2), "", processes=2)
+        for step in range(3):
+            await mesh.boundary(step)
+        await handle.done
+        assert len(noted(recorder)) == 2
+        assert noted(recorder)[0].endswith("did not finish within 5 s.")
+
+    async def never_does(mesh, trainer, recorder):
+        handle = mesh.resize(sizes(data=2), "", processes=2)
+        await mesh.boundary(0)
+        assert len(noted(recorder)) == 1
+        await asyncio.sleep(61)
+        await mesh.boundary(1)
+        with pytest.raises(protocols.DeadlineMissed, match="trainer-1, replaying to take over"):
+            await handle.done
+        assert len(noted(recorder)) == 1
+        assert recorder.transitions[0]["outcome"] == "failed"
+
+    run(catches_up, successors=lambda wanted, processes: Tardy(2))
+    run(never_does, successors=lambda wanted, processes: Tardy(100))
 
 
 def test_at_the_end_of_a_run_whoever_waits_is_told():
