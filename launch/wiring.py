@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import fcntl
+import functools
 import json
 import os
 import shutil
-from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.agents import factories, tokenizers
 from libra_jax.cluster import create as cluster
-from libra_jax.coordinator import checkpoints, elasticity, process_set, signals
+from libra_jax.coordinator import checkpoints, process_set, signals
 from libra_jax.coordinator import run as coordinator
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, planner, plans, profiles
@@ -249,9 +249,7 @@ def _differences(stored: Any, resolved: Any, name: str = "config") -> list[str]:
     return [sentence for key in keys for sentence in _differences(stored.get(key), resolved.get(key), f"{name}.{key}")]
 
 
-def trainer_spec(
-    config: libra_config.RunConfig, workdir: Path, process: int = 0, devices: Sequence[int] | None = None
-) -> protocols.ActorSpec:
+def trainer_spec(config: libra_config.RunConfig, workdir: Path, process: int = 0) -> protocols.ActorSpec:
     """The trainer actor, or one process of it, on the devices that `trainer.platform` names.
 
     JAX trains on the first platform of JAX_PLATFORMS; its CPU backend is where weights go on their way to the engines.
@@ -260,9 +258,8 @@ def trainer_spec(
       config: the run's configuration; with another mesh in it, that of a trainer that is to take over.
       workdir: the run's directory.
       process: which of `trainer.processes`; each has the next equal share of the devices.
-      devices: ordinals of the trainer's devices; None is those that come first.
     """
-    whole = placement.partition(config).trainer if devices is None else tuple(devices)
+    whole = placement.partition(config).trainer
     each = len(whole) // config.trainer.processes
     devices = whole[process * each : (process + 1) * each]
     platform = config.trainer.platform
@@ -288,10 +285,7 @@ def _spare(config: libra_config.RunConfig) -> int:
 
 
 def trainer_processes(
-    config: libra_config.RunConfig,
-    workdir: Path,
-    sizes: protocols.MeshSizes | None = None,
-    devices: Sequence[int] | None = None,
+    config: libra_config.RunConfig, workdir: Path, sizes: protocols.MeshSizes | None = None
 ) -> process_set.MakeProcess:
     """How the processes of the run's trainer are made, or of one on another mesh that is to take over.
 
@@ -299,19 +293,14 @@ def trainer_processes(
       config: the run's configuration.
       workdir: the run's directory.
       sizes: of the mesh; None is the config's.
-      devices: as for `trainer_spec`.
     """
     mesh = dataclasses.asdict(sizes) if sizes is not None else {}
 
     def make(process: int, processes: int) -> protocols.ActorSpec:
         trainer = dataclasses.replace(config.trainer, **mesh, processes=processes)
-        return trainer_spec(dataclasses.replace(config, trainer=trainer), workdir, process, devices)
+        return trainer_spec(dataclasses.replace(config, trainer=trainer), workdir, process)
 
     return make
-
-
-def _trainers(config: libra_config.RunConfig, workdir: Path) -> elasticity.MakeTrainer:
-    return lambda sizes: trainer_processes(config, workdir, sizes)
 
 
 def replica_specs(config: libra_config.RunConfig, workdir: Path) -> list[protocols.ActorSpec]:
@@ -442,12 +431,13 @@ async def train(
     limits = config.deadlines
     actors = cluster.create(config.cluster, start_seconds=limits.cluster_start, shutdown_seconds=limits.shutdown)
     engines = placement.Engines(config, shape, workdir)
+    on_ray = config.cluster.backend == "ray"
     try:
         run = coordinator.Coordinator(
             config,
             cluster=actors,
             trainer_spec=trainer_spec(config, workdir),
-            make_trainer=_trainers(config, workdir) if config.cluster.backend == "ray" else None,
+            make_trainer=functools.partial(trainer_processes, config, workdir) if on_ray else None,
             replica_specs=replica_specs(config, workdir),
             engine_specs=engines.specs(),
             tasks=factories.task_source(config.task, config.seed),

@@ -102,9 +102,7 @@ class HybridWorkers:
         self._synchronous = config.coordinator.staleness == 0
         self._names = [engine.name for engine in engines.engines.values() if engine.hybrid]
         self._floor = config.elastic.floor
-        limits = _limits(config.deadlines)
-        self.pool = pool.Pool(self._names, limits, config.elastic.restarts, now=self._loop.time())
-        self._limits = limits
+        self.pool = pool.Pool(self._names, _limits(config.deadlines), config.elastic.restarts, now=self._loop.time())
         engines.fewer = self._keep_floor
         self.changed: Callable[[], None] = lambda: None
         self._borrowing = borrowing.Borrowing(
@@ -336,11 +334,11 @@ class HybridWorkers:
     async def _drive(self, worker: pool.Worker) -> None:
         """Does the worker's work, state by state, until it is at rest."""
         while not worker.at_rest:
-            name, ticket, seconds = worker.name, worker.ticket, self._limits[worker.state]
+            name, ticket = worker.name, worker.ticket
             self._recorder.status(name, f"hybrid worker: {worker.state}")
             work = self._in_state(worker)
             try:
-                await deadlines.within(seconds, work, f"Hybrid worker {name}, {worker.state},", "transition")
+                await deadlines.within(worker.limit, work, f"Hybrid worker {name}, {worker.state},", "transition")
             except protocols.LibraError as error:
                 await self._broken(ticket, error)
                 return

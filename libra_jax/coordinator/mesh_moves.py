@@ -19,13 +19,11 @@ class Taken:
       phases: seconds of each, most of them beside training.
       stall: seconds that training stood still.
       nbytes: that moved.
-      other_processes: they train from now on.
     """
 
     phases: Mapping[str, float]
     stall: float
     nbytes: int
-    other_processes: bool = False
 
 
 class Way(Protocol):
@@ -129,7 +127,7 @@ class Outside:
         self._former = self._serving.set
         self._serving.set, told = await self._moving.take_over(step, self._limits.transition)
         phases = {"start": told.start, "compile": told.compile, "snapshot": told.snapshot, "restore": told.restore}
-        return Taken({**phases, "replay": told.replay}, told.stall, told.nbytes, other_processes=True)
+        return Taken({**phases, "replay": told.replay}, told.stall, told.nbytes)
 
     def end_former(self) -> None:
         """Ends the processes that served before, beside the run."""

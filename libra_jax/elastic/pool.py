@@ -48,7 +48,7 @@ class Worker:
       name: the worker's.
       state: its state.
       since: seconds; when it came into the state.
-      deadline: seconds; when the state's work has to be done; infinite at rest.
+      limit: seconds that the state's work may take; infinite at rest. Who does it sees to that, and fails the worker.
       serial: its states so far.
       epoch: the membership epoch that it joins or trains under, else `NO_EPOCH`.
       restarts: times that it was brought back after a failure.
@@ -62,7 +62,7 @@ class Worker:
     name: str
     state: State
     since: float
-    deadline: float = math.inf
+    limit: float = math.inf
     serial: int = 0
     epoch: int = NO_EPOCH
     restarts: int = 0
@@ -151,10 +151,6 @@ class Pool:
     def members(self) -> dict[str, int]:
         """The workers that train, with the epoch in which each joined."""
         return {worker.name: worker.epoch for worker in self.workers if worker.state is State.TRAINING}
-
-    def overdue(self, now: float) -> list[Worker]:
-        """The workers whose work should have been done by now; somebody has to `fail` them, with their tickets."""
-        return [worker for worker in self.workers if now > worker.deadline]
 
     # What a worker is asked to do. Each call returns the worker with the ticket of what is to be done first, and raises
     # LibraError, with everything left as it was, if the worker cannot do it from where it is.
@@ -256,7 +252,7 @@ class Pool:
             worker,
             state=state,
             since=now,
-            deadline=now + self._limits.get(state, math.inf),
+            limit=self._limits.get(state, math.inf),
             serial=worker.serial + 1,
             epoch=self._epoch if state is State.JOINING else kept,
             lost=state is State.FAILED and worker.restarts >= self._restarts,

@@ -184,11 +184,9 @@ class PoolMachine(stateful.RuleBasedStateMachine):
 
     @stateful.rule()
     def enforce_deadlines(self) -> None:
-        late = self.pool.overdue(self.now)
-        for worker in late:
-            assert self.now - worker.since > LIMITS[worker.state]
-            self.entered(self.pool.fail(worker.ticket, "too late", self.now), "failed")
-        assert not self.pool.overdue(self.now)
+        for worker in self.pool.workers:
+            if self.now - worker.since > worker.limit:
+                self.entered(self.pool.fail(worker.ticket, "too late", self.now), "failed")
 
     @stateful.invariant()
     def each_worker_is_where_the_model_has_it(self) -> None:
@@ -199,6 +197,7 @@ class PoolMachine(stateful.RuleBasedStateMachine):
         for worker in self.pool.workers:
             assert worker.lost == (worker.state is State.FAILED and self.restarts[worker.name] == RESTARTS)
             assert len(worker.phases) <= len(states.UNDER_WAY)
+            assert worker.limit == LIMITS.get(worker.state, float("inf"))
 
     def teardown(self) -> None:
         """From wherever they are, workers come to rest: if all answer, and if none ever does."""
@@ -276,15 +275,6 @@ def test_a_worker_is_brought_back_so_often_and_then_lost():
     assert made.fail(worker.ticket, "no device", 2.0).lost
     with pytest.raises(protocols.LibraError, match=r"engine-1 is lost: it was brought back 1 times.*no device"):
         made.recover(NAMES[0], 3.0)
-
-
-def test_work_is_late_after_its_own_states_limit_and_not_at_it():
-    made = make()
-    worker = made.borrow(NAMES[0], "why", 5.0)
-    limit = LIMITS[State.DRAINING]
-    assert made.overdue(5.0 + limit) == []
-    assert made.overdue(5.1 + limit) == [worker]
-    assert brought_to(State.TRAINING, made, NAMES[1]).deadline == float("inf")
 
 
 def test_after_a_restart_of_the_run_all_are_in_rollout_and_no_epoch_comes_again():

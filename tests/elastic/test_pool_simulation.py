@@ -101,8 +101,9 @@ class Simulation:
 
     def watch(self) -> None:
         """Fails who is overdue, and brings back who has failed."""
-        for worker in self.pool.overdue(self.now):
-            self.pool.fail(worker.ticket, "overdue", self.now)
+        for worker in self.pool.workers:
+            if self.now > worker.since + worker.limit:
+                self.pool.fail(worker.ticket, "overdue", self.now)
         for worker in self.pool.workers:
             if worker.state is State.FAILED and not worker.lost and self.rng.random() < 0.5:
                 self.work(self.pool.recover(worker.name, self.now))

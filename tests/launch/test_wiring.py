@@ -133,9 +133,9 @@ def test_a_trainer_that_is_to_take_over_has_its_own_mesh_processes_and_devices(t
     run = config.RunConfig(
         trainer=config.TrainerConfig(platform="cuda", fsdp=2), cluster=config.ClusterConfig(backend="ray")
     )
-    make = wiring.trainer_processes(run, tmp_path, protocols.MeshSizes(2, 2, 1), devices=(4, 5, 6, 7))
+    make = wiring.trainer_processes(run, tmp_path, protocols.MeshSizes(2, 2, 1))
     spec = make(3, 4)
-    assert spec.environment["CUDA_VISIBLE_DEVICES"] == "7"
+    assert spec.environment["CUDA_VISIBLE_DEVICES"] == "3"
     mesh = spec.arguments["config"]["trainer"]
     assert (mesh["data"], mesh["fsdp"], mesh["tensor"], mesh["processes"]) == (2, 2, 1, 4)
     with pytest.raises(protocols.ConfigError, match="the mesh's 4 devices do not divide over 3 processes"):
