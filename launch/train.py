@@ -13,9 +13,11 @@ from pathlib import Path
 from absl import flags
 from ml_collections import config_flags
 
+import checks
 import cli
 import dry_run
 import wiring
+import workdirs
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.agents import factories
@@ -38,17 +40,17 @@ def main() -> None:
         values = plans.applied(values, plans.read(Path(_PLAN.value)))
     config = libra_config.parse(libra_config.RunConfig, values)
     if _DRY_RUN.value:
-        wiring.validate(config, need_weights=False)
+        checks.validate(config, need_weights=False)
         print(dry_run.describe(config))
         return
-    wiring.validate(config, need_weights=True)
+    checks.validate(config, need_weights=True)
     asyncio.run(_train(config))
 
 
 async def _train(config: libra_config.RunConfig) -> None:
     # An environment that cannot be made is found out before anything is written.
     async with factories.demonstrator(config.task, needed=config.warm_start.steps > 0) as demonstrator:
-        workdir = wiring.open_workdir(config, _WORKDIR.value)
+        workdir = workdirs.open_workdir(config, _WORKDIR.value)
         await wiring.train(config, workdir, demonstrator)
 
 

@@ -17,7 +17,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import checks
 import wiring
+import workdirs
 from configs import quickstart
 from libra_jax import config as libra_config
 from libra_jax import protocols
@@ -99,9 +101,9 @@ def main() -> None:
     hybrid.HybridWorkers._in_state = watched  # type: ignore[method-assign]
     hybrid.HybridWorkers._rested = at_rest  # type: ignore[method-assign]
     run = config(steps)
-    wiring.validate(run, need_weights=True)
+    checks.validate(run, need_weights=True)
     try:
-        asyncio.run(wiring.train(run, wiring.open_workdir(run, str(workdir))))
+        asyncio.run(wiring.train(run, workdirs.open_workdir(run, str(workdir))))
     except protocols.LibraError as error:
         print(f"error: {error}", flush=True)
         raise SystemExit(1) from None

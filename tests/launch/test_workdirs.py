@@ -8,7 +8,8 @@ from typing import Any
 import placement
 import pytest
 
-import wiring
+import checks
+import workdirs
 from libra_jax import config, protocols
 from libra_jax.models import config as model_config
 
@@ -28,7 +29,7 @@ def settings(**changes: Any) -> config.RunConfig:
 @pytest.fixture(autouse=True)
 def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lock is held until its process ends, and here one process stands for several."""
-    monkeypatch.setattr(wiring, "_lock", lambda workdir: None)
+    monkeypatch.setattr(workdirs, "_lock", lambda workdir: None)
 
 
 def test_cores_go_to_the_instances_in_order_and_ones_that_are_not_there_are_refused_early(tmp_path):
@@ -41,7 +42,7 @@ def test_cores_go_to_the_instances_in_order_and_ones_that_are_not_there_are_refu
     with pytest.raises(protocols.ConfigError, match=r"config\.rollout\.cores: has 2 entries for the 1 workers"):
         config.RolloutConfig(cores=(0, 1))
     with pytest.raises(protocols.ConfigError, match=r"config\.trainer\.cores: there is no core 4095"):
-        wiring.validate(settings(trainer=config.TrainerConfig(cores=(4095,))), need_weights=False)
+        checks.validate(settings(trainer=config.TrainerConfig(cores=(4095,))), need_weights=False)
 
 
 def test_an_engine_that_a_plan_adds_gets_the_devices_that_the_others_leave(tmp_path):
@@ -64,17 +65,17 @@ def test_an_engine_that_a_plan_adds_gets_the_devices_that_the_others_leave(tmp_p
 
 @pytest.mark.parametrize("steps", [5, 7, 100])
 def test_a_run_may_be_given_other_steps_than_it_began_with(tmp_path, steps):
-    wiring.open_workdir(settings(steps=50), str(tmp_path))
+    workdirs.open_workdir(settings(steps=50), str(tmp_path))
     with_checkpoint(tmp_path, 5)
-    wiring.open_workdir(settings(steps=steps), str(tmp_path))
+    workdirs.open_workdir(settings(steps=steps), str(tmp_path))
     assert json.loads((tmp_path / "config.json").read_text())["steps"] == steps
 
 
 def test_fewer_steps_than_a_run_has_taken_are_refused(tmp_path):
-    wiring.open_workdir(settings(steps=5), str(tmp_path))
+    workdirs.open_workdir(settings(steps=5), str(tmp_path))
     with_checkpoint(tmp_path, 5)
     with pytest.raises(protocols.ConfigError, match=r"config\.steps: 3 is fewer than the 5 steps.*another --workdir"):
-        wiring.open_workdir(settings(steps=3), str(tmp_path))
+        workdirs.open_workdir(settings(steps=3), str(tmp_path))
     assert json.loads((tmp_path / "config.json").read_text())["steps"] == 5
 
 
@@ -85,29 +86,29 @@ def test_a_workdir_whose_settings_cannot_be_read_is_refused(tmp_path, content):
     (tmp_path / "config.json").write_bytes(content.encode("latin-1"))
     problem = r"its config\.json is not the settings of a run.*another workdir"
     with pytest.raises(protocols.ConfigError, match=problem) as caught:
-        wiring.open_workdir(settings(), str(tmp_path))
+        workdirs.open_workdir(settings(), str(tmp_path))
     assert len(str(caught.value)) < len(str(tmp_path)) + 240
     assert (tmp_path / "config.json").read_bytes() == content.encode("latin-1")
 
 
 def test_any_other_field_makes_it_another_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    first = wiring.open_workdir(settings(steps=5), None)
-    assert wiring.open_workdir(settings(steps=9), None) == first
-    assert wiring.open_workdir(settings(steps=9, seed=1), None) != first
+    first = workdirs.open_workdir(settings(steps=5), None)
+    assert workdirs.open_workdir(settings(steps=9), None) == first
+    assert workdirs.open_workdir(settings(steps=9, seed=1), None) != first
     with pytest.raises(protocols.ConfigError, match=r"another config: config\.seed is 0 there and 1 here\."):
-        wiring.open_workdir(settings(steps=9, seed=1), str(first))
+        workdirs.open_workdir(settings(steps=9, seed=1), str(first))
 
 
 def test_a_run_that_saves_nothing_is_not_overwritten_by_the_same_command(tmp_path):
     unsaved = settings(checkpoint=config.CheckpointConfig(every=0))
-    workdir = wiring.open_workdir(unsaved, str(tmp_path / "run"))
+    workdir = workdirs.open_workdir(unsaved, str(tmp_path / "run"))
     (workdir / "metrics.jsonl").write_text('{"step": 0}\n')
-    wiring.open_workdir(unsaved, str(workdir))  # nothing has been trained yet
+    workdirs.open_workdir(unsaved, str(workdir))  # nothing has been trained yet
     with (workdir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 1}\n{"step": 2}\n')
     with pytest.raises(protocols.ConfigError, match=r"holds 2 steps of a run that saves nothing .*another --workdir"):
-        wiring.open_workdir(unsaved, str(workdir))
+        workdirs.open_workdir(unsaved, str(workdir))
     assert len((workdir / "metrics.jsonl").read_text().splitlines()) == 3
 
 
