@@ -143,7 +143,6 @@ class Handover:
             )
         self._clear()
         self._successor, self._sizes = successor, sizes
-        self._remove()  # what a run that was killed left
         self._enter("starting")
         self._task = asyncio.get_running_loop().create_task(self._run(successor), name=f"handover to {successor.name}")
         self._task.add_done_callback(lambda _: self._arrived.set())
@@ -198,7 +197,6 @@ class Handover:
             await self._fail(successor, error)
             raise protocols.LibraError(self._error) from error
         await self._stop_task()
-        self._remove()
         phases = self._phases
         phases.stall += loop.time() - began
         self._serving = successor
@@ -226,6 +224,7 @@ class Handover:
 
     async def _run(self, successor: process_set.ProcessSet) -> None:
         try:
+            await self._remove()  # what a run that was killed left
             await self._ready(successor)
             await self._replay(successor)
         except protocols.LibraError as error:
@@ -258,7 +257,7 @@ class Handover:
                 f"{path} holds version {version} and not the snapshot's {self._snapshot.policy_version}"
             )
         self._phases.nbytes = self._snapshot.nbytes
-        self._remove()
+        await self._remove()
 
     async def _replay(self, successor: process_set.ProcessSet) -> None:
         """For ever: until the task is cancelled by a take-over, or fails."""
@@ -326,25 +325,30 @@ class Handover:
 
     async def _clean(self, successor: process_set.ProcessSet) -> str:
         """Ends the successor and removes the snapshot; returns what did not end as it should."""
-        left = ""
+        left = []
         try:
             await successor.stop()  # the cluster sees to its deadlines
         except protocols.LibraError as error:
-            left = str(error)
+            left.append(str(error))
         if self._writing:
             with contextlib.suppress(protocols.LibraError):  # that it could not be written matters no more
                 await self._ask(self._told_saved(), f"The snapshot of {self._serving.name}", "checkpoint")
             self._writing = False
-        self._remove()
-        return left
+        try:
+            await self._remove()
+        except protocols.LibraError as error:
+            left.append(str(error))
+        return " ".join(left)
 
     async def _stop_task(self) -> None:
         assert self._task is not None
         self._task.cancel()
         await asyncio.wait({self._task})
 
-    def _remove(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
+    async def _remove(self) -> None:
+        """Removes the snapshot, on a thread: it may be many files of a slow disk."""
+        removing = asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+        await self._ask(removing, f"The removal of {self._folder}", "checkpoint")
 
     def _enter(self, phase: str) -> None:
         self._phase = phase

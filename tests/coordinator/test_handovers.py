@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,22 @@ def test_a_cancelled_move_leaves_nothing_and_another_can_begin(tmp_path, steps):
 
     run = on_clock(body, tmp_path)
     assert run.taken() == [list(range(run.version))] * 2
+
+
+def test_the_event_loop_goes_on_while_a_snapshot_is_removed(tmp_path, monkeypatch):
+    looped, waited = threading.Event(), []
+    monkeypatch.setattr(handover.shutil, "rmtree", lambda *_, **__: waited.append(looped.wait(20)))
+
+    async def main() -> None:
+        run = Run(tmp_path)
+        await run.serving.make()
+        run.moving.begin(run.successor, SIZES)
+        await asyncio.sleep(0.01)
+        looped.set()
+        await run.moving.cancel()
+
+    asyncio.run(main())
+    assert waited == [True] * 2  # before the move, and after it
 
 
 CALLS = [

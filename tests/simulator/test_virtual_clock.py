@@ -46,6 +46,17 @@ def test_virtual_days_take_no_real_ones():
     assert clock.run(main(), longest=1e7) == pytest.approx(10 * 86_400.0)  # a real wait would pass the test's deadline
 
 
+def test_what_would_go_to_a_thread_takes_no_time():
+    async def main() -> float:
+        await asyncio.sleep(3.0)
+        assert await asyncio.to_thread(sum, [3, 4]) == 7
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.to_thread(divmod, 1, 0)
+        return asyncio.get_running_loop().time()
+
+    assert clock.run(main()) == 3.0
+
+
 def test_waiting_for_nothing_is_a_deadlock():
     async def main() -> None:
         await asyncio.Event().wait()
