@@ -137,24 +137,35 @@ class Trainer:
         await self._train(core)
         own = asyncio.get_running_loop().time() - began
         counts = {"micro_batches": float(len(lengths)), "shares/micro_batches": 0.0, "shares/late": 0.0}
-        limit = began + own + max(self._late_seconds, self._late * own)
-        for share in shares:
-            left = limit - asyncio.get_running_loop().time()
-            if await self._channels.receive(share, batch.policy_version, left):
-                counts["shares/micro_batches"] += replica.counted(parts[share.member], lengths)
-                continue
-            self._channels.close(share.member)
-            counts["shares/late"] += 1.0
-            counts[f"shares/late/{share.member}"] = 1.0
-            await self._train(parts[share.member])
-        if shares:
-            counts["shares/wait_seconds"] = asyncio.get_running_loop().time() - began - own
+        missing = await self._collect(batch.policy_version, shares, own)
+        counts["shares/wait_seconds"] = asyncio.get_running_loop().time() - began - own
+        for member, part in parts.items():
+            if member in missing:
+                counts["shares/late"] += 1.0
+                counts[f"shares/late/{member}"] = 1.0
+                await self._train(part)
+            else:
+                counts["shares/micro_batches"] += replica.counted(part, lengths)
         for trajectory in trajectories:
             self._log.trained[trajectory.trajectory_id] = self._log.trained.get(trajectory.trajectory_id, 0) + 1
             self._log.generated += trajectory.generated_tokens
         self._log.staleness.extend(batch.policy_version - group.dispatch_version for group in batch.groups)
         self._version += 1
         return {"loss": 0.0, **(counts if shares else {})}
+
+    async def _collect(self, version: int, shares: Sequence[protocols.Share], own_seconds: float) -> set[str]:
+        """Takes in all shares that come in time, as `training.members` does; returns the members whose did not."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + max(self._late_seconds, self._late * own_seconds)
+        missing: set[str] = set()
+        for share in shares:
+            now = loop.time()
+            # One that is late takes nothing from those after it.
+            limit = max(deadline, now + self._late_seconds) if missing else deadline
+            if not await self._channels.receive(share, version, limit - now):
+                self._channels.close(share.member)
+                missing.add(share.member)
+        return missing
 
     async def _train(self, lengths: Sequence[int]) -> None:
         if not lengths:
