@@ -13,6 +13,7 @@ from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.agents import factories, tokenizers
 from libra_jax.models import config as model_config
+from libra_jax.models import feasibility
 from libra_jax.rollout import logprob_contract
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -30,9 +31,9 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
     if config.cluster.backend == "inprocess":  # elsewhere the cores are those of another host
         libra_config.check_cores(config.trainer.cores, "trainer.cores")
         libra_config.check_cores(config.rollout.cores, "rollout.cores")
-    model_config.check_mesh(shape, {"fsdp": config.trainer.fsdp, "tensor": config.trainer.tensor})
+    feasibility.check_mesh(shape, {"fsdp": config.trainer.fsdp, "tensor": config.trainer.tensor})
     for degree in config.rollout.tensor_parallel:
-        model_config.check_tensor_parallel(shape, degree)
+        feasibility.check_tensor_parallel(shape, degree)
     if config.rollout.engine == "vllm" and config.trainer.platform == "cpu" and shape.head_dim not in CPU_HEAD_SIZES:
         raise protocols.ConfigError(
             f"config.model: vLLM's CPU attention has no kernel for the model's head_dim {shape.head_dim}; it has "
@@ -161,6 +162,6 @@ def _check_attention(config: libra_config.RunConfig, shape: model_config.Transfo
     if platform is None:
         return
     for tokens in (config.trainer.row_tokens, *config.trainer.row_buckets):
-        model_config.choose_attention(
+        feasibility.choose_attention(
             config.model.attention, platform, tokens, shape.head_dim, config.model.compute_dtype
         )

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention
 
-from libra_jax.models import config as model_config
+from libra_jax.models import feasibility
 
 
 class LocalAttention(Protocol):
@@ -24,7 +24,7 @@ class LocalAttention(Protocol):
 
 
 def choose(kernel: str, query_shape: tuple[int, ...], dtype: Any) -> str:
-    """The kernel to run here: "chunked", "splash" or "cudnn" (`models.config.choose_attention`).
+    """The kernel to run here: "chunked", "splash" or "cudnn" (`models.feasibility.choose_attention`).
 
     Args:
       kernel: what the config asks for.
@@ -35,7 +35,7 @@ def choose(kernel: str, query_shape: tuple[int, ...], dtype: Any) -> str:
       ConfigError: the kernel asked for cannot run on this platform, or not with these shapes and dtype.
     """
     _, tokens, _, head_dim = query_shape
-    return model_config.choose_attention(kernel, jax.default_backend(), tokens, head_dim, jnp.dtype(dtype).name)
+    return feasibility.choose_attention(kernel, jax.default_backend(), tokens, head_dim, jnp.dtype(dtype).name)
 
 
 def splash(
@@ -53,7 +53,7 @@ def splash(
     kernel = _splash_kernel(tokens, heads, interpret)
 
     def by_head(x_BxTxHxK: jax.Array) -> jax.Array:
-        widened = jnp.pad(x_BxTxHxK, ((0, 0), (0, 0), (0, 0), (0, -head_dim % model_config.SPLASH_LANES)))
+        widened = jnp.pad(x_BxTxHxK, ((0, 0), (0, 0), (0, 0), (0, -head_dim % feasibility.SPLASH_LANES)))
         return widened.transpose(0, 2, 1, 3)
 
     segment_ids = splash_attention.SegmentIds(q=segments_BxT, kv=segments_BxT)

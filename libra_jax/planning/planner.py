@@ -19,6 +19,7 @@ from typing import Any
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.models import config as model_config
+from libra_jax.models import feasibility
 from libra_jax.planning import costs, demand, meshes, plans, profiles, replanning, search, serving
 
 LEVELS = 8
@@ -117,7 +118,7 @@ class Setting:
 
 def _divides(shape: model_config.TransformerConfig, degree: int) -> bool:
     try:
-        model_config.check_tensor_parallel(shape, degree)
+        feasibility.check_tensor_parallel(shape, degree)
     except protocols.ConfigError:
         return False
     return True

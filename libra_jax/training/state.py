@@ -15,7 +15,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from libra_jax.models import config as model_config
-from libra_jax.models import sharding, transformer
+from libra_jax.models import feasibility, sharding, transformer
 from libra_jax.training import mesh as mesh_lib
 
 PyTree = Any
@@ -92,7 +92,7 @@ def layout(
     Raises:
       ConfigError: a size of the model does not divide over an axis of the mesh.
     """
-    model_config.check_mesh(config, mesh.shape)
+    feasibility.check_mesh(config, mesh.shape)
     shardings = sharding.shardings(config, mesh)
     everywhere = mesh_lib.replicated(mesh)
     shapes = transformer.abstract_params(config, dtype)

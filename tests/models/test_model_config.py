@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from libra_jax.models import config as model_config
-from libra_jax.models import hf_names, transformer
+from libra_jax.models import feasibility, hf_names, transformer
 from libra_jax.protocols import ConfigError, DataError
 
 PUBLISHED_PARAMETERS = {  # as the model cards' safetensors metadata counts them
@@ -155,11 +155,11 @@ def test_untied_adds_one_table():
 def test_tensor_parallel_degree_is_checked_by_name():
     config = model_config.load_preset("Qwen2.5-0.5B")  # 14 heads, 2 key and value heads
     for degree in (1, 2):
-        model_config.check_tensor_parallel(config, degree)
+        feasibility.check_tensor_parallel(config, degree)
     with pytest.raises(ConfigError, match="4 does not divide the model's 14 attention heads"):
-        model_config.check_tensor_parallel(config, 4)
-    model_config.check_tensor_parallel(model_config.load_preset("Qwen2.5-7B"), 4)
-    model_config.check_tensor_parallel(dataclasses.replace(config, num_heads=16), 8)  # heads copied, 8 = 4 x 2
+        feasibility.check_tensor_parallel(config, 4)
+    feasibility.check_tensor_parallel(model_config.load_preset("Qwen2.5-7B"), 4)
+    feasibility.check_tensor_parallel(dataclasses.replace(config, num_heads=16), 8)  # heads copied, 8 = 4 x 2
     odd = dataclasses.replace(config, num_heads=24, num_kv_heads=6)
     with pytest.raises(ConfigError, match="4 neither divides the model's 6 key and value heads"):
-        model_config.check_tensor_parallel(odd, 4)
+        feasibility.check_tensor_parallel(odd, 4)

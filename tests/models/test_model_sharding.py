@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from libra_jax.models import axes, sharding, transformer
+from libra_jax.models import axes, feasibility, sharding, transformer
 from libra_jax.models import config as model_config
 from libra_jax.protocols import ConfigError
 
@@ -134,9 +134,9 @@ def test_every_matrix_is_split_over_fsdp_and_tensor():
 )
 def test_sizes_that_do_not_divide_are_named(preset, shape, sentence):
     config = model_config.load_preset(preset)
-    model_config.check_mesh(config, {"data": 3, "fsdp": 2, "tensor": 2})
+    feasibility.check_mesh(config, {"data": 3, "fsdp": 2, "tensor": 2})
     with pytest.raises(ConfigError, match=sentence):
-        model_config.check_mesh(config, shape)
+        feasibility.check_mesh(config, shape)
 
 
 def test_rows_that_do_not_divide_are_named(config, batch, reference):

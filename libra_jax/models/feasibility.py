@@ -1,0 +1,89 @@
+"""What a model's shape allows: how many devices it splits over, and which attention kernel computes it.
+
+Standard library only, like the shape itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from libra_jax.models.config import TransformerConfig
+from libra_jax.protocols import ConfigError
+
+SPLASH_LANES = 128
+"""Splash attention works on head widths and rows that are multiples of this."""
+
+
+def check_tensor_parallel(config: TransformerConfig, degree: int) -> None:
+    """Checks that a rollout instance can split the model over `degree` devices.
+
+    Key and value heads may also be copied: vLLM does so where the degree is a multiple of their number.
+
+    Raises:
+      ConfigError: a size does not divide; the message names it.
+    """
+    for name, size in (("attention heads", config.num_heads), ("feed-forward columns", config.intermediate_size)):
+        if size % degree:
+            raise ConfigError(f"config.rollout.tensor_parallel: {degree} does not divide the model's {size} {name}.")
+    if config.num_kv_heads % degree and degree % config.num_kv_heads:
+        raise ConfigError(
+            f"config.rollout.tensor_parallel: {degree} neither divides the model's {config.num_kv_heads} key and value "
+            "heads nor is a multiple of them."
+        )
+
+
+def check_mesh(config: TransformerConfig, mesh_shape: Mapping[str, int]) -> None:
+    """Checks that the model splits evenly over a mesh.
+
+    Args:
+      config: the model's shape.
+      mesh_shape: mesh axis to size; an axis that is missing has size 1.
+
+    Raises:
+      ConfigError: a size does not divide; the message names both.
+    """
+    splits = {
+        "tensor": {
+            "num_attention_heads": config.num_heads,
+            "num_key_value_heads": config.num_kv_heads,
+            "intermediate_size": config.intermediate_size,
+            "vocab_size": config.vocab_size,
+        },
+        "fsdp": {"hidden_size": config.hidden_size},
+    }
+    for axis, sizes in splits.items():
+        ways = mesh_shape.get(axis, 1)
+        for name, size in sizes.items():
+            if size % ways:
+                raise ConfigError(f"config.trainer.{axis}: {ways} does not divide the model's {name} = {size}.")
+
+
+def choose_attention(kernel: str, platform: str, tokens: int, head_dim: int, dtype: str) -> str:
+    """The attention kernel to run: "chunked", "splash" or "cudnn".
+
+    Args:
+      kernel: what the config asks for; "auto" takes the platform's own kernel where it can compute the case.
+      platform: JAX's name of it: "cpu", "gpu" or "tpu".
+      tokens: length of a row.
+      head_dim: width of a head.
+      dtype: of the queries.
+
+    Raises:
+      ConfigError: the kernel asked for cannot run on this platform, or not with these shapes and dtype.
+    """
+    problems = {
+        "splash": (
+            "needs a TPU" if platform != "tpu" else f"needs rows of a multiple of {SPLASH_LANES} tokens, not {tokens}",
+            platform == "tpu" and tokens % SPLASH_LANES == 0,
+        ),
+        "cudnn": (
+            "needs a GPU" if platform != "gpu" else f"needs bfloat16 and heads of at most 128, not {dtype}, {head_dim}",
+            platform == "gpu" and dtype == "bfloat16" and head_dim <= 128 and head_dim % 8 == 0,
+        ),
+    }
+    if kernel == "auto":
+        return next((name for name, (_, fits) in problems.items() if fits), "chunked")
+    if kernel in problems and not problems[kernel][1]:
+        reason = problems[kernel][0]
+        raise ConfigError(f"config.model.attention: {kernel} {reason} (this is {platform}); use auto or chunked.")
+    return kernel
