@@ -27,7 +27,7 @@ import cli
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.models import config as model_config
-from libra_jax.planning import costs, hardware, planner, search, uncertainty
+from libra_jax.planning import costs, forecast, hardware, search, uncertainty
 from libra_jax.simulator import comparison, scripts, settings, traces
 
 SAMPLES = 8_192
@@ -97,7 +97,7 @@ class Case:
 
     def searched(self) -> search.Search:
         """The search for its plans."""
-        return planner.Work(self._setting(), self.work.prompts, self.work.turns).search.weighed(1.0, self.besides)
+        return forecast.Work(self._setting(), self.work.prompts, self.work.turns).search.weighed(1.0, self.besides)
 
     @property
     def calibrated(self) -> bool:
@@ -110,15 +110,15 @@ class Case:
         profile = self._setting().profile
         return 0.0 if profile is None else profile.besides
 
-    def uncertainty(self, plan: protocols.Plan) -> planner.Prediction:
+    def uncertainty(self, plan: protocols.Plan) -> forecast.Prediction:
         """Of a plan's times, relative: a profile's errors on held-out steps, or else by the coefficients."""
         profile = self._setting().profile
         if profile is not None:
-            return planner.Prediction(*(profile.errors[name] for name in ("train", "rollout", "total")))
+            return forecast.Prediction(*(profile.errors[name] for name in ("train", "rollout", "total")))
         return uncertainty.relative(self._setting(), self.work.prompts, self.work.turns, plan)
 
-    def _setting(self) -> planner.Setting:
-        setting = planner.Setting.of_run(self.run, self.model, self.devices, slots=self.slots)
+    def _setting(self) -> forecast.Setting:
+        setting = forecast.Setting.of_run(self.run, self.model, self.devices, slots=self.slots)
         return dataclasses.replace(setting, requests=self.work.count)
 
 
@@ -208,7 +208,7 @@ def _shortest(splits: Sequence[search.Split]) -> float:
     return min(split.step_seconds for split in splits)
 
 
-def _print(best: search.Split, case: Case, unsure: planner.Prediction) -> None:
+def _print(best: search.Split, case: Case, unsure: forecast.Prediction) -> None:
     mesh, rows = best.train, table.Table("stage", "accelerators", "as", "serves", "seconds a step")
     shape = f"data {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor}, {mesh.memory_bytes / 1e9:.0f} GB each"
     rows.add_row("train", str(mesh.devices), shape, "", f"{best.train_seconds - case.besides:.1f}")
@@ -305,7 +305,7 @@ def _with_rows_of(trainer: libra_config.TrainerConfig, longest: int) -> libra_co
     return dataclasses.replace(trainer, row_buckets=(*trainer.row_buckets, whole))
 
 
-def as_json(best: search.Split, case: Case, unsure: planner.Prediction, seconds: float) -> dict[str, Any]:
+def as_json(best: search.Split, case: Case, unsure: forecast.Prediction, seconds: float) -> dict[str, Any]:
     """The plan as its file has it."""
     mesh = best.train
     return {

@@ -17,7 +17,7 @@ from libra_jax.cluster import create as cluster
 from libra_jax.coordinator import checkpoints, process_set, signals
 from libra_jax.coordinator import run as coordinator
 from libra_jax.models import config as model_config
-from libra_jax.planning import costs, planner, plans, profiles
+from libra_jax.planning import costs, forecast, planner, plans, profiles
 from libra_jax.scheduling import costs as scheduling_costs
 from libra_jax.scheduling import registry as schedulers
 from libra_jax.telemetry import recorder as telemetry
@@ -147,14 +147,14 @@ def global_planner(
     model = costs.of_hardware(config.planner.hardware, shape, "planner.hardware")
     elastic, rollout = config.elastic, config.rollout
     hybrid = sum(rollout.tensor_parallel[len(rollout.tensor_parallel) - elastic.hybrid :])
-    setting = planner.Setting.of_run(
+    setting = forecast.Setting.of_run(
         config,
         model,
         placement.partition(config).total - hybrid,
         mesh=None if elastic.resize else mesh,
         reach=config.trainer.devices + elastic.spare_devices if elastic.resize else None,
     )
-    planner.check_layout(config, setting)
+    forecast.check_layout(config, setting)
     return planner.GlobalPlanner(config.planner, setting, plans.of_run(config, mesh))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from libra_jax import config as configuration
-from libra_jax.planning import planner
+from libra_jax.planning import forecast
 from libra_jax.simulator import comparison, settings
 
 ACCELERATORS = (48, 128, 1_024, 10_240)
@@ -34,12 +34,12 @@ def measure(picture: Path | None = None) -> dict[str, Any]:
     prompts, turns = [script.prompt_tokens for script in drawn], [script.turns for script in drawn]
     found: dict[int, tuple[float, float]] = {}
     for devices in ACCELERATORS:
-        setting = planner.Setting.of_run(run, run.simulation.cost_model(), devices, slots=run.simulation.slots)
+        setting = forecast.Setting.of_run(run, run.simulation.cost_model(), devices, slots=run.simulation.slots)
         setting = dataclasses.replace(setting, requests=setting.requests * devices // ACCELERATORS[0])
         spent = []
         for _ in range(REPEATS[devices]):
             began = time.perf_counter()
-            search = planner.Work(setting, prompts, turns).search
+            search = forecast.Work(setting, prompts, turns).search
             built = time.perf_counter()
             search.best(devices)
             spent.append((time.perf_counter() - built, time.perf_counter() - began))

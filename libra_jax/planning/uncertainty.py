@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 from libra_jax import protocols
-from libra_jax.planning import costs, planner
+from libra_jax.planning import costs, forecast
 
 MOVE = 0.3
 """Relative change of a coefficient."""
@@ -21,11 +21,11 @@ SAMPLES = 512
 
 
 def relative(
-    setting: planner.Setting,
+    setting: forecast.Setting,
     prompts: Sequence[int],
     turns: Sequence[Sequence[protocols.Turn]],
     plan: protocols.Plan,
-) -> planner.Prediction:
+) -> forecast.Prediction:
     """The uncertainty of each time of a plan, as a share of it.
 
     Args:
@@ -47,17 +47,17 @@ def relative(
             continue
         changes = [abs(after / before - 1.0) for before, after in zip(base, other, strict=True)]
         effects[name] = [max(pair) for pair in zip(changes, effects.get(name, changes), strict=True)]
-    return planner.Prediction(*(math.hypot(*one) for one in zip(*effects.values(), strict=True)))
+    return forecast.Prediction(*(math.hypot(*one) for one in zip(*effects.values(), strict=True)))
 
 
 def _seconds(
-    setting: planner.Setting,
+    setting: forecast.Setting,
     prompts: Sequence[int],
     turns: Sequence[Sequence[protocols.Turn]],
     plan: protocols.Plan,
 ) -> tuple[float, float, float] | None:
     try:
-        found = planner.Work(setting, prompts, turns).predict(plan, planner.Levels())
+        found = forecast.Work(setting, prompts, turns).predict(plan, forecast.Levels())
     except protocols.ConfigError:
         return None
     seconds = found.train, found.rollout, found.step

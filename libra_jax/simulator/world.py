@@ -21,7 +21,7 @@ from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.coordinator import run as coordinator
 from libra_jax.models import config as model_config
-from libra_jax.planning import costs, hardware, meshes, planner, plans
+from libra_jax.planning import costs, forecast, hardware, meshes, planner, plans
 from libra_jax.scheduling import registry
 from libra_jax.simulator import clock, engine, environment, replica, scripts, trainer, trajectory
 from libra_jax.simulator import fleet as fleets
@@ -372,8 +372,8 @@ def _planner(
     assert isinstance(model, costs.CostModel)
     data, fsdp, tensor = simulation.train_mesh
     devices = simulation.train_devices + sum(config.rollout.tensor_parallel)
-    setting = planner.Setting.of_run(config, model, devices, slots=simulation.slots)
-    planner.check_layout(config, setting)
+    setting = forecast.Setting.of_run(config, model, devices, slots=simulation.slots)
+    forecast.check_layout(config, setting)
     return planner.GlobalPlanner(config.planner, setting, plans.of_run(config, (data, fsdp, tensor)))
 
 

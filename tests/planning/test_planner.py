@@ -10,7 +10,7 @@ import pytest
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.models import config as model_config
-from libra_jax.planning import costs, hardware, meshes, planner, plans, replanning
+from libra_jax.planning import costs, forecast, hardware, meshes, planner, plans, replanning
 
 MODEL = costs.CostModel(hardware.sheet("a800"), model_config.load_preset("Qwen3-1.7B"))
 TRAINER = meshes.Trainer(lengths=(65_536,))
@@ -19,7 +19,7 @@ NARROW = protocols.Plan(1, 2, 1, (protocols.PlannedBucket(1, 14, 60_000),))
 
 def make(plan=NARROW, setting=None, **changes) -> planner.GlobalPlanner:
     config = configuration.PlannerConfig(**{"period": 2, "cooldown": 0, **changes})
-    setting = setting or planner.Setting(MODEL, TRAINER, (1, 2, 4), (32, 32, 32), 16, 64, 1)
+    setting = setting or forecast.Setting(MODEL, TRAINER, (1, 2, 4), (32, 32, 32), 16, 64, 1)
     return planner.GlobalPlanner(config, setting, plan)
 
 
@@ -119,7 +119,7 @@ def test_a_shadow_decides_and_never_moves():
 
 
 def test_a_trainer_that_cannot_change_keeps_its_mesh():
-    setting = planner.Setting(MODEL, TRAINER, (1, 2, 4), (32, 32, 32), 16, 64, 1, mesh=(1, 2, 1))
+    setting = forecast.Setting(MODEL, TRAINER, (1, 2, 4), (32, 32, 32), 16, 64, 1, mesh=(1, 2, 1))
     made, measured = make(setting=setting), replanning.Measured(step=400.0, train=30.0, wait=370.0, slots=448)
     steps(made, measured, 8_000, 10)
     assert (made.plan.data, made.plan.fsdp, made.plan.tensor) == (1, 2, 1)
@@ -129,7 +129,7 @@ def test_a_trainer_that_cannot_change_keeps_its_mesh():
 @pytest.mark.parametrize("reach", [2, 6])
 def test_a_trainer_that_runs_is_planned_meshes_that_it_can_change_to(reach):
     trainer = dataclasses.replace(TRAINER, rows=4)
-    setting = planner.Setting(MODEL, trainer, (1, 2, 4), (32, 32, 32), 16, 64, 1, reach=reach)
+    setting = forecast.Setting(MODEL, trainer, (1, 2, 4), (32, 32, 32), 16, 64, 1, reach=reach)
     made, measured = make(setting=setting), replanning.Measured(step=400.0, train=390.0, wait=0.0, slots=448)
     steps(made, measured, 8_000, 10)
     plan = made.plan
@@ -160,7 +160,7 @@ def test_where_instances_stay_their_ranges_follow_the_lengths():
 
 
 def test_stages_that_take_turns_may_differ_as_much_as_they_like():
-    setting = planner.Setting(MODEL, TRAINER, (1, 2, 4), (32, 32, 32), 16, 64, 0)
+    setting = forecast.Setting(MODEL, TRAINER, (1, 2, 4), (32, 32, 32), 16, 64, 0)
     made, measured = make(setting=setting, period=100), replanning.Measured(400.0, train=30.0, wait=370.0, slots=448)
     assert not any(decision for decision, _ in steps(made, measured, 4_000, 30))
 
@@ -191,9 +191,9 @@ def test_a_layout_with_instances_that_no_plan_may_have_is_refused(name, layout, 
     }
     run = configuration.parse(configuration.RunConfig, values)
     model = costs.CostModel(hardware.sheet(name), MODEL.shape)
-    setting = planner.Setting.of_run(run, model, 16)
+    setting = forecast.Setting.of_run(run, model, 16)
     with pytest.raises(protocols.ConfigError, match=rf"config\.rollout\.tensor_parallel: plans cannot use {why}"):
-        planner.check_layout(run, setting)
+        forecast.check_layout(run, setting)
 
 
 def test_a_context_that_no_instance_holds_is_refused_before_the_run():
@@ -203,7 +203,7 @@ def test_a_context_that_no_instance_holds_is_refused_before_the_run():
     with pytest.raises(
         protocols.ConfigError, match=r"config\.rollout\.max_context: .* holds 900000 tokens; the most is"
     ):
-        planner.Setting.of_run(run, model, 16)
+        forecast.Setting.of_run(run, model, 16)
 
 
 def test_a_mesh_that_does_not_hold_the_model_or_divide_it_is_refused():

@@ -11,7 +11,7 @@ import pytest
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.models import config as model_config
-from libra_jax.planning import calibration, costs, demand, hardware, meshes, planner, plans, profiles, serving
+from libra_jax.planning import calibration, costs, demand, forecast, hardware, meshes, planner, plans, profiles, serving
 
 SHEET = hardware.HardwareSheet("cpu", 5e10, 1e10, 8e9, 5e9, 5e9, 2)
 MODEL = costs.CostModel(SHEET, model_config.load_preset("libra-tiny"), costs.Coefficients(activation_bytes=0.0))
@@ -139,25 +139,25 @@ def test_a_profile_with_a_share_above_the_peak_is_refused(tmp_path):
         profiles.read(path)
 
 
-def setting(tmp_path, model=MODEL, **changes) -> planner.Setting:
+def setting(tmp_path, model=MODEL, **changes) -> forecast.Setting:
     profiles.write(PROFILE, tmp_path / "profile.json")
     values = {"planner": {"profile": str(tmp_path / "profile.json"), "period": 1, **changes}}
     run = configuration.parse(configuration.RunConfig, values)
-    return planner.Setting.of_run(run, model, 4)
+    return forecast.Setting.of_run(run, model, 4)
 
 
 def test_plans_go_by_the_profile_and_have_degrees_that_were_measured(tmp_path):
     made = setting(tmp_path)
     assert made.degrees == (1,)
     assert made.model.coefficients == PROFILE.coefficients
-    work = planner.Work(made, [30] * 64, [[protocols.Turn(40)]] * 64)
-    plan = work.best(planner.Levels())
+    work = forecast.Work(made, [30] * 64, [[protocols.Turn(40)]] * 64)
+    plan = work.best(forecast.Levels())
     assert {bucket.tensor_parallel for bucket in plan.rollout} == {1}
     fleet = protocols.Plan(1, 1, 1, (protocols.PlannedBucket(1, 1, 512),))
-    alone = work.predict(fleet, planner.Levels()).rollout
+    alone = work.predict(fleet, forecast.Levels()).rollout
     twice = dataclasses.replace(PROFILE, engines={1: ENGINE.scaled(2.0)})
-    slower = planner.Work(dataclasses.replace(made, profile=twice), [30] * 64, [[protocols.Turn(40)]] * 64)
-    assert slower.predict(fleet, planner.Levels()).rollout == pytest.approx(2 * alone)
+    slower = forecast.Work(dataclasses.replace(made, profile=twice), [30] * 64, [[protocols.Turn(40)]] * 64)
+    assert slower.predict(fleet, forecast.Levels()).rollout == pytest.approx(2 * alone)
 
 
 def test_a_full_cache_lengthens_rollout_with_a_profile_too():
@@ -192,4 +192,4 @@ def test_a_profile_of_another_model_or_of_other_degrees_is_refused(tmp_path):
         setting(tmp_path, degrees=(2,))
     run = configuration.parse(configuration.RunConfig, {"rollout": {"tensor_parallel": (2,)}})
     with pytest.raises(protocols.ConfigError, match=r"cannot use degree 2: config\.planner\.profile has measured 1"):
-        planner.check_layout(run, setting(tmp_path))
+        forecast.check_layout(run, setting(tmp_path))
