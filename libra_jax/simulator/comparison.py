@@ -10,7 +10,7 @@ from libra_jax import config as configuration
 from libra_jax.coordinator import checkpoints
 from libra_jax.planning import costs
 from libra_jax.scheduling import registry
-from libra_jax.simulator import bound, faults, pools, report, scripts, settings, workloads, world
+from libra_jax.simulator import bound, faults, pools, report, results, scripts, settings, workloads, world
 
 Progress = Callable[[str], None]
 """Told, in a line, of each run that ended."""
@@ -74,7 +74,7 @@ def workload(run: settings.SimulatedRun) -> scripts.Workload:
     return workloads.create(run.workload, seed=run.seed, tasks=tasks, max_context=run.rollout.max_context)
 
 
-def simulate(run: settings.SimulatedRun) -> world.Result:
+def simulate(run: settings.SimulatedRun) -> results.Result:
     """One policy under one seed.
 
     Raises:
@@ -94,7 +94,7 @@ def entry(run: settings.SimulatedRun) -> dict[str, Any]:
     return entry_of(run, simulate(run))
 
 
-def entry_of(run: settings.SimulatedRun, result: world.Result) -> dict[str, Any]:
+def entry_of(run: settings.SimulatedRun, result: results.Result) -> dict[str, Any]:
     """A result, as the output file has it."""
     return {
         "policy": run.scheduler.policy,

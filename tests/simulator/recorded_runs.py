@@ -13,7 +13,7 @@ from libra_jax import config as configuration
 from libra_jax.planning import calibration, rows
 from libra_jax.scheduling import costs as scheduling_costs
 from libra_jax.scheduling import registry
-from libra_jax.simulator import world
+from libra_jax.simulator import results, world
 from libra_jax.telemetry import recorder as telemetry
 
 ENGINES = {
@@ -25,7 +25,7 @@ UPDATE = calibration.UpdateCosts(0.03, 0.05)
 MODEL = calibration.Calibration(ENGINES, train=TRAIN, update=UPDATE, rows=rows.Shape((8192,), 1))
 
 
-class FileRecorder(world.StepRecorder):
+class FileRecorder(results.StepRecorder):
     """Keeps what `StepRecorder` keeps, and writes a run's files."""
 
     def __init__(self, config: configuration.RunConfig, workdir: pathlib.Path) -> None:

@@ -11,7 +11,7 @@ from libra_jax import protocols
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, hardware
 from libra_jax.scheduling import registry
-from libra_jax.simulator import engine, scripts, trajectory, world
+from libra_jax.simulator import engine, results, scripts, trajectory, world
 
 SAMPLING = protocols.SamplingParams(1.0, 100_000, (trajectory.STOP,))
 
@@ -111,13 +111,13 @@ def run_config(**changes: Any) -> configuration.RunConfig:
 SIMULATION = world.SimulationConfig(model="Qwen3-0.6B", train_devices=4)
 
 
-def simulate(config: configuration.RunConfig, seed: int = 0, **more: Any) -> world.Result:
+def simulate(config: configuration.RunConfig, seed: int = 0, **more: Any) -> results.Result:
     return simulate_workload(config, SeededWorkload(seed), seed, **more)
 
 
 def simulate_workload(
     config: configuration.RunConfig, workload: scripts.Workload, seed: int = 0, **more: Any
-) -> world.Result:
+) -> results.Result:
     def make(scheduling: costs.SchedulingCosts, remaining: world.Remaining) -> protocols.Scheduler:
         return registry.create(config.scheduler, costs=scheduling, remaining=remaining, seed=seed)
 

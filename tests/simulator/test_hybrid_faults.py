@@ -19,7 +19,7 @@ from libra_jax.coordinator import hybrid
 from libra_jax.elastic import borrowing
 from libra_jax.elastic.states import State
 from libra_jax.scheduling import registry
-from libra_jax.simulator import faults, world
+from libra_jax.simulator import faults, results, world
 
 BATCH = 100
 SIMULATIONS = int(os.environ.get("LIBRA_JAX_SIMULATIONS", "2000"))
@@ -97,12 +97,12 @@ def case(seed: int) -> Case:
     return Case(config, broken)
 
 
-def simulate(seed: int, made: Case) -> tuple[world.Result, world.StepRecorder]:
+def simulate(seed: int, made: Case) -> tuple[results.Result, results.StepRecorder]:
     def scheduler(costs, remaining):
         return registry.create(made.config.scheduler, costs=costs, remaining=remaining, seed=seed, degrees=(1,))
 
     simulation = replace(doubles.SIMULATION, warm_seconds=2.0, longest_seconds=LONGEST_SECONDS)
-    recorder = world.StepRecorder()
+    recorder = results.StepRecorder()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(borrowing, "Borrowing", lambda *_, **__: Restless(seed))
         patch.setattr(hybrid, "HybridWorkers", Watched)
@@ -123,7 +123,7 @@ class Watched(hybrid.HybridWorkers):
         return super().devices()
 
 
-def check(seed: int) -> world.StepRecorder | None:
+def check(seed: int) -> results.StepRecorder | None:
     made = case(seed)
     limits = made.config.coordinator
     try:

@@ -7,7 +7,7 @@ import pytest
 from configs import simulate
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.simulator import comparison, settings, world
+from libra_jax.simulator import comparison, results, settings
 
 
 def make(steps: int = 14, **planner) -> settings.SimulatedRun:
@@ -24,14 +24,14 @@ def make(steps: int = 14, **planner) -> settings.SimulatedRun:
     return comparison.prepare(configuration.parse(settings.SimulatedRun, config.to_dict()), ["cmlfq"])
 
 
-def check_whole(result: world.Result, run: settings.SimulatedRun) -> None:
+def check_whole(result: results.Result, run: settings.SimulatedRun) -> None:
     limits = run.coordinator
     assert result.trained_trajectories == run.steps * limits.groups_per_step * limits.group_size
     assert result.lost_trajectories == result.duplicated_trajectories == 0
     assert result.staleness_max <= limits.staleness
 
 
-def moves(result: world.Result) -> int:
+def moves(result: results.Result) -> int:
     return sum(bool(decision["moved"]) for decision in result.decisions)
 
 

@@ -11,16 +11,16 @@ import simulator_doubles as doubles
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.simulator import engine, environment, world
+from libra_jax.simulator import engine, environment, results, world
 
 
-def comparable(result: world.Result) -> dict[str, Any]:
+def comparable(result: results.Result) -> dict[str, Any]:
     values = dataclasses.asdict(result)
     del values["wall_seconds"]
     return values
 
 
-def check_whole(result: world.Result, config: Any) -> None:
+def check_whole(result: results.Result, config: Any) -> None:
     """Every prompt admitted was trained once, within the staleness bound."""
     limits = config.coordinator
     assert result.trained_trajectories == config.steps * limits.groups_per_step * limits.group_size

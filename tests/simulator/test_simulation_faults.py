@@ -15,7 +15,7 @@ import simulator_doubles as doubles
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.scheduling import registry
-from libra_jax.simulator import faults, scripts, world
+from libra_jax.simulator import faults, results, scripts, world
 
 BATCH = 100
 SIMULATIONS = int(os.environ.get("LIBRA_JAX_SIMULATIONS", "2000"))
@@ -154,7 +154,7 @@ def case(seed: int) -> Case:
     return Case(config, broken, doubles.SeededWorkload(seed, turns=2, tokens=50))
 
 
-def simulate(seed: int, made: Case) -> tuple[world.Result, Watched]:
+def simulate(seed: int, made: Case) -> tuple[results.Result, Watched]:
     watched = []
 
     def make(costs, remaining):
@@ -217,7 +217,7 @@ def test_a_broken_run_repeats_exactly(seed):
     assert first == second
 
 
-def run_with(broken: faults.FaultConfig, **changes) -> world.Result:
+def run_with(broken: faults.FaultConfig, **changes) -> results.Result:
     config = doubles.run_config(
         rollout={"restarts": 1_000, "generation_retries": 1_000}, coordinator={"max_replacements": 1_000.0}, **changes
     )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.simulator import world
+from libra_jax.simulator import results
 from libra_jax.telemetry import (
     figures,
     files,
@@ -340,7 +340,7 @@ def test_reasons_beyond_the_commonest_are_counted():
 
 
 def test_a_simulated_run_is_drawn_from_what_its_recorder_keeps():
-    one = world.StepRecorder()
+    one = results.StepRecorder()
     one.pools(0.0, START)
     one.transition(transition(start=20_000.0, end=21_000.0))
     one.pools(21_000.0, HELPED)

@@ -1,0 +1,179 @@
+"""How a simulated run went: what is kept from it while it runs, and what that comes to."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from libra_jax import config as configuration
+from libra_jax.coordinator import run as coordinator
+from libra_jax.simulator import fleet as fleets
+from libra_jax.simulator import trainer, trajectory
+from libra_jax.telemetry import timeline
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a simulated run went. Seconds are virtual, save `wall_seconds`.
+
+    Attributes:
+      seconds: from the first dispatch to the end of the last step.
+      tokens_per_second: tokens generated in all that was dispatched, over `seconds`.
+      step_seconds: each training step's time, from the end of the step before.
+      train_utilisation: share of `seconds` in which the trainer trained.
+      rollout_utilisation: share of `seconds` in which instances ran steps, weighted by their devices.
+      generated_tokens: sampled, in everything that was dispatched.
+      moves: requests that began to be served by another instance than before.
+      moved_tokens: context tokens of those requests.
+      migrated_token_fraction: `moved_tokens` / `generated_tokens`.
+      one_shot_routing_accuracy: share of attempts with a tool return whose first decision after it named the bucket
+        that their true remaining length asked for; None where there was none.
+      prefilled_tokens: tokens prefilled.
+      kv_recompute_token_fraction: share of these whose keys and values had been computed before.
+      preemptions: requests that lost their place on an instance for want of cache.
+      staleness_max: largest number of versions between a group's dispatch and its training.
+      trained_trajectories: distinct attempts trained.
+      replaced_trajectories: attempts of groups that were replaced.
+      lost_trajectories: attempts dispatched, and neither trained nor replaced.
+      duplicated_trajectories: attempts trained more than once.
+      steps: each step's metrics, as the coordinator reported them.
+      decisions: the planner's looks, likewise.
+      transitions: what changed sides or size, likewise.
+      pool_sizes: devices of each pool, whenever they changed.
+      notes: the coordinator's sentences.
+      wall_seconds: real time that the simulation took.
+    """
+
+    seconds: float
+    tokens_per_second: float
+    step_seconds: tuple[float, ...]
+    train_utilisation: float
+    rollout_utilisation: float
+    generated_tokens: int
+    moves: int
+    moved_tokens: int
+    migrated_token_fraction: float
+    one_shot_routing_accuracy: float | None
+    prefilled_tokens: int
+    kv_recompute_token_fraction: float
+    preemptions: int
+    staleness_max: int
+    trained_trajectories: int
+    replaced_trajectories: int
+    lost_trajectories: int
+    duplicated_trajectories: int
+    steps: tuple[Mapping[str, float], ...]
+    decisions: tuple[Mapping[str, Any], ...]
+    transitions: tuple[Mapping[str, Any], ...]
+    pool_sizes: tuple[timeline.PoolSizes, ...]
+    notes: tuple[str, ...]
+    wall_seconds: float
+
+    def step_summary(self) -> dict[str, float]:
+        """Mean and quantiles of the step times (nearest rank)."""
+        ordered = sorted(self.step_seconds)
+        rank = {f"p{share}": ordered[max(0, -(-len(ordered) * share // 100) - 1)] for share in (50, 90, 99)}
+        return {"mean": statistics.fmean(ordered), **rank}
+
+
+class StepRecorder:
+    """A `protocols.Recorder` that keeps what a result is made of, and nothing else.
+
+    Attributes:
+      steps: each step's metrics.
+      decisions: the planner's looks.
+      transitions: records, `start` and `end` in virtual seconds.
+      pool_sizes: of each change, `start` in virtual seconds.
+      notes: sentences.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[Mapping[str, float]] = []
+        self.decisions: list[Mapping[str, Any]] = []
+        self.transitions: list[Mapping[str, Any]] = []
+        self.pool_sizes: list[timeline.PoolSizes] = []
+        self.notes: list[str] = []
+
+    def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
+        self.steps.append(scalars)
+
+    def span(self, track: str, name: str, start: float, end: float, arguments: Mapping[str, Any] | None = None) -> None:
+        """Kept by nobody."""
+
+    def trajectory(self, record: Mapping[str, Any]) -> None:
+        """Kept by nobody."""
+
+    def decision(self, record: Mapping[str, Any]) -> None:
+        self.decisions.append(record)
+
+    def transition(self, record: Mapping[str, Any]) -> None:
+        self.transitions.append(record)
+
+    def pools(self, now: float, devices: Mapping[str, int]) -> None:
+        self.pool_sizes.append(timeline.PoolSizes(now, dict(devices)))
+
+    def status(self, worker: str, text: str) -> None:
+        """Shown to nobody."""
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def of_run(
+    config: configuration.RunConfig,
+    summary: coordinator.RunSummary,
+    recorder: StepRecorder,
+    book: trajectory.Book,
+    log: trainer.TrainingLog,
+    fleet: fleets.Fleet,
+    wall: float,
+) -> Result:
+    """What a run came to.
+
+    Args:
+      config: its configuration.
+      summary: the coordinator's.
+      recorder: what it was told.
+      book: the attempts that were made.
+      log: what the trainer was given.
+      fleet: the engines.
+      wall: seconds of real time that it took.
+    """
+    steps = recorder.steps
+    step_seconds = tuple(step["step/seconds"] for step in steps)
+    seconds = sum(step_seconds)
+    generated = int(sum(step["tokens/generated"] for step in steps))
+    moved = int(sum(step["routing/moved_tokens"] for step in steps))
+    judged = sum(step.get("routing/judged", 0.0) for step in steps)
+    right = sum(step.get("routing/judged", 0.0) * step.get("routing/one_shot_accuracy", 0.0) for step in steps)
+    counters = fleet.counters
+    prefilled = sum(count.prefilled for count in counters)
+    replaced = sum(summary.replaced.values()) * config.coordinator.group_size
+    return Result(
+        seconds=seconds,
+        tokens_per_second=generated / seconds,
+        step_seconds=step_seconds,
+        train_utilisation=log.busy_seconds / seconds,
+        rollout_utilisation=fleet.busy_share(seconds),
+        generated_tokens=generated,
+        moves=int(sum(step["routing/moves"] for step in steps)),
+        moved_tokens=moved,
+        migrated_token_fraction=moved / generated,
+        one_shot_routing_accuracy=right / judged if judged else None,
+        prefilled_tokens=prefilled,
+        kv_recompute_token_fraction=sum(count.prefilled_again for count in counters) / prefilled,
+        preemptions=sum(count.preempted for count in counters),
+        staleness_max=max(log.staleness),
+        trained_trajectories=len(log.trained),
+        replaced_trajectories=replaced,
+        lost_trajectories=book.made - len(log.trained) - replaced,
+        duplicated_trajectories=sum(count > 1 for count in log.trained.values()),
+        steps=tuple(steps),
+        decisions=tuple(recorder.decisions),
+        transitions=tuple(recorder.transitions),
+        pool_sizes=tuple(recorder.pool_sizes),
+        notes=tuple(recorder.notes),
+        wall_seconds=wall,
+    )
