@@ -10,69 +10,15 @@ import asyncio
 import collections
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.coordinator import deadlines, failure, instances, routing
+from libra_jax.coordinator import deadlines, failure, instances, requests, routing
 
 WATCHES = 8
 """Times a stream is looked at within its deadline; requests that wait are looked at as often."""
-
-
-@dataclass
-class _Stream:
-    """One engine's answer to one request, while it streams.
-
-    `broken` ends it: when the pump has ended, or early, with the error that befell it, or with None when the request
-    was moved or displaced.
-    """
-
-    engine: instances.Engine
-    life: int
-    broken: asyncio.Future[BaseException | None]
-    begin: float
-    last_delta: float
-    answered: bool = False
-    closed: bool = False
-    finish: protocols.FinishReason | None = None
-
-    def end(self, error: BaseException | None = None) -> None:
-        if not self.broken.done():
-            self.broken.set_result(error)
-
-    def pumped(self, pump: asyncio.Future[None]) -> None:
-        self.end()
-
-
-@dataclass
-class _Request:
-    """A trajectory between its first and its last token."""
-
-    trajectory: protocols.Trajectory
-    group_id: int
-    generated: int
-    instance: str = ""  # empty while it waits or is away
-    waits: bool = False  # it asks for tokens and has no instance
-    waits_since: float = 0.0  # what was before has been counted
-    passed_over_since: float | None = None  # it waits, and some slot has been free since then
-    placed: asyncio.Event = field(default_factory=asyncio.Event)
-    stream: _Stream | None = None
-    route: routing.Route = field(default_factory=routing.Route)
-    failures: int = 0
-    away_since: float = 0.0
-
-    @property
-    def name(self) -> str:
-        return self.trajectory.trajectory_id
-
-    def displace(self) -> None:
-        """Its place is gone: the stream ends, and the next one waits for a placement."""
-        self.instance = ""
-        self.placed.clear()
-        if self.stream is not None:
-            self.stream.end()
 
 
 @dataclass
@@ -129,7 +75,7 @@ class Dispatcher:
         self._engines = engines
         self._recorder = recorder
         self._loop = asyncio.get_running_loop()
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, requests.Request] = {}
         self._groups: dict[str, tuple[int, int]] = {}  # attempt -> its group and the version that was dispatched at
         self._streams = 0
         self.counts = Counts()
@@ -168,7 +114,7 @@ class Dispatcher:
         counts, self.counts = self.counts, Counts()
         return counts
 
-    def _count_wait(self, request: _Request) -> None:
+    def _count_wait(self, request: requests.Request) -> None:
         now = self._loop.time()
         if request.group_id != protocols.EVALUATION_GROUP:
             self.counts.waited_seconds += now - request.waits_since
@@ -216,10 +162,10 @@ class Dispatcher:
             self.routing.returned(request.route, request.generated)
             self._apply(self._scheduler.on_tool_return(request.name, causal_state, context, now), now)
 
-    def _arrive(self, trajectory: protocols.Trajectory) -> _Request:
+    def _arrive(self, trajectory: protocols.Trajectory) -> requests.Request:
         now = self._loop.time()
         group_id, version = self._groups[trajectory.trajectory_id]
-        request = _Request(trajectory, group_id, trajectory.generated_tokens)
+        request = requests.Request(trajectory, group_id, trajectory.generated_tokens)
         self._requests[request.name] = request
         self.counts.requests += 1
         info = protocols.RequestInfo(
@@ -265,10 +211,12 @@ class Dispatcher:
         self.routing.replan(rollout)
         self._apply(self._scheduler.on_plan(rollout, now), now)
 
-    async def _stream(self, request: _Request, sampling: protocols.SamplingParams) -> protocols.FinishReason | None:
+    async def _stream(
+        self, request: requests.Request, sampling: protocols.SamplingParams
+    ) -> protocols.FinishReason | None:
         """Takes tokens from the request's instance until it finishes, or until it has to go on elsewhere (None)."""
         engine, begin = self._engines.engines[request.instance], self._loop.time()
-        stream = _Stream(engine, engine.life, self._loop.create_future(), begin, begin)
+        stream = requests.Stream(engine, engine.life, self._loop.create_future(), begin, begin)
         request.stream = stream
         before = request.generated
         self.routing.served(request.route, engine.name, len(request.trajectory.token_ids))
@@ -288,7 +236,9 @@ class Dispatcher:
             self._failed(request, stream, error)
         return stream.finish
 
-    async def _pump(self, request: _Request, stream: _Stream, sampling: protocols.SamplingParams) -> None:
+    async def _pump(
+        self, request: requests.Request, stream: requests.Stream, sampling: protocols.SamplingParams
+    ) -> None:
         self._streams += 1
         asked = protocols.GenerationRequest(
             request_id=f"{request.name}#{self._streams}",  # an engine may still be aborting this request's last stream
@@ -307,7 +257,7 @@ class Dispatcher:
         raise protocols.WorkerLost(f"the stream of {request.name} from {stream.engine.name} ended without a finish")
 
     async def _kv_source(
-        self, request: _Request, stream: _Stream, asked: protocols.GenerationRequest
+        self, request: requests.Request, stream: requests.Stream, asked: protocols.GenerationRequest
     ) -> Mapping[str, Any] | None:
         """Keys and values that the instance before keeps for this one; None where they have to be computed again."""
         source, version = self._engines.engines.get(request.route.came_from), stream.engine.policy_version
@@ -326,7 +276,7 @@ class Dispatcher:
         self.routing.counts.transferred += 1
         return kept
 
-    def _take(self, request: _Request, stream: _Stream, delta: protocols.TokenDelta) -> None:
+    def _take(self, request: requests.Request, stream: requests.Stream, delta: protocols.TokenDelta) -> None:
         now = self._loop.time()
         stream.last_delta = now
         if not stream.answered:
@@ -344,7 +294,7 @@ class Dispatcher:
         else:
             self._apply(self._scheduler.on_progress(request.name, request.generated, now), now)
 
-    def _failed(self, request: _Request, stream: _Stream, error: BaseException) -> None:
+    def _failed(self, request: requests.Request, stream: requests.Stream, error: BaseException) -> None:
         if isinstance(error, protocols.WorkerLost):
             self._engines.lost(stream.engine, stream.life, error)
         elif isinstance(error, protocols.ConfigError):  # the same everywhere, so trying again says nothing new
@@ -406,7 +356,9 @@ class Dispatcher:
         taken = collections.Counter(request.instance for request in self._requests.values())
         return [instance.name for instance in self._engines.serving() if taken[instance.name] < instance.slots]
 
-    def _overdue(self, request: _Request, stream: _Stream, streams: Sequence[_Stream], now: float) -> None:
+    def _overdue(
+        self, request: requests.Request, stream: requests.Stream, streams: Sequence[requests.Stream], now: float
+    ) -> None:
         error = protocols.DeadlineMissed(
             f"Engine {stream.engine.name} sent no token of {request.name} for {self._deadline:g} s "
             "(config.deadlines.first_token)."
