@@ -23,7 +23,7 @@ import workdirs
 from configs import quickstart
 from libra_jax import config as libra_config
 from libra_jax import protocols
-from libra_jax.coordinator import hybrid
+from libra_jax.coordinator import transitions
 from libra_jax.elastic import borrowing, pool
 from libra_jax.elastic.states import State
 
@@ -65,7 +65,7 @@ class Killer:
     def __init__(self, plan: list[str]) -> None:
         self.plan = [tuple(item.split(":")) for item in plan]
 
-    def came_into(self, workers: hybrid.HybridWorkers, worker: pool.Worker) -> None:
+    def came_into(self, workers: transitions.Transitions, worker: pool.Worker) -> None:
         if not self.plan or worker.state != self.plan[0][0]:
             return
         state, victim = self.plan[0]
@@ -87,19 +87,19 @@ class Killer:
 def main() -> None:
     workdir, steps, killer = Path(sys.argv[1]), int(sys.argv[2]), Killer(sys.argv[3:])
     borrowing.Borrowing = Restless  # type: ignore[misc, assignment]
-    in_state, rested = hybrid.HybridWorkers._in_state, hybrid.HybridWorkers._rested
+    in_state, rested = transitions.Transitions._in_state, transitions.Transitions._rested
 
-    def watched(self: hybrid.HybridWorkers, worker: pool.Worker) -> Any:
+    def watched(self: transitions.Transitions, worker: pool.Worker) -> Any:
         killer.came_into(self, worker)
         return in_state(self, worker)
 
-    def at_rest(self: hybrid.HybridWorkers, worker: pool.Worker, outcome: str, why: str) -> None:
+    def at_rest(self: transitions.Transitions, worker: pool.Worker, outcome: str, why: str) -> None:
         rested(self, worker, outcome, why)
         if worker.state is State.TRAINING:
             killer.came_into(self, worker)
 
-    hybrid.HybridWorkers._in_state = watched  # type: ignore[method-assign]
-    hybrid.HybridWorkers._rested = at_rest  # type: ignore[method-assign]
+    transitions.Transitions._in_state = watched  # type: ignore[method-assign]
+    transitions.Transitions._rested = at_rest  # type: ignore[method-assign]
     run = config(steps)
     checks.validate(run, need_weights=True)
     try:

@@ -1,0 +1,203 @@
+"""Transitions of hybrid workers: `elastic.pool` says what has to be done next, and a task for each worker does it.
+
+Each state has its deadline, and each wait inside it one of its own. Whatever breaks leads back to rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from libra_jax import config as configuration
+from libra_jax import protocols, turns
+from libra_jax.coordinator import deadlines, failure, instances, member_shares, replicas, transition_log
+from libra_jax.elastic import pool
+from libra_jax.elastic.states import State
+
+MARGIN_SECONDS = 10.0
+"""By which a state's deadline exceeds those of what is done in it."""
+
+
+class Transitions:
+    """Carries out what the pool says. Made inside the event loop it serves.
+
+    Args:
+      limits: of the waits (`deadlines`).
+      pool: the workers' states.
+      engines: the rollout instances, the workers' among them.
+      members: the workers' replicas.
+      shares: that they compute.
+      trainer: the trainer's proxy.
+      recorder: gets what each worker does, and what went wrong.
+      log: gets each transition.
+      ending: ends with transitions under way.
+      changed: called when a worker has come into another state.
+
+    Attributes:
+      step: training steps taken, for the log.
+      ready_seconds: that the last way to training took.
+    """
+
+    def __init__(
+        self,
+        limits: configuration.DeadlineConfig,
+        *,
+        pool: pool.Pool,
+        engines: instances.Instances,
+        members: replicas.Replicas,
+        shares: member_shares.Shares,
+        trainer: Any,
+        recorder: protocols.Recorder,
+        log: transition_log.TransitionLog,
+        ending: failure.Ending,
+        changed: Callable[[], None],
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._limit = limits.transition
+        self._publish_limit = limits.publish
+        self._pool = pool
+        self._engines = engines
+        self._members = members
+        self._shares = shares
+        self._trainer = trainer
+        self._recorder = recorder
+        self._log = log
+        self._ending = ending
+        self._changed = changed
+        self._drivers: dict[str, asyncio.Task[None]] = {}
+        self.step = 0
+        self.ready_seconds = 0.0
+
+    def begin(self, worker: pool.Worker) -> None:
+        """A transition begins; one that the worker turns round from is given up, whatever it waits for."""
+        before = self._drivers.get(worker.name)
+        if before is not None and before is not asyncio.current_task():
+            deadlines.abandon(before)
+        self._log.begin(worker.name)
+        self._changed()
+        driver = self._ending.start(self._drive(worker), f"transition of {worker.name}")
+        self._drivers[worker.name] = driver
+
+    async def _drive(self, worker: pool.Worker) -> None:
+        """Does the worker's work, state by state, until it is at rest."""
+        while not worker.at_rest:
+            name, ticket = worker.name, worker.ticket
+            self._recorder.status(name, f"hybrid worker: {worker.state}")
+            work = self._in_state(worker)
+            try:
+                await deadlines.within(worker.limit, work, f"Hybrid worker {name}, {worker.state},", "transition")
+            except protocols.LibraError as error:
+                await self._broken(ticket, error)
+                return
+            entered = self._pool.advance(ticket, self._loop.time())
+            if entered is None:  # another has taken it over
+                return
+            worker = entered
+            self._changed()
+        self._rested(worker, "done", "")
+
+    def _in_state(self, worker: pool.Worker) -> Awaitable[None]:
+        work = {
+            State.DRAINING: self._drain,
+            State.FETCHING: self._fetch,
+            State.WARMING: self._warm,
+            State.JOINING: self._join,
+            State.LEAVING: self._leave,
+            State.ACTIVATING: self._activate,
+        }[worker.state]
+        return work(worker)
+
+    async def _drain(self, worker: pool.Worker) -> None:
+        await self._members.ensure(worker.name)  # while its engine still serves
+        await self._engines.sleep(worker.name, self._limit)
+
+    async def _fetch(self, worker: pool.Worker) -> None:
+        self._log.moved(worker.name, await self._members.fetch(worker.name))
+
+    async def _warm(self, worker: pool.Worker) -> None:
+        await self._members.warm(worker.name)
+
+    async def _join(self, worker: pool.Worker) -> None:
+        """Opens the channel; what was published while the replica compiled, it reads meanwhile."""
+        self._members.follow(worker.name)
+        address = await self._ask(self._trainer.listen(worker.name, worker.epoch), "open a channel")
+        await self._ask(self._trainer.connect(worker.name, worker.epoch, address), "connect to a channel")
+        await self._members.join(worker.name, worker.epoch, address)
+
+    async def _leave(self, worker: pool.Worker) -> None:
+        with turns.queued():  # a step under way waits for its share
+            await self._shares.wait(worker.name)
+        await self._dismiss(worker.name)
+        await self._members.leave(worker.name)
+
+    async def _activate(self, worker: pool.Worker) -> None:
+        if worker.origin is State.FAILED:  # nothing is known of the replica, so it goes before its devices are used
+            await self._dismiss(worker.name)
+            await self._members.end(worker.name)
+        await self._engines.wake(worker.name, self._limit)
+
+    async def _dismiss(self, name: str) -> None:
+        await self._ask(self._trainer.dismiss(name), "close a channel")
+
+    async def _ask(self, work: Any, what: str) -> Any:
+        return await deadlines.within(self._publish_limit, work, f"The trainer, asked to {what},", "publish")
+
+    # Failures ---------------------------------------------------------------------------------------------------
+
+    def failed(self, ticket: pool.Ticket, why: str) -> None:
+        """The worker broke in the state of the ticket; nothing happens if it is in that no more."""
+        self._ending.start(self._broken(ticket, protocols.WorkerLost(why)), f"failure of {ticket.worker}")
+
+    async def _broken(self, ticket: pool.Ticket, error: protocols.LibraError) -> None:
+        """The worker failed in the state of the ticket: it is brought back to rollout, as often as it may be."""
+        worker = self._pool.fail(ticket, str(error), self._loop.time())
+        if worker is None:
+            return
+        self._changed()
+        self._rested(worker, "failed", str(error))
+        if worker.lost:
+            self._recorder.note(
+                f"Hybrid worker {worker.name} is lost: it failed {worker.restarts + 1} times (elastic.restarts), the "
+                f"last time: {error} From now on it only rolls out."
+            )
+            await self._dismiss(worker.name)
+            await self._members.end(worker.name)
+            await self._wake_lost(worker.name)
+            self._changed()
+            return
+        self._recorder.note(
+            f"Hybrid worker {worker.name} failed while {ticket.state}, and goes back to rollout: {error}"
+        )
+        self.begin(self._pool.recover(worker.name, self._loop.time()))
+
+    async def _wake_lost(self, name: str) -> None:
+        try:
+            await self._engines.wake(name, self._limit)
+        except protocols.LibraError as error:
+            self._recorder.note(f"Hybrid worker {name} does not roll out either: {error}")
+
+    def _rested(self, worker: pool.Worker, outcome: str, why: str) -> None:
+        took = self._log.rested(worker, self.step, outcome, why)
+        self._recorder.status(worker.name, f"hybrid worker: {worker.state}")
+        if worker.state is State.TRAINING:
+            self.ready_seconds = took
+        if worker.state is State.ROLLOUT:
+            self._engines.engines[worker.name].answered = None
+
+
+def limits(deadline: configuration.DeadlineConfig) -> dict[State, float]:
+    """Of each state's work: longer than the waits inside it take together, so that those say what was late."""
+    replica = 2 * deadline.trainer_start + deadline.publish + deadline.shutdown  # made anew
+    return {
+        State.DRAINING: replica + 2 * deadline.transition + MARGIN_SECONDS,
+        State.FETCHING: replicas.LOAD_VERBS * deadline.publish + deadline.train_step + MARGIN_SECONDS,
+        State.WARMING: deadline.trainer_start + MARGIN_SECONDS,
+        State.JOINING: 2 * deadline.publish + deadline.transition + MARGIN_SECONDS,
+        State.LEAVING: deadline.publish + deadline.transition + deadline.shutdown + MARGIN_SECONDS,
+        State.ACTIVATING: 3 * deadline.publish
+        + 2 * deadline.shutdown
+        + 2 * deadline.transition
+        + 2 * deadline.engine_start
+        + MARGIN_SECONDS,
+    }
