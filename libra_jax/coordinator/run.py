@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import dataclasses
-import itertools
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,13 +28,12 @@ from libra_jax.coordinator import (
     groups,
     instances,
     plan_follower,
-    process_set,
     publication,
-    replicas,
     reports,
     saving,
     signals,
     warm_start,
+    workers,
 )
 
 
@@ -112,11 +110,10 @@ class Coordinator:
         make_trainer: elasticity.MakeTrainer | None = None,
         replica_specs: Sequence[protocols.ActorSpec] = (),
     ) -> None:
-        self._make_trainer = make_trainer
         self._config = config
         self._cluster = cluster
-        self._trainer_spec = trainer_spec
-        self._engine_specs = engine_specs
+        self._trainer_name = trainer_spec.name
+        self._make_trainer = make_trainer
         self._tasks = tasks
         self._make_environment = make_environment
         self._tokenizer = tokenizer
@@ -127,10 +124,18 @@ class Coordinator:
         self._export = export
         self._make_trajectory = make_trajectory
         self._planner = planner
-        self._make_engine = make_engine
-        count = len(engine_specs) - len(replica_specs)
-        names = [spec.name for spec in engine_specs[count:]]
-        self._replica_specs = dict(zip(names, replica_specs, strict=True))
+        hybrid = [spec.name for spec in engine_specs[len(engine_specs) - len(replica_specs) :]]
+        self._make_workers = functools.partial(
+            workers.Workers,
+            config,
+            cluster=cluster,
+            trainer_spec=trainer_spec,
+            engine_specs=engine_specs,
+            replica_specs=dict(zip(hybrid, replica_specs, strict=True)),
+            make_engine=make_engine,
+            make_trainer=make_trainer,
+            recorder=recorder,
+        )
         self._warm_start = warm_start.WarmStart(config, tasks=tasks, demonstrator=demonstrator, tokenizer=tokenizer)
         self._summary = RunSummary()
         self._ready = False  # workers are up, and a checkpoint has been restored if there was one
@@ -151,6 +156,7 @@ class Coordinator:
         """
         self._loop = asyncio.get_running_loop()
         self._ending = failure.Ending()
+        self._workers = self._make_workers(ending=self._ending)
         newest = checkpoints.newest_step(self._workdir)
         if newest >= self._config.steps and (
             self._export is None or checkpoints.is_exported(self._workdir, newest, self._export)
@@ -175,10 +181,10 @@ class Coordinator:
 
     async def _run(self, newest: int, catch_again: Callable[[], None]) -> None:
         try:
-            replanned = newest >= 0 and self._take_up_plan(newest)
-            trainer = await self._ending.race(self._start_workers())
+            replanned = newest >= 0 and self._workers.take_up_plan(self._planner, self._workdir, newest)
+            await self._ending.race(self._workers.start())
             catch_again()
-            self._build(trainer)
+            self._build()
             if newest >= 0:
                 await self._restore(newest)
             if replanned:
@@ -191,73 +197,9 @@ class Coordinator:
         except failure.Stopped:
             await self._stop()
 
-    def _take_up_plan(self, step: int) -> bool:
-        """Takes up the plan in force at a checkpoint, with its instances; False if it is config's."""
-        if self._planner is None or self._make_engine is None:
-            return False
-        kept, before = checkpoints.Checkpoints(self._workdir, keep=1).load(step).get("planner"), self._planner.plan
-        if kept is None:
-            return False
-        self._planner.restore(kept)
-        if self._planner.plan == before:
-            return False
-        plan, hybrid = self._planner.plan, self._config.elastic.hybrid
-        specs = list(self._engine_specs[len(self._engine_specs) - hybrid :]) if hybrid else []
-        trainer = dataclasses.replace(self._trainer_spec, devices=tuple(range(plan.train_devices)))
-        numbers = itertools.count()
-        for bucket in plan.rollout:
-            for _ in range(bucket.count):
-                specs.append(instances.make(self._make_engine, numbers, bucket.tensor_parallel, [*specs, trainer]))
-        self._engine_specs = specs
-        return True
-
-    async def _start_workers(self) -> Any:
-        self._engines = instances.Instances(
-            self._config,
-            cluster=self._cluster,
-            specs=self._engine_specs,
-            recorder=self._recorder,
-            ending=self._ending,
-            make_spec=self._make_engine,
-            hybrid=tuple(self._replica_specs),
-        )
-        self._engines.trainer_holds(len(self._trainer_spec.devices))
-        self._members = None
-        starting = [self._start_trainer(), self._engines.start()]
-        if self._replica_specs:
-            self._members = replicas.Replicas(
-                self._config, cluster=self._cluster, specs=self._replica_specs, recorder=self._recorder
-            )
-            starting.append(self._members.start())
-        trainer, *_ = await failure.together(*starting)
-        return trainer
-
-    async def _start_trainer(self) -> Any:
-        name, seconds = self._trainer_spec.name, self._config.deadlines.trainer_start
-        self._recorder.status(name, "starting")
-        make = self._make_trainer(None) if self._make_trainer is not None else lambda *_: self._trainer_spec
-        trainer = process_set.ProcessSet(self._cluster, make, processes=self._config.trainer.processes, name=name)
-        await deadlines.within(seconds, trainer.make(), f"The making of {name}", "trainer_start")
-        info = await deadlines.within(seconds, trainer.start(), f"The start of {name}", "trainer_start")
-        mesh = ", ".join(f"{axis} {size}" for axis, size in info.mesh.items())
-        self._recorder.note(f"The trainer holds {info.parameters:,} parameters on {info.platform} ({mesh}).")
-        self._recorder.status(name, "idle")
-        self._sizes = protocols.MeshSizes(info.mesh["data"], info.mesh.get("fsdp", 1), info.mesh.get("tensor", 1))
-        return process_set.Serving(trainer, self._end_processes)
-
-    def _end_processes(self, before: process_set.ProcessSet) -> None:
-        """Ends a trainer that has handed over, beside the run."""
-
-        async def end() -> None:
-            try:
-                await before.stop()
-            except protocols.LibraError as error:
-                self._recorder.note(f"The trainer's former processes did not end cleanly: {error}")
-
-        self._ending.start(end(), f"end of {before.name}")
-
-    def _build(self, trainer: Any) -> None:
+    def _build(self) -> None:
         config, recorder, ending = self._config, self._recorder, self._ending
+        trainer, engines, members = self._workers.trainer, self._workers.engines, self._workers.members
         self._trainer, self._trainer_lock = trainer, asyncio.Lock()
         self._saver = saving.Saver(
             config,
@@ -271,12 +213,12 @@ class Coordinator:
             config,
             trainer=trainer,
             trainer_lock=self._trainer_lock,
-            engines=self._engines,
+            engines=engines,
             recorder=recorder,
-            members=self._members,
+            members=members,
         )
         self._dispatcher = dispatch.Dispatcher(
-            config, scheduler=self._scheduler, engines=self._engines, recorder=recorder, ending=ending
+            config, scheduler=self._scheduler, engines=engines, recorder=recorder, ending=ending
         )
         self._runner = attempts.Attempts(
             config,
@@ -301,12 +243,12 @@ class Coordinator:
             config,
             cluster=self._cluster,
             trainer=trainer,
-            sizes=self._sizes,
+            sizes=self._workers.sizes,
             trainer_lock=self._trainer_lock,
-            engines=self._engines,
+            engines=engines,
             publisher=self._publisher,
             saver=self._saver,
-            members=self._members,
+            members=members,
             dispatcher=self._dispatcher,
             planner=self._planner,
             make_trainer=self._make_trainer,
@@ -343,7 +285,7 @@ class Coordinator:
             "data_position": self._batches.data_position,
             "warm_start_steps": self._warm_start.taken,
             "scheduler": dict(self._scheduler.snapshot()),
-            "allocation": [{"name": item.name, "slots": item.slots} for item in self._engines.serving()],
+            "allocation": [{"name": item.name, "slots": item.slots} for item in self._workers.engines.serving()],
             "groups": self._groups.state(),
             "planner": None if self._planner is None else dict(self._planner.snapshot()),
             "hybrid": self._elastic.snapshot(),
@@ -351,7 +293,7 @@ class Coordinator:
 
     async def _open(self) -> None:
         """Warm-starts what has not been, publishes the policy, and evaluates it unless that has been done."""
-        name, begin = self._trainer_spec.name, self._loop.time()
+        name, begin = self._trainer_name, self._loop.time()
         report = await self._warm_start.run(
             self._take_warm_start_step, self._ending, lambda text: self._recorder.status(name, text)
         )
@@ -389,7 +331,7 @@ class Coordinator:
         self._ending.check()
 
     async def _train(self, batch: tuple[protocols.Group, ...]) -> Mapping[str, float]:
-        name, begin = self._trainer_spec.name, self._loop.time()
+        name, begin = self._trainer_name, self._loop.time()
         async with self._trainer_lock:
             await self._elastic.before_step(self._step)
             self._recorder.status(name, f"training step {self._step + 1}")
@@ -470,7 +412,7 @@ class Coordinator:
 
     async def _ask_trainer(self, field: str, work: Any, what: str) -> Any:
         seconds = getattr(self._config.deadlines, field)
-        return await deadlines.within(seconds, work, f"The trainer {self._trainer_spec.name}, asked to {what},", field)
+        return await deadlines.within(seconds, work, f"The trainer {self._trainer_name}, asked to {what},", field)
 
     async def _close(self) -> None:
         """Ends everything, whatever state it is in; what fails here is noted and hides nothing."""
@@ -481,16 +423,5 @@ class Coordinator:
                 await deadlines.within(limit, ending, "The end of what was changing sides or size", "shutdown")
             except protocols.LibraError as error:
                 self._recorder.note(f"Not everything ended cleanly: {error}")
-        seconds = self._config.deadlines.shutdown
-        await self._ending.cancel_background(seconds)
-        engines = getattr(self, "_engines", None)
-        workers = (
-            1
-            + len(self._replica_specs)
-            + max(len(self._engine_specs), len(engines.engines) if engines is not None else 0)
-        )
-        try:
-            ending = self._cluster.shutdown()
-            await deadlines.within(seconds * workers, ending, "The shutdown of the workers", "shutdown")
-        except protocols.LibraError as error:
-            self._recorder.note(f"Not everything ended cleanly: {error}")
+        await self._ending.cancel_background(self._config.deadlines.shutdown)
+        await self._workers.shut_down()

@@ -1,0 +1,161 @@
+"""The run's workers: its trainer, its engines and the replicas of its hybrid workers, made and started at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from libra_jax import config as configuration
+from libra_jax import protocols
+from libra_jax.coordinator import (
+    checkpoints,
+    deadlines,
+    elasticity,
+    failure,
+    instances,
+    plan_follower,
+    process_set,
+    replicas,
+)
+
+
+class Workers:
+    """Made inside the event loop it serves; `start` brings the attributes.
+
+    Args:
+      config: the run's configuration.
+      cluster: makes the actors.
+      trainer_spec: makes a `protocols.Trainer`.
+      engine_specs: each makes a `protocols.RolloutEngine`.
+      replica_specs: worker to what makes its `protocols.Replica`.
+      make_engine: makes the engines that a plan adds.
+      make_trainer: makes the trainer's processes; None: there is `trainer_spec` alone.
+      recorder: told of starts and ends.
+      ending: ends with what goes on beside the run.
+
+    Attributes:
+      trainer: the one that serves.
+      sizes: of its mesh.
+      engines: the rollout instances.
+      members: the replicas; None where there are none.
+    """
+
+    trainer: process_set.Serving
+    sizes: protocols.MeshSizes
+    engines: instances.Instances
+    members: replicas.Replicas | None = None
+
+    def __init__(
+        self,
+        config: configuration.RunConfig,
+        *,
+        cluster: protocols.Cluster,
+        trainer_spec: protocols.ActorSpec,
+        engine_specs: Sequence[protocols.ActorSpec],
+        replica_specs: Mapping[str, protocols.ActorSpec],
+        make_engine: instances.MakeSpec | None,
+        make_trainer: elasticity.MakeTrainer | None,
+        recorder: protocols.Recorder,
+        ending: failure.Ending,
+    ) -> None:
+        self._config = config
+        self._cluster = cluster
+        self._trainer_spec = trainer_spec
+        self._engine_specs = engine_specs
+        self._replica_specs = replica_specs
+        self._make_engine = make_engine
+        self._make_trainer = make_trainer
+        self._recorder = recorder
+        self._ending = ending
+
+    @property
+    def count(self) -> int:
+        """How many there are, or are to be."""
+        engines = getattr(self, "engines", None)
+        made = 0 if engines is None else len(engines.engines)
+        return 1 + len(self._replica_specs) + max(len(self._engine_specs), made)
+
+    def take_up_plan(self, planner: plan_follower.Planner | None, workdir: Path, step: int) -> bool:
+        """Takes up the plan in force at a checkpoint, with its instances; False if it is config's. Before `start`.
+
+        Args:
+          planner: takes it up, too.
+          workdir: the run's.
+          step: of the checkpoint.
+        """
+        if planner is None or self._make_engine is None:
+            return False
+        kept, before = checkpoints.Checkpoints(workdir, keep=1).load(step).get("planner"), planner.plan
+        if kept is None:
+            return False
+        planner.restore(kept)
+        if planner.plan == before:
+            return False
+        plan, hybrid = planner.plan, self._config.elastic.hybrid
+        specs = list(self._engine_specs[len(self._engine_specs) - hybrid :]) if hybrid else []
+        trainer = dataclasses.replace(self._trainer_spec, devices=tuple(range(plan.train_devices)))
+        numbers = itertools.count()
+        for bucket in plan.rollout:
+            for _ in range(bucket.count):
+                specs.append(instances.make(self._make_engine, numbers, bucket.tensor_parallel, [*specs, trainer]))
+        self._engine_specs = specs
+        return True
+
+    async def start(self) -> None:
+        """Makes and starts all of them, and returns when all are up.
+
+        Raises:
+          LibraError: one did not start.
+        """
+        self.engines = instances.Instances(
+            self._config,
+            cluster=self._cluster,
+            specs=self._engine_specs,
+            recorder=self._recorder,
+            ending=self._ending,
+            make_spec=self._make_engine,
+            hybrid=tuple(self._replica_specs),
+        )
+        self.engines.trainer_holds(len(self._trainer_spec.devices))
+        starting = [self._start_trainer(), self.engines.start()]
+        if self._replica_specs:
+            self.members = replicas.Replicas(
+                self._config, cluster=self._cluster, specs=self._replica_specs, recorder=self._recorder
+            )
+            starting.append(self.members.start())
+        await failure.together(*starting)
+
+    async def shut_down(self) -> None:
+        """Ends them all; what does not end as it should is noted."""
+        seconds = self._config.deadlines.shutdown
+        try:
+            ending = self._cluster.shutdown()
+            await deadlines.within(seconds * self.count, ending, "The shutdown of the workers", "shutdown")
+        except protocols.LibraError as error:
+            self._recorder.note(f"Not everything ended cleanly: {error}")
+
+    async def _start_trainer(self) -> None:
+        name, seconds = self._trainer_spec.name, self._config.deadlines.trainer_start
+        self._recorder.status(name, "starting")
+        make = self._make_trainer(None) if self._make_trainer is not None else lambda *_: self._trainer_spec
+        trainer = process_set.ProcessSet(self._cluster, make, processes=self._config.trainer.processes, name=name)
+        await deadlines.within(seconds, trainer.make(), f"The making of {name}", "trainer_start")
+        info = await deadlines.within(seconds, trainer.start(), f"The start of {name}", "trainer_start")
+        mesh = ", ".join(f"{axis} {size}" for axis, size in info.mesh.items())
+        self._recorder.note(f"The trainer holds {info.parameters:,} parameters on {info.platform} ({mesh}).")
+        self._recorder.status(name, "idle")
+        self.sizes = protocols.MeshSizes(info.mesh["data"], info.mesh.get("fsdp", 1), info.mesh.get("tensor", 1))
+        self.trainer = process_set.Serving(trainer, self._end_processes)
+
+    def _end_processes(self, before: process_set.ProcessSet) -> None:
+        """Ends a trainer that has handed over, beside the run."""
+
+        async def end() -> None:
+            try:
+                await before.stop()
+            except protocols.LibraError as error:
+                self._recorder.note(f"The trainer's former processes did not end cleanly: {error}")
+
+        self._ending.start(end(), f"end of {before.name}")
