@@ -1,8 +1,15 @@
-"""Eight CPU devices for every test of the process, set before JAX is first imported; who shares a worker."""
+"""Eight CPU devices for every test of the process, set before JAX is first imported; who shares a worker.
+
+What tests of several rooms share is in `common/`, whose modules they import by name.
+"""
 
 import os
+import pathlib
+import sys
 
 import pytest
+
+sys.path.append(str(pathlib.Path(__file__).parent / "common"))
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")

@@ -20,7 +20,7 @@ HERE = pathlib.Path(__file__).parent
 
 
 def test_a_trainer_over_two_nodes_takes_the_steps_of_one_process(tmp_path):
-    paths = [str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
+    paths = [str(HERE), str(HERE.parent / "common"), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, str(HERE / "two_nodes.py"), str(tmp_path)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},

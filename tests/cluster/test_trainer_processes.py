@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import psutil
 import pytest
+import small_model
 import trainer_processes as doubles
 
 from libra_jax import config as config_lib
@@ -190,7 +191,7 @@ def test_two_processes_publish_and_export_the_bytes_of_one_and_take_its_steps(be
                 assert metrics[1][name] == pytest.approx(metrics[0][name], rel=1e-3, abs=1e-6)
         for trainer in trainers:
             await trainer.export(str(bench.folder / trainer.name))
-        mine, theirs = [hf.load(bench.folder / trainer.name, doubles.shape()) for trainer in trainers]
+        mine, theirs = [hf.load(bench.folder / trainer.name, small_model.shape()) for trainer in trainers]
         for leaf, wanted in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True):
             assert np.abs(leaf - wanted).max() <= 1e-3 * np.abs(wanted).max()
 

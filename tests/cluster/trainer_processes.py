@@ -12,48 +12,26 @@ from typing import Any
 
 import jax
 import numpy as np
+import small_model
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.models import config as model_config
 from libra_jax.models import gathering, hf, transformer
 from libra_jax.training import learner as learner_lib
 from libra_jax.training import trainer
 
-ROW_TOKENS = 48
-VOCABULARY = 16
-FAST = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-    "xla_cpu_use_fusion_emitters": False,
-}
-
-
-def shape() -> model_config.TransformerConfig:
-    return dataclasses.replace(
-        model_config.load_preset("libra-tiny"),
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=32,
-        num_layers=2,
-        num_heads=8,
-        num_kv_heads=8,
-        head_dim=4,
-        tie_word_embeddings=False,
-    )
-
 
 def write_model(path: pathlib.Path) -> str:
-    hf.save(transformer.init_params(shape(), jax.random.key(0), "float32"), shape(), path)
+    hf.save(transformer.init_params(small_model.shape(), jax.random.key(0), "float32"), small_model.shape(), path)
     return str(path)
 
 
 def run_config(model: str, sizes: protocols.MeshSizes, processes: int = 1) -> config_lib.RunConfig:
     return config_lib.RunConfig(
         steps=100,
-        rollout=config_lib.RolloutConfig(max_context=ROW_TOKENS, max_tokens=8, temperature=0.8),
+        rollout=small_model.ROLLOUT,
         trainer=config_lib.TrainerConfig(
-            row_tokens=ROW_TOKENS, rows_per_micro_batch=8, processes=processes, **dataclasses.asdict(sizes)
+            row_tokens=small_model.ROW_TOKENS, rows_per_micro_batch=8, processes=processes, **dataclasses.asdict(sizes)
         ),
         model=config_lib.ModelConfig(path=model, logits_chunk=64),
         optimizer=config_lib.OptimizerConfig(name="adam", eps=1e-6, learning_rate=3e-3),
@@ -91,7 +69,7 @@ class Trainer(trainer.TrainerActor):
 
     def _open(self) -> learner_lib.Learner:
         opened = super()._open()
-        return learner_lib.Learner(opened.config, self._model, jax.devices(), FAST)
+        return learner_lib.Learner(opened.config, self._model, jax.devices(), small_model.FAST)
 
     def pid(self) -> int:
         return os.getpid()
@@ -120,14 +98,14 @@ def batch(version: int, seed: int | None = None) -> protocols.TrainBatch:
         attempts = []
         for index in range(4):
             attempt = protocols.Trajectory(trajectory_id=f"p{group}/{index}", prompt_id=f"p{group}")
-            attempt.append_text(rng.integers(0, VOCABULARY, 3).tolist(), protocols.TokenSource.PROMPT)
+            attempt.append_text(rng.integers(0, small_model.VOCABULARY, 3).tolist(), protocols.TokenSource.PROMPT)
             for turn in range(2):
                 count = int(rng.integers(2, 6))
-                tokens = tuple(rng.integers(0, VOCABULARY, count).tolist())
-                scores = tuple(rng.normal(-np.log(VOCABULARY), 0.05, count).tolist())
+                tokens = tuple(rng.integers(0, small_model.VOCABULARY, count).tolist())
+                scores = tuple(rng.normal(-np.log(small_model.VOCABULARY), 0.05, count).tolist())
                 attempt.append_sampled(protocols.TokenDelta(tokens, scores, (version,) * count))
                 if turn == 0:
-                    attempt.append_text(rng.integers(0, VOCABULARY, 2).tolist(), protocols.TokenSource.TOOL)
+                    attempt.append_text(rng.integers(0, small_model.VOCABULARY, 2).tolist(), protocols.TokenSource.TOOL)
             attempt.reward = float(index % 2)
             attempts.append(attempt)
         groups.append(protocols.Group(group, protocols.Task(f"p{group}", {}), version, attempts))

@@ -1,30 +1,22 @@
 """Deterministic simulation testing: a hybrid pool alone, whose work dies, hangs, comes late or twice in any state.
 
-LIBRA_JAX_SIMULATIONS sets how many seeds are tried (default 2,000). A failure names its seed;
-`test_no_transition_is_ever_stuck` repeats it alone with LIBRA_JAX_SIMULATION_SEED.
+See `seeds` for how many there are, and for how to repeat one.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-import os
 import random
 from collections import Counter
 from collections.abc import Callable
 
 import pytest
+import seeds
 
 from libra_jax import protocols
 from libra_jax.elastic import pool, states
 from libra_jax.elastic.states import State
-
-BATCH = 500
-SIMULATIONS = int(os.environ.get("LIBRA_JAX_SIMULATIONS", "2000"))
-ONLY = os.environ.get("LIBRA_JAX_SIMULATION_SEED")
-BATCHES = [range(int(ONLY), int(ONLY) + 1)] if ONLY else [
-    range(start, min(start + BATCH, SIMULATIONS)) for start in range(0, SIMULATIONS, BATCH)
-]  # fmt: skip
 
 QUIET = 300.0
 """Virtual seconds after which nobody is asked for anything any more."""
@@ -136,16 +128,14 @@ def simulate(seed: int) -> Simulation:
     return simulation
 
 
-@pytest.mark.parametrize("seeds", BATCHES, ids=str)
-def test_no_transition_is_ever_stuck(seeds):
+@pytest.mark.parametrize("batch", seeds.batches(500), ids=str)
+def test_no_transition_is_ever_stuck(batch):
     """Whatever faults meet it, each worker is at rest again within the deadlines of the states on its way."""
-    for seed in seeds:
-        try:
-            simulation = simulate(seed)
-            assert all(worker.at_rest for worker in simulation.pool.workers)
-        except BaseException as error:
-            error.add_note(f"seed {seed}")
-            raise
+
+    def check(seed: int) -> None:
+        assert all(worker.at_rest for worker in simulate(seed).pool.workers)
+
+    seeds.each(batch, check)
 
 
 def test_the_simulations_reach_every_state_with_every_fault():

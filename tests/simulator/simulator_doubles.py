@@ -108,7 +108,17 @@ def run_config(**changes: Any) -> configuration.RunConfig:
     return configuration.parse(configuration.RunConfig, values)
 
 
-SIMULATION = world.SimulationConfig(model="Qwen3-0.6B", train_devices=4)
+SIMULATION = world.SimulationConfig(model="Qwen3-0.6B", train_devices=4, longest_seconds=100_000.0)
+"""Runs of `run_config` end within hundreds of seconds, without faults: one that takes the longest is a deadlock."""
+
+
+def check_whole(result: results.Result, config: configuration.RunConfig) -> None:
+    """Every prompt admitted was trained once, or reported as replaced, within the staleness bound."""
+    limits = config.coordinator
+    assert len(result.step_seconds) == config.steps
+    assert result.trained_trajectories == config.steps * limits.groups_per_step * limits.group_size
+    assert result.lost_trajectories == result.duplicated_trajectories == 0
+    assert result.staleness_max <= limits.staleness
 
 
 def simulate(config: configuration.RunConfig, seed: int = 0, **more: Any) -> results.Result:

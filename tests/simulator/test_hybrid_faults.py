@@ -1,16 +1,16 @@
 """Deterministic simulation testing of the hybrid pool: random transitions, and faults in every state of them.
 
-LIBRA_JAX_SIMULATIONS sets how many seeds are tried (default 2,000); LIBRA_JAX_SIMULATION_SEED repeats one alone.
+See `seeds` for how many there are, and for how to repeat one.
 """
 
 from __future__ import annotations
 
-import os
 import random
 from collections import Counter
 from dataclasses import dataclass, replace
 
 import pytest
+import seeds
 import simulator_doubles as doubles
 
 from libra_jax import config as configuration
@@ -20,16 +20,6 @@ from libra_jax.elastic import borrowing
 from libra_jax.elastic.states import State
 from libra_jax.scheduling import registry
 from libra_jax.simulator import faults, results, world
-
-BATCH = 100
-SIMULATIONS = int(os.environ.get("LIBRA_JAX_SIMULATIONS", "2000"))
-ONLY = os.environ.get("LIBRA_JAX_SIMULATION_SEED")
-BATCHES = [range(int(ONLY), int(ONLY) + 1)] if ONLY else [
-    range(start, min(start + BATCH, SIMULATIONS)) for start in range(0, SIMULATIONS, BATCH)
-]  # fmt: skip
-
-LONGEST_SECONDS = 100_000.0
-"""Virtual seconds after which a run that has not ended is a deadlock."""
 
 
 class Restless:
@@ -101,7 +91,7 @@ def simulate(seed: int, made: Case) -> tuple[results.Result, results.StepRecorde
     def scheduler(costs, remaining):
         return registry.create(made.config.scheduler, costs=costs, remaining=remaining, seed=seed, degrees=(1,))
 
-    simulation = replace(doubles.SIMULATION, warm_seconds=2.0, longest_seconds=LONGEST_SECONDS)
+    simulation = replace(doubles.SIMULATION, warm_seconds=2.0)
     recorder = results.StepRecorder()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(borrowing, "Borrowing", lambda *_, **__: Restless(seed))
@@ -125,17 +115,13 @@ class Watched(hybrid.HybridWorkers):
 
 def check(seed: int) -> results.StepRecorder | None:
     made = case(seed)
-    limits = made.config.coordinator
     try:
         result, recorder = simulate(seed, made)
     except protocols.WorkerLost as error:
         if made.config.rollout.restarts == 10_000 or "No rollout engine is left" not in str(error):
             raise
         return None
-    assert len(result.step_seconds) == made.config.steps
-    assert result.trained_trajectories == made.config.steps * limits.groups_per_step * limits.group_size
-    assert result.lost_trajectories == result.duplicated_trajectories == 0
-    assert result.staleness_max <= limits.staleness
+    doubles.check_whole(result, made.config)
     devices = {sum(size.devices.values()) for size in recorder.pool_sizes}
     assert len(devices) == 1, "a device was lost or counted twice"
     for transition in recorder.transitions:
@@ -144,14 +130,9 @@ def check(seed: int) -> results.StepRecorder | None:
     return recorder
 
 
-@pytest.mark.parametrize("seeds", BATCHES, ids=str)
-def test_whatever_breaks_in_whatever_state_every_prompt_is_trained_once_and_nothing_sticks(seeds):
-    for seed in seeds:
-        try:
-            check(seed)
-        except BaseException as error:
-            error.add_note(f"seed {seed}: {case(seed)}")
-            raise
+@pytest.mark.parametrize("batch", seeds.batches(100), ids=str)
+def test_whatever_breaks_in_whatever_state_every_prompt_is_trained_once_and_nothing_sticks(batch):
+    seeds.each(batch, check, told=case)
 
 
 def test_the_cases_reach_what_they_are_for():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import simulator_doubles as doubles
 
 from configs import simulate
 from libra_jax import config as configuration
@@ -24,13 +25,6 @@ def make(steps: int = 14, **planner) -> settings.SimulatedRun:
     return comparison.prepare(configuration.parse(settings.SimulatedRun, config.to_dict()), ["cmlfq"])
 
 
-def check_whole(result: results.Result, run: settings.SimulatedRun) -> None:
-    limits = run.coordinator
-    assert result.trained_trajectories == run.steps * limits.groups_per_step * limits.group_size
-    assert result.lost_trajectories == result.duplicated_trajectories == 0
-    assert result.staleness_max <= limits.staleness
-
-
 def moves(result: results.Result) -> int:
     return sum(bool(decision["moved"]) for decision in result.decisions)
 
@@ -38,8 +32,8 @@ def moves(result: results.Result) -> int:
 def test_it_follows_lengths_that_drift_and_is_faster_for_it():
     run, still = make(), make(period=0)
     result, without = comparison.simulate(run), comparison.simulate(still)
-    check_whole(result, run)
-    check_whole(without, still)
+    doubles.check_whole(result, run)
+    doubles.check_whole(without, still)
     assert moves(result) > 0
     assert not without.decisions
     assert result.seconds < 0.95 * without.seconds
@@ -61,7 +55,7 @@ def test_devices_go_from_one_stage_to_the_other():
             settings.SimulatedRun, {**configuration.to_dict(run), "simulation": configuration.to_dict(simulation)}
         )
     )
-    check_whole(result, run)
+    doubles.check_whole(result, run)
     plans = [decision["plan"] for decision in result.decisions if decision["moved"]]
     assert plans
     assert plans[-1]["data"] * plans[-1]["fsdp"] * plans[-1]["tensor"] > 2

@@ -20,20 +20,12 @@ def comparable(result: results.Result) -> dict[str, Any]:
     return values
 
 
-def check_whole(result: results.Result, config: Any) -> None:
-    """Every prompt admitted was trained once, within the staleness bound."""
-    limits = config.coordinator
-    assert result.trained_trajectories == config.steps * limits.groups_per_step * limits.group_size
-    assert result.lost_trajectories == result.duplicated_trajectories == 0
-    assert result.staleness_max <= limits.staleness
-
-
 @pytest.mark.parametrize("policy", configuration.POLICIES)
 def test_a_run_repeats_exactly_and_loses_nothing(policy):
     config = doubles.run_config(scheduler={"policy": policy})
     first, second = doubles.simulate(config), doubles.simulate(config)
     assert comparable(first) == comparable(second)
-    check_whole(first, config)
+    doubles.check_whole(first, config)
     assert comparable(first) != comparable(doubles.simulate(config, seed=1))
 
 
@@ -55,7 +47,7 @@ def test_the_staleness_bound_holds_and_asynchrony_saves_time():
     for staleness in (0, 2):
         config = doubles.run_config(coordinator={"staleness": staleness}, steps=6)
         result = doubles.simulate(config)
-        check_whole(result, config)
+        doubles.check_whole(result, config)
         seconds[staleness] = result.seconds
     assert seconds[2] < 0.99 * seconds[0]
 
@@ -71,7 +63,7 @@ def test_engines_that_die_in_the_middle_lose_nothing():
         return made
 
     result = doubles.simulate(config, parts=world.Parts(engine=mortal))
-    check_whole(result, config)
+    doubles.check_whole(result, config)
     assert max(lives) > 1
     assert result.generated_tokens == doubles.simulate(config).generated_tokens
 
@@ -92,7 +84,7 @@ def test_an_environment_that_crashes_is_tried_afresh():
     config = doubles.run_config()
     result = doubles.simulate(config, parts=world.Parts(environment=fragile))
     assert len(crashes) == 2
-    check_whole(result, config)
+    doubles.check_whole(result, config)
 
 
 def test_a_hung_tool_becomes_a_timeout_that_the_policy_sees():
@@ -105,7 +97,7 @@ def test_a_hung_tool_becomes_a_timeout_that_the_policy_sees():
 
     config = doubles.run_config(task={"tool_seconds": 50.0})
     result = doubles.simulate(config, parts=world.Parts(environment=lambda made: Hanging(made._book)))
-    check_whole(result, config)
+    doubles.check_whole(result, config)
     assert result.seconds < 1e5
 
 

@@ -1,31 +1,20 @@
 """Deterministic simulation testing: small runs of the real coordinator under random faults, sizes and policies.
 
-LIBRA_JAX_SIMULATIONS sets how many seeds are tried (default 2,000). A failure names its seed;
-`test_a_run_keeps_its_promises` repeats it alone with LIBRA_JAX_SIMULATION_SEED.
+See `seeds` for how many there are, and for how to repeat one.
 """
 
-import os
 import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import pytest
+import seeds
 import simulator_doubles as doubles
 
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.scheduling import registry
 from libra_jax.simulator import faults, results, scripts, world
-
-BATCH = 100
-SIMULATIONS = int(os.environ.get("LIBRA_JAX_SIMULATIONS", "2000"))
-ONLY = os.environ.get("LIBRA_JAX_SIMULATION_SEED")
-BATCHES = [range(int(ONLY), int(ONLY) + 1)] if ONLY else [
-    range(start, min(start + BATCH, SIMULATIONS)) for start in range(0, SIMULATIONS, BATCH)
-]  # fmt: skip
-
-LONGEST_SECONDS = 100_000.0
-"""Virtual seconds after which a run that has not ended is a deadlock; without faults they end within hundreds."""
 
 
 @dataclass
@@ -163,35 +152,24 @@ def simulate(seed: int, made: Case) -> tuple[results.Result, Watched]:
         watched.append(Watched(inner, made.config.scheduler.ageing_seconds))
         return watched[0]
 
-    simulation = replace(doubles.SIMULATION, longest_seconds=LONGEST_SECONDS)
-    result = world.run(made.config, simulation, made.workload, make, parts=faults.parts(made.faults, seed))
+    result = world.run(made.config, doubles.SIMULATION, made.workload, make, parts=faults.parts(made.faults, seed))
     return result, watched[0]
 
 
 def check(seed: int) -> None:
     made = case(seed)
-    limits = made.config.coordinator
     result, watched = simulate(seed, made)
-    assert len(result.step_seconds) == made.config.steps
-    assert result.trained_trajectories == made.config.steps * limits.groups_per_step * limits.group_size
-    assert result.lost_trajectories == 0
-    assert result.duplicated_trajectories == 0
-    assert result.staleness_max <= limits.staleness
+    doubles.check_whole(result, made.config)
     assert not watched.waiting
     assert not watched.decoding
-    if made.faults == faults.FaultConfig() and limits.stale == "wait":
+    if made.faults == faults.FaultConfig() and made.config.coordinator.stale == "wait":
         assert result.replaced_trajectories == 0
 
 
-@pytest.mark.parametrize("seeds", BATCHES, ids=str)
-def test_a_run_keeps_its_promises(seeds):
+@pytest.mark.parametrize("batch", seeds.batches(100), ids=str)
+def test_a_run_keeps_its_promises(batch):
     """Every attempt is trained once or replaced, none starves, nothing deadlocks, nothing is too stale."""
-    for seed in seeds:
-        try:
-            check(seed)
-        except BaseException as error:
-            error.add_note(f"seed {seed}: {case(seed)}")
-            raise
+    seeds.each(batch, check, told=case)
 
 
 def test_the_cases_reach_what_they_are_for():
