@@ -1,5 +1,9 @@
-"""The small model, and sequences for it."""
+"""The small model, sequences for it, and trainers of it. The doubles beside the tests are imported by name."""
 
+import dataclasses
+import functools
+import pathlib
+import sys
 import types
 
 import jax
@@ -8,7 +12,10 @@ import pytest
 import small_model
 
 from libra_jax import config as config_lib
-from libra_jax.training import learner, packing, state
+from libra_jax.models import hf
+from libra_jax.training import learner, packing, state, trainer
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 
 def _run_config(trainer=None, model=None, **groups) -> config_lib.RunConfig:
@@ -64,3 +71,69 @@ def small():
         vocabulary=small_model.VOCABULARY,
         fast=small_model.FAST,
     )
+
+
+@pytest.fixture(scope="session")
+def model_directory(small, tmp_path_factory):
+    """The small model, as Hugging Face has it."""
+    path = tmp_path_factory.mktemp("model") / "small"
+    hf.save(small.params, small.shape, path)
+    return str(path)
+
+
+@pytest.fixture
+def start_trainer(small, model_directory, monkeypatch):
+    """Makes and starts trainers of the small model, compiled fast; shuts them down in the end."""
+    monkeypatch.setattr(learner, "Learner", functools.partial(learner.Learner, compiler_options=small.fast))
+    running = []
+
+    def make(**groups) -> trainer.TrainerActor:
+        groups.setdefault("steps", 10)
+        config = small.config(model={"path": model_directory}, **groups)
+        made = trainer.create(config_lib.to_dict(config), workdir="unused")
+        running.append(made)
+        made.start()
+        return made
+
+    yield make
+    for made in running:
+        made.shutdown()
+
+
+@pytest.fixture(scope="session")
+def hybrid_config(small, model_directory):
+    """Of a core of 2 x 2 devices with one hybrid worker."""
+    made = small.config(
+        trainer={"data": 2, "fsdp": 2, "rows_per_micro_batch": 4, "row_buckets": (64,), "pack": False},
+        model={"path": model_directory},
+        optimizer=config_lib.OptimizerConfig(learning_rate=1e-3, eps=1e-6),
+        elastic=config_lib.ElasticConfig(hybrid=0, late_seconds=120),
+        steps=100,
+    )
+    rollout = dataclasses.replace(made.rollout, tensor_parallel=(1, 1))
+    elastic = dataclasses.replace(made.elastic, hybrid=1)
+    return dataclasses.replace(made, rollout=rollout, elastic=elastic)
+
+
+@pytest.fixture(scope="session")
+def start_core(hybrid_config, small):
+    """Makes and starts trainers, compiled fast; shuts them down in the end."""
+    running = []
+
+    def make():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(learner, "Learner", functools.partial(learner.Learner, compiler_options=small.fast))
+            made = trainer.create(config_lib.to_dict(hybrid_config), workdir="unused")
+            running.append(made)
+            made.start()
+        return made
+
+    yield make
+    for made in running:
+        made.shutdown()
+
+
+@pytest.fixture(scope="session")
+def pair(start_core):
+    """A core, and one that trains alone; tests step both."""
+    return start_core(), start_core()
