@@ -111,7 +111,7 @@ class Elasticity:
                 recorder=recorder,
                 ending=ending,
             )
-        self.resizing.changed = self._show_pools
+        self.resizing.changed = self._resized
         self.resizing.moved = self._trainer_moved
         self.resizing.leaving = saver.commit_held
         self._show_pools()
@@ -184,6 +184,12 @@ class Elasticity:
         await self._publisher.forget()
         if self._hybrid is not None:
             self._hybrid.trainer_moved()
+
+    def _resized(self) -> None:
+        """The trainer has another mesh."""
+        if self._hybrid is not None:
+            self._hybrid.disturb()
+        self._show_pools()
 
     def _show_pools(self) -> None:
         """Tells the recorder how many devices each pool has now."""

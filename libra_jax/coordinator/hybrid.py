@@ -86,7 +86,7 @@ class HybridWorkers:
         self._floor = config.elastic.floor
         limits = transitions.limits(config.deadlines)
         self.pool = pool.Pool(self._names, limits, config.elastic.restarts, now=self._loop.time())
-        engines.fewer = self._keep_floor
+        engines.fewer = self._lost
         self.changed: Callable[[], None] = lambda: None
         self._borrowing = borrowing.Borrowing(
             config.elastic, horizon=config.planner.horizon, synchronous=self._synchronous
@@ -109,6 +109,7 @@ class HybridWorkers:
         )
         self._coming: _Coming | None = None
         self._disturbed = True  # the first step is not like those to come
+        self._core: frozenset[str] = frozenset()  # instances that served after the last step
         self._measured = measured_steps.MeasuredSteps(config.coordinator.staleness)
 
     # Shares -----------------------------------------------------------------------------------------------------
@@ -159,6 +160,8 @@ class HybridWorkers:
             if worker.state is State.TRAINING and not self._members.follows(worker.name):
                 self._transitions.failed(worker.ticket, "it could not be given the parameters that are out.")
         moving = self._coming is not None or any(not worker.at_rest for worker in self.pool.workers)
+        before, self._core = self._core, self._serving_core()
+        self._disturbed = self._disturbed or self._core != before
         disturbed, self._disturbed = self._disturbed or moving, moving
         training = self.pool.members()
         metrics = {"hybrid/training": float(len(training)), "hybrid/epoch": float(self.pool.epoch)}
@@ -199,6 +202,11 @@ class HybridWorkers:
         if coming is not None and coming.timer is not None:
             coming.timer.cancel()
 
+    def _lost(self) -> None:
+        """An instance was."""
+        self._disturbed = True
+        self._keep_floor()
+
     def _keep_floor(self) -> None:
         """Where too few are left to roll out, who trains or is about to comes back, whatever training does.
 
@@ -223,6 +231,14 @@ class HybridWorkers:
         """The instances that serve and are not about to stop."""
         going = [worker.name for worker in self.pool.workers if worker.state is State.DRAINING]
         return [instance.name for instance in self._engines.serving() if instance.name not in going]
+
+    def _serving_core(self) -> frozenset[str]:
+        """The instances of the core that serve now; plans change them, and losses do."""
+        return frozenset(instance.name for instance in self._engines.serving()) - set(self._names)
+
+    def disturb(self) -> None:
+        """Something else touches the step under way, so that it says nothing of those to come: the trainer moves."""
+        self._disturbed = True
 
     def _sight(self, step: int, report: reports.StepReport, *, disturbed: bool) -> borrowing.Sight:
         """The mean of the last undisturbed steps under the present arrangement."""
@@ -255,13 +271,14 @@ class HybridWorkers:
             core_instances=len(core),
             core_slots=sum(core.values()),
             workers=hybrid,
-            move_seconds=self._transitions.ready_seconds,  # in which the devices serve nobody
+            move_seconds=self._transitions.idle_seconds,
             disturbed=not self._measured.enough,
         )
 
     def trainer_moved(self) -> None:
         """Other processes train now: who joined those before, or was about to, goes back to rollout or stays there."""
         self._call_off()  # it was decided by the times of those before
+        self.disturb()
         why, now = "the trainer moved to other processes", self._loop.time()
         for worker in self.pool.workers:
             if worker.state is State.TRAINING:

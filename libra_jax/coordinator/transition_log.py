@@ -49,7 +49,7 @@ class TransitionLog:
             "outcome": "cancelled" if turned else outcome,
             "why": why,
             "bytes": self._bytes.get(worker.name, 0) if worker.phases else 0,  # at rest, it was on no way
-            "stall": {"training": 0.0, "rollout": end - start},  # in which the devices served neither side
+            "stall": {"training": 0.0, "rollout": worker.idle_seconds},
         }
         self._recorder.span(worker.name, f"{record['from']} to {record['to']}", start, end, record["phases"])
         if outcome == "failed":

@@ -6,6 +6,7 @@ Each state has its deadline, and each wait inside it one of its own. Whatever br
 from __future__ import annotations
 
 import asyncio
+import collections
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -14,6 +15,9 @@ from libra_jax import protocols, turns
 from libra_jax.coordinator import deadlines, failure, instances, member_shares, replicas, transition_log
 from libra_jax.elastic import pool
 from libra_jax.elastic.states import State
+
+KNOWN_CHANGES = 3
+"""Changes of sides by which the next one is judged."""
 
 MARGIN_SECONDS = 10.0
 """By which a state's deadline exceeds those of what is done in it."""
@@ -36,7 +40,7 @@ class Transitions:
 
     Attributes:
       step: training steps taken, for the log.
-      ready_seconds: that the last way to training took.
+      ready_seconds: that the last way to training took, a replica that had to be made anew included.
     """
 
     def __init__(
@@ -68,6 +72,12 @@ class Transitions:
         self._drivers: dict[str, asyncio.Task[None]] = {}
         self.step = 0
         self.ready_seconds = 0.0
+        self._idle: collections.deque[float] = collections.deque(maxlen=KNOWN_CHANGES)
+
+    @property
+    def idle_seconds(self) -> float:
+        """In which a worker that changes sides serves neither: the shortest of the last ones, which nothing held up."""
+        return min(self._idle, default=0.0)
 
     def begin(self, worker: pool.Worker) -> None:
         """A transition begins; one that the worker turns round from is given up, whatever it waits for."""
@@ -182,6 +192,8 @@ class Transitions:
         self._recorder.status(worker.name, f"hybrid worker: {worker.state}")
         if worker.state is State.TRAINING:
             self.ready_seconds = took
+        if outcome == "done" and {worker.origin, worker.state} == {State.ROLLOUT, State.TRAINING}:
+            self._idle.append(worker.idle_seconds)
         if worker.state is State.ROLLOUT:
             self._engines.engines[worker.name].answered = None
 

@@ -82,6 +82,11 @@ class Worker:
         """Nothing is under way."""
         return self.state in states.AT_REST
 
+    @property
+    def idle_seconds(self) -> float:
+        """Of its transition, those in which its devices served neither side; while it drains, its engine does."""
+        return sum(seconds for state, seconds in self.phases if state is not State.DRAINING)
+
     def record(self) -> dict[str, Any]:
         """For `transitions.jsonl`, once the worker is at rest: what it knows of the transition; bytes are others'."""
         return {

@@ -53,7 +53,12 @@ class Engines:
 
 
 class Obliging:
-    """Replicas, and a trainer, that do at once whatever they are asked."""
+    """Replicas, and a trainer, that do at once whatever they are asked, once the replica is there."""
+
+    making = 0.0
+
+    async def ensure(self, worker: str) -> None:
+        await asyncio.sleep(self.making)
 
     def holds(self, worker: str, version: int) -> bool:
         return True
@@ -82,8 +87,10 @@ class Told:
 
     def __init__(self, decisions: Iterable[Decided]) -> None:
         self._decisions = iter(decisions)
+        self.sights: list[borrowing.Sight] = []
 
     def look(self, sight: borrowing.Sight) -> borrowing.Decision:
+        self.sights.append(sight)
         kind, workers = next(self._decisions, ("stay", ()))
         return borrowing.Decision(sight.step, kind, workers, "as told", 1.0, 1.0)
 
@@ -101,11 +108,12 @@ class Bench:
             elastic={"hybrid": 2},
         )
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(borrowing, "Borrowing", lambda *_, **__: Told(decisions))
+            self.told, self.members = Told(decisions), Obliging()
+            patch.setattr(borrowing, "Borrowing", lambda *_, **__: self.told)
             self.workers = hybrid.HybridWorkers(
                 config,
                 engines=self.engines,
-                members=Obliging(),
+                members=self.members,
                 trainer=Obliging(),
                 core_devices=1,
                 recorder=self.recorder,
@@ -199,5 +207,29 @@ def test_a_borrow_that_was_decided_for_other_processes_is_called_off():
         bench.workers.trainer_moved()
         assert await bench.take_step() == []
         assert await bench.take_step() == []
+
+    run(body, STAY, BORROW)
+
+
+def test_a_step_that_a_loss_or_a_moving_trainer_touched_says_nothing_of_those_to_come():
+    async def body(bench: Bench) -> None:
+        for touch in (lambda: bench.engines.fail("rollout-0"), bench.workers.disturb):
+            for _ in range(3):
+                await bench.take_step()
+            assert not bench.told.sights[-1].disturbed
+            await bench.take_step({1.0: touch, 2.0: lambda: bench.engines.recover("rollout-0")})
+            assert bench.told.sights[-1].disturbed
+
+    run(body)
+
+
+def test_a_replica_that_had_to_be_made_while_its_engine_served_does_not_make_changes_dear():
+    async def body(bench: Bench) -> None:
+        bench.members.making = 3 * STEP
+        for _ in range(7):
+            await bench.take_step()
+        assert set(bench.workers.pool.members()) == {"rollout-1"}
+        assert bench.told.sights[-1].move_seconds < 1.0
+        assert bench.recorder.transitions[-1]["stall"]["rollout"] < 1.0
 
     run(body, STAY, BORROW)
