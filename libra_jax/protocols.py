@@ -532,12 +532,15 @@ class ResizeEstimate:
     Attributes:
       state_bytes: of the whole state, each leaf once.
       arriving_bytes: over all devices, what each has to get that it does not hold.
-      peak_bytes: most that any device holds at one moment on top of what it held before.
+      peak_bytes: most that any device holds at one moment, the gradient sums of the next step included, on top of what
+        it held before.
+      unchecked: devices that do not say what they have room for: whether it fits there is not known.
     """
 
     state_bytes: int
     arriving_bytes: int
     peak_bytes: int
+    unchecked: int = 0
 
 
 @dataclass(frozen=True)

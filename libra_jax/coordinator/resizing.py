@@ -181,6 +181,11 @@ class Resizing:
             resize.begun = asyncio.get_running_loop().time()
             resize.way = self._way(resize)
             resize.estimate = await resize.way.begin()
+            if resize.estimate.unchecked:
+                self._recorder.note(
+                    f"Whether the state fits onto the mesh of {resize.sizes} is not known: {resize.estimate.unchecked} "
+                    "of its devices do not say how much memory they have."
+                )
         resize.progress = await resize.way.progress()
         if not resize.progress.ready:
             if self._overdue(resize, resize.way):

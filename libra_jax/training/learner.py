@@ -94,6 +94,11 @@ class Learner:
         """The policy's parameters."""
         return self._begun().params
 
+    @property
+    def holds_sums(self) -> bool:
+        """Its accumulator is on the devices: from its first step on."""
+        return self._accumulator is not None
+
     def begin(self, params: Any) -> None:
         """Starts a fresh state, its optimizer and reference model included, around `params`."""
         self.state = state_lib.begin(params, self.layout, self._transform, self.config.seed)

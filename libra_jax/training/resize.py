@@ -19,15 +19,15 @@ from typing import Any
 
 import jax
 import numpy as np
-import psutil
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
+from libra_jax.interop import memfd
 from libra_jax.training import learner as learner_lib
 from libra_jax.training import state as state_lib
 
 FreeBytes = Callable[[Sequence[jax.Device]], "dict[jax.Device, int]"]
-"""Devices to the bytes that each may still take."""
+"""Devices to the bytes that each may still take; one that does not say is left out."""
 
 
 class StayedError(protocols.LibraError):
@@ -56,7 +56,7 @@ class Resize:
           present: the learner that trains; it goes on.
           sizes: wanted.
           devices: the new mesh takes the first of them.
-          free_bytes: what devices may still take; default: as they or this machine report it.
+          free_bytes: what devices may still take; default: as they report it, or this machine or its container.
 
         Raises:
           ConfigError: the sizes are no mesh of this model, batch and number of devices, or are those of the present
@@ -74,8 +74,8 @@ class Resize:
         self.sizes = sizes
         self._present = present
         self._next = present.on(trainer, devices)
-        self.estimate = estimate(present.layout.state, self._next.layout.state)
-        _check_room(self.estimate, self._next.layout, free_bytes or _free_bytes)
+        self._free_bytes = free_bytes or _free_bytes
+        self.estimate = self._checked()
         self._compiled = 0
         self._seconds = 0.0
         self._error: Exception | None = None
@@ -116,8 +116,8 @@ class Resize:
 
         Raises:
           DeadlineMissed: it took longer; the present learner goes on, and so does the compilation.
-          LibraError: the new programs do not compile, or the state could not be moved; the present learner goes on,
-            or the message says that the state is lost.
+          LibraError: the new programs do not compile, a device has no room any more, or the state could not be moved;
+            the present learner goes on, or the message says that the state is lost.
         """
         began = time.monotonic()
         self._thread.join(seconds)
@@ -133,6 +133,7 @@ class Resize:
             raise protocols.LibraError(
                 f"the programs of a mesh of {self.sizes} do not compile ({self._error}); the trainer stays on its mesh."
             ) from self._error
+        self.estimate = self._checked()  # others may have taken memory since, and a first step its accumulator
         began = time.monotonic()
         leaves, structure = self._present.release()
         try:
@@ -143,6 +144,23 @@ class Resize:
         self._next.state = jax.tree.unflatten(structure, leaves)
         moved = time.monotonic() - began
         return self._next, protocols.ResizePhases(self._seconds, waited, moved, self.estimate.arriving_bytes)
+
+    def _checked(self) -> protocols.ResizeEstimate:
+        """The estimate as things are now.
+
+        Raises:
+          LibraError: a device has no room for it.
+        """
+        made = estimate(self._present.layout, self._next.layout, holds_sums=self._present.holds_sums)
+        devices = list(self._next.layout.mesh.devices.flat)
+        free = self._free_bytes(devices)
+        for device, room in free.items():
+            if made.peak_bytes > room:
+                raise protocols.LibraError(
+                    f"a live resize takes up to {made.peak_bytes / 2**20:.1f} MiB more on a device, and "
+                    f"{device} has {room / 2**20:.1f} MiB; raise trainer.fsdp, or restart on the other mesh."
+                )
+        return dataclasses.replace(made, unchecked=len(devices) - len(free))
 
     def _compile(self) -> None:
         began = time.monotonic()
@@ -164,22 +182,31 @@ def mesh_sizes(trainer: config_lib.TrainerConfig) -> protocols.MeshSizes:
     return protocols.MeshSizes(trainer.data, trainer.fsdp, trainer.tensor)
 
 
-def estimate(before: state_lib.TrainState, after: state_lib.TrainState) -> protocols.ResizeEstimate:
-    """What moving a state takes, from where its leaves lie and are to lie (`jax.ShapeDtypeStruct` leaves)."""
-    held: dict[jax.Device, int] = {}  # on top of what the device held before the move
+def estimate(before: state_lib.Layout, after: state_lib.Layout, *, holds_sums: bool) -> protocols.ResizeEstimate:
+    """What moving a state takes.
+
+    Args:
+      before: where its leaves lie.
+      after: where they are to lie.
+      holds_sums: an accumulator lies there, too. It is freed before the state moves; the step after makes a new one,
+        which may be larger on each device, in any case.
+    """
+    held: dict[jax.Device, int] = {}  # on top of what the device held before
     whole = arriving = peak = 0
-    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+    for sums in jax.tree.leaves(before.accumulator) if holds_sums else ():
+        _add(held, _bytes(sums), -1)
+    for old, new in zip(jax.tree.leaves(before.state), jax.tree.leaves(after.state), strict=True):
         item = np.dtype(old.dtype).itemsize
         whole += item * int(np.prod(old.shape))
         here, there = _slices(old), _slices(new)
         for device, part in there.items():
-            size = item * _size(part)
-            arriving += size - item * (_overlap(here[device], part) if device in here else 0)
-            held[device] = held.get(device, 0) + size
-            peak = max(peak, held[device])
-        for device, part in here.items():
-            held[device] = held.get(device, 0) - item * _size(part)
-    return protocols.ResizeEstimate(whole, arriving, peak)
+            arriving += item * (_size(part) - (_overlap(here[device], part) if device in here else 0))
+        _add(held, _bytes(new), 1)
+        peak = max(peak, *held.values())
+        _add(held, _bytes(old), -1)
+    for sums in jax.tree.leaves(after.accumulator):
+        _add(held, _bytes(sums), 1)
+    return protocols.ResizeEstimate(whole, arriving, max(peak, *held.values()))
 
 
 def move(leaves: list[jax.Array], places: Sequence[jax.ShapeDtypeStruct]) -> None:
@@ -229,6 +256,16 @@ def _slices(leaf: Any) -> dict[jax.Device, tuple[tuple[int, int], ...]]:
     }
 
 
+def _bytes(leaf: Any) -> dict[jax.Device, int]:
+    """Of each device, the bytes that it holds."""
+    return {device: np.dtype(leaf.dtype).itemsize * _size(part) for device, part in _slices(leaf).items()}
+
+
+def _add(held: dict[jax.Device, int], nbytes: dict[jax.Device, int], sign: int) -> None:
+    for device, count in nbytes.items():
+        held[device] = held.get(device, 0) + sign * count
+
+
 def _size(part: Sequence[tuple[int, int]]) -> int:
     return int(np.prod([last - first for first, last in part], dtype=np.int64))
 
@@ -238,23 +275,13 @@ def _overlap(one: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]) -
     return _size(common) if all(first < last for first, last in common) else 0
 
 
-def _check_room(wanted: protocols.ResizeEstimate, where: state_lib.Layout, free_bytes: FreeBytes) -> None:
-    devices = list(where.mesh.devices.flat)
-    for device, free in free_bytes(devices).items():
-        if wanted.peak_bytes > free:
-            raise protocols.LibraError(
-                f"a live resize takes up to {wanted.peak_bytes / 2**20:.1f} MiB more on a device for a moment, and "
-                f"{device} has {free / 2**20:.1f} MiB; raise trainer.fsdp, or restart on the other mesh."
-            )
-
-
 def _free_bytes(devices: Sequence[jax.Device]) -> dict[jax.Device, int]:
-    """What each device reports; CPU devices share this machine's memory."""
+    """What each device reports; CPU devices share what this process may still take."""
     free = {}
     for device in devices:
         told = device.memory_stats() if device.platform != "cpu" else None
         if told and "bytes_limit" in told:
             free[device] = told["bytes_limit"] - told["bytes_in_use"]
         elif device.platform == "cpu":
-            free[device] = psutil.virtual_memory().available // len(devices)
+            free[device] = memfd.available_bytes() // len(devices)
     return free

@@ -66,6 +66,21 @@ def test_one_that_is_held_compiles_and_moves_only_when_it_may():
     run(work)
 
 
+def test_it_says_so_where_devices_do_not_tell_whether_the_state_fits():
+    async def work(mesh, trainer, recorder):
+        async def begin(wanted) -> protocols.ResizeEstimate:
+            trainer.wanted, trainer.looks = wanted, 0
+            return protocols.ResizeEstimate(100, 50, 10, unchecked=2)
+
+        trainer.begin_resize = begin
+        handle = mesh.resize(sizes(data=2), "")
+        await mesh.boundary(0)
+        await handle.done
+        assert any("is not known: 2 of its devices do not say" in note for note in recorder.notes)
+
+    run(work)
+
+
 def test_two_at_once_are_refused_and_the_first_goes_on():
     async def work(mesh, trainer, recorder):
         first = mesh.resize(sizes(data=2), "")

@@ -1,5 +1,6 @@
 """A mesh that changes between two steps: not a bit of the state changes, nor does what is learnt."""
 
+import dataclasses
 import itertools
 import weakref
 
@@ -9,6 +10,7 @@ import pytest
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
+from libra_jax.interop import memfd
 from libra_jax.training import learner as learner_lib
 from libra_jax.training import packing, resize
 from libra_jax.training import step as step_lib
@@ -156,10 +158,56 @@ def test_a_mesh_that_cannot_be_is_refused_and_training_goes_on(begun, sizes, sen
 
 
 def test_too_little_room_is_refused_with_what_it_takes(begun):
-    learner, step = begun()
-    with pytest.raises(protocols.LibraError, match=r"takes up to 0\.\d MiB more on a device .* has 0\.0 MiB"):
-        resized(learner, (4, 1, 1), free_bytes=lambda devices: dict.fromkeys(devices, 10))
+    learner, step = begun((1, 8, 1))
+    with pytest.raises(protocols.LibraError, match=r"takes up to 0\.\d MiB more on a device, .* has 0\.0 MiB"):
+        resized(learner, (1, 2, 1), free_bytes=lambda devices: dict.fromkeys(devices, 10))
     step(learner)
+
+
+def test_room_for_the_state_alone_is_too_little_where_each_device_gets_more_of_the_gradient_sums(begun):
+    learner, step = begun((1, 8, 1))
+    before, after = learner.layout, learner.on(trainer_of(learner, (1, 2, 1)), jax.devices()).layout
+    state, sums = (
+        max(bytes_held(there).values()) - max(bytes_held(here).values())
+        for here, there in ((before.state, after.state), (before.accumulator, after.accumulator))
+    )
+    largest = max(leaf.nbytes for leaf in jax.tree.leaves(learner.state))
+    with pytest.raises(protocols.LibraError, match=r"more on a device, and .*; raise trainer.fsdp"):
+        resized(learner, (1, 2, 1), free_bytes=lambda devices: dict.fromkeys(devices, state + sums // 2))
+    step(learner)
+    resized(learner, (1, 2, 1), free_bytes=lambda devices: dict.fromkeys(devices, state + max(sums, largest)))
+
+
+def test_room_that_others_took_while_it_compiled_is_missed_at_the_take_over_and_training_goes_on(begun):
+    learner, step = begun((1, 8, 1))
+    rooms = iter([2**30, 10])
+    begins = resize.Resize(
+        learner, protocols.MeshSizes(1, 2, 1), jax.devices(), free_bytes=lambda all: dict.fromkeys(all, next(rooms))
+    )
+    with pytest.raises(protocols.LibraError, match=r"has 0\.0 MiB"):
+        begins.take_over(PATIENCE)
+    step(learner)
+
+
+def test_the_room_of_cpu_devices_is_what_a_container_leaves_them(begun, monkeypatch):
+    learner, _ = begun((1, 8, 1))
+    monkeypatch.setattr(memfd, "available_bytes", lambda: 2**10)
+    with pytest.raises(protocols.LibraError, match=r"has 0\.0 MiB; raise trainer.fsdp"):
+        resized(learner, (1, 2, 1))
+
+
+def test_devices_that_do_not_say_what_room_they_have_are_counted(begun):
+    class Silent:
+        platform = "gpu"
+
+        def memory_stats(self):
+            return None
+
+    assert resize._free_bytes([Silent(), Silent()]) == {}
+    learner, _ = begun()
+    begins = resize.Resize(learner, protocols.MeshSizes(4, 1, 1), jax.devices(), free_bytes=lambda devices: {})
+    assert begins.estimate.unchecked == 4
+    begins.cancel(PATIENCE)
 
 
 @pytest.mark.parametrize("failing", [0, 3, 9])
@@ -196,12 +244,16 @@ def test_a_state_that_no_device_takes_is_lost_with_a_sentence(begun, monkeypatch
     assert learner.state is None
 
 
+@pytest.mark.parametrize("holds_sums", [False, True])
 @pytest.mark.parametrize("pair", itertools.permutations(SIZES, 2), ids=str)
-def test_the_estimate_is_what_counting_elements_one_by_one_gives(small, pair):
+def test_the_estimate_is_what_counting_elements_one_by_one_gives(small, pair, holds_sums):
     before, after = (layout_of(small, sizes) for sizes in pair)
     held: dict[jax.Device, int] = {}
     arriving = peak = largest = 0
-    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+    for leaf in jax.tree.leaves(before.accumulator) if holds_sums else ():
+        for device, gone in elements(leaf).items():
+            held[device] = held.get(device, 0) - 4 * len(gone)
+    for old, new in zip(jax.tree.leaves(before.state), jax.tree.leaves(after.state), strict=True):
         size = np.dtype(old.dtype).itemsize
         largest = max(largest, size * int(np.prod(old.shape)))
         had, has = elements(old), elements(new)
@@ -211,15 +263,34 @@ def test_the_estimate_is_what_counting_elements_one_by_one_gives(small, pair):
             peak = max(peak, held[device])
         for device, gone in had.items():
             held[device] = held.get(device, 0) - size * len(gone)
-    made = resize.estimate(before, after)
-    assert (made.arriving_bytes, made.peak_bytes) == (arriving, peak)
-    assert made.peak_bytes <= largest + made.arriving_bytes
+    if not holds_sums:
+        assert peak <= largest + arriving
+    for leaf in jax.tree.leaves(after.accumulator):
+        for device, wanted in elements(leaf).items():
+            held[device] = held.get(device, 0) + 4 * len(wanted)
+            peak = max(peak, held[device])
+    made = resize.estimate(before, after, holds_sums=holds_sums)
+    assert (made.arriving_bytes, made.peak_bytes) == (arriving, max(peak, *held.values()))
 
 
 def layout_of(small, sizes):
     data, fsdp, tensor = sizes
     config = small.config(trainer={"data": data, "fsdp": fsdp, "tensor": tensor}, optimizer=ADAM)
-    return learner_lib.Learner(config, small.shape, jax.devices()).layout.state
+    return learner_lib.Learner(config, small.shape, jax.devices()).layout
+
+
+def trainer_of(learner, sizes):
+    data, fsdp, tensor = sizes
+    return dataclasses.replace(learner.config.trainer, data=data, fsdp=fsdp, tensor=tensor)
+
+
+def bytes_held(tree):
+    """Of each device, the bytes of all leaves."""
+    held: dict[jax.Device, int] = {}
+    for leaf in jax.tree.leaves(tree):
+        for device, numbers in elements(leaf).items():
+            held[device] = held.get(device, 0) + np.dtype(leaf.dtype).itemsize * len(numbers)
+    return held
 
 
 def elements(leaf):
