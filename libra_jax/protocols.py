@@ -782,7 +782,11 @@ class Replica(Protocol):
         ...
 
     async def contribute(self, batch: TrainBatch, shares: Sequence[Share]) -> Mapping[str, float]:
-        """Computes its share of the step and sends the sums to the core. Returns `seconds`, `bytes`, `micro_batches`.
+        """Computes its share of the step and sends the sums to the core.
+
+        Returns:
+          `micro_batches` of its share, `bytes` sent, and `seconds` from the batch's receipt until the core had the
+          sums, without the wait for the core to take them.
 
         Raises:
           LibraError: it holds another version, or the channel is gone.

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -73,6 +73,18 @@ class Header:
     last: int
     metrics: Mapping[str, tuple[float, float]]
     maxima: Mapping[str, float]
+
+
+class Sent(NamedTuple):
+    """What sending a sum took.
+
+    Attributes:
+      nbytes: sent to each process of the core.
+      waited: seconds until all of them took the header: until they were ready, not what the sum took on its way.
+    """
+
+    nbytes: int
+    waited: float
 
 
 class Listener:
@@ -171,8 +183,8 @@ class Channel:
         if not self.ready:
             raise self._fail("not everybody came to it in time")
 
-    def send(self, header: Header, arrays: Sequence[np.ndarray], seconds: float) -> int:
-        """Sends one sum to every process of the core. Returns the bytes sent to each.
+    def send(self, header: Header, arrays: Sequence[np.ndarray], seconds: float) -> Sent:
+        """Sends one sum to every process of the core.
 
         A message leaves only when the other side waits for it, so this ends when the core takes the sum.
 
@@ -188,10 +200,12 @@ class Channel:
             flat[at : at + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             at += array.nbytes
         head = _encode(header, [(str(array.dtype), array.shape) for array in arrays])
-        for message in (head, *_parts(flat)):
-            tensor = torch.from_numpy(message)
-            self._until(deadline, [self._post("send", tensor, rank) for rank in range(self._ranks - 1)])
-        return len(head) + len(flat)
+        began = time.monotonic()
+        self._give(head, deadline)
+        waited = time.monotonic() - began
+        for part in _parts(flat):
+            self._give(part, deadline)
+        return Sent(len(head) + len(flat), waited)
 
     def receive(self, wanted: Sequence[ArrayKind], seconds: float) -> tuple[Header, list[np.ndarray]]:
         """The next sum that the replica sent.
@@ -269,6 +283,10 @@ class Channel:
         if self._buffer.nbytes != nbytes:
             self._buffer = np.empty(nbytes, np.uint8)
         return self._buffer
+
+    def _give(self, message: np.ndarray, deadline: float) -> None:
+        tensor = torch.from_numpy(message)
+        self._until(deadline, [self._post("send", tensor, rank) for rank in range(self._ranks - 1)])
 
     def _take(self, target: np.ndarray, deadline: float) -> None:
         self._until(deadline, [self._post("recv", torch.from_numpy(target), self._ranks - 1)])

@@ -165,15 +165,18 @@ class Replica:
         self._channels.connected[self.member] = self._epoch = epoch
 
     async def contribute(self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share]) -> Mapping[str, float]:
-        """Computes its share and sends it."""
+        """Computes its share, if there is anything in it, and sends it; the core is not waited for."""
+        began = asyncio.get_running_loop().time()
         self._check_alive()
         if self._version != batch.policy_version:
             raise protocols.LibraError(f"the replica of {self.member} holds version {self._version}")
         lengths = [len(trajectory.token_ids) for group in batch.groups for trajectory in group.trajectories]
         mine = split(lengths, shares)[1][self.member]
-        seconds = self.slowdown * (self._train_seconds(mine) + self._send_seconds)
-        await self._take(seconds)
+        if not mine:
+            return {"seconds": 0.0, "micro_batches": 0.0, "bytes": 0.0}
+        await self._take(self.slowdown * (self._train_seconds(mine) + self._send_seconds))
         self._channels.send(self.member, self._epoch, batch.policy_version)
+        seconds = asyncio.get_running_loop().time() - began
         return {"seconds": seconds, "micro_batches": counted(mine, lengths), "bytes": 2.0 * self._model.weight_bytes}
 
     async def leave(self) -> None:

@@ -137,7 +137,8 @@ class Trainer:
         await self._train(core)
         own = asyncio.get_running_loop().time() - began
         counts = {"micro_batches": float(len(lengths)), "shares/micro_batches": 0.0, "shares/late": 0.0}
-        missing = await self._collect(batch.policy_version, shares, own)
+        sent = [share for share in shares if parts[share.member]]  # of nothing, nothing is sent
+        missing = await self._collect(batch.policy_version, sent, own)
         counts["shares/wait_seconds"] = asyncio.get_running_loop().time() - began - own
         for member, part in parts.items():
             if member in missing:

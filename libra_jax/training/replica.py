@@ -142,13 +142,15 @@ class ReplicaActor:
         """Computes its share of the step and sends the sums to the core.
 
         Returns:
-          `seconds` that it computed, `bytes` sent to each process of the core, `micro_batches` in its share. A share
-          that is smaller than a micro-batch may be nothing, and then nothing is sent.
+          `seconds` from the batch's receipt until the core had its sums, less those that it waited for the core to take
+          them; `bytes` sent to each process of the core, `micro_batches` in its share. A share that is smaller than a
+          micro-batch may be nothing, and then nothing is sent.
 
         Raises:
           DataError: a trajectory holds a number that cannot be trained on.
           LibraError: it holds another version, has no such share, or the channel is gone.
         """
+        began = time.monotonic()
         learner, channel = self._started(), self._channel
         if batch.policy_version != self._version:
             raise protocols.LibraError(
@@ -164,10 +166,8 @@ class ReplicaActor:
         indices = shares_lib.split(prepared.work, shares)[1 + mine[0]]
         if not indices:
             return {"seconds": 0.0, "bytes": 0.0, "micro_batches": 0.0}
-        began = time.monotonic()
         sums, report = learner.sums(learner_lib.POLICY, self._params, prepared.packed, prepared.extras, indices)
         arrays = jax.device_get(jax.tree.leaves(sums))
-        seconds = time.monotonic() - began
         header = side_channel.Header(
             member=self._name,
             epoch=channel.epoch,
@@ -179,7 +179,9 @@ class ReplicaActor:
             maxima=report["maxima"],
         )
         sent = channel.send(header, arrays, self._config.deadlines.train_step)
-        return {"seconds": seconds, "bytes": float(sent), "micro_batches": float(len(indices))}
+        # What it waited says how slow the core is; counted here, a replica would never be given more than it has.
+        seconds = time.monotonic() - began - sent.waited
+        return {"seconds": seconds, "bytes": float(sent.nbytes), "micro_batches": float(len(indices))}
 
     def leave(self) -> None:
         """Closes the channel and gives the parameters' memory back; compiled programs stay. Idempotent."""

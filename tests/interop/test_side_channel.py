@@ -226,6 +226,20 @@ def test_a_sender_is_told_when_the_core_closes_or_takes_too_long(ends):
         replica.send(HEADER, big, 10)
 
 
+def test_what_a_sender_waits_for_the_core_is_told_apart_from_what_the_sum_takes(ends):
+    core, replica, _ = ends
+    arrays = [np.zeros(1000, np.float32), np.zeros((), np.float32)]
+    with futures.ThreadPoolExecutor(1) as pool:
+        began = time.monotonic()
+        sending = pool.submit(replica.send, HEADER, arrays, 20)
+        time.sleep(0.5)
+        core.receive(KINDS, 20)
+        sent = sending.result(20)
+        took = time.monotonic() - began
+    assert sent.nbytes == side_channel.HEADER_BYTES + 4004
+    assert 0.4 < sent.waited <= took
+
+
 def test_a_core_that_does_not_take_a_sum_in_time_loses_the_replica(ends):
     _, replica, _ = ends
     with pytest.raises(side_channel.SideChannelError, match="the other side took too long"):

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from multiprocessing import connection
 
 import hybrid_doubles as doubles
@@ -16,7 +17,8 @@ import pytest
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.interop import side_channel
-from libra_jax.training import members, replica
+from libra_jax.training import learner as learner_lib
+from libra_jax.training import members, prepare, replica
 
 SCRIPT = pathlib.Path(__file__).parent / "replica_process.py"
 SECONDS = 120
@@ -191,6 +193,37 @@ def test_a_replica_without_a_part_in_the_step_says_why(hybrid_config):
     actor.leave()
     actor.shutdown()
     core.close()
+
+
+def test_the_seconds_of_a_share_go_from_the_batch_to_the_end_of_the_sending_without_the_wait_for_the_core(
+    hybrid_config, monkeypatch
+):
+    class Slow:
+        epoch, closed = 4, ""
+
+        def send(self, header, arrays, seconds):
+            time.sleep(0.6)
+            return side_channel.Sent(10, waited=0.4)
+
+        def close(self, why):
+            pass
+
+    actor = replica.create(config_lib.to_dict(hybrid_config), workdir="unused", name="r")
+    actor.start()
+    actor._version, actor._channel = 0, Slow()
+    readies = prepare.prepare
+
+    def slowly(*arguments):
+        time.sleep(0.3)
+        return readies(*arguments)
+
+    monkeypatch.setattr(prepare, "prepare", slowly)
+    monkeypatch.setattr(learner_lib.Learner, "sums", lambda *_: ([], {"metrics": {}, "maxima": {}}))
+    began = time.monotonic()
+    told = actor.contribute(doubles.batch(0), [doubles.share(4)])
+    assert 0.5 <= told["seconds"] <= time.monotonic() - began - 0.4
+    assert told["bytes"] == 10
+    actor.shutdown()
 
 
 def test_a_closed_trainer_leaves_no_port(start_core):
