@@ -25,6 +25,11 @@ class Taken:
     stall: float
     nbytes: int
 
+    def with_stalls(self, **phases: float) -> Taken:
+        """The same with further phases, in which training stood still."""
+        stall = self.stall + sum(phases.values())
+        return dataclasses.replace(self, phases={**self.phases, **phases}, stall=stall)
+
 
 class Way(Protocol):
     """How a state travels to another mesh. Calls come between two steps, with the trainer's lock held."""

@@ -35,6 +35,7 @@ class Resize:
       estimate: of what it moves, from the first boundary on.
       progress: how far it is.
       compiled: done when taking over would wait for nothing; fails with the resize.
+      left: seconds that training stood still for `Resizing.leaving`.
       done: done when the trainer is on the new mesh; a failed or cancelled resize raises LibraError there.
     """
 
@@ -52,6 +53,7 @@ class Resize:
         self.held = hold
         self.cancelled = ""
         self.begun: float | None = None  # event-loop seconds
+        self.left = 0.0
         self.estimate = protocols.ResizeEstimate(0, 0, 0)
 
     def go(self) -> None:
@@ -82,8 +84,8 @@ class Resizing:
     Attributes:
       sizes: of the mesh that trains.
       changed: called when it is another.
-      leaving: awaited before other processes take over.
-      moved: awaited when they have, before those that trained end.
+      leaving: awaited before other processes take over, each time that they are about to: the phase "leave".
+      moved: awaited when they have, before those that trained end: the phase "settle".
     """
 
     def __init__(
@@ -153,7 +155,9 @@ class Resizing:
         if way is None:
             return
         if isinstance(way, mesh_moves.Outside):
+            began = asyncio.get_running_loop().time()
             await self.leaving()  # what goes wrong there would go wrong without a resize, too
+            resize.left += asyncio.get_running_loop().time() - began
         try:
             await self._take_over(resize, way, step)
         except protocols.WorkerLost:
@@ -222,11 +226,13 @@ class Resizing:
         self._recorder.status(TRAINER, f"moving to {resize.sizes}")
         taken = await way.take_over(step)
         before, self.sizes, self._resize = self.sizes, resize.sizes, None
-        self._record(resize, before, step, taken, "done", "")
         self.changed()
         if isinstance(way, mesh_moves.Outside):
+            began = asyncio.get_running_loop().time()
             await self.moved()
+            taken = taken.with_stalls(leave=resize.left, settle=asyncio.get_running_loop().time() - began)
             way.end_former()
+        self._record(resize, before, step, taken, "done", "")
         phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in taken.phases.items())
         self._recorder.note(
             f"The trainer's mesh is {resize.sizes} now, {before} before: {taken.nbytes / 2**20:.1f} MiB moved, "

@@ -242,9 +242,13 @@ def test_a_mesh_of_more_processes_is_readied_beside_training_and_takes_over_with
 
         async def note() -> None:
             assert not run.ended, "those before have ended already"
+            await asyncio.sleep(0.4)
             moved.append(True)
 
-        run.mesh.moved = note
+        async def finish() -> None:
+            await asyncio.sleep(0.2)
+
+        run.mesh.moved, run.mesh.leaving = note, finish
         handle = run.mesh.resize(sizes(data=2), "more is trained", processes=2)
         await run.steps(30)
         taken = await handle.done
@@ -253,8 +257,10 @@ def test_a_mesh_of_more_processes_is_readied_beside_training_and_takes_over_with
         assert taken.nbytes == 1000
         assert taken.phases["restore"] >= 1.5
         (record,) = run.recorder.transitions
-        assert list(record["phases"]) == ["start", "compile", "snapshot", "restore", "replay"]
-        assert 0 < record["stall"]["training"] < 1.0  # of steps of a second each
+        assert list(record["phases"]) == ["start", "compile", "snapshot", "restore", "replay", "leave", "settle"]
+        assert (record["phases"]["leave"], record["phases"]["settle"]) == pytest.approx((0.2, 0.4))
+        assert 0.6 < record["stall"]["training"] < 1.6  # of steps of a second each
+        assert taken.stall == record["stall"]["training"]
         assert run.mesh.sizes == sizes(data=2)
 
     doubles.run_on_clock(main())
