@@ -98,7 +98,8 @@ class Resizing:
         successors: mesh_moves.Successors | None = None,
     ) -> None:
         self.sizes = sizes
-        self._reach = sizes.devices + config.elastic.spare_devices
+        self._spare = config.elastic.spare_devices
+        self._reach = sizes.devices + self._spare
         self._deadline = config.deadlines.trainer_start
         self._trainer = trainer
         self._recorder = recorder
@@ -232,6 +233,8 @@ class Resizing:
             await self.moved()
             taken = taken.with_stalls(leave=resize.left, settle=asyncio.get_running_loop().time() - began)
             way.end_former()
+            # Processes that were made for this mesh; only one that is alone holds more than its devices.
+            self._reach = resize.sizes.devices + (self._spare if resize.processes == 1 else 0)
         self._record(resize, before, step, taken, "done", "")
         phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in taken.phases.items())
         self._recorder.note(

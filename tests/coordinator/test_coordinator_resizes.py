@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import types
 
 import coordinator_doubles as doubles
 import movable_trainers
@@ -262,6 +263,56 @@ def test_a_mesh_of_more_processes_is_readied_beside_training_and_takes_over_with
         assert 0.6 < record["stall"]["training"] < 1.6  # of steps of a second each
         assert taken.stall == record["stall"]["training"]
         assert run.mesh.sizes == sizes(data=2)
+
+    doubles.run_on_clock(main())
+
+
+class AtOnce(mesh_moves.Outside):
+    """Other processes that take over as soon as they are asked for."""
+
+    def __init__(self, serving, wanted, processes):
+        self.longest = 60.0
+        self.serving, self.made = serving, types.SimpleNamespace(processes=processes, sizes=wanted)
+
+    async def begin(self):
+        return protocols.ResizeEstimate(0, 0, 0)
+
+    async def progress(self):
+        return protocols.ResizeProgress(0, 0, ready=True)
+
+    async def take_over(self, step):
+        self.serving.set = self.made
+        return mesh_moves.Taken({}, 0.0, 0, other_processes=True)
+
+    def end_former(self):
+        pass
+
+
+@pytest.mark.parametrize(("spare", "outside"), [(0, [2, 2, 8]), (1, [2, 2, 8]), (6, [2, 2])])
+def test_processes_that_took_over_reach_the_devices_that_they_were_made_with_and_no_others(spare, outside):
+    async def main():
+        made, inside = [], []
+
+        def successor(wanted, processes):
+            made.append(wanted.devices)
+            return AtOnce(serving, wanted, processes)
+
+        async def begin_resize(wanted):
+            inside.append(wanted.devices)
+            raise protocols.LibraError("that is enough")
+
+        serving = process_set.Serving(types.SimpleNamespace(processes=1), lambda before: None)
+        config = doubles.make_config(elastic={"spare_devices": spare})
+        mesh = resizing.Resizing(
+            config, trainer=serving, sizes=sizes(data=8), recorder=memory.MemoryRecorder(), successors=successor
+        )
+        for devices, processes in ((2, 2), (2, 1), (8, 1)):
+            if processes == 1:
+                serving.set.begin_resize, serving.set.cancel_resize = begin_resize, mesh.close
+            mesh.resize(sizes(data=devices), "", processes=processes)
+            await mesh.boundary(0)
+        assert made == outside
+        assert inside == ([8] if len(outside) == 2 else [])
 
     doubles.run_on_clock(main())
 
