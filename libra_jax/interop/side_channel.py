@@ -8,7 +8,7 @@ failure closes a channel for good: gloo cannot use a connection again after a wa
 Gloo (torch 2.13) ends the *receiving process* when a message is larger than the receive that it meets, and does not
 notice one that is smaller. So a message's tag is its size: messages of another size meet no receive at all.
 
-Thread-safety: one thread uses a channel; only connecting runs on a thread of the channel's own.
+Thread-safety: one thread sends or receives; connecting runs on a thread of the channel's own, and any may close it.
 """
 
 from __future__ import annotations
@@ -280,9 +280,10 @@ class Channel:
 
     def _room(self, nbytes: int) -> np.ndarray:
         """Memory that is kept from sum to sum, which spares the page faults."""
-        if self._buffer.nbytes != nbytes:
-            self._buffer = np.empty(nbytes, np.uint8)
-        return self._buffer
+        buffer = self._buffer
+        if buffer.nbytes != nbytes:
+            buffer = self._buffer = np.empty(nbytes, np.uint8)
+        return buffer  # not the attribute, which whoever closes the channel meanwhile empties
 
     def _give(self, message: np.ndarray, deadline: float) -> None:
         tensor = torch.from_numpy(message)
@@ -292,10 +293,11 @@ class Channel:
         self._until(deadline, [self._post("recv", torch.from_numpy(target), self._ranks - 1)])
 
     def _post(self, verb: str, tensor: torch.Tensor, rank: int) -> Any:
-        if not self.ready:
+        group = self._group  # taken once: whoever dismisses the replica closes the channel meanwhile
+        if group is None:
             raise SideChannelError(self._why)
         try:
-            return getattr(self._group, verb)([tensor], rank, tensor.nbytes)
+            return getattr(group, verb)([tensor], rank, tensor.nbytes)
         except RuntimeError as error:
             raise self._fail(f"the connection broke ({_line(error)})") from error
 

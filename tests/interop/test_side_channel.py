@@ -1,5 +1,6 @@
 """Gradient sums over gloo: what comes is what was sent; whatever goes wrong closes the channel, never the process."""
 
+import itertools
 import json
 import pathlib
 import socket
@@ -238,6 +239,22 @@ def test_what_a_sender_waits_for_the_core_is_told_apart_from_what_the_sum_takes(
         took = time.monotonic() - began
     assert sent.nbytes == side_channel.HEADER_BYTES + 4004
     assert 0.4 < sent.waited <= took
+
+
+@pytest.mark.parametrize("look", [1, 2, 3])
+def test_a_channel_that_is_dismissed_between_a_look_and_its_use_says_so(ends, monkeypatch, look):
+    core, _, _ = ends
+    looks = itertools.count(1)
+
+    def closed_after_it(channel):
+        stands = channel._group is not None
+        if next(looks) == look:
+            channel.close("the core dismissed it")
+        return stands
+
+    monkeypatch.setattr(side_channel.Channel, "ready", property(closed_after_it))
+    with pytest.raises(side_channel.SideChannelError, match=r"dismissed it|took too long"):
+        core.receive(KINDS, 0.3)
 
 
 def test_a_core_that_does_not_take_a_sum_in_time_loses_the_replica(ends):
