@@ -85,6 +85,7 @@ class Learner:
             losses={POLICY: policy, SUPERVISED: functools.partial(losses.supervised, scorer=scorer)},
             score=functools.partial(losses.score, scorer=scorer, temperature=config.rollout.temperature),
             compiler_options=compiler_options,
+            helped=config.elastic.hybrid > 0,
         )
         self.state: state_lib.TrainState | None = None
         self._accumulator: state_lib.Accumulator | None = None

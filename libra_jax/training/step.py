@@ -111,6 +111,8 @@ class Programs:
         losses: Mapping[str, Loss],
         score: Callable[[Any, Batch], jax.Array],
         compiler_options: Mapping[str, Any] | None = None,
+        *,
+        helped: bool = False,
     ) -> None:
         """Compiles nothing yet.
 
@@ -120,7 +122,9 @@ class Programs:
           losses: name to loss.
           score: (params, batch) -> log-probabilities [B, T].
           compiler_options: XLA's own (`jax.stages.Lowered.compile`).
+          helped: sums may come from elsewhere: `compile` readies `add`, too.
         """
+        self._helped = helped
         self._options = dict(compiler_options or {})
         self._where = where
         self._transform = transform
@@ -131,7 +135,7 @@ class Programs:
         self._met: list[Shape] = []
         self._apply_step: jax.stages.Compiled | None = None
         self._zeros: Callable[[], state_lib.Accumulator] | None = None
-        self._add: Callable[..., state_lib.Accumulator] | None = None
+        self._add: jax.stages.Compiled | None = None
 
     @property
     def compiled_shapes(self) -> int:
@@ -153,10 +157,12 @@ class Programs:
         }
 
     def compile(self, loss: str, batch: Mapping[str, Any]) -> None:
-        """Compiles both steps for micro-batches like `batch` (host or device arrays) if they are not yet."""
+        """Compiles what a step over micro-batches like `batch` (host or device arrays) takes, if it is not yet."""
         self.compile_grad_step(loss, batch)
         if self._apply_step is None:
             self._apply_step = self._compile_apply_step()
+        if self._helped and self._add is None:
+            self._add = self._compile_add()
 
     def compile_grad_step(self, loss: str, batch: Mapping[str, Any]) -> None:
         """Compiles `grad_step` alone, which is all that a replica takes."""
@@ -206,13 +212,7 @@ class Programs:
         leaves, structure = jax.tree.flatten(accumulator)
         placed = [_put_sum(array, leaf.sharding) for array, leaf in zip(received.arrays, leaves, strict=True)]
         if self._add is None:
-            where = state_lib.shardings_of(self._where.accumulator)
-            self._add = jax.jit(
-                lambda sums, others: jax.tree.map(jnp.add, sums, others),
-                in_shardings=(where, where),
-                out_shardings=where,
-                donate_argnums=0,
-            )
+            self._add = self._compile_add()
         return self._add(accumulator, jax.tree.unflatten(structure, placed))
 
     def score(self, params: Any, batch: Batch) -> jax.Array:
@@ -266,6 +266,17 @@ class Programs:
         rate = jax.ShapeDtypeStruct((), jnp.float32)
         with jax.set_mesh(where.mesh):
             return program.lower(where.state, where.accumulator, rate).compile(self._options)
+
+    def _compile_add(self) -> jax.stages.Compiled:
+        where = state_lib.shardings_of(self._where.accumulator)
+        program = jax.jit(
+            lambda sums, others: jax.tree.map(jnp.add, sums, others),
+            in_shardings=(where, where),
+            out_shardings=where,
+            donate_argnums=0,
+        )
+        with jax.set_mesh(self._where.mesh):
+            return program.lower(self._where.accumulator, self._where.accumulator).compile(self._options)
 
 
 def _put_sum(array: np.ndarray, where: jax.sharding.Sharding) -> jax.Array:

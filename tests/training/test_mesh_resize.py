@@ -1,5 +1,6 @@
 """A mesh that changes between two steps: not a bit of the state changes, nor does what is learnt."""
 
+import contextlib
 import dataclasses
 import itertools
 import weakref
@@ -7,6 +8,7 @@ import weakref
 import jax
 import numpy as np
 import pytest
+from jax import monitoring
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
@@ -50,6 +52,22 @@ def resized(learner, sizes, **arguments):
 
 def on_host(learner):
     return [np.array(leaf) for leaf in jax.tree.leaves(jax.device_get(learner.state))]
+
+
+@contextlib.contextmanager
+def compilations():
+    """What XLA compiles meanwhile."""
+    seen = []
+
+    def listen(name, seconds, **_):
+        if "backend_compile" in name:
+            seen.append(seconds)
+
+    monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield seen
+    finally:
+        monitoring.unregister_event_duration_listener(listen)
 
 
 def test_no_bit_of_the_state_changes_over_a_chain_of_meshes(begun):
@@ -123,6 +141,24 @@ def test_a_shape_that_training_meets_while_it_compiles_is_compiled_too(begun, mo
     following, _ = begins.take_over(PATIENCE)
     assert begins.progress == protocols.ResizeProgress(2, 2, ready=True)
     assert following.programs.compiled_shapes == 2
+
+
+def test_where_replicas_help_their_sums_are_added_at_once_on_each_mesh(small):
+    config = small.config(trainer={"data": 8}, optimizer=ADAM)
+    rollout = dataclasses.replace(config.rollout, tensor_parallel=(1, 1))
+    elastic = config_lib.ElasticConfig(hybrid=1)
+    learner = small.learner(dataclasses.replace(config, rollout=rollout, elastic=elastic))
+    learner.compile(learner_lib.POLICY)
+    begins = resize.Resize(learner, protocols.MeshSizes(4, 1, 1), jax.devices())
+    begins._thread.join(PATIENCE)
+    ones = [np.ones(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(learner.layout.accumulator)]
+    received = step_lib.Received(ones, {"metrics": {}, "maxima": {}})
+    for programs in (learner.programs, begins.take_over(PATIENCE)[0].programs):
+        accumulator = programs.zeros()
+        with compilations() as compiled:
+            added = programs.add(programs.add(accumulator, received), received)
+        assert all((np.array(leaf) == 2).all() for leaf in jax.tree.leaves(added))
+        assert not compiled
 
 
 def test_a_resize_that_is_cancelled_leaves_the_learner_as_it_was(begun):
