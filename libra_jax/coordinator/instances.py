@@ -215,7 +215,11 @@ class Instances:
         limit = asyncio.get_running_loop().time() + seconds + self._config.deadlines.engine_start
         while engine.state not in ("serving", "dead"):
             if asyncio.get_running_loop().time() >= limit:
-                raise protocols.DeadlineMissed(f"Engine {name} did not come back to service (it is {engine.state}).")
+                raise protocols.DeadlineMissed(
+                    f"Engine {name} did not come back to service (it is {engine.state}) within {seconds:g} s and "
+                    f"{self._config.deadlines.engine_start:g} s for another start: look at its log in the workdir, or "
+                    "raise config.deadlines.transition or config.deadlines.engine_start."
+                )
             await asyncio.sleep(SETTLE_SECONDS)
         if engine.state == "dead":
             raise protocols.WorkerLost(f"Engine {name} has died for good.")

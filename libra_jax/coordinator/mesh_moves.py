@@ -35,7 +35,7 @@ class Way(Protocol):
     """How a state travels to another mesh. Calls come between two steps, with the trainer's lock held."""
 
     longest: float
-    """Seconds after which it is given up."""
+    """Seconds after which it is given up, unless who asked for it has set a deadline."""
 
     async def begin(self) -> protocols.ResizeEstimate: ...
 

@@ -30,6 +30,7 @@ class Resize:
       processes: that the wanted mesh is to belong to.
       way: how the state travels; None before the first boundary.
       held: ready or not, it does not take over until `go`.
+      deadline: seconds from the first boundary until it has to be ready; None before, if the config's was asked for.
       cancelled: why it is given up at the next boundary; empty: it is not.
       begun: event-loop seconds of the first boundary; None before.
       estimate: of what it moves, from the first boundary on.
@@ -39,7 +40,15 @@ class Resize:
       done: done when the trainer is on the new mesh; a failed or cancelled resize raises LibraError there.
     """
 
-    def __init__(self, sizes: protocols.MeshSizes, reason: str, *, processes: int = 1, hold: bool = False) -> None:
+    def __init__(
+        self,
+        sizes: protocols.MeshSizes,
+        reason: str,
+        *,
+        processes: int = 1,
+        hold: bool = False,
+        deadline: float | None = None,
+    ) -> None:
         loop = asyncio.get_running_loop()
         self.processes = processes
         self.way: mesh_moves.Way | None = None
@@ -51,6 +60,7 @@ class Resize:
         for future in (self.compiled, self.done):
             future.add_done_callback(_looked_at)
         self.held = hold
+        self.deadline = deadline
         self.cancelled = ""
         self.begun: float | None = None  # event-loop seconds
         self.left = 0.0
@@ -111,7 +121,13 @@ class Resizing:
         self._ending_successor: asyncio.Task[None] | None = None
 
     def resize(
-        self, sizes: protocols.MeshSizes, reason: str, *, processes: int | None = None, hold: bool = False
+        self,
+        sizes: protocols.MeshSizes,
+        reason: str,
+        *,
+        processes: int | None = None,
+        hold: bool = False,
+        deadline: float | None = None,
     ) -> Resize:
         """Asks for another mesh; what is wrong with it shows when the handle is awaited.
 
@@ -120,10 +136,14 @@ class Resizing:
           reason: for the record.
           processes: that it is to belong to; None: as many as now.
           hold: readies it only, until `Resize.go`.
+          deadline: seconds, above zero, from the next boundary until it has to be ready, or is given up; None: those of
+            the config's deadlines.
 
         Raises:
-          ConfigError: a resize is under way.
+          ConfigError: a resize is under way, or the deadline is not positive.
         """
+        if deadline is not None and not deadline > 0:
+            raise protocols.ConfigError(f"the deadline of a resize to {sizes} must be positive seconds, not {deadline}")
         if self._ending_successor is not None and not self._ending_successor.done():
             raise protocols.ConfigError(
                 f"the trainer's mesh cannot become {sizes} before the processes of the last attempt have ended: try "
@@ -134,7 +154,7 @@ class Resizing:
                 f"the trainer's mesh cannot become {sizes} while it becomes {self._resize.sizes}: wait, or cancel that"
             )
         count = self._trainer.processes if processes is None else processes
-        self._resize = Resize(sizes, reason, processes=count, hold=hold)
+        self._resize = Resize(sizes, reason, processes=count, hold=hold, deadline=deadline)
         return self._resize
 
     async def boundary(self, step: int) -> None:
@@ -164,7 +184,7 @@ class Resizing:
         except protocols.WorkerLost:
             raise
         except protocols.DeadlineMissed as error:
-            if self._overdue(resize, way):
+            if self._overdue(resize):
                 await self._give_up(resize, error, step)
             else:
                 self._recorder.note(
@@ -185,6 +205,8 @@ class Resizing:
         if resize.way is None:
             resize.begun = asyncio.get_running_loop().time()
             resize.way = self._way(resize)
+            if resize.deadline is None:
+                resize.deadline = resize.way.longest
             resize.estimate = await resize.way.begin()
             if resize.estimate.unchecked:
                 self._recorder.note(
@@ -193,10 +215,10 @@ class Resizing:
                 )
         resize.progress = await resize.way.progress()
         if not resize.progress.ready:
-            if self._overdue(resize, resize.way):
+            if self._overdue(resize):
                 raise protocols.DeadlineMissed(
-                    f"A mesh of {resize.sizes} was not ready after {resize.way.longest:g} s: raise "
-                    "config.deadlines.trainer_start."
+                    f"A mesh of {resize.sizes} was not ready after {resize.deadline:g} s: ask for it with a later "
+                    "deadline, or without one and raise config.deadlines.trainer_start."
                 )
             return None
         if not resize.compiled.done():
@@ -204,8 +226,10 @@ class Resizing:
         return None if resize.held else resize.way
 
     @staticmethod
-    def _overdue(resize: Resize, way: mesh_moves.Way) -> bool:
-        return resize.begun is not None and asyncio.get_running_loop().time() - resize.begun > way.longest
+    def _overdue(resize: Resize) -> bool:
+        if resize.begun is None or resize.deadline is None:
+            return False
+        return asyncio.get_running_loop().time() - resize.begun > resize.deadline
 
     def _way(self, resize: Resize) -> mesh_moves.Way:
         """How the state is to travel.

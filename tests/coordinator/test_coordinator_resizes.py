@@ -175,6 +175,26 @@ def test_a_take_over_that_is_late_is_noted_and_tried_again_until_the_whole_resiz
     run(never_does, successors=lambda wanted, processes: Tardy(100))
 
 
+def test_one_with_a_deadline_of_its_own_is_given_up_by_that():
+    async def work(mesh, trainer, recorder):
+        with pytest.raises(protocols.ConfigError, match=r"deadline of a resize to .* must be positive seconds, not 0"):
+            mesh.resize(sizes(tensor=8), "", deadline=0)
+        handle = mesh.resize(sizes(tensor=8), "", deadline=10.0)
+        await asyncio.sleep(20)  # a step under way
+        for step in range(2):
+            await mesh.boundary(step)
+            assert not handle.done.done()
+        await asyncio.sleep(11)
+        await mesh.boundary(2)
+        with pytest.raises(protocols.DeadlineMissed, match=r"tensor 8 was not ready after 10 s: .* later deadline"):
+            await handle.done
+        config_deadline = mesh.resize(sizes(tensor=8), "")
+        await mesh.boundary(3)
+        assert (handle.deadline, config_deadline.deadline) == (10.0, 60.0)
+
+    run(work, trainer_start=60.0)
+
+
 def test_at_the_end_of_a_run_whoever_waits_is_told():
     async def work(mesh, trainer, recorder):
         handle = mesh.resize(sizes(data=2), "")

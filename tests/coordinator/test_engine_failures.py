@@ -10,7 +10,9 @@ import coordinator_doubles as doubles
 import pytest
 
 from libra_jax import protocols
+from libra_jax.coordinator import failure, instances
 from libra_jax.rollout import fake_engine
+from libra_jax.telemetry import memory
 
 ALL = sorted(f"task-{index}" for index in range(12))
 
@@ -202,6 +204,24 @@ def test_an_engine_that_does_not_start_in_time_is_named(tmp_path, monkeypatch):
     bench = doubles.Bench(config, tmp_path, specs=faulty_specs(monkeypatch, never_start, count=1))
     with pytest.raises(protocols.WorkerLost, match=r"No rollout engine.*The start of engine-0 did not.*within 60 s"):
         bench.run()
+
+
+def test_an_engine_that_does_not_come_back_from_sleep_is_named_with_the_deadlines_that_it_missed():
+    async def main():
+        config = doubles.make_config(deadlines={"engine_start": 30.0})
+        made = instances.Instances(
+            config,
+            cluster=None,
+            specs=[protocols.ActorSpec("engine-0", "", {})],
+            recorder=memory.MemoryRecorder(),
+            ending=failure.Ending(),
+        )
+        made.engines["engine-0"].state = "lost"
+        sentence = r"engine-0 did not come back .* within 20 s and 30 s .*deadlines.transition or .*engine_start"
+        with pytest.raises(protocols.DeadlineMissed, match=sentence):
+            await made.wake("engine-0", 20.0)
+
+    doubles.run_on_clock(main())
 
 
 def test_a_mistaken_engine_ends_the_run_at_once(tmp_path, monkeypatch):
