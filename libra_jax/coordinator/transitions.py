@@ -171,7 +171,7 @@ class Transitions:
                 f"Hybrid worker {worker.name} is lost: it failed {worker.restarts + 1} times (elastic.restarts), the "
                 f"last time: {error} From now on it only rolls out."
             )
-            await self._dismiss(worker.name)
+            await self._dismiss_lost(worker.name)
             await self._members.end(worker.name)
             await self._wake_lost(worker.name)
             self._changed()
@@ -180,6 +180,14 @@ class Transitions:
             f"Hybrid worker {worker.name} failed while {ticket.state}, and goes back to rollout: {error}"
         )
         self.begin(self._pool.recover(worker.name, self._loop.time()))
+
+    async def _dismiss_lost(self, name: str) -> None:
+        try:
+            await self._dismiss(name)
+        except protocols.LibraError as error:
+            self._recorder.note(
+                f"The side channel of {name} stays open, and nothing that comes over it counts: {error}"
+            )
 
     async def _wake_lost(self, name: str) -> None:
         try:

@@ -32,6 +32,8 @@ class FaultConfig:
     replica_life_seconds: float = 0.0  # mean of a hybrid worker's replica's life (exponential), at each of its starts
     replica_hang: float = 0.0  # share of a replica's calls that never return
     replica_slow: float = 0.0  # share of its shares that take `slow_factor` times as long
+    engine_hang: float = 0.0  # share of a hybrid worker's engine's goings to sleep and wakings that never end
+    channel_failure: float = 0.0  # share of the trainer's openings and closings of a side channel that fail
 
     def __post_init__(self) -> None:
         for name in ("engine_life_seconds", "late_seconds", "replica_life_seconds"):
@@ -43,6 +45,8 @@ class FaultConfig:
             "late_weights",
             "replica_hang",
             "replica_slow",
+            "engine_hang",
+            "channel_failure",
         ):
             value = getattr(self, name)
             configuration.check(0 <= value <= 1, f"faults.{name}", f"is a share: it must lie in [0, 1], not {value}")
@@ -73,9 +77,13 @@ class _Wrapped:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
+    async def _perhaps_hang(self, share: float) -> None:
+        if self._rng.random() < share:
+            await asyncio.get_running_loop().create_future()  # until a deadline gives it up
+
 
 class Engine(_Wrapped):
-    """One life of an engine: perhaps on a slow node, perhaps short."""
+    """One life of an engine: perhaps on a slow node, perhaps short; it may never fall asleep, or never wake."""
 
     _inner: engine.Engine
     _death: asyncio.TimerHandle | None = None
@@ -89,6 +97,16 @@ class Engine(_Wrapped):
             life = self._rng.expovariate(1.0 / self._config.engine_life_seconds)
             self._death = asyncio.get_running_loop().call_later(life, self._inner.kill)
         return info
+
+    async def sleep(self) -> None:
+        """Goes to sleep, or hangs."""
+        await self._perhaps_hang(self._config.engine_hang)
+        await self._inner.sleep()
+
+    async def wake(self) -> None:
+        """Wakes, or hangs."""
+        await self._perhaps_hang(self._config.engine_hang)
+        await self._inner.wake()
 
     async def shutdown(self) -> None:
         """Stops; a death that was to come does not."""
@@ -126,7 +144,7 @@ class Environment(_Wrapped):
 
 
 class Trainer(_Wrapped):
-    """A trainer whose snapshots are late at times."""
+    """A trainer whose snapshots are late at times, and whose side channels do not open, or not close."""
 
     _inner: trainer.Trainer
 
@@ -135,6 +153,25 @@ class Trainer(_Wrapped):
         if self._rng.random() < self._config.late_weights and self._config.late_seconds:
             await asyncio.sleep(self._rng.expovariate(1.0 / self._config.late_seconds))
         return await self._inner.stage_weights(policy_version, index)
+
+    async def listen(self, member: str, epoch: int) -> Mapping[str, Any]:
+        """Opens a channel, or fails."""
+        self._perhaps_fail("listen")
+        return await self._inner.listen(member, epoch)
+
+    async def connect(self, member: str, epoch: int, address: Mapping[str, Any]) -> None:
+        """Connects to it, or fails."""
+        self._perhaps_fail("connect")
+        await self._inner.connect(member, epoch, address)
+
+    async def dismiss(self, member: str) -> None:
+        """Closes it, or fails."""
+        self._perhaps_fail("dismiss")
+        await self._inner.dismiss(member)
+
+    def _perhaps_fail(self, method: str) -> None:
+        if self._rng.random() < self._config.channel_failure:
+            raise protocols.LibraError(f"the trainer's {method} was made to fail (config.faults)")
 
 
 class Replica(_Wrapped):
@@ -153,29 +190,29 @@ class Replica(_Wrapped):
 
     async def start_weight_update(self, policy_version: int) -> None:
         """Prepares, or hangs."""
-        await self._perhaps_hang()
+        await self._perhaps_hang(self._config.replica_hang)
         await self._inner.start_weight_update(policy_version)
 
     async def warm(self) -> None:
         """Compiles, or hangs."""
-        await self._perhaps_hang()
+        await self._perhaps_hang(self._config.replica_hang)
         await self._inner.warm()
 
     async def join(self, epoch: int, address: Mapping[str, Any]) -> None:
         """Connects, or hangs."""
-        await self._perhaps_hang()
+        await self._perhaps_hang(self._config.replica_hang)
         await self._inner.join(epoch, address)
 
     async def contribute(self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share]) -> Mapping[str, float]:
         """Computes, perhaps slowly, or hangs."""
-        await self._perhaps_hang()
+        await self._perhaps_hang(self._config.replica_hang)
         slow = self._rng.random() < self._config.replica_slow
         self._inner.slowdown = self._config.slow_factor if slow else 1.0
         return await self._inner.contribute(batch, shares)
 
     async def leave(self) -> None:
         """Leaves, or hangs."""
-        await self._perhaps_hang()
+        await self._perhaps_hang(self._config.replica_hang)
         await self._inner.leave()
 
     async def shutdown(self) -> None:
@@ -183,7 +220,3 @@ class Replica(_Wrapped):
         if self._death is not None:
             self._death.cancel()
         await self._inner.shutdown()
-
-    async def _perhaps_hang(self) -> None:
-        if self._rng.random() < self._config.replica_hang:
-            await asyncio.get_running_loop().create_future()  # until a deadline gives it up

@@ -18,28 +18,35 @@ class Channels:
     Attributes:
       listening: of each member, the epoch under which the trainer listens for it.
       connected: of each member, the epoch under which it has connected.
-      sums: what members have sent and the trainer has not taken yet: epoch and version.
+      sums: what members have sent and the trainer has not taken yet: epoch, version and the sequences summed over.
       arrived: something has changed.
     """
 
     listening: dict[str, int] = field(default_factory=dict)
     connected: dict[str, int] = field(default_factory=dict)
-    sums: dict[str, tuple[int, int]] = field(default_factory=dict)
+    sums: dict[str, tuple[int, int, Sequence[int]]] = field(default_factory=dict)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def send(self, member: str, epoch: int, version: int) -> None:
+    def send(self, member: str, epoch: int, version: int, part: Sequence[int]) -> None:
         """A member's sums arrive."""
-        self.sums[member] = epoch, version
+        self.sums[member] = epoch, version, part
         self.arrived.set()
 
-    async def receive(self, share: protocols.Share, version: int, seconds: float) -> bool:
-        """Whether the member's sums for this version are there within so many seconds; others are dropped."""
+    async def receive(self, share: protocols.Share, version: int, seconds: float) -> Sequence[int] | None:
+        """The sequences that a member has summed over for this version; others are dropped.
+
+        Args:
+          share: the member's.
+          version: of the step.
+          seconds: until they have to be there; else it is None.
+        """
         loop = asyncio.get_running_loop()
         limit = loop.time() + seconds
         while self.listening.get(share.member) == share.epoch == self.connected.get(share.member):
             if share.member in self.sums:
-                if self.sums.pop(share.member) == (share.epoch, version):
-                    return True
+                *found, part = self.sums.pop(share.member)
+                if found == [share.epoch, version]:
+                    return part
                 continue
             self.arrived.clear()
             left = limit - loop.time()
@@ -49,7 +56,7 @@ class Channels:
                 await asyncio.wait_for(self.arrived.wait(), left)
             except TimeoutError:
                 break
-        return False
+        return None
 
     def close(self, member: str) -> None:
         """The channel is gone, and what was in it."""
@@ -59,28 +66,28 @@ class Channels:
 
 
 def split(lengths: Sequence[int], shares: Sequence[protocols.Share]) -> tuple[list[int], dict[str, list[int]]]:
-    """Sequences that the core computes, and those of each member: in turn, so that each has its part of all lengths.
+    """Which sequences the core computes, and which each member: in turn, so that each has its part of all lengths.
 
     Args:
-      lengths: tokens of each attempt.
+      lengths: tokens of each.
       shares: of the step.
     """
     fractions = {"": 1.0 - sum(share.fraction for share in shares), **{item.member: item.fraction for item in shares}}
     parts: dict[str, list[int]] = {member: [] for member in fractions}
     owed = dict.fromkeys(fractions, 0.0)
-    for length in lengths:
+    for index, length in enumerate(lengths):
         for member, fraction in fractions.items():
             owed[member] += fraction * length
         chosen = max(owed, key=owed.__getitem__)
         owed[chosen] -= length
-        parts[chosen].append(length)
+        parts[chosen].append(index)
     core = parts.pop("")
     return core, parts
 
 
 def counted(part: Sequence[int], lengths: Sequence[int]) -> float:
     """A part of a step's sequences, in sequences of the mean length: its micro-batches."""
-    return len(lengths) * sum(part) / max(1, sum(lengths))
+    return len(lengths) * sum(lengths[index] for index in part) / max(1, sum(lengths))
 
 
 class Replica:
@@ -174,8 +181,9 @@ class Replica:
         mine = split(lengths, shares)[1][self.member]
         if not mine:
             return {"seconds": 0.0, "micro_batches": 0.0, "bytes": 0.0}
-        await self._take(self.slowdown * (self._train_seconds(mine) + self._send_seconds))
-        self._channels.send(self.member, self._epoch, batch.policy_version)
+        training = self._train_seconds([lengths[index] for index in mine])
+        await self._take(self.slowdown * (training + self._send_seconds))
+        self._channels.send(self.member, self._epoch, batch.policy_version, mine)
         seconds = asyncio.get_running_loop().time() - began
         return {"seconds": seconds, "micro_batches": counted(mine, lengths), "bytes": 2.0 * self._model.weight_bytes}
 

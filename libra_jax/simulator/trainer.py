@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,13 +19,15 @@ class TrainingLog:
     """What a trainer was given.
 
     Attributes:
-      trained: times each trajectory was trained, by id.
+      trained: times each trajectory's gradient was in a step, by id.
+      parts: of each step, whose gradients of which trajectories were in it: of each member, and, as "", of the core.
       staleness: of each group, in the order of training: the step's version minus the group's dispatch version.
       generated: tokens that the policy sampled in what was trained.
       busy_seconds: spent in training steps.
     """
 
     trained: dict[str, int] = field(default_factory=dict)
+    parts: list[Mapping[str, Sequence[str]]] = field(default_factory=list)
     staleness: list[int] = field(default_factory=list)
     generated: int = 0
     busy_seconds: float = 0.0
@@ -133,40 +136,53 @@ class Trainer:
         trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
         lengths = [len(trajectory.token_ids) for trajectory in trajectories]
         core, parts = replica.split(lengths, shares)
+        computed = {"": list(core)}
         began = asyncio.get_running_loop().time()
-        await self._train(core)
+        await self._train([lengths[index] for index in core])
         own = asyncio.get_running_loop().time() - began
         counts = {"micro_batches": float(len(lengths)), "shares/micro_batches": 0.0, "shares/late": 0.0}
         sent = [share for share in shares if parts[share.member]]  # of nothing, nothing is sent
-        missing = await self._collect(batch.policy_version, sent, own)
-        counts["shares/wait_seconds"] = asyncio.get_running_loop().time() - began - own
-        for member, part in parts.items():
-            if member in missing:
-                counts["shares/late"] += 1.0
-                counts[f"shares/late/{member}"] = 1.0
-                await self._train(part)
-            else:
+        taken = await self._collect(batch.policy_version, sent, own)
+        if shares:
+            counts["shares/wait_seconds"] = asyncio.get_running_loop().time() - began - own
+        for share in sent:
+            part = taken.get(share.member)
+            if part is not None:
                 counts["shares/micro_batches"] += replica.counted(part, lengths)
-        for trajectory in trajectories:
-            self._log.trained[trajectory.trajectory_id] = self._log.trained.get(trajectory.trajectory_id, 0) + 1
-            self._log.generated += trajectory.generated_tokens
+                computed[share.member] = list(part)
+                continue
+            counts["shares/late"] += 1.0
+            counts[f"shares/late/{share.member}"] = 1.0
+            await self._train([lengths[index] for index in parts[share.member]])
+            computed[""] += parts[share.member]
+        names = [trajectory.trajectory_id for trajectory in trajectories]
+        self._log.parts.append({who: [names[index] for index in part] for who, part in computed.items()})
+        for name in itertools.chain.from_iterable(self._log.parts[-1].values()):
+            self._log.trained[name] = self._log.trained.get(name, 0) + 1
+        self._log.generated += sum(trajectory.generated_tokens for trajectory in trajectories)
         self._log.staleness.extend(batch.policy_version - group.dispatch_version for group in batch.groups)
         self._version += 1
         return {"loss": 0.0, **(counts if shares else {})}
 
-    async def _collect(self, version: int, shares: Sequence[protocols.Share], own_seconds: float) -> set[str]:
-        """Takes in all shares that come in time, as `training.members` does; returns the members whose did not."""
+    async def _collect(
+        self, version: int, shares: Sequence[protocols.Share], own_seconds: float
+    ) -> dict[str, Sequence[int]]:
+        """Takes in all shares that come in time, as `training.members` does; returns what each of them holds."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + max(self._late_seconds, self._late * own_seconds)
-        missing: set[str] = set()
+        taken: dict[str, Sequence[int]] = {}
+        late = False
         for share in shares:
             now = loop.time()
             # One that is late takes nothing from those after it.
-            limit = max(deadline, now + self._late_seconds) if missing else deadline
-            if not await self._channels.receive(share, version, limit - now):
+            limit = max(deadline, now + self._late_seconds) if late else deadline
+            part = await self._channels.receive(share, version, limit - now)
+            if part is None:
                 self._channels.close(share.member)
-                missing.add(share.member)
-        return missing
+                late = True
+            else:
+                taken[share.member] = part
+        return taken
 
     async def _train(self, lengths: Sequence[int]) -> None:
         if not lengths:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -37,8 +38,8 @@ class Restless:
         return borrowing.Decision(sight.step, kind, workers, "chance", 1.0, 1.0)
 
 
-BREAKABLE = ("draining", "fetching", "warming", "joining", "training")
-"""States whose work fails here; a replica that does not leave is ended, and that is that."""
+BREAKABLE = ("draining", "fetching", "warming", "joining", "training", "leaving", "activating")
+"""States whose work fails here."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,8 @@ def case(seed: int) -> Case:
         slow_factor=rng.uniform(1.0, 50.0),
         late_weights=sometimes(0.3),
         late_seconds=rng.uniform(0.0, 10.0),
+        engine_hang=sometimes(rng.uniform(0.0, 0.2)),
+        channel_failure=sometimes(rng.uniform(0.0, 0.2)),
     )
     return Case(config, broken)
 
@@ -97,9 +100,28 @@ def simulate(seed: int, made: Case) -> tuple[results.Result, results.StepRecorde
         patch.setattr(borrowing, "Borrowing", lambda *_, **__: Restless(seed))
         patch.setattr(hybrid, "HybridWorkers", Watched)
         workload = doubles.SeededWorkload(seed, turns=2, tokens=50)
-        parts = faults.parts(made.faults, seed)
+        parts = replace(
+            faults.parts(made.faults, seed),
+            trainer=lambda inner: Checked(inner, made.faults, random.Random(f"{seed}/trainer")),
+        )
         result = world.run(made.config, simulation, workload, scheduler, parts=parts, recorder=recorder)
     return result, recorder
+
+
+class Checked(faults.Trainer):
+    """Checks that what the core and the members computed makes up each batch exactly once."""
+
+    async def train_step(
+        self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share] = ()
+    ) -> Mapping[str, float]:
+        metrics = await self._inner.train_step(batch, shares)
+        parts = self._inner._log.parts[-1]
+        wanted = [trajectory.trajectory_id for group in batch.groups for trajectory in group.trajectories]
+        assert sorted(name for part in parts.values() for name in part) == sorted(wanted)
+        assert set(parts) <= {"", *(share.member for share in shares)}
+        late = {name.rpartition("/")[2] for name in metrics if name.startswith("shares/late/")}
+        assert not late & set(parts), "what a member sent counted, and its share was computed again"
+        return metrics
 
 
 class Watched(hybrid.HybridWorkers):
