@@ -234,7 +234,8 @@ class Replicas:
         """Takes channel and parameters from the worker's replica, or its life if it does not let go of them."""
         replica = self._replicas[worker]
         _forget(replica)
-        if replica.proxy is None:
+        if replica.proxy is None:  # one that was being made, perhaps, which nobody waits for any more
+            await self._stop(replica)
             return
         try:
             await self._ask(replica, replica.proxy.leave(), "leave training", "transition")
