@@ -153,9 +153,9 @@ class Elasticity:
 
     async def close(self) -> None:
         """The run ends."""
-        await self.resizing.close()
         if self._hybrid is not None:
-            self._hybrid.close()
+            self._hybrid.close()  # first: it waits for nobody, and a resize's processes may not end in time
+        await self.resizing.close()
 
     def snapshot(self) -> dict[str, Any] | None:
         """Of the hybrid workers, JSON-able; the planner has its own."""

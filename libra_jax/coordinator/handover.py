@@ -36,6 +36,11 @@ POLL_SECONDS = 0.2
 """Between two looks whether the snapshot is there."""
 
 
+def remove_snapshot(workdir: Path) -> None:
+    """Removes what a handover, of this run or of one that was killed, has left in the run's folder."""
+    shutil.rmtree(workdir / FOLDER, ignore_errors=True)
+
+
 @dataclass(frozen=True)
 class Progress:
     """How far a handover is.
@@ -100,6 +105,7 @@ class Handover:
         self._limits = limits
         self._serving = serving
         self._lock = lock
+        self._workdir = workdir
         self._folder = workdir / FOLDER
         self._task: asyncio.Task[None] | None = None
         self._more = asyncio.Event()  # a step was missed
@@ -347,7 +353,7 @@ class Handover:
 
     async def _remove(self) -> None:
         """Removes the snapshot, on a thread: it may be many files of a slow disk."""
-        removing = asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+        removing = asyncio.to_thread(remove_snapshot, self._workdir)
         await self._ask(removing, f"The removal of {self._folder}", "checkpoint")
 
     def _enter(self, phase: str) -> None:

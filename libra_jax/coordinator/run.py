@@ -26,6 +26,7 @@ from libra_jax.coordinator import (
     evaluation,
     failure,
     groups,
+    handover,
     instances,
     plan_follower,
     publication,
@@ -157,6 +158,7 @@ class Coordinator:
         self._loop = asyncio.get_running_loop()
         self._ending = failure.Ending()
         self._workers = self._make_workers(ending=self._ending)
+        handover.remove_snapshot(self._workdir)  # of a run that was killed
         newest = checkpoints.newest_step(self._workdir)
         if newest >= self._config.steps and (
             self._export is None or checkpoints.is_exported(self._workdir, newest, self._export)
@@ -425,3 +427,4 @@ class Coordinator:
                 self._recorder.note(f"Not everything ended cleanly: {error}")
         await self._ending.cancel_background(self._config.deadlines.shutdown)
         await self._workers.shut_down()
+        handover.remove_snapshot(self._workdir)  # nobody writes it any more

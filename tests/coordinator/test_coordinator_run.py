@@ -16,6 +16,7 @@ import pytest
 from hypothesis import strategies as st
 
 from libra_jax import protocols
+from libra_jax.coordinator import handover
 from libra_jax.telemetry import trace
 
 
@@ -277,6 +278,23 @@ def test_after_a_stop_in_the_warm_start_neither_a_stop_nor_a_kill_takes_a_step_o
     resumed.run()
     assert resumed.trained["warm"] == 5
     assert {name for track, name, *_ in resumed.recorder.spans if track == "trainer"} == {"train step"}
+
+
+def test_the_snapshot_of_a_handover_outlives_neither_the_run_that_left_it_nor_the_start_of_the_next(tmp_path):
+    left = tmp_path / handover.FOLDER / "trainer-1"
+
+    class LeavesIt(doubles.RecordingTrainer):
+        async def train_step(self, batch):
+            assert not left.exists()
+            left.mkdir(parents=True)
+            raise protocols.WorkerLost("killed")
+
+    left.mkdir(parents=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(doubles, "make_trainer", lambda log: LeavesIt(0.05, 3, log))
+        with pytest.raises(protocols.WorkerLost, match="killed"):
+            doubles.Bench(doubles.make_config(), tmp_path).run()
+    assert not left.parent.exists()
 
 
 @pytest.mark.parametrize("version", [0, 2, 4])

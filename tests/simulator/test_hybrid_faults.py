@@ -16,7 +16,7 @@ import simulator_doubles as doubles
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.coordinator import hybrid
+from libra_jax.coordinator import hybrid, resizing
 from libra_jax.elastic import borrowing
 from libra_jax.elastic.states import State
 from libra_jax.scheduling import registry
@@ -180,3 +180,16 @@ def test_the_cases_reach_what_they_are_for():
 def test_a_run_with_hybrid_workers_repeats_exactly(seed):
     first, second = (replace(simulate(seed, case(seed))[0], wall_seconds=0.0, steps=()) for _ in range(2))
     assert first == second
+
+
+def test_a_resize_that_does_not_end_keeps_no_transition_from_being_closed(monkeypatch):
+    close, closed = Watched.close, []
+
+    async def fails(resizes: resizing.Resizing) -> None:
+        assert closed, "the hybrid workers' end waits for that of a resize"
+        raise protocols.LibraError("the other processes do not end")
+
+    monkeypatch.setattr(resizing.Resizing, "close", fails)
+    monkeypatch.setattr(Watched, "close", lambda workers: closed.append(close(workers)))
+    result, _ = simulate(0, case(0))
+    assert any("Not everything ended cleanly: the other processes do not end" in note for note in result.notes)
