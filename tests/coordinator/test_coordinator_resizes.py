@@ -302,7 +302,7 @@ class AtOnce(mesh_moves.Outside):
 
     async def take_over(self, step):
         self.serving.set = self.made
-        return mesh_moves.Taken({}, 0.0, 0, other_processes=True)
+        return mesh_moves.Taken({}, 0.0, 0)
 
     def end_former(self):
         pass
