@@ -33,10 +33,11 @@ def step(**arrivals: float) -> tuple[dict[str, float], float, float]:
         loop, channels, log = asyncio.get_running_loop(), replica.Channels(), trainer.TrainingLog()
         model = types.SimpleNamespace(train_seconds=lambda lengths, devices: float(sum(lengths)))
         made = trainer.Trainer(model, 1, log, channels=channels, late=0.1, late_seconds=LATE_SECONDS)
+        shares = [protocols.Share(member, 1, 0.25) for member in arrivals]
+        _, parts = replica.split([10] * 4, shares)
         for member, seconds in arrivals.items():
             channels.listening[member] = channels.connected[member] = 1
-            loop.call_later(seconds, channels.send, member, 1, 0)
-        shares = [protocols.Share(member, 1, 0.25) for member in arrivals]
+            loop.call_later(seconds, channels.send, member, 1, 0, parts[member])
         metrics = await made.train_step(batch(), shares)
         return metrics, loop.time(), log.busy_seconds
 
