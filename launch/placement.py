@@ -81,7 +81,7 @@ class Engines:
         return self._spec(number, tuple(free[-degree:]), self._slots.get(degree, self._config.rollout.slots))
 
     def _spec(self, number: int, devices: tuple[int, ...], slots: int) -> protocols.ActorSpec:
-        config, name = self._config, instance_name(number)
+        config, name, cores = self._config, instance_name(number), self._cores(devices)
         on_gpu = config.trainer.platform == "cuda"
         rollout = {**libra_config.to_dict(config.rollout), "slots_by_instance": (), "slots": slots}
         return protocols.ActorSpec(
@@ -94,21 +94,22 @@ class Engines:
                 "tensor_parallel": len(devices),
                 "seed": config.seed + number,
                 "log_path": str(self._workdir / f"{name}.log"),
-                "cpu_cores": self._cores(devices),
+                "cpu_cores": "|".join(map(str, cores)) or "auto",
                 "hybrid": self._is_hybrid(number),
             },
             gpus=len(devices) if on_gpu else 0,
             environment={"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if on_gpu else {},
             devices=devices,
+            cores=cores,
         )
 
     def _is_hybrid(self, number: int) -> bool:
         count = len(self._partition.instances)
         return count - self._config.elastic.hybrid <= number < count
 
-    def _cores(self, devices: tuple[int, ...]) -> str:
-        """An instance's cores as vLLM takes them (`vllm_launch.core_binding`)."""
+    def _cores(self, devices: tuple[int, ...]) -> tuple[int, ...]:
+        """An instance's cores, one for each of its workers; empty where it is not pinned."""
         cores, first = self._config.rollout.cores, self._config.trainer.devices
         if not cores or min(devices) < first:  # it has taken the place of training, whose cores are not told apart
-            return "auto"
-        return "|".join(str(cores[device - first]) for device in devices)
+            return ()
+        return tuple(cores[device - first] for device in devices)

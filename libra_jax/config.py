@@ -111,7 +111,9 @@ class RolloutConfig:
     top_k: int = 0  # 0 is off; refused above 0, likewise
     dtype: str = "float32"  # engine weights, and the wire dtype of publication
     kv_cache_gib: float = 0.5  # KV cache of an instance on CPU
-    cores: tuple[int, ...] = ()  # on CPU: the core of each worker, instance by instance; empty: not pinned
+    # On CPU: the core of each worker, instance by instance; empty: not pinned. Under Ray, all of an instance keeps to
+    # its cores.
+    cores: tuple[int, ...] = ()
     gpu_memory_fraction: float = 0.85  # of a device, for the engine (CUDA)
     stream_interval: int = 16  # tokens between two deltas of a request
     enforce_eager: bool = True  # no compiled graphs: starts faster; False on GPU

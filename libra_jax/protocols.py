@@ -987,6 +987,8 @@ class ActorSpec:
       gpus: accelerators reserved (ray backend).
       environment: environment variables the actor's process starts with (ray backend; set in place when embedded).
       devices: of the run's devices, those that the actor has.
+      cores: CPU cores that the actor's process keeps to (ray backend); empty: all. Those that are not there are left to
+        the factory to complain of.
     """
 
     name: str
@@ -996,6 +998,7 @@ class ActorSpec:
     gpus: float = 0.0
     environment: Mapping[str, str] = field(default_factory=dict)
     devices: tuple[int, ...] = ()
+    cores: tuple[int, ...] = ()
 
 
 class Cluster(Protocol):

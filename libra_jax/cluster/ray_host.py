@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import pathlib
 import sys
@@ -34,6 +35,8 @@ class RayHost:
         self._host = actors.ActorHost(spec)
         self._streams = ray_streams.HostStreams(self._host)
         _drop_thread_limit()
+        if spec.cores:
+            _keep_to(spec.cores)
         if os.getpgid(0) != os.getpid():
             os.setpgid(0, 0)
         self._guard = guard.Guard([-os.getpgid(0)])
@@ -83,6 +86,13 @@ class RayHost:
         except LibraError as error:
             return ray_streams.Outcome.of_failure(error)
         return ray_streams.Outcome()
+
+
+def _keep_to(cores: Sequence[int]) -> None:
+    """Pins this process: Ray's threads, which run already, and whatever is started from now on."""
+    for thread in pathlib.Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # the thread has ended, or there is no such core
+            os.sched_setaffinity(int(thread.name), cores)
 
 
 def _drop_thread_limit() -> None:

@@ -87,6 +87,24 @@ def test_a_driver_that_is_killed_leaves_no_process_file_or_shared_memory():
     assert not set(SHARED_MEMORY.glob("plasma*"))
 
 
+def test_all_of_an_actors_process_and_what_it_starts_keeps_to_its_cores(ray_session):
+    core = max(os.sched_getaffinity(0))
+
+    async def body():
+        cluster = ray_cluster.RayCluster(start_seconds=120)
+        pinned = ActorSpec("pinned", "cluster_actors:Streamer", {}, cores=(core,))
+        nowhere = ActorSpec("nowhere", "cluster_actors:Streamer", {}, cores=(4095,))
+        for spec, expected in ((pinned, {core}), (nowhere, os.sched_getaffinity(0))):
+            streamer = await cluster.spawn(spec)
+            child, _ = await streamer.child()
+            threads = [*map(int, os.listdir(f"/proc/{await streamer.pid()}/task")), child]
+            assert len(threads) > 2
+            assert {frozenset(os.sched_getaffinity(thread)) for thread in threads} == {frozenset(expected)}
+            await cluster.stop(spec.name)
+
+    asyncio.run(body())
+
+
 def test_an_actor_that_is_killed_is_lost_to_every_call_and_takes_its_children_along(ray_session):
     async def body():
         cluster = ray_cluster.RayCluster(start_seconds=120)
