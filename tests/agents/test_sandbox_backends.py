@@ -10,7 +10,7 @@ import sandboxes
 from sandboxes import with_session
 
 from libra_jax import protocols
-from libra_jax.agents.sandbox import archives, backends, cgroups, inside, limits, pool, wire
+from libra_jax.agents.sandbox import archives, backends, cgroups, limits, pool, supervisor, wire
 
 REQUIRED = "LIBRA_JAX_REQUIRE_SANDBOX"
 
@@ -208,7 +208,7 @@ def received(data, most_bytes=100):
 
 def frame(head, body=b"abc"):
     text = head if isinstance(head, bytes) else json.dumps(head).encode()
-    return inside.HEADER.pack(len(text), len(body)) + text + body
+    return supervisor.HEADER.pack(len(text), len(body)) + text + body
 
 
 def test_a_reply_is_read_back():
@@ -247,7 +247,7 @@ def test_a_reply_that_breaks_off_is_the_end_of_the_sandbox():
 
 
 def test_the_supervisor_is_of_the_standard_library_alone():
-    for name in ("work.py", "inside.py"):
-        with open(os.path.join(os.path.dirname(inside.__file__), name)) as file:
+    for name in ("children.py", "supervisor.py"):
+        with open(os.path.join(os.path.dirname(supervisor.__file__), name)) as file:
             imported = [line.split()[1].split(".")[0] for line in file if line.startswith(("import ", "from "))]
         assert set(imported) - {"libra_jax", "__future__"} <= set(sys.stdlib_module_names)

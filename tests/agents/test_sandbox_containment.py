@@ -195,13 +195,15 @@ def test_an_interpreter_that_breaks_is_a_failure_and_another_follows(sandbox, ho
 def test_sessions_see_nothing_of_each_other(sandbox, host, loop):
     async def work():
         async with sandbox.session() as one, sandbox.session() as other:
-            for place in ("/workspace", "/tmp", "/dev/shm"):
+            for place in (backends.WORKSPACE, "/tmp", "/dev/shm"):
                 assert (await one.shell(f"echo {host.token} >{place}/mine")).status == "success"
             await one.python(
                 "import socket\ns = socket.socket(socket.AF_UNIX)\ns.bind('\\0libra')\ns.listen()\n"
                 "t = socket.socket()\nt.bind(('127.0.0.1', 4444))\nt.listen()"
             )
-            seen = await other.shell("cat /workspace/* /tmp/* /dev/shm/* /proc/*/environ /proc/*/root/workspace/*")
+            seen = await other.shell(
+                f"cat {backends.WORKSPACE}/* /tmp/* /dev/shm/* /proc/*/environ /proc/*/root{backends.WORKSPACE}/*"
+            )
             assert host.token not in seen.text
             for address in ("socket.AF_UNIX, '\\0libra'", "socket.AF_INET, ('127.0.0.1', 4444)"):
                 tried = await other.python(f"import socket\nfamily, to = {address}\nsocket.socket(family).connect(to)")

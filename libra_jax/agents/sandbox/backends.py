@@ -42,10 +42,10 @@ _FILES = {
 }
 _BOOT = (
     "import sys, types\n"
-    "work, package = types.ModuleType('work'), types.ModuleType('package')\n"
-    "sys.modules['work'], sys.modules['libra_jax.agents.sandbox'], package.work = work, package, work\n"
-    "exec(compile({work!r}, 'work', 'exec'), work.__dict__)\n"
-    "exec(compile({inside!r}, 'inside', 'exec'))\n"
+    "children, package = types.ModuleType('children'), types.ModuleType('package')\n"
+    "sys.modules['libra_jax.agents.sandbox'], package.children = package, children\n"
+    "exec(compile({children!r}, 'children', 'exec'), children.__dict__)\n"
+    "exec(compile({supervisor!r}, 'supervisor', 'exec'))\n"
 )
 
 
@@ -134,7 +134,7 @@ def _open_to_all(path: str) -> bool:
 def source() -> str:
     """The program of a sandbox's first process."""
     here = Path(__file__).parent
-    return _BOOT.format(work=(here / "work.py").read_text(), inside=(here / "inside.py").read_text())
+    return _BOOT.format(**{name: (here / f"{name}.py").read_text() for name in ("children", "supervisor")})
 
 
 def _places(packages: tuple[str, ...]) -> dict[str, str]:

@@ -56,7 +56,7 @@ class Sandbox:
           backend: "bubblewrap", "container" or "none".
           allow_unsafe: permits "none", which contains nothing.
           warm: sandboxes kept ready, so that a call needs to wait for none.
-          most: sandboxes at once; whoever needs one more waits.
+          most: sandboxes in use at once, besides those kept ready; whoever needs one more waits.
           workspace: a directory of the host; each session starts with a copy of its files. Empty: with none.
           packages: directories of Python modules that code may import, read-only.
           image: with Python 3.11 and bash, for the backend "container".

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from libra_jax import protocols
-from libra_jax.agents.sandbox import inside
+from libra_jax.agents.sandbox import supervisor
 
 
 class Malformed(Exception):
@@ -57,8 +57,8 @@ async def receive(stream: asyncio.StreamReader, most_bytes: int) -> Reply:
       Malformed: it is too long, or not made as a reply is.
       EOFError: the sandbox ended.
     """
-    head_bytes, body_bytes = inside.HEADER.unpack(await stream.readexactly(inside.HEADER.size))
-    if head_bytes > inside.HEAD_BYTES or body_bytes > most_bytes:
+    head_bytes, body_bytes = supervisor.HEADER.unpack(await stream.readexactly(supervisor.HEADER.size))
+    if head_bytes > supervisor.HEAD_BYTES or body_bytes > most_bytes:
         raise Malformed(f"a reply of {head_bytes} and {body_bytes} bytes")
     head = await stream.readexactly(head_bytes)
     body = await stream.readexactly(body_bytes)

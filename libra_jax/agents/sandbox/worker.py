@@ -13,7 +13,7 @@ from typing import Any
 
 from libra_jax import protocols
 from libra_jax.agents import deadlines
-from libra_jax.agents.sandbox import backends, cgroups, inside, wire
+from libra_jax.agents.sandbox import backends, cgroups, supervisor, wire
 from libra_jax.agents.sandbox import limits as limits_module
 
 GRACE_SECONDS = 3.0
@@ -54,11 +54,14 @@ class Worker:
             # Cancelled half-way, asyncio would kill bubblewrap alone, and what that has cloned would wait for ever.
             worker = cls(await asyncio.shield(starting), launch, limits)
         except asyncio.CancelledError:
-            await cls(await starting, launch, limits).close()
+            try:
+                await cls(await starting, launch, limits).close()
+            except OSError:
+                _discard(launch)
             raise
-        except BaseException:
+        except OSError as error:
             _discard(launch)
-            raise
+            raise protocols.WorkerLost(f"the sandbox did not start: {error}") from error
         try:
             await worker._open(parent)
         except BaseException:
@@ -114,7 +117,7 @@ class Worker:
         began = loop.time()
         head = json.dumps({"kind": kind, "seconds": seconds, "clean": clean}).encode()
         try:
-            self.process.stdin.write(inside.HEADER.pack(len(head), len(body)) + head + body)
+            self.process.stdin.write(supervisor.HEADER.pack(len(head), len(body)) + head + body)
             reply = await deadlines.within(seconds + GRACE_SECONDS, self._answer())
         except deadlines.Overdue:
             self.kill()

@@ -1,6 +1,6 @@
 """What the children of a sandbox's first process do: run code, be an interpreter or a shell, edit and unpack files.
 
-Handed to the sandbox as text beside `inside.py`: standard library only. Whatever comes of a child is its own output
+Handed to the sandbox as text beside `supervisor.py`: standard library only. Whatever comes of a child is its own output
 and exit status; no one believes more of it than that.
 """
 

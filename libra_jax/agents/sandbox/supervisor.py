@@ -1,8 +1,8 @@
 """The first process of a sandbox: carries out one call at a time for the host, and outlives whatever the call does.
 
-It is handed to the sandbox's interpreter as text, together with `work.py`, so both know the standard library only. Each
-call runs in a child, forked from here: afresh, or in an interpreter or shell that lives on from call to call and stands
-still between them. Nothing that a call leaves running survives it.
+It is handed to the sandbox's interpreter as text, together with `children.py`, so both know the standard library only.
+Each call runs in a child, forked from here: afresh, or in an interpreter or shell that lives on from call to call and
+stands still between them. Nothing that a call leaves running survives it.
 
 Frames, in both directions: `HEADER` (bytes of head and of body), the head in JSON, the body. Code of a call that starts
 afresh is read by its child alone, and output is wiped once it is sent, so that nothing of one call can be found in the
@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
-from libra_jax.agents.sandbox import work
+from libra_jax.agents.sandbox import children
 
 HEADER = struct.Struct(">II")
 HEAD_BYTES = 4096
@@ -143,11 +143,11 @@ class Supervisor:
         """One call after the other."""
         self._send(Verdict("success", "ready"))
         while True:
-            head_bytes, body_bytes = HEADER.unpack(work.read_exactly(0, HEADER.size))
-            call = json.loads(work.read_exactly(0, head_bytes))
+            head_bytes, body_bytes = HEADER.unpack(children.read_exactly(0, HEADER.size))
+            call = json.loads(children.read_exactly(0, head_bytes))
             deadline = time.monotonic() + call["seconds"]
-            if call["kind"] in work.INTERPRETERS:
-                verdict = self._ask(call["kind"], work.read_exactly(0, body_bytes), deadline)
+            if call["kind"] in children.INTERPRETERS:
+                verdict = self._ask(call["kind"], children.read_exactly(0, body_bytes), deadline)
             else:
                 verdict = self._once(call["kind"], body_bytes, deadline)
             if call["clean"] and not self._empty():
@@ -163,7 +163,7 @@ class Supervisor:
     def _once(self, kind: str, body_bytes: int, deadline: float) -> Verdict:
         """A call in a process of its own, which reads its body itself."""
         begun, told = os.pipe()
-        child = self._fork(lambda output: work.once(kind, body_bytes, told, output, self.settings))
+        child = self._fork(lambda output: children.once(kind, body_bytes, told, output, self.settings))
         os.close(told)
         if os.read(begun, 1) != b"+":
             self.leave()  # half of the body is still to be read: nothing could follow it
@@ -201,7 +201,7 @@ class Supervisor:
 
     def _begin(self, kind: str) -> Child:
         ours, theirs = socket.socketpair()
-        child = self._fork(lambda output: work.INTERPRETERS[kind](theirs, output, self.settings))
+        child = self._fork(lambda output: children.INTERPRETERS[kind](theirs, output, self.settings))
         theirs.close()
         ours.setblocking(False)
         return child._replace(channel=ours)
@@ -211,7 +211,7 @@ class Supervisor:
         os.set_blocking(read, False)
         pid = os.fork()
         if pid == 0:
-            work.run_child(lambda: function(write))
+            children.run_child(lambda: function(write))
         os.close(write)
         return Child(pid, os.pidfd_open(pid), read)
 
@@ -286,12 +286,12 @@ class Supervisor:
 
     # What a call uses, and leaves ---------------------------------------------------------------------------------
 
-    def _processes(self) -> dict[int, work.Process]:
+    def _processes(self) -> dict[int, children.Process]:
         """All but this one: everything there is, if this is the first process; else what descends from it."""
-        found = work.processes()
+        found = children.processes()
         me = os.getpid()
         if me != 1:
-            found = work.descendants(found, me)
+            found = children.descendants(found, me)
         found.pop(me, None)
         return found
 
@@ -303,7 +303,7 @@ class Supervisor:
             return f"more than {limits['processes']} processes and threads", ""
         if self._cpu(found) - self.cpu_before > limits["cpu_seconds"]:
             return f"more than {limits['cpu_seconds']:g} s of processor time", ""
-        if sum(map(work.memory, found)) > limits["memory_mib"] * 2**20:
+        if sum(map(children.memory, found)) > limits["memory_mib"] * 2**20:
             return f"more than {limits['memory_mib']} MiB of memory", ""
         for path in self.settings["private"]:
             held = os.statvfs(path)
@@ -313,7 +313,7 @@ class Supervisor:
                 return f"more than {limits['workspace_mib']} MiB in {path}", "all"
         return "", ""
 
-    def _cpu(self, found: dict[int, work.Process]) -> float:
+    def _cpu(self, found: dict[int, children.Process]) -> float:
         """Seconds that everything started from here has used so far."""
         gone = resource.getrusage(resource.RUSAGE_CHILDREN)
         return gone.ru_utime + gone.ru_stime + sum(process.ticks for process in found.values()) / _TICKS
@@ -321,19 +321,19 @@ class Supervisor:
     def _settle(self) -> bool:
         """Stops the interpreters and kills all else; False if something cannot be killed."""
         if os.getpid() == 1:  # all at once: what stands still cannot fork while the others are looked for
-            work.send(-1, signal.SIGSTOP)
+            children.send(-1, signal.SIGSTOP)
         for child in self.interpreters.values():
             child.signal(signal.SIGSTOP)
         kept = {child.pid for child in self.interpreters.values()}
         until = time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < until:
-            work.reap()
+            children.reap()
             found = self._processes()
             if all(process.state in ("TtZX" if pid in kept else "ZX") for pid, process in found.items()):
                 self.cpu_before = self._cpu(found)
                 return True
             for pid in found.keys() - kept:
-                work.send(pid, signal.SIGKILL)
+                children.send(pid, signal.SIGKILL)
             time.sleep(0.0005)
         return False
 
@@ -382,7 +382,7 @@ def _judge(answer: bytes, nonce: int) -> Verdict:
     if not (answer.endswith(b"\0") and named == b"%d" % nonce and digits.isdigit()):
         return _FORGED
     status = int(digits)
-    return Verdict("failure" if status else "success", f"exit status {status}" if 0 < status < work.RAISED else "")
+    return Verdict("failure" if status else "success", f"exit status {status}" if 0 < status < children.RAISED else "")
 
 
 if __name__ == "__main__":
