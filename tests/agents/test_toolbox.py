@@ -61,14 +61,15 @@ def test_a_call_is_carried_out_and_timed(arguments):
         ("echo", "[]", "must be a JSON object"),
         ("echo", None, "must be a JSON object"),
         ("echo", 7, "must be a JSON object"),
-        ("echo", {}, "arguments must have 'text'"),
-        ("echo", {"text": 3}, "text must be of type string"),
-        ("echo", {"text": None}, "text must be of type string"),
-        ("echo", {"text": "a", "time": 2}, "has no 'time'; it takes text, times"),
-        ("echo", {"text": "a", "times": True}, "times must be of type integer"),
-        ("echo", {"text": "a", "times": 0}, "times must be 1 or more"),
-        ("echo", {"text": "a", "style": "shy"}, "style must be one of plain, loud"),
-        ("echo", {"text": "a", "tags": ["b", 3]}, "tags[1] must be of type string"),
+        ("echo", {}, "arguments: 'text' is a required property"),
+        ("echo", {"text": 3}, "arguments.text: 3 is not of type 'string'"),
+        ("echo", {"text": None}, "arguments.text: None is not of type 'string'"),
+        ("echo", {"text": "a", "time": 2}, "arguments: Additional properties are not allowed ('time' was unexpected)"),
+        ("echo", {"text": "a", "times": True}, "arguments.times: True is not of type 'integer'"),
+        ("echo", {"text": "a", "times": 2.0}, "arguments.times: 2.0 is not of type 'integer'"),
+        ("echo", {"text": "a", "times": 0}, "arguments.times: 0 is less than the minimum of 1"),
+        ("echo", {"text": "a", "style": "shy"}, "arguments.style: 'shy' is not one of ['plain', 'loud']"),
+        ("echo", {"text": "a", "tags": ["b", 3]}, "arguments.tags[1]: 3 is not of type 'string'"),
     ],
 )
 def test_a_malformed_call_is_a_failure_that_the_policy_sees(name, arguments, problem):
@@ -104,6 +105,11 @@ def test_a_toolbox_that_cannot_be_is_refused(tools, most_characters, sentence):
 def test_a_schema_that_is_none_is_refused():
     with pytest.raises(protocols.ConfigError, match="parameters of 'echo' must be a JSON schema of type object"):
         toolbox.Toolbox([Echo(parameters={"text": "string"})])
+    broken = {"type": "object", "properties": {"text": {"type": "strin"}}}
+    with pytest.raises(
+        protocols.ConfigError, match=r"'echo' are no JSON schema: \$\.properties\.text\.type: 'strin' is"
+    ):
+        toolbox.Toolbox([Echo(parameters=broken)])
 
 
 def test_the_policy_is_told_names_descriptions_and_schemas():
@@ -151,7 +157,7 @@ def test_python_shell_and_edit_work_on_one_workspace():
     ("arguments", "problem"),
     [
         ({"command": "view", "path": "missing"}, "No such file"),
-        ({"command": "delete", "path": "a"}, "command must be one of view, create, replace"),
+        ({"command": "delete", "path": "a"}, "arguments.command: 'delete' is not one of ['view', 'create', 'replace']"),
         ({"command": "create", "path": "b"}, "create needs 'text'"),
         ({"command": "replace", "path": "a", "old": "x"}, "replace needs 'new'"),
         ({"command": "replace", "path": "a", "old": "x", "new": "y"}, "found 2 times in a; it must be there once"),
@@ -159,7 +165,7 @@ def test_python_shell_and_edit_work_on_one_workspace():
         ({"command": "replace", "path": "a", "old": "", "new": "y"}, "found 0 times"),
         ({"command": "create", "path": ".", "text": ""}, "Is a directory"),
         ({"command": "create", "path": "a/b", "text": ""}, "File exists"),
-        ({"command": "view", "path": "a", "first": 0}, "first must be 1 or more"),
+        ({"command": "view", "path": "a", "first": 0}, "arguments.first: 0 is less than the minimum of 1"),
     ],
 )
 def test_an_edit_that_cannot_be_made_is_a_failure(arguments, problem):

@@ -8,18 +8,19 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import jsonschema
+
 from libra_jax import config, protocols
 from libra_jax.agents.sandbox import limits
 
-_KINDS: dict[str, type | tuple[type, ...]] = {
-    "string": str,
-    "integer": int,
-    "number": (int, float),
-    "boolean": bool,
-    "array": list,
-    "object": dict,
-    "null": type(None),
-}
+_Validator = jsonschema.validators.extend(
+    jsonschema.Draft202012Validator,
+    type_checker=jsonschema.Draft202012Validator.TYPE_CHECKER.redefine(
+        "integer", lambda _, value: isinstance(value, int) and not isinstance(value, bool)
+    ),
+)
+"""Of JSON schema draft 2020-12, but for 1.0, which is no integer to tools that are Python."""
+
 _UNKNOWN = "unknown"
 """The tool that a return names where the call named none that there is."""
 
@@ -62,6 +63,13 @@ class Toolbox:
             schema = tool.parameters
             good = isinstance(schema, Mapping) and schema.get("type") == "object"
             config.check(good, "tools", f"the parameters of {tool.name!r} must be a JSON schema of type object")
+            try:
+                _Validator.check_schema(schema)
+            except jsonschema.SchemaError as error:
+                raise protocols.ConfigError(
+                    f"config.tools: the parameters of {tool.name!r} are no JSON schema: {error.json_path}: "
+                    f"{error.message}"
+                ) from error
             self._tools[tool.name] = tool
 
     def schemas(self) -> list[dict[str, Any]]:
@@ -89,7 +97,7 @@ class Toolbox:
             known = ", ".join(self._tools) or "none"
             return protocols.ToolReturn(_UNKNOWN, "failure", self._cut(f"error: no tool {name!r}; there are: {known}"))
         values, problem = _read(arguments)
-        problem = problem or mismatch(values, tool.parameters, "arguments")
+        problem = problem or _mismatch(values, tool.parameters)
         if problem:
             return protocols.ToolReturn(tool.name, "failure", self._cut(f"error: {problem}"))
         loop = asyncio.get_running_loop()
@@ -114,37 +122,7 @@ def _read(arguments: object) -> tuple[dict[str, Any], str]:
     return dict(arguments), ""
 
 
-def mismatch(value: Any, schema: Mapping[str, Any], where: str) -> str:
-    """What keeps a value from being as its JSON schema says, in a few words; empty: nothing that is looked at.
-
-    Looked at are `type`, `enum`, `minimum`, `properties`, `required`, `additionalProperties` and `items`: enough for
-    tools of ours. Servers of others check their own arguments.
-    """
-    kind = schema.get("type")
-    if isinstance(kind, str) and kind in _KINDS:
-        right = isinstance(value, _KINDS[kind]) and (kind == "boolean" or not isinstance(value, bool))
-        if not right:
-            return f"{where} must be of type {kind}"
-    if "enum" in schema and value not in schema["enum"]:
-        return f"{where} must be one of {', '.join(map(str, schema['enum']))}"
-    if "minimum" in schema and isinstance(value, int | float) and value < schema["minimum"]:
-        return f"{where} must be {schema['minimum']} or more"
-    if isinstance(value, dict):
-        return _mismatch_in_object(value, schema, where)
-    if isinstance(value, list) and isinstance(schema.get("items"), Mapping):
-        found = (mismatch(item, schema["items"], f"{where}[{index}]") for index, item in enumerate(value))
-        return next(filter(None, found), "")
-    return ""
-
-
-def _mismatch_in_object(value: Mapping[str, Any], schema: Mapping[str, Any], where: str) -> str:
-    properties = schema.get("properties", {})
-    for name in schema.get("required", ()):
-        if name not in value:
-            return f"{where} must have {name!r}"
-    if schema.get("additionalProperties") is False:
-        unknown = [name for name in value if name not in properties]
-        if unknown:
-            return f"{where} has no {unknown[0]!r}; it takes {', '.join(properties)}"
-    found = (mismatch(item, properties[name], name) for name, item in value.items() if name in properties)
-    return next(filter(None, found), "")
+def _mismatch(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
+    """What keeps the arguments from being as their JSON schema says, in a few words; empty: nothing."""
+    error = jsonschema.exceptions.best_match(_Validator(schema).iter_errors(arguments))
+    return "" if error is None else f"arguments{error.json_path.removeprefix('$')}: {error.message}"
