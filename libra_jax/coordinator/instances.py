@@ -77,7 +77,7 @@ class Instances:
     Attributes:
       changed: called when other engines serve.
       fewer: called when one was lost.
-      weights: a lock, held while engines are given weights, and while one goes to sleep.
+      weights: a lock, held while engines are given weights, and while one is taken out to sleep.
 
     Args:
       config: the run's configuration (`rollout`, `deadlines`).
@@ -183,15 +183,16 @@ class Instances:
                 )
             # Another life: what was asked of it before, a health check say, may fail now and means nothing.
             engine.state, engine.life, engine.policy_version = "asleep", engine.life + 1, protocols.NO_VERSION
-            self.changed()
-            self._recorder.status(name, "going to sleep")
+        finally:
+            self.weights.release()  # no update goes to it any more: one that hangs holds up nobody's
+        self.changed()
+        self._recorder.status(name, "going to sleep")
+        try:
             await deadlines.within(seconds, engine.proxy.sleep(), f"Engine {name}, asked to sleep,", "transition")
         except protocols.LibraError as error:
             if engine.state == "asleep":
                 self.lost(engine, engine.life, error)
             raise
-        finally:
-            self.weights.release()
         self._recorder.status(name, "asleep: its devices train")
 
     async def wake(self, name: str, seconds: float) -> None:

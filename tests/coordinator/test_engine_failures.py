@@ -206,6 +206,32 @@ def test_an_engine_that_does_not_start_in_time_is_named(tmp_path, monkeypatch):
         bench.run()
 
 
+def test_an_engine_that_hangs_on_its_way_to_sleep_holds_up_no_update_of_the_others():
+    class Deaf:
+        async def sleep(self):
+            await asyncio.Event().wait()
+
+    async def main():
+        ending = failure.Ending()
+        made = instances.Instances(
+            doubles.make_config(),
+            cluster=None,
+            specs=[protocols.ActorSpec("engine-0", "", {})],
+            recorder=memory.MemoryRecorder(),
+            ending=ending,
+        )
+        made.engines["engine-0"].state, made.engines["engine-0"].proxy = "serving", Deaf()
+        sleeping = asyncio.ensure_future(made.sleep("engine-0", 20.0))
+        await asyncio.sleep(1.0)
+        async with asyncio.timeout(1.0), made.weights:
+            assert made.loadable() == []
+        ending.call(protocols.LibraError("the run is over"))  # so that nothing is started again
+        with pytest.raises(protocols.DeadlineMissed, match="engine-0, asked to sleep"):
+            await sleeping
+
+    doubles.run_on_clock(main())
+
+
 def test_an_engine_that_does_not_come_back_from_sleep_is_named_with_the_deadlines_that_it_missed():
     async def main():
         config = doubles.make_config(deadlines={"engine_start": 30.0})
