@@ -16,7 +16,7 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from libra_jax.cluster import actors, ray_host, ray_runtime, ray_streams
+from libra_jax.cluster import actors, ray_host, ray_outcome, ray_runtime, ray_streams
 from libra_jax.protocols import ActorSpec, DeadlineMissed, WorkerLost
 
 _CONCURRENT_CALLS = 10_000  # of one actor; each open stream is one, and the verbs must never queue behind them
@@ -39,7 +39,7 @@ class _Actor:
         if spec.environment:
             options["runtime_env"] = {"env_vars": dict(spec.environment)}
         self.handle: Any = _Host.options(**options).remote(spec, [os.path.abspath(path) for path in sys.path])
-        self.death: asyncio.Future[Any] = asyncio.ensure_future(_await(self.handle.until_death.remote()))
+        self.death: asyncio.Future[Any] = asyncio.ensure_future(self.handle.until_death.remote())
         self.death.add_done_callback(_seen)
         self.birth = ray_host.Birth("", 0, 0)
         self.stopping = False
@@ -73,7 +73,7 @@ class _Actor:
             raise
         except ray.exceptions.RayError as error:
             raise self.lost(error) from error
-        return outcome.unwrap() if isinstance(outcome, ray_streams.Outcome) else outcome
+        return outcome.unwrap() if isinstance(outcome, ray_outcome.Outcome) else outcome
 
     async def kill(self, seconds: float) -> bool:
         """Ends the process and what it left behind; False if it is still there after `seconds`."""
@@ -192,10 +192,6 @@ class RayCluster:
 
 def _bind(actor: _Actor, method: str, kind: actors.MethodKind) -> Callable[..., Any]:
     return functools.partial(actor.streams.stream if kind == "stream" else actor.call, method)
-
-
-async def _await(reference: Any) -> Any:
-    return await reference
 
 
 def _seen(future: asyncio.Future[Any]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 
-from libra_jax.cluster import actors, guard, ray_streams
+from libra_jax.cluster import actors, guard, ray_outcome, ray_streams
 from libra_jax.protocols import ActorSpec, LibraError
 
 
@@ -49,19 +49,19 @@ class RayHost:
         """Never returns: the caller learns of this process's end by the error that Ray puts in its place."""
         await asyncio.Event().wait()
 
-    async def make(self) -> ray_streams.Outcome:
+    async def make(self) -> ray_outcome.Outcome:
         """Makes the actor; the value is its methods."""
         try:
-            return ray_streams.Outcome(await self._host.make())
+            return ray_outcome.Outcome(await self._host.make())
         except LibraError as error:
-            return ray_streams.Outcome.of_failure(error)
+            return ray_outcome.Outcome.of_failure(error)
 
-    async def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ray_streams.Outcome:
+    async def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ray_outcome.Outcome:
         """Runs a sync or async method."""
         try:
-            return ray_streams.Outcome(await self._host.call(method, args, kwargs))
+            return ray_outcome.Outcome(await self._host.call(method, args, kwargs))
         except LibraError as error:
-            return ray_streams.Outcome.of_failure(error)
+            return ray_outcome.Outcome.of_failure(error)
 
     async def open_stream(self, number: int, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Begins a stream method."""
@@ -79,13 +79,13 @@ class RayHost:
         """Closes the actor's generator, and so the stream; nothing happens if it has ended."""
         await self._streams.close(number)
 
-    async def stop(self, seconds: float) -> ray_streams.Outcome:
+    async def stop(self, seconds: float) -> ray_outcome.Outcome:
         """Stops the actor; the process lives until Ray kills it."""
         try:
             await self._host.stop(seconds)
         except LibraError as error:
-            return ray_streams.Outcome.of_failure(error)
-        return ray_streams.Outcome()
+            return ray_outcome.Outcome.of_failure(error)
+        return ray_outcome.Outcome()
 
 
 def _keep_to(cores: Sequence[int]) -> None:

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import pickle
-import traceback
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray.exceptions
 
-from libra_jax.cluster import actors
+from libra_jax.cluster import actors, ray_outcome
 from libra_jax.protocols import LibraError, WorkerLost
 
 GATHER_SECONDS = 0.001
@@ -26,40 +24,8 @@ GATHER_SECONDS = 0.001
 UNREAD = 16
 """Batches of a stream that may wait for their reader before the actor's end of it is held back."""
 
-News = Mapping[int, list["Outcome | None"]]
+News = Mapping[int, list[ray_outcome.Outcome | None]]
 """What has come in, by the number of the stream: batches of items in order, None where the stream has ended."""
-
-
-class RemoteTraceback(Exception):
-    """The traceback of an error in the actor's process, as text: the `__cause__` of that error here."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a call came to: a value, or one of our errors with its traceback.
-
-    Errors travel as values, because Ray would wrap whatever is raised into an error of its own, traceback and all.
-    """
-
-    value: Any = None
-    error: LibraError | None = None
-    trace: str = ""
-
-    @classmethod
-    def of_failure(cls, error: LibraError) -> Outcome:
-        """An error of ours, which the driver raises again."""
-        trace = "".join(traceback.format_exception(error))
-        try:
-            pickle.loads(pickle.dumps(error))
-        except Exception:  # a subclass with a constructor of its own: its sentence is what counts
-            error = LibraError(str(error))
-        return cls(error=error, trace=trace)
-
-    def unwrap(self) -> Any:
-        """The value; raises the error if there is one."""
-        if self.error is not None:
-            raise self.error from RemoteTraceback(f"\n{self.trace}")
-        return self.value
 
 
 @dataclass
@@ -77,7 +43,7 @@ class HostStreams:
     def __init__(self, host: actors.ActorHost) -> None:
         self._host = host
         self._opened: dict[int, _Opened] = {}
-        self._news: collections.defaultdict[int, list[Outcome | None]] = collections.defaultdict(list)
+        self._news: collections.defaultdict[int, list[ray_outcome.Outcome | None]] = collections.defaultdict(list)
         self._told = asyncio.Event()
 
     def open(self, number: int, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -113,7 +79,7 @@ class HostStreams:
             pump = self._host.open(method, args, kwargs)
             try:
                 while items := await self._host.take(pump, method):
-                    self._tell(number, Outcome(items))
+                    self._tell(number, ray_outcome.Outcome(items))
                     opened.unread += 1
                     while opened.unread >= UNREAD:
                         opened.room.clear()
@@ -121,12 +87,12 @@ class HostStreams:
             finally:
                 await pump.close()
         except LibraError as error:
-            self._tell(number, Outcome.of_failure(error))
+            self._tell(number, ray_outcome.Outcome.of_failure(error))
         finally:
             del self._opened[number]
             self._tell(number, None)
 
-    def _tell(self, number: int, outcome: Outcome | None) -> None:
+    def _tell(self, number: int, outcome: ray_outcome.Outcome | None) -> None:
         self._news[number].append(outcome)
         self._told.set()
 
@@ -135,12 +101,12 @@ class _Reader:
     """A stream in the driver."""
 
     def __init__(self) -> None:
-        self.waiting: collections.deque[Outcome | None] = collections.deque()
+        self.waiting: collections.deque[ray_outcome.Outcome | None] = collections.deque()
         self.came = asyncio.Event()
         self.lost: WorkerLost | None = None
         self.ended = False
 
-    def put(self, outcomes: list[Outcome | None]) -> None:
+    def put(self, outcomes: list[ray_outcome.Outcome | None]) -> None:
         self.waiting.extend(outcomes)
         self.ended = self.ended or outcomes[-1] is None
         self.came.set()
@@ -149,7 +115,7 @@ class _Reader:
         self.lost = error
         self.came.set()
 
-    async def take(self) -> Outcome | None:
+    async def take(self) -> ray_outcome.Outcome | None:
         while not self.waiting:
             if self.lost is not None:
                 raise self.lost
@@ -186,7 +152,7 @@ class DriverStreams:
         number, reader = self._opened, _Reader()
         self._opened += 1
         self._readers[number] = reader
-        opening = asyncio.ensure_future(_await(self._handle.open_stream.remote(number, method, args, kwargs)))
+        opening = asyncio.ensure_future(self._handle.open_stream.remote(number, method, args, kwargs))
         opening.add_done_callback(lambda _: self._look_at(opening, reader))
         if self._receiving is None:
             self._receiving = asyncio.get_running_loop().create_task(self._receive())
@@ -234,7 +200,3 @@ class DriverStreams:
             await asyncio.wait({self._receiving}, timeout=seconds)
         if self._receiving is not None:
             self._receiving.cancel()
-
-
-async def _await(reference: Any) -> Any:
-    return await reference
