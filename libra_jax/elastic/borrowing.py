@@ -144,9 +144,9 @@ class _Shortfall:
       times: that it has been found.
     """
 
-    ratio: float = 1.0
-    step: int = 0
-    times: int = 0
+    ratio: float
+    step: int
+    times: int
 
     def at(self, step: int, half_life: int) -> float:
         """What is left of the ratio now."""
@@ -293,11 +293,10 @@ class Borrowing:
         self._brought.append(now)
         if len(self._brought) < self._config.patience:
             return
-        self._promise, ratio = None, min(self._brought) / max(change.predicted, 1e-9)
-        key = change.before, change.after
-        if ratio > 1.0:
+        self._promise, key, brought = None, (change.before, change.after), min(self._brought)
+        if 0.0 < change.predicted < brought:
             times = self._short[key].times + 1 if key in self._short else 1
-            self._short[key] = _Shortfall(ratio, sight.step, times)
+            self._short[key] = _Shortfall(brought / change.predicted, sight.step, times)
         else:
             self._short.pop(key, None)
 
