@@ -59,7 +59,11 @@ async def measure() -> dict[str, Any]:
     shape = models_config.load_preset("libra-tiny")
     cluster = cluster_create.create(config.cluster)
     recorder, ending = memory.MemoryRecorder(), failure.Ending()
-    specs = [_spec(config, shape, name, core) for name, core in zip(NAMES, cores, strict=False)]
+    model = models_config.to_hf(shape)
+    specs = [
+        workload.engine_spec(name, config, model, cpu_cores=str(core), hybrid=name == MOVED)
+        for name, core in zip(NAMES, cores, strict=False)
+    ]
     engines = instances.Instances(
         config, cluster=cluster, specs=specs, recorder=recorder, ending=ending, hybrid=(MOVED,)
     )
@@ -83,21 +87,6 @@ async def measure() -> dict[str, Any]:
         await ending.cancel_background(config.deadlines.shutdown)
         await cluster.shutdown()
         weights.publisher.shutdown()
-
-
-def _spec(
-    config: configuration.RunConfig, shape: models_config.TransformerConfig, name: str, core: int
-) -> protocols.ActorSpec:
-    arguments = {
-        "name": name,
-        "model_config": models_config.to_hf(shape),
-        "rollout": configuration.to_dict(config.rollout),
-        "tensor_parallel": 1,
-        "seed": 0,
-        "cpu_cores": str(core),
-        "hybrid": name == MOVED,
-    }
-    return protocols.ActorSpec(name, "libra_jax.rollout.vllm_engine:create", arguments)
 
 
 async def _rounds(load: _Load, engines: instances.Instances, limit: float) -> dict[str, Any]:

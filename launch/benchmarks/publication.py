@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from benchmarks import bridge
+from benchmarks import bridge, workload
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.cluster import create as cluster_create
@@ -49,14 +49,7 @@ async def measure(rounds: int) -> dict[str, Any]:
     config = configuration.RunConfig(
         rollout=configuration.RolloutConfig(slots=8, max_context=256, max_tokens=64, kv_cache_gib=0.25)
     )
-    arguments = {
-        "name": NAME,
-        "model_config": models_config.to_hf(bridge.SHAPE),
-        "rollout": configuration.to_dict(config.rollout),
-        "tensor_parallel": 1,
-        "seed": 0,
-    }
-    spec = protocols.ActorSpec(NAME, "libra_jax.rollout.vllm_engine:create", arguments)
+    spec = workload.engine_spec(NAME, config, models_config.to_hf(bridge.SHAPE))
     cluster = cluster_create.create(config.cluster)
     recorder, ending = memory.MemoryRecorder(), failure.Ending()
     engines = instances.Instances(config, cluster=cluster, specs=[spec], recorder=recorder, ending=ending)

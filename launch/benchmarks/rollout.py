@@ -38,14 +38,7 @@ async def measure(rounds: int) -> dict[str, Any]:
         rollout=configuration.RolloutConfig(slots=REQUESTS, max_context=256, max_tokens=TOKENS)
     )
     model = models_config.to_hf(models_config.load_preset("libra-tiny"))
-    arguments = {
-        "name": NAME,
-        "model_config": model,
-        "rollout": configuration.to_dict(config.rollout),
-        "tensor_parallel": 1,
-        "seed": 0,
-    }
-    spec = protocols.ActorSpec(NAME, "libra_jax.rollout.vllm_engine:create", arguments)
+    spec = workload.engine_spec(NAME, config, model)
     launch = vllm_launch.Launch("bare", model, config.rollout, 1, seed=0, cpu_cores="auto", log_path="")
     loop = asyncio.get_running_loop()
     cluster = cluster_create.create(config.cluster)

@@ -1,11 +1,29 @@
-"""What the benchmark's attempts do: one turn of a fixed number of tokens, no tool."""
+"""The engines of benchmarks, and what their attempts do: one turn of a fixed number of tokens, no tool."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.agents import tokenizers
+
+
+def engine_spec(
+    name: str, config: configuration.RunConfig, model: Mapping[str, Any], **more: Any
+) -> protocols.ActorSpec:
+    """A vLLM engine of degree 1.
+
+    Args:
+      name: the instance's.
+      config: the run's configuration.
+      model: content of the model's config.json.
+      more: further arguments of `rollout.vllm_engine.create`.
+    """
+    rollout = configuration.to_dict(config.rollout)
+    arguments = {"name": name, "model_config": model, "rollout": rollout, "tensor_parallel": 1, "seed": 0, **more}
+    return protocols.ActorSpec(name, "libra_jax.rollout.vllm_engine:create", arguments)
 
 
 class SingleTurn:

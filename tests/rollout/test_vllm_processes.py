@@ -62,8 +62,8 @@ def test_a_killed_front_end_takes_its_engine_with_it_and_ctrl_c_reaches_the_fron
             parent.wait()
         assert vllm_host.wait_until(lambda: all(vllm_host.is_gone(pid) for pid in pids))
     # Named memory between several workers, which vLLM makes and nobody is left to remove; a single worker has none.
-    for segment in set(segments) & set(os.listdir("/dev/shm")):
-        os.unlink(f"/dev/shm/{segment}")
+    for segment in segments:
+        pathlib.Path("/dev/shm", segment).unlink(missing_ok=True)
 
 
 def test_settings_that_vllm_refuses_are_a_sentence_and_leave_no_process():

@@ -1,5 +1,6 @@
 """The small model, sequences for it, and trainers of it. The doubles beside the tests are imported by name."""
 
+import contextlib
 import dataclasses
 import functools
 import pathlib
@@ -81,23 +82,34 @@ def model_directory(small, tmp_path_factory):
     return str(path)
 
 
-@pytest.fixture
-def start_trainer(small, model_directory, monkeypatch):
-    """Makes and starts trainers of the small model, compiled fast; shuts them down in the end."""
-    monkeypatch.setattr(learner, "Learner", functools.partial(learner.Learner, compiler_options=small.fast))
+@contextlib.contextmanager
+def running_trainers():
+    """Makes and starts trainers of a config; shuts them down in the end."""
     running = []
 
-    def make(**groups) -> trainer.TrainerActor:
-        groups.setdefault("steps", 10)
-        config = small.config(model={"path": model_directory}, **groups)
+    def start(config: config_lib.RunConfig) -> trainer.TrainerActor:
         made = trainer.create(config_lib.to_dict(config), workdir="unused")
         running.append(made)
         made.start()
         return made
 
-    yield make
-    for made in running:
-        made.shutdown()
+    try:
+        yield start
+    finally:
+        for made in running:
+            made.shutdown()
+
+
+@pytest.fixture
+def start_trainer(small, model_directory, monkeypatch):
+    """Makes and starts trainers of the small model, compiled fast."""
+    monkeypatch.setattr(learner, "Learner", functools.partial(learner.Learner, compiler_options=small.fast))
+    with running_trainers() as start:
+
+        def make(**groups) -> trainer.TrainerActor:
+            return start(small.config(model={"path": model_directory}, **{"steps": 10, **groups}))
+
+        yield make
 
 
 @pytest.fixture(scope="session")
@@ -117,20 +129,15 @@ def hybrid_config(small, model_directory):
 
 @pytest.fixture(scope="session")
 def start_core(hybrid_config, small):
-    """Makes and starts trainers, compiled fast; shuts them down in the end."""
-    running = []
+    """Makes and starts trainers, compiled fast."""
+    with running_trainers() as start:
 
-    def make():
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(learner, "Learner", functools.partial(learner.Learner, compiler_options=small.fast))
-            made = trainer.create(config_lib.to_dict(hybrid_config), workdir="unused")
-            running.append(made)
-            made.start()
-        return made
+        def make() -> trainer.TrainerActor:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(learner, "Learner", functools.partial(learner.Learner, compiler_options=small.fast))
+                return start(hybrid_config)
 
-    yield make
-    for made in running:
-        made.shutdown()
+        yield make
 
 
 @pytest.fixture(scope="session")
