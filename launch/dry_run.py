@@ -14,6 +14,7 @@ import yaml
 import wiring
 from libra_jax import config as libra_config
 from libra_jax.agents import factories
+from libra_jax.cluster import hosts
 from libra_jax.models import config as model_config
 
 PROMPT_CHARACTERS = 60
@@ -47,6 +48,7 @@ def describe(config: libra_config.RunConfig) -> str:
         f"{parameters * wire / len(devices) / 2**30:.2f} GiB of weights a device"
         for index, (devices, slots) in enumerate(zip(parts.instances, config.rollout.instance_slots, strict=True))
     ]
+    lines += _hosts(config)
     lines += _elastic(config)
     batch = config.coordinator.groups_per_step * config.coordinator.group_size
     lines.append(
@@ -61,6 +63,19 @@ def _reward(reward: libra_config.RewardConfig) -> str:
     terms = [(reward.environment_weight, "the environment's own")] if reward.environment_weight else []
     terms += [(function.weight, f"{name} ({function.factory})") for name, function in reward.parsed().items()]
     return " + ".join(what if weight == 1 else f"{weight:g} x {what}" for weight, what in terms)
+
+
+def _hosts(config: libra_config.RunConfig) -> list[str]:
+    """What is on which host, where a run is laid out over several."""
+    layout = hosts.layout(config)
+    if layout is None:
+        return []
+    lines = [f"hosts       {len(layout.hosts)}, of {config.cluster.accelerators_per_host} accelerators each"]
+    for host in layout.hosts:
+        processes = [f"process {number} of the trainer" for number in host.processes]
+        names = processes + [placement.instance_name(number) for number in host.instances]
+        lines.append(f"  host {host.number}    {host.role}, {host.accelerators} taken: {', '.join(names)}")
+    return lines
 
 
 def _elastic(config: libra_config.RunConfig) -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from libra_jax import config as libra_config
 from libra_jax import protocols
+from libra_jax.cluster import hosts
 from libra_jax.models import config as model_config
 
 ENGINES = {"vllm": "libra_jax.rollout.vllm_engine:create", "fake": "libra_jax.rollout.fake_engine:create"}
@@ -40,6 +41,19 @@ def partition(config: libra_config.RunConfig) -> Partition:
     return Partition(tuple(range(config.trainer.devices)), tuple(instances))
 
 
+def place(config: libra_config.RunConfig, devices: Sequence[int]) -> tuple[int | None, tuple[int, ...]]:
+    """The host of a worker on these of the run's devices, and what that host calls them; None: all are on one.
+
+    Raises:
+      LibraError: they are on several hosts.
+    """
+    layout = hosts.layout(config)
+    if layout is None:
+        return None, tuple(devices)
+    found = layout.place(devices)
+    return found.host, found.devices
+
+
 def instance_name(number: int) -> str:
     """Of the rollout instance so numbered, which is also its hybrid worker's."""
     return f"rollout-{number}"
@@ -60,6 +74,7 @@ class Engines:
         self._workdir = workdir.resolve()
         self._partition = partition(config)
         rollout = config.rollout
+        self._layout = hosts.layout(config)
         self._slots = libra_config.slots_by_degree(rollout.tensor_parallel, rollout.instance_slots)
 
     def specs(self) -> list[protocols.ActorSpec]:
@@ -74,14 +89,17 @@ class Engines:
         """
         taken = {device for other in others for device in other.devices}
         free = [device for device in range(self._partition.total) if device not in taken]
-        if len(free) < degree:
+        together = free if self._layout is None else _on_one_host(self._layout, free, degree)
+        if len(together) < degree:
+            where = "" if self._layout is None else ", too few of them on one host"
             raise protocols.LibraError(
-                f"a plan asks for an instance of degree {degree}, and {len(free)} devices are free"
+                f"a plan asks for an instance of degree {degree}, and {len(free)} devices are free{where}"
             )
-        return self._spec(number, tuple(free[-degree:]), self._slots.get(degree, self._config.rollout.slots))
+        return self._spec(number, tuple(together[-degree:]), self._slots.get(degree, self._config.rollout.slots))
 
     def _spec(self, number: int, devices: tuple[int, ...], slots: int) -> protocols.ActorSpec:
         config, name, cores = self._config, instance_name(number), self._cores(devices)
+        host, local = place(config, devices)
         on_gpu = config.trainer.platform == "cuda"
         rollout = {**libra_config.to_dict(config.rollout), "slots_by_instance": (), "slots": slots}
         return protocols.ActorSpec(
@@ -98,9 +116,10 @@ class Engines:
                 "hybrid": self._is_hybrid(number),
             },
             gpus=len(devices) if on_gpu else 0,
-            environment={"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if on_gpu else {},
+            environment={"CUDA_VISIBLE_DEVICES": ",".join(map(str, local))} if on_gpu else {},
             devices=devices,
             cores=cores,
+            host=host,
         )
 
     def _is_hybrid(self, number: int) -> bool:
@@ -113,3 +132,11 @@ class Engines:
         if not cores or min(devices) < first:  # it has taken the place of training, whose cores are not told apart
             return ()
         return tuple(cores[device - first] for device in devices)
+
+
+def _on_one_host(layout: hosts.Layout, free: Sequence[int], degree: int) -> list[int]:
+    """Those of the free devices that share a host: the last one that has enough."""
+    by_host: dict[int, list[int]] = {}
+    for device in free:
+        by_host.setdefault(layout.host_of(device), []).append(device)
+    return next((found for _, found in sorted(by_host.items(), reverse=True) if len(found) >= degree), [])

@@ -52,10 +52,11 @@ def trainer_spec(config: libra_config.RunConfig, workdir: Path, process: int = 0
     each = len(whole) // config.trainer.processes
     devices = whole[process * each : (process + 1) * each]
     platform = config.trainer.platform
+    host, local = placement.place(config, devices)
     environment = {
         "auto": {},
         "cpu": {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(len(devices) + _spare(config))},
-        "cuda": {"JAX_PLATFORMS": "cuda,cpu", "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))},
+        "cuda": {"JAX_PLATFORMS": "cuda,cpu", "CUDA_VISIBLE_DEVICES": ",".join(map(str, local))},
         "tpu": {"JAX_PLATFORMS": "tpu,cpu"},
     }[platform]
     return protocols.ActorSpec(
@@ -65,6 +66,7 @@ def trainer_spec(config: libra_config.RunConfig, workdir: Path, process: int = 0
         gpus=len(devices) if platform == "cuda" else 0,
         environment=environment,
         devices=devices,
+        host=host,
     )
 
 
@@ -100,9 +102,10 @@ def replica_specs(config: libra_config.RunConfig, workdir: Path) -> list[protoco
     needed, specs = trainer.fsdp * trainer.tensor, []
     instances = list(enumerate(placement.partition(config).instances))
     for place, (number, devices) in enumerate(instances[-count:]):
+        host, local = placement.place(config, devices)
         environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(needed)}
         if trainer.platform == "cuda":
-            visible = ",".join(map(str, devices[:needed]))
+            visible = ",".join(map(str, local[:needed]))
             # What the engine needs again when it wakes must go back to the device when it is freed.
             allocator = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
             environment = {"JAX_PLATFORMS": "cuda,cpu", "CUDA_VISIBLE_DEVICES": visible, **allocator}
@@ -112,7 +115,7 @@ def replica_specs(config: libra_config.RunConfig, workdir: Path) -> list[protoco
             "name": placement.instance_name(number),
             "cores": config.elastic.cores[place : place + 1],
         }
-        specs.append(protocols.ActorSpec(f"replica-{number}", REPLICA, arguments, environment=environment))
+        specs.append(protocols.ActorSpec(f"replica-{number}", REPLICA, arguments, environment=environment, host=host))
     return specs
 
 

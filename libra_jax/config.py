@@ -636,9 +636,22 @@ class ClusterConfig:
 
     backend: str = "inprocess"  # inprocess: embedded on this machine; ray: placed by Ray
     address: str = ""  # ray: cluster to join; empty starts one embedded
+    # ray: accelerators that a host has, and by which the run's are laid out over hosts (cluster/hosts.py); on CPU, that
+    # stand for them. 0: no layout; all are on one host.
+    accelerators_per_host: int = 0
 
     def __post_init__(self) -> None:
         check_choice(self.backend, ("inprocess", "ray"), "cluster.backend")
+        check(
+            self.accelerators_per_host >= 0,
+            "cluster.accelerators_per_host",
+            f"must not be negative, not {self.accelerators_per_host}",
+        )
+        check(
+            self.backend == "ray" or not self.accelerators_per_host,
+            "cluster.accelerators_per_host",
+            "lays a run out over hosts, which needs cluster.backend=ray",
+        )
 
 
 @dataclass(frozen=True)

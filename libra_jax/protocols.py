@@ -1062,6 +1062,7 @@ class ActorSpec:
       devices: of the run's devices, those that the actor has.
       cores: CPU cores that the actor's process keeps to (ray backend); empty: all. Those that are not there are left to
         the factory to complain of.
+      host: number of the run's host that the actor is on (ray backend; `cluster.hosts`); None: wherever there is room.
     """
 
     name: str
@@ -1072,6 +1073,7 @@ class ActorSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
     devices: tuple[int, ...] = ()
     cores: tuple[int, ...] = ()
+    host: int | None = None
 
 
 class Cluster(Protocol):

@@ -1,0 +1,160 @@
+"""The hosts of a run: which of its accelerators are where, whatever starts them (Slurm, Kubernetes, a TPU pod, here).
+
+Accelerators of a run are numbered through: the trainer's mesh first, then each rollout instance in the order of
+`rollout.tensor_parallel`. Hosts are numbered too: those that train first, next to each other, so that the mesh is
+contiguous over the links between them; then those that roll out. No host does both, so that each kind can be another
+kind of machine. Pure decisions over the config; what really is there is found out by `cluster.ray_placement`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from libra_jax import config as libra_config
+from libra_jax.protocols import ConfigError, LibraError
+
+Role = Literal["training", "rollout"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker is.
+
+    Attributes:
+      host: its host's number.
+      devices: its accelerators, as that host numbers them.
+    """
+
+    host: int
+    devices: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host of a run.
+
+    Attributes:
+      number: among the run's hosts.
+      role: what its accelerators do.
+      accelerators: that the run takes of it.
+      processes: of the trainer that are there.
+      instances: of rollout that are there.
+    """
+
+    number: int
+    role: Role
+    accelerators: int
+    processes: tuple[int, ...] = ()
+    instances: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A run over its hosts.
+
+    Attributes:
+      hosts: in the order of their numbers.
+      processes: where each process of the trainer is.
+      instances: where each rollout instance is.
+    """
+
+    hosts: tuple[Host, ...]
+    processes: tuple[Place, ...]
+    instances: tuple[Place, ...]
+
+    def of_role(self, role: Role) -> tuple[Host, ...]:
+        """The hosts that train, or those that roll out."""
+        return tuple(host for host in self.hosts if host.role == role)
+
+    def host_of(self, device: int) -> int:
+        """The host of one of the run's accelerators."""
+        return self._numbered[device][0]
+
+    def place(self, devices: Sequence[int]) -> Place:
+        """Where a worker on these of the run's accelerators is.
+
+        Raises:
+          LibraError: they are on several hosts.
+        """
+        found = [self._numbered[device] for device in devices]
+        if len({host for host, _ in found}) != 1:
+            named = ", ".join(map(str, devices))
+            raise LibraError(f"accelerators {named} of the run are not on one host, as a worker's have to be")
+        return Place(found[0][0], tuple(local for _, local in found))
+
+    @functools.cached_property
+    def _numbered(self) -> tuple[tuple[int, int], ...]:
+        """Host, and number there, of each of the run's accelerators."""
+        places = (*self.processes, *self.instances)
+        return tuple((place.host, local) for place in places for local in place.devices)
+
+
+def layout(config: libra_config.RunConfig) -> Layout | None:
+    """How a run's workers lie on hosts of `cluster.accelerators_per_host` each; None where all are on one host.
+
+    A process of the trainer, and an instance, is on one host: tensor-parallel groups never cross a link between hosts.
+    Instances are packed, those of most accelerators first, into the first host that has room for them.
+
+    Raises:
+      ConfigError: a process, a tensor group of the mesh or an instance is larger than a host.
+    """
+    each = config.cluster.accelerators_per_host
+    if not each:
+        return None
+    processes = _training(config.trainer, each)
+    training = processes[-1].host + 1
+    instances = _rollout(config.rollout.tensor_parallel, each, training)
+    count = max((place.host for place in instances), default=training - 1) + 1
+    return Layout(tuple(_host(number, training, processes, instances) for number in range(count)), processes, instances)
+
+
+def _training(trainer: libra_config.TrainerConfig, each: int) -> tuple[Place, ...]:
+    devices = trainer.devices // trainer.processes
+    if devices > each:
+        raise ConfigError(
+            f"config.trainer.processes: each of {trainer.processes} would have {devices} devices of the mesh, and a "
+            f"host has {each} (config.cluster.accelerators_per_host); {math.ceil(trainer.devices / each)} or more are needed"
+        )
+    together = min(each // devices, trainer.processes)
+    if trainer.processes > together and together * devices % trainer.tensor:
+        raise ConfigError(
+            f"config.trainer.tensor: the {trainer.tensor} devices that split a layer must be on one host, and a host "
+            f"has {together * devices} of the mesh (config.cluster.accelerators_per_host, config.trainer.processes)"
+        )
+    return tuple(
+        Place(process // together, _run_of(process % together * devices, devices))
+        for process in range(trainer.processes)
+    )
+
+
+def _rollout(degrees: Sequence[int], each: int, first: int) -> tuple[Place, ...]:
+    taken: list[int] = []
+    places: dict[int, Place] = {}
+    for number in sorted(range(len(degrees)), key=lambda number: -degrees[number]):
+        degree = degrees[number]
+        if degree > each:
+            raise ConfigError(
+                f"config.rollout.tensor_parallel: instance {number} has {degree} accelerators, which must be on one "
+                f"host, and a host has {each} (config.cluster.accelerators_per_host)"
+            )
+        host = next((host for host, used in enumerate(taken) if used + degree <= each), len(taken))
+        if host == len(taken):
+            taken.append(0)
+        places[number] = Place(first + host, _run_of(taken[host], degree))
+        taken[host] += degree
+    return tuple(places[number] for number in range(len(degrees)))
+
+
+def _host(number: int, training: int, processes: Sequence[Place], instances: Sequence[Place]) -> Host:
+    its_processes = tuple(one for one, place in enumerate(processes) if place.host == number)
+    its_instances = tuple(one for one, place in enumerate(instances) if place.host == number)
+    taken = sum(len(place.devices) for place in (*processes, *instances) if place.host == number)
+    return Host(number, "training" if number < training else "rollout", taken, its_processes, its_instances)
+
+
+def _run_of(first: int, count: int) -> tuple[int, ...]:
+    return tuple(range(first, first + count))
