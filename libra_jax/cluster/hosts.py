@@ -117,7 +117,8 @@ def _training(trainer: libra_config.TrainerConfig, each: int) -> tuple[Place, ..
     if devices > each:
         raise ConfigError(
             f"config.trainer.processes: each of {trainer.processes} would have {devices} devices of the mesh, and a "
-            f"host has {each} (config.cluster.accelerators_per_host); {math.ceil(trainer.devices / each)} or more are needed"
+            f"host has {each} (config.cluster.accelerators_per_host); {math.ceil(trainer.devices / each)} or more are "
+            "needed"
         )
     together = min(each // devices, trainer.processes)
     if trainer.processes > together and together * devices % trainer.tensor:
