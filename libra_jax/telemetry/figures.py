@@ -33,6 +33,10 @@ MOST_POINTS = 400
 PART_COLOURS = {"rollout": BLUE, "training": GREEN, "weight update": ORANGE, "checkpoint": PURPLE, "other": MUTED}
 """Parts of a step's time, in the order in which they are stacked."""
 
+LINE_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, TEAL)
+LINE_DASHES = ("solid", (0, (4, 3)))
+"""Curves of one picture differ in colour, and further ones in their dashes."""
+
 Curve = Mapping[int, float]
 """Value by step."""
 
@@ -164,6 +168,21 @@ def curve(values: Curve, *, colour: str = BLUE, log: bool = False, zero: bool = 
         elif not log:
             axes.yaxis.set_major_formatter(_thousands)
         _step_axis(axes)
+        return figure
+
+    return styled(draw)
+
+
+def curves(values: Mapping[str, Curve]) -> str:
+    """Several numbers over the steps, by name."""
+
+    def draw() -> Any:
+        figure, axes = canvas(10, 3.0)
+        for index, (name, curve) in enumerate(values.items()):
+            colour, dashes = LINE_COLOURS[index % len(LINE_COLOURS)], LINE_DASHES[index // len(LINE_COLOURS) % 2]
+            axes.plot(*thinned(curve), color=colour, linestyle=dashes, linewidth=1.8, label=name)
+        _step_axis(axes)
+        axes.legend(loc="best", ncols=min(4, len(values)), handlelength=1.6, columnspacing=1)
         return figure
 
     return styled(draw)

@@ -24,6 +24,7 @@ from libra_jax.telemetry import (
     page,
     plan_section,
     pool_section,
+    rewards_section,
     timeline,
     tools_section,
     trace,
@@ -236,6 +237,7 @@ def sections(run: Run) -> list[page.Section]:
     rewards, evaluations = run.curve("reward/mean"), run.curve("evaluation/accuracy")
     if rewards or evaluations:
         out.append(page.Section("Reward", figures.reward(rewards, evaluations), wide=True))
+    out.extend(rewards_section.sections(run.steps))
     if rates := run.curve("tokens_per_second"):
         out.append(page.Section("Generated tokens a second", figures.curve(rates)))
     if parts := step_parts(run):
