@@ -8,7 +8,7 @@ worker's side takes longer, and once that shows in two steps it changes.
 
 Expected (from a model that was warm already, 2026-11-22): the worker is borrowed twice, a few steps into each phase of
 short answers, and released twice; a change takes 0.1 s; a step takes 2.3 s once it trains and 1.9 s once it is back.
-27.1 steps a minute in the mean of three seeds, 26.2 with `shared`, 22.9 to 24.7 with the others; the reward by phases
+27.1 steps a minute in the mean of three seeds, 26.2 with `shared`, 23.9 to 25.4 with the others; the reward by phases
 alike (0.6, 0.3, 0.6, 0.35). It takes six minutes, two of them the warm start.
 
 Where the others stay as they are: `rollout`, the worker rolls out, always; `training`, core 1 is the trainer's as
