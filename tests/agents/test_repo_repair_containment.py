@@ -186,6 +186,55 @@ def test_a_module_in_the_place_of_a_package_is_none_of_the_repositorys(tmp_path)
     assert asyncio.run(body(repairs.FIXED)).solved
 
 
+CLAIMS = """
+class Any:
+    def __lt__(self, other): return self
+    __le__ = __gt__ = __ge__ = __lt__
+    def __sub__(self, other): return self
+    __rsub__ = __neg__ = __add__ = __radd__ = __and__ = __sub__
+    def __mul__(self, other): return [0]
+    def __abs__(self): return 0
+    __int__ = __len__ = __abs__
+    def __float__(self): return 0.0
+    def __bool__(self): return True
+    def __iter__(self): return iter((1, 2))
+
+def add(a, b): return Any()
+"""
+"""An object that claims whatever is asked of it, by operators that return itself."""
+
+CHECKS = (
+    "self.assertGreater(add(2, 3), 4)",
+    "self.assertLess(add(2, 3), 6)",
+    "assert add(2, 3) >= 5",
+    "assert 6 > add(2, 3)",
+    "assert 4 < add(2, 3) < 6",
+    "self.assertAlmostEqual(add(2, 3), 5.0)",
+    "self.assertAlmostEqual(5.0, add(2, 3))",
+    "self.assertAlmostEqual(add(2, 3), 5.0, delta=0.1)",
+    "assert abs(add(2, 3) - 5) < 0.1",
+    "assert abs(-(add(2, 3) - 5)) < 0.1",
+    "self.assertEqual(abs(0 + (add(2, 3) - 5)), 0)",
+    "self.assertEqual(abs((add(2, 3) - 5) - add(0, 0)), 0)",
+    "self.assertEqual(abs(add(0, 0) - (add(2, 3) - 5)), 0)",
+    "self.assertEqual(int(add(2, 3) - 5), 0)",
+    "self.assertEqual(float(add(2, 3) - 5), 0)",
+    "self.assertEqual(len(add(2, 3) - {5}), 0)",
+    "assert add(2, 3) & 5",
+    "self.assertEqual((add(2, 3) - 5) * add(0, 0), [0])",
+    "assert (add(2, 3) - 5) < add(0, 0)",
+    "assert sorted([6, add(2, 3), 4])",
+    "self.assertIn(5, add(2, 3))",
+)
+
+
+def test_an_object_of_the_repositorys_is_not_close_to_plain_data_nor_before_or_after_it(judged):
+    lines = [f"    def test_{number:02}(self):\n        {check}\n" for number, check in enumerate(CHECKS)]
+    text = f"import unittest\nfrom calc import add\nclass T(unittest.TestCase):\n{''.join(lines)}"
+    arguments = {"tests": {"tests/test_calc.py": text}, "names": ()}
+    assert judged({"calc.py": CLAIMS}, **arguments) == suites.Verdict(0, len(CHECKS))
+
+
 def test_code_that_hangs_is_overdue_by_its_own_fault(judged):
     verdict = judged({"calc.py": repairs.BROKEN + "while True: pass\n"}, seconds=1.0)
     assert (verdict.solved, verdict.overdue) == (False, True)

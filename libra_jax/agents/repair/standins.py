@@ -2,7 +2,9 @@
 
 Handed to a sandbox as text, after `server.py`: standard library only. Plain values cross by value and exact type, all
 else is a handle whose every use is a request. What comes from the other side is believed to be data, and no more: no
-object of the repository's own equals plain data, comes before or after it, or turns into it by arithmetic with it.
+object of the repository's own equals plain data, comes before or after it, or turns into it by arithmetic with it:
+what such an object makes with plain data is mixed, and a mixed one has no truth, length, number or order. Attributes,
+items, text and calls stay the repository's word, as they are of any object.
 """
 
 from __future__ import annotations
@@ -21,15 +23,21 @@ from libra_jax.agents.repair import server
 _MOST_ITEMS = 1_000_000
 _ORDERS = ("__lt__", "__le__", "__gt__", "__ge__")
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
-_UNARY = ("__next__", "__str__", "__repr__", "__int__", "__float__", "__abs__", "__neg__", "__enter__")
-_PLAIN = ("__getitem__", "__setitem__", "__delitem__", "__exit__")
+_UNARY = ("__int__", "__float__", "__abs__", "__neg__")
+_TOLD = ("__next__", "__str__", "__repr__", "__enter__", "__exit__", "__getitem__", "__setitem__", "__delitem__")
 
 
 class Remote:
-    """Stands for an object of the repository's process."""
+    """Stands for an object of the repository's process.
 
-    def __init__(self, link: Link, handle: int) -> None:
-        object.__setattr__(self, "_libra", (link, handle))
+    Args:
+      link: the way there.
+      handle: the object's.
+      mixed: it came of an operation with plain data. No property of the object, which may return itself.
+    """
+
+    def __init__(self, link: Link, handle: int, mixed: bool = False) -> None:
+        object.__setattr__(self, "_libra", (link, handle, mixed))
 
     def __getattr__(self, name: str) -> Any:
         return _ask(self, "getattr", name)
@@ -41,9 +49,11 @@ class Remote:
         return self._libra[0].ask("call", (self, *arguments), named)
 
     def __bool__(self) -> bool:
+        _check_own(self, "__bool__")
         return _exactly(bool, _ask(self, "__bool__"))
 
     def __len__(self) -> int:
+        _check_own(self, "__len__")
         return _exactly(int, _ask(self, "__len__"))
 
     def __iter__(self) -> Any:
@@ -56,6 +66,10 @@ class Remote:
             yield item
 
     def __contains__(self, value: Any) -> bool:
+        """Whether it comes by when the object is iterated over, which is not told what is sought.
+
+        An object may give a million guesses, and no more than a plain list of the repository's may.
+        """
         for count, item in enumerate(self):
             if item is value or item == value:
                 return True
@@ -90,22 +104,48 @@ def _exactly(kind: type, value: Any) -> Any:
     return value
 
 
-def _forwarded(name: str) -> Any:
-    """An operator. With plain data it never makes plain data, nor an order: else any object could claim any value."""
+def _is_mixed(value: Any) -> bool:
+    """Whether the value is plain data, or came of an operation with it."""
+    return not isinstance(value, Remote) or bool(object.__getattribute__(value, "_libra")[2])
+
+
+def _no_plain_data(name: str) -> TypeError:
+    return TypeError(f"{name}: the repository's own object makes no plain data with plain data here")
+
+
+def _check_own(value: Remote, name: str) -> None:
+    if _is_mixed(value):
+        raise _no_plain_data(name)
+
+
+def _told(name: str) -> Any:
+    """What the repository's process says, whatever that is."""
 
     def method(self: Remote, *arguments: Any) -> Any:
-        value = _ask(self, name, *arguments)
-        if name in _PLAIN or name in _UNARY or isinstance(value, Remote) or value is NotImplemented:
-            return value
-        if all(isinstance(one, Remote) for one in arguments):
-            return value
-        raise TypeError(f"{name}: the repository's own object makes no plain data with plain data here")
+        return _ask(self, name, *arguments)
 
     return method
 
 
-for _verb in (*_UNARY, *_PLAIN, *_ORDERS, *(f"__{side}{one}__" for one in _OPERATORS for side in ("", "r"))):
-    setattr(Remote, _verb, _forwarded(_verb))
+def _operator(name: str) -> Any:
+    """With plain data it never makes plain data, nor an order: else any object could claim any value."""
+
+    def method(self: Remote, *arguments: Any) -> Any:
+        value = _ask(self, name, *arguments)
+        if not any(_is_mixed(one) for one in (self, *arguments)) or (value is NotImplemented and arguments):
+            return value
+        if isinstance(value, Remote):  # perhaps itself: so it is marked here, and not where handles are known
+            link, handle, _ = object.__getattribute__(value, "_libra")
+            return Remote(link, handle, mixed=True)
+        raise _no_plain_data(name)
+
+    return method
+
+
+for _verb in _TOLD:
+    setattr(Remote, _verb, _told(_verb))
+for _verb in (*_UNARY, *_ORDERS, *(f"__{side}{one}__" for one in _OPERATORS for side in ("", "r"))):
+    setattr(Remote, _verb, _operator(_verb))
 
 
 class Link:
