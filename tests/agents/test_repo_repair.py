@@ -1,6 +1,7 @@
 """Repairs judged: what passes hidden tests, what is reported of it, and tasks from files."""
 
 import asyncio
+import dataclasses
 import json
 import tarfile
 import time
@@ -46,10 +47,25 @@ def test_a_named_test_that_is_not_there_does_not_pass(judged):
     assert verdict == suites.Verdict(3, 4)
 
 
-def test_more_tests_than_an_answer_can_hold_are_refused_by_name(judged):
-    names = [f"tests.test_calc.TestCalc.test_{number}" for number in range(20_000)]
-    with pytest.raises(protocols.ConfigError, match=r"sandbox\.output_bytes: 16384 are too few for the verdicts"):
-        judged({}, names=names)
+@pytest.mark.parametrize("command", ["", "python3 -m unittest -v tests.test_many"], ids=["isolated", "command"])
+def test_more_tests_than_letters_fit_into_an_output_are_counted(command):
+    """And more controls than fit are refused by name: an answer that is cut would be no answer."""
+    sandboxes.skip_without_bubblewrap()
+    tests = "import calc, unittest\nclass TestMany(unittest.TestCase):\n" + "".join(
+        f"    def test_{number}(self): assert calc.add({number}, 1) == {number + 1}\n" for number in range(300)
+    )
+    names = tuple(f"tests.test_many.TestMany.test_{number}" for number in range(300)) if command else ()
+
+    async def body(files):
+        async with pool.Sandbox(dataclasses.replace(repairs.LIMITS, output_bytes=256), warm=1) as sandbox:
+            snapshot = snapshots.Snapshot.of_texts(repairs.REPOSITORY)
+            suite = repairs.suite(command, tests={f"tests/test_{name}.py": tests for name in files}, names=names)
+            return await suites.run(sandbox, snapshot, repairs.files_of({"calc.py": repairs.FIXED}), suite)
+
+    assert asyncio.run(body(["many"])) == suites.Verdict(300, 300)
+    if command:
+        with pytest.raises(protocols.ConfigError, match=r"sandbox\.output_bytes: 256 are too few for a verdict on 40"):
+            asyncio.run(body(range(40)))
 
 
 LIBRARY = """
@@ -115,6 +131,9 @@ class TestLibrary(unittest.TestCase):
         self.assertEqual(self.point + Point(2), Point(3, 2))
         self.assertNotEqual(self.point, Point(3))
         self.assertEqual((self.point * 3).y, 6)
+        self.assertEqual(list(self.point * 3), [3, 6])
+        self.assertEqual(str(self.point * 3 * 2), "Point(x=6, y=12)")
+        self.assertEqual(self.point * 3, Point(3, 6))
         self.assertIsInstance(self.point, Point)
         self.assertNotIsInstance(3, Point)
         self.assertTrue(self.point < Point(9))
@@ -311,6 +330,29 @@ def test_equal_repairs_are_judged_once():
 
     first, *others = repairs.with_tools(work)
     assert max(others) < first
+
+
+def test_a_run_that_came_to_nothing_is_judged_anew_the_next_time(monkeypatch):
+    """As the same files may pass where no one kills the process."""
+    befallen = iter([suites.Verdict(0, 3, "ended by signal 9"), suites.Verdict(0, 3, overdue=True)])
+    real = suites.run
+
+    async def run(*arguments):
+        return next(befallen, None) or await real(*arguments)
+
+    monkeypatch.setattr(suites, "run", run)
+
+    async def work(tools):
+        rewards = []
+        for _ in range(3):
+            environment = repo_repair.environment(tools, prompt="Mend: {issue}")
+            await environment.reset(task_of())
+            await environment.step(tools.format.write(*REPAIR))
+            rewards.append((await environment.step("done")).reward)
+            await environment.close()
+        return rewards
+
+    assert repairs.with_tools(work) == [0.0, 0.0, 1.0]
 
 
 def test_as_many_attempts_as_there_are_sandboxes_do_not_block_each_other():
