@@ -48,7 +48,7 @@ CODE = {
     "flip-the-outcome-at-exit": "import atexit, os\natexit.register(os._exit, 0)\n" + repairs.BROKEN,
     "write-to-every-descriptor": "import json, os\n"
     "for fd in range(1, 60):\n"
-    '    try: os.write(fd, b\'{"marks": "PPP", "controls": "", "secret": ""}\')\n'
+    '    try: os.write(fd, b\'{"passed": 3, "total": 3, "controls": "", "secret": ""}\')\n'
     "    except OSError: pass\n" + repairs.BROKEN,
     "kill-the-parent": "import os\nos.kill(os.getppid(), 9)\n",
     "kill-everyone": "import os\nos.kill(-1, 9)\n",
@@ -184,6 +184,16 @@ def test_a_module_in_the_place_of_a_package_is_none_of_the_repositorys(tmp_path)
 
     assert not asyncio.run(body(repairs.BROKEN)).solved
     assert asyncio.run(body(repairs.FIXED)).solved
+
+
+def test_data_that_the_tested_code_could_read_are_refused_where_the_tests_run_apart(judged):
+    tests = {**repairs.TESTS, "tests/sums.json": "[23, 2, 20]", "tests/data/empty": ""}
+    sentence = r"task\.arguments\.command_column: must name a command: .* bring 'tests/sums\.json'"
+    with pytest.raises(protocols.ConfigError, match=sentence):
+        judged({"calc.py": repairs.FIXED}, tests=tests)
+    assert judged({"calc.py": repairs.FIXED}, repairs.COMMAND, tests=tests) == suites.Verdict(3, 3)
+    known = {**repairs.REPOSITORY, "tests/sums.json": "[23, 2, 20]"}  # as the policy sees them, too
+    assert judged({"calc.py": repairs.FIXED}, repository=known, tests=tests) == suites.Verdict(3, 3)
 
 
 CLAIMS = """

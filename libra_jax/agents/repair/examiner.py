@@ -1,8 +1,9 @@
 """The process that runs hidden tests in a sandbox and says which of them pass; the tested code runs in another.
 
 Handed to the sandbox as text, after `server.py` and `standins.py`: standard library only. It cannot be traced or read
-by what it tests, and alone holds the descriptor that it answers on. The tests are taken into memory; where they run
-here, their files are gone before anything of the repository starts.
+by what it tests, and alone holds the descriptor that it answers on. The tests' Python files are taken into memory;
+where they run here, they are gone from the disk before anything of the repository starts. Other files of theirs stay:
+they are no secret then (`suites.telling_data`).
 
 Tests import the repository's modules as they always do, and get stand-ins. So neither a patched `unittest`, nor a
 printed "ok", nor an early exit, nor an object that equals everything can make a test pass.

@@ -1,7 +1,8 @@
 """Hidden tests: laid over what a policy left, run in a sandbox that it never saw, and their verdict.
 
 Two ways. Without a command, Python's `unittest` runs them in a process that the tested code cannot reach, not even by
-being imported (`examiner.py`): what that code does to its own process decides nothing. With a command, such as
+being imported (`examiner.py`): what that code does to its own process decides nothing, and there is no file for it to
+read the answers from: hidden data besides Python is refused (`telling_data`). With a command, such as
 `python -m pytest -rA tests`, the project's own runner imports the tested code, as SWE-bench and R2E-Gym have it. What
 the policy planted around its code is gone then, too; but code that was written to deceive the very process that judges
 it can be caught only. So controls are mixed into the tests: some that have to pass, and some that have to fail, by a
@@ -100,8 +101,13 @@ async def run(
       suite: the tests.
 
     Raises:
+      ConfigError: the tests bring hidden data and no command, or `sandbox.output_bytes` are too few.
       WorkerLost: sandboxes died under the run, one after the other.
     """
+    data = telling_data(snapshot, suite.tests)
+    config.check(
+        bool(suite.command) or not data, "task.arguments.command_column", f"must name a command: {DATA.format(data)}"
+    )
     for attempt in range(ATTEMPTS):
         examination = _Examination(snapshot, workspace, suite)
         config.check(
@@ -121,6 +127,25 @@ async def run(
         if not outcome.broken and (last or not killed):
             return examination.judge(outcome)
     raise AssertionError("unreachable")
+
+
+DATA = (
+    "the hidden tests bring {!r}, which the tested code could read where it runs apart from them; give the task a test "
+    "command, or have the file in the repository, where the policy sees it too"
+)
+"""Why data that `telling_data` finds are refused."""
+
+
+def telling_data(snapshot: snapshots.Snapshot, tests: Mapping[str, snapshots.File]) -> str:
+    """Path of hidden data, if the tests bring any besides what the repository has anyway; empty: they bring none.
+
+    Python files are run from memory. Other files would have to lie where the tests, and so the tested code, open them.
+    """
+    for path, file in tests.items():
+        known = snapshot.files.get(path)
+        if not path.endswith(".py") and file.content and (known is None or known.content != file.content):
+            return path
+    return ""
 
 
 def digest(snapshot: snapshots.Snapshot, workspace: Mapping[str, snapshots.File], suite: Suite) -> str:
