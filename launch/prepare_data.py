@@ -11,6 +11,7 @@ downloaded or saved to disk. Nothing is downloaded.
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -52,7 +53,8 @@ def main() -> None:
     finally:
         partial.unlink(missing_ok=True)
     print(f"{_DATASET.value}: {count.read:,} rows read, {count.kept:,} tasks written to {output}; {_drops(count)}")
-    print(f"Train on them with --config.task.path={output} and {dataset.use}.")
+    once = f", once {dataset.needs}" if dataset.needs else ""
+    print(f"Train on them{once}: --config.task.path={shlex.quote(str(output))} {dataset.flags}")
 
 
 def _drops(count: published.Count) -> str:

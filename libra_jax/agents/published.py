@@ -7,13 +7,17 @@
 `expected_output_json` (outcome by test).
 
 DAPO's file repeats its 17 thousand problems a hundred times. Rows of R2E-Gym hold no repository: it is in the image, at
-/testbed. Their column `prompt` holds the solution, and is not read.
+/testbed, and is to be saved under the name that the task has for it. Their column `prompt` holds the solution, and is
+not read; tests that are expected to fail, before and after, judge nothing; which of the others pass before the fix is
+not told, so all of them are listed as tests that it makes pass.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -36,13 +40,15 @@ class Dataset:
       title: where it is from.
       columns: those that are read.
       convert: makes a task of a row, as JSON can hold it; raises Dropped, or DataError where a column is missing.
-      use: the settings with which to train on it.
+      flags: with which to train on it, besides `--config.task.path`; as a shell takes them.
+      needs: what has to be there before; empty: nothing.
     """
 
     title: str
     columns: tuple[str, ...]
     convert: Callable[[tables.Row], Record]
-    use: str
+    flags: str
+    needs: str = ""
 
 
 @dataclass
@@ -80,10 +86,14 @@ def tasks(dataset: Dataset, path: str, split: str, count: Count) -> Iterator[Rec
 
 
 def _check_new(record: Record, seen: dict[bytes, bytes]) -> None:
-    prompt, answer = _digest([record["prompt"], record.get("project")]), _digest(record["answer"])
+    prompt, answer = (_digest([record.get(name) for name in names]) for names in (_POSED, _RIGHT))
     if prompt in seen:
         raise Dropped(_REPEATED if seen[prompt] == answer else _CONTRADICTED)
     seen[prompt] = answer
+
+
+_POSED = ("prompt", "issue", "project")
+_RIGHT = ("answer", "tests", "fail_to_pass")
 
 
 def _digest(value: Any) -> bytes:
@@ -149,15 +159,60 @@ def _r2e_gym(row: tables.Row) -> Record:
     if not expected:
         raise Dropped(_NO_TESTS)
     commit = _json(_value(row, "parsed_commit_content", "r2e_gym"), dict, _NO_COMMIT)
+    image = _text(_value(row, "docker_image", "r2e_gym"), "no image")
+    # Where its own command runs them; the folder is one of those that are the suite's, whatever the policy puts there.
+    tests = [{"path": f"r2e_tests/{name}", "text": str(code)} for name, code in zip(names, codes, strict=True)]
+    passing = [name for name, outcome in expected.items() if outcome == "PASSED"]
     return {
         "project": _text(_value(row, "repo_name", "r2e_gym"), _NO_COMMIT),
         "commit": _text(commit.get("old_commit_hash"), _NO_COMMIT),
-        "image": _text(_value(row, "docker_image", "r2e_gym"), "no image"),
-        "prompt": _text(_value(row, "problem_statement", "r2e_gym"), _NO_PROMPT),
-        "tests": [{"path": str(name), "text": str(code)} for name, code in zip(names, codes, strict=True)],
-        # A text, so that every row has the same columns: {"test name": "PASSED", ...}; all of them must come out so.
-        "answer": json.dumps(expected, sort_keys=True),
+        "image": image,
+        "repository": f"{image.rpartition('/')[2].replace(':', '-')}.tar",
+        "issue": _text(_value(row, "problem_statement", "r2e_gym"), _NO_PROMPT),
+        "tests": tests,
+        "fail_to_pass": _names(passing, tests),
+        "command": "python3 -m pytest -rA r2e_tests",
     }
+
+
+def _names(listed: list[str], tests: list[dict[str, str]]) -> list[str]:
+    """Names as `pytest` has them, of names without their file, such as `TestA.test_b[1]`.
+
+    They were read off a report: some still have its colours, and an empty one is of a line that names no test.
+    """
+    short = [re.sub(r"\x1b\[[\d;]*m", "", name) for name in listed]
+    if not any(short):
+        raise Dropped(_NO_TESTS)
+    inside = {file["path"]: _defined(file["text"]) for file in tests}
+    found = []
+    for name in filter(None, short):
+        plain, bracket, rest = name.partition("[")
+        paths = [path for path, names in inside.items() if plain in names or len(tests) == 1]
+        if len(paths) != 1:
+            raise Dropped("a test that is in several files or in none")
+        if any(map(str.isspace, name)):
+            raise Dropped("a test whose name has spaces, which ends it in a report")
+        found.append(f"{paths[0]}::{plain.replace('.', '::')}{bracket}{rest}")
+    return found
+
+
+def _defined(code: str) -> set[str]:
+    """The names of a module's functions, and of its classes' methods."""
+    try:
+        body = ast.parse(code).body
+    except (SyntaxError, ValueError, RecursionError):
+        return set()
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    names = {one.name for one in body if isinstance(one, functions)}
+    for kind in body:
+        if isinstance(kind, ast.ClassDef):
+            names |= {f"{kind.name}.{one.name}" for one in kind.body if isinstance(one, functions)}
+    return names
+
+
+def _flags(source: str, environment: str, *others: str) -> str:
+    flags = (f"--config.task.source={source}:task_source", f"--config.task.environment={environment}:environment")
+    return " ".join((*flags, *others))
 
 
 _NO_PROMPT, _NO_ANSWER, _NO_TESTS = "no prompt", "no answer", "no tests"
@@ -169,13 +224,20 @@ DATASETS = {
         "BytedTsinghua-SIA/DAPO-Math-17k",
         ("prompt", "reward_model.ground_truth", "extra_info.index"),
         _dapo,
-        "the environment libra_jax.agents.environments.math:environment",
+        _flags("libra_jax.agents.datasets", "libra_jax.agents.environments.math"),
     ),
     "search_r1": Dataset(
         "PeterJinGo/nq_hotpotqa_train",
         ("id", "question", "golden_answers", "data_source"),
         _search_r1,
-        "the environment libra_jax.agents.environments.search_qa:environment and the tool search",
+        _flags(
+            "libra_jax.agents.datasets",
+            "libra_jax.agents.environments.search_qa",
+            "--config.tools.use=\"('search',)\"",
+            "--config.tools.arguments=\"{'search': "
+            "{'path': 'wiki.jsonl', 'title_column': '', 'text_column': 'contents'}}\"",
+        ),
+        needs="wiki.jsonl has the passages to search, such as those that Search-R1 publishes",
     ),
     "r2e_gym": Dataset(
         "R2E-Gym/R2E-Gym-Subset or R2E-Gym/R2E-Gym-Lite",
@@ -188,8 +250,14 @@ DATASETS = {
             "expected_output_json",
         ),
         _r2e_gym,
-        "the environment libra_jax.agents.environments.repo_repair:environment, once /testbed of each image is a "
-        "folder or an archive that a column `repository` names",
+        _flags(
+            "libra_jax.agents.environments.repo_repair",
+            "libra_jax.agents.environments.repo_repair",
+            "--config.task.arguments=\"{'fail_to_pass_column': 'fail_to_pass', 'command_column': 'command'}\"",
+            "--config.tools.use=\"('shell', 'edit')\"",
+        ),
+        needs="/testbed of each task's `image`, without .git, .venv and r2e_tests, lies beside the file as the tar "
+        "that its `repository` names, and sandbox.packages has pytest and what the projects import",
     ),
 }
 """By the name that `launch/prepare_data.py` has for it."""

@@ -1,13 +1,16 @@
 """Rows as the three published datasets have them, and what becomes of them."""
 
+import ast
 import json
+import shlex
 
 import pyarrow
 import pytest
 from pyarrow import parquet
 
-from libra_jax import protocols
-from libra_jax.agents import datasets, published
+from libra_jax import config, protocols
+from libra_jax.agents import factories, published
+from libra_jax.agents.tools import toolkit
 
 DAPO = {
     "data_source": "math_dapo",
@@ -96,6 +99,7 @@ def test_r2e_gym_gives_issue_tests_and_the_commit_before_the_fix_and_never_the_s
         {**REPAIR, "execution_result_content": "{"},
         {**REPAIR, "execution_result_content": json.dumps({**RESULT, "test_file_codes": []})},
         {**REPAIR, "expected_output_json": "{}"},
+        {**REPAIR, "expected_output_json": json.dumps({"TestA.test_a": "FAILED"})},
         {**REPAIR, "parsed_commit_content": "{}"},
         {**REPAIR, "problem_statement": ""},
         {**REPAIR, "docker_image": None},
@@ -105,11 +109,29 @@ def test_r2e_gym_gives_issue_tests_and_the_commit_before_the_fix_and_never_the_s
         "project": "aiohttp",
         "commit": "a" * 40,
         "image": "namanjain12/aiohttp_final:f0d74880",
-        "prompt": "[ISSUE] It crashes on empty input. [/ISSUE]",
-        "tests": [{"path": "test_1.py", "text": "def test_a(): ..."}],
-        "answer": '{"TestA.test_a": "PASSED", "TestA.test_b": "FAILED"}',
+        "repository": "aiohttp_final-f0d74880.tar",
+        "issue": "[ISSUE] It crashes on empty input. [/ISSUE]",
+        "tests": [{"path": "r2e_tests/test_1.py", "text": "def test_a(): ..."}],
+        "fail_to_pass": ["r2e_tests/test_1.py::TestA::test_a"],
+        "command": "python3 -m pytest -rA r2e_tests",
     }
-    assert count.dropped == {"no tests": 3, "no project or commit": 1, "no prompt": 1, "no image": 1}
+    assert count.dropped == {"no tests": 4, "no project or commit": 1, "no prompt": 1, "no image": 1}
+
+
+def test_tests_of_r2e_gym_get_the_names_that_pytest_has_for_them(tmp_path):
+    codes = ["class TestA:\n    def test_a(self): ...", "def test_b(): ...\ndef test_c(): ...", "def test_c(): ..."]
+    result = {"test_file_names": ["test_1.py", "test_2.py", "test_3.py"], "test_file_codes": codes}
+    row = {**REPAIR, "execution_result_content": json.dumps(result)}
+
+    def names(*passing):
+        expected = json.dumps({"test_b[0]": "FAILED", **dict.fromkeys(passing, "PASSED")})
+        return converted(tmp_path, "r2e_gym", [{**row, "expected_output_json": expected}])
+
+    (task,), _ = names("TestA.test_a", "\x1b[1mtest_b[1.5]\x1b[0m", "")
+    assert task["fail_to_pass"] == ["r2e_tests/test_1.py::TestA::test_a", "r2e_tests/test_2.py::test_b[1.5]"]
+    for name in ("test_c", "TestB.test_a"):
+        assert names(name)[1].dropped == {"a test that is in several files or in none": 1}
+    assert names("test_b[a b]")[1].dropped == {"a test whose name has spaces, which ends it in a report": 1}
 
 
 @pytest.mark.parametrize(("name", "row"), [("dapo_math", DAPO), ("search_r1", SEARCH), ("r2e_gym", REPAIR)])
@@ -123,14 +145,41 @@ def test_a_file_of_another_dataset_is_told_from_its_columns(tmp_path, name, row)
         assert f"({name} is {known.title}, with the columns {', '.join(known.columns)})" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "row", "columns"),
-    [("dapo_math", DAPO, ()), ("search_r1", SEARCH, ("source",)), ("r2e_gym", REPAIR, ("tests", "image"))],
-)
-def test_what_is_written_is_read_as_tasks(tmp_path, name, row, columns):
+@pytest.mark.parametrize(("name", "row"), [("dapo_math", DAPO), ("search_r1", SEARCH), ("r2e_gym", REPAIR)])
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_what_is_written_is_read_as_tasks_by_the_flags_that_are_told(tmp_path, name, row, ending):
     (record,), _ = converted(tmp_path, name, [row])
-    path = tmp_path / "tasks.jsonl"
+    path = tmp_path / f"tasks.{ending}"
     path.write_text(json.dumps(record) + "\n")
-    payload = datasets.task_source(str(path), holdout=0, columns=columns).task(0).payload
-    assert payload["prompt"] == record["prompt"]
-    assert payload["answer"] == record["answer"]
+    if ending == "parquet":
+        parquet.write_table(pyarrow.Table.from_pylist([record]), path)
+    if name == "r2e_gym":
+        (tmp_path / record["repository"]).mkdir()  # a folder does as well
+    settings = {}
+    for word in shlex.split(published.DATASETS[name].flags):
+        flag, _, value = word.partition("=")
+        settings[flag] = value
+    task = config.TaskConfig(
+        source=settings.pop("--config.task.source"),
+        environment=settings.pop("--config.task.environment"),
+        path=str(path),
+        arguments={"holdout": 0, **ast.literal_eval(settings.pop("--config.task.arguments", "{}"))},
+    )
+    tools = config.ToolsConfig(
+        use=ast.literal_eval(settings.pop("--config.tools.use", "()")),
+        arguments=ast.literal_eval(settings.pop("--config.tools.arguments", "{}")),
+    )
+    assert not settings
+    factories.environment_factory(task, toolkit.Toolkit(tools, config.SandboxConfig()))
+    payload = factories.task_source(task, 0).task(0).payload
+    if name != "r2e_gym":
+        assert (payload["prompt"], payload["answer"]) == (record["prompt"], record["answer"])
+        return
+    assert payload == {
+        "issue": record["issue"],
+        "repository": str(tmp_path / "aiohttp_final-f0d74880.tar"),
+        "tests": {"r2e_tests/test_1.py": "def test_a(): ..."},
+        "fail_to_pass": record["fail_to_pass"],
+        "pass_to_pass": [],
+        "test_command": record["command"],
+    }

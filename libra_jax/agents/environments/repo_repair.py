@@ -14,6 +14,8 @@ import collections
 import functools
 import math
 import pathlib
+import posixpath
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -86,10 +88,7 @@ class Repair:
         return await deadlines.off_loop(_read, payload["repository"], self._most_bytes)
 
     async def _suite(self, payload: Mapping[str, Any]) -> suites.Suite:
-        if isinstance(payload["tests"], str):
-            tests = (await deadlines.off_loop(_read, payload["tests"], self._most_bytes)).files
-        else:
-            tests = snapshots.Snapshot.of_texts(payload["tests"]).files
+        tests = await deadlines.off_loop(_tests, payload, self._most_bytes)
         return suites.Suite(tests, _must_pass(payload), payload.get("test_command", ""), self._seconds)
 
     def demonstration(self, task: protocols.Task) -> Sequence[protocols.Message]:
@@ -134,6 +133,12 @@ def _told(verdict: suites.Verdict, reward: float, lines: int) -> dialogue.Verdic
 
 def _must_pass(payload: Mapping[str, Any]) -> tuple[str, ...]:
     return (*payload.get("fail_to_pass", ()), *payload.get("pass_to_pass", ()))
+
+
+def _tests(payload: Mapping[str, Any], most_bytes: int) -> Mapping[str, snapshots.File]:
+    """The hidden tests' files, from where the task says that they are, or as it has them."""
+    tests = payload["tests"]
+    return (_read(tests, most_bytes) if isinstance(tests, str) else snapshots.Snapshot.of_texts(tests)).files
 
 
 @functools.lru_cache(maxsize=64)
@@ -212,10 +217,12 @@ class FileRepairs:
         for index in range(len(self)):
             row = self._source.task(index)
             where = f"{self._path}, row {row.prompt_id.rpartition('-')[2]}"
+            if isinstance(row.payload["tests"], list):
+                _check_listed(row.payload["tests"], f"{where}: column {self._names['tests']!r}")
             payload = self._made(row).payload
             for name in ("repository", "tests"):
-                place = pathlib.Path(payload[name])
-                if not place.exists():
+                place = payload[name]
+                if isinstance(place, str) and not pathlib.Path(place).exists():
                     column = self._names[name]
                     raise protocols.DataError(f"{where}: column {column!r}: {place} is no directory and no tar")
             for name in ("fail_to_pass", "pass_to_pass"):
@@ -224,24 +231,46 @@ class FileRepairs:
                     column = self._names[name]
                     raise protocols.DataError(f"{where}: column {column!r} must be a list of tests' names")
             _check_command(payload, where)
+            _check_data(payload, f"{where}: column {self._names['tests']!r}")
 
     def _made(self, row: protocols.Task) -> protocols.Task:
         folder = pathlib.Path(self._path).parent
-        values = row.payload
+        values, tests = row.payload, row.payload["tests"]
+        listed = isinstance(tests, list)
         payload = {
             "issue": values["prompt"],
-            "repository": str(folder / str(values[self._names["repository"]])),
-            "tests": str(folder / values["answer"]),
-            **{
-                name: values[self._names[name]] if self._names[name] else []
-                for name in ("fail_to_pass", "pass_to_pass")
-            },
-            "test_command": values[self._names["test_command"]] if self._names["test_command"] else "",
+            "repository": str(folder / str(values["repository"])),
+            "tests": {file["path"]: file["text"] for file in tests} if listed else str(folder / str(tests)),
+            "fail_to_pass": values.get("fail_to_pass", []),
+            "pass_to_pass": values.get("pass_to_pass", []),
+            "test_command": values.get("test_command", ""),
         }
         return protocols.Task(row.prompt_id, payload)
 
 
 _SAYS_NAMES = ("-v", "-rA", "-ra", "--verbose")
+
+
+def _check_listed(tests: Sequence[Any], where: str) -> None:
+    for file in tests:
+        good = isinstance(file, Mapping) and all(isinstance(file.get(name), str) for name in ("path", "text"))
+        if not (good and snapshots.is_inside(file["path"]) and posixpath.normpath(file["path"]) == file["path"]):
+            raise protocols.DataError(
+                f"{where} must be a path, or a list of files with a `path` inside the repository and a `text`, "
+                f"not {file!r:.80}"
+            )
+    if not tests:
+        raise protocols.DataError(f"{where} must hold one file at least")
+
+
+def _check_data(payload: Mapping[str, Any], where: str) -> None:
+    if payload["test_command"]:
+        return
+    tests = _tests(payload, sys.maxsize)
+    if suites.telling_data(snapshots.Snapshot({}), tests):  # else there is no need to read the repository
+        snapshot = snapshots.Snapshot.read(pathlib.Path(payload["repository"]), sys.maxsize)
+        if data := suites.telling_data(snapshot, tests):
+            raise protocols.DataError(f"{where}: {suites.DATA.format(data)}")
 
 
 def _check_command(payload: Mapping[str, Any], where: str) -> None:
@@ -276,13 +305,15 @@ def task_source(
       seed: of the order of training tasks.
       issue_column: what the policy is told.
       repository_column: path of a directory or a tar, as the policy gets it.
-      tests_column: path of a directory or a tar with the hidden tests' files, at their places in the repository.
+      tests_column: path of a directory or a tar with the hidden tests' files, at their places in the repository; or the
+        files themselves, a list of {"path", "text"}.
       fail_to_pass_column: list of names of tests that the fix makes pass (`tests/test_a.py::TestA::test_b`, or dotted);
         empty: all tests have to pass.
       pass_to_pass_column: of tests that pass already and still have to; empty: none.
       command_column: what runs the tests, from the repository's root, and names each with its outcome; empty: Python's
         `unittest`, apart from the code that it tests, where all that crosses between the two is plain data, objects
-        and exceptions of the repository's own, and no functions.
+        and exceptions of the repository's own, and no functions. Such tests bring no files besides Python's, but for
+        those that the repository has anyway.
       holdout: share of the distinct issues kept for evaluation, at least one; 0 is none.
 
     Raises:
@@ -291,17 +322,18 @@ def task_source(
     """
     names = {
         "repository": repository_column,
+        "tests": tests_column,
         "fail_to_pass": fail_to_pass_column,
         "pass_to_pass": pass_to_pass_column,
         "test_command": command_column,
     }
-    columns = tuple(name for name in names.values() if name)
+    columns = {name: column for name, column in names.items() if column}
 
     def made(share: float) -> FileRepairs:
         source = datasets.task_source(
-            path, seed, prompt_column=issue_column, answer_column=tests_column, holdout=share, columns=columns
+            path, seed, prompt_column=issue_column, answer_column="", holdout=share, columns=columns
         )
-        return FileRepairs(source, {**names, "tests": tests_column}, path)
+        return FileRepairs(source, names, path)
 
     made(0.0).check()  # all rows are training tasks then
     return made(holdout)

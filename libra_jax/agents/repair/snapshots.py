@@ -144,21 +144,22 @@ def _members(archive: tarfile.TarFile, most_bytes: int, where: str) -> Snapshot:
     for member in archive:
         path = posixpath.normpath(member.name)
         left -= tarfile.BLOCKSIZE
-        if member.isreg() and not member.issparse() and _is_inside(path):
+        if member.isreg() and not member.issparse() and is_inside(path):
             left -= member.size
             if left < 0:
                 break
             source = archive.extractfile(member)
             assert source is not None
             files[path] = File(source.read(), bool(member.mode & 0o100))
-        elif member.issym() and _is_inside(path):
+        elif member.issym() and is_inside(path):
             links[path] = member.linkname
     if left < 0:
         raise protocols.DataError(f"{where}: takes more than {most_bytes} bytes")
     return Snapshot(files, links)
 
 
-def _is_inside(path: str) -> bool:
+def is_inside(path: str) -> bool:
+    """Whether a path, without detours, is of a file in the folder that it starts from."""
     steps = path.split("/")
     good = path not in ("", ".") and not path.startswith("/") and ".." not in steps and "\0" not in path
     return good and len(path) <= _LONGEST_PATH
