@@ -6,6 +6,7 @@ import io
 import sys
 import tarfile
 
+import psutil
 import pytest
 import repairs
 import sandboxes
@@ -335,8 +336,15 @@ async def kill_while_serving(sandbox, deaths):
 
 
 def is_testing(live):
-    words = [word for one in sandboxes.descendants(live.process.pid) for word in one.cmdline()]
-    return any("Serves on a socket" in word for word in words)
+    found = sandboxes.descendants(live.process.pid)
+    return any("Serves on a socket" in word for one in found for word in words_of(one))
+
+
+def words_of(process):
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:  # it ended since it was listed
+        return []
 
 
 # Archives ---------------------------------------------------------------------------------------------------------
