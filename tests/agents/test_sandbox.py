@@ -1,6 +1,7 @@
 """Sandboxes at their work: state that is kept and lost, deadlines, output, the pool."""
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import signal
@@ -241,6 +242,75 @@ def test_who_waits_too_long_for_a_sandbox_is_told_what_to_raise(bubblewrap):
         sandbox.limits = dataclasses.replace(sandbox.limits, start_seconds=0.2)
         with pytest.raises(protocols.DeadlineMissed, match=r"sandbox\.start_seconds.*raise sandbox\.most"):
             await sandbox.run("1")
+
+    with_session(work, most=1)
+
+
+def test_a_session_that_takes_its_sandbox_beforehand_waits_for_it_as_long_as_it_takes(bubblewrap):
+    async def work(sandbox, session):
+        await session.python("1")
+        sandbox.limits = dataclasses.replace(sandbox.limits, start_seconds=0.2)
+        async with sandbox.session() as other:
+            waiting = asyncio.create_task(other.ready())
+            await asyncio.sleep(0.5)
+            assert not waiting.done()
+            await session.close()
+            await waiting
+            return await other.python("6 * 7")
+
+    assert with_session(work, most=1).text == "42\n"
+
+
+def test_a_session_closed_while_it_waits_takes_no_place(bubblewrap):
+    async def work(sandbox, session):
+        await session.ready()
+        other = sandbox.session()
+        waiting = asyncio.create_task(other.ready())
+        await asyncio.sleep(0)
+        await other.close()
+        await session.close()
+        with pytest.raises(protocols.WorkerLost, match="the session was closed"):
+            await waiting
+        return await sandbox.run("6 * 7")
+
+    assert with_session(work, most=1).text == "42\n"
+
+
+def test_of_the_sessions_that_wait_one_at_most_is_before_a_call_that_cannot_wait_long(bubblewrap):
+    async def work(sandbox, session):
+        await session.ready()
+        async with contextlib.AsyncExitStack() as stack:
+            others = [await stack.enter_async_context(sandbox.session()) for _ in range(3)]
+            waiting = [asyncio.create_task(other.ready()) for other in others]
+            await asyncio.sleep(0)
+            call = asyncio.create_task(sandbox.run("6 * 7"))
+            await asyncio.sleep(0.1)
+            await session.close()
+            await waiting[0]
+            await others[0].close()
+            assert (await call).text == "42\n"
+            for other, ready in zip(others[1:], waiting[1:], strict=True):
+                await ready
+                await other.close()
+
+    with_session(work, most=1)
+
+
+def test_who_gives_up_just_as_a_place_comes_free_leaves_it_to_others(bubblewrap):
+    async def work(sandbox, session):
+        for turns in range(6):
+            await session.ready()
+            waiting = asyncio.create_task(sandbox.take())
+            await asyncio.sleep(0)
+            await session.close()
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            if not waiting.cancelled():
+                sandbox.give_back(waiting.result(), used=True)
+            assert not sandbox._places.locked()
+            session._closed = False
 
     with_session(work, most=1)
 

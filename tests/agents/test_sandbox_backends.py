@@ -84,13 +84,13 @@ def test_a_calls_seconds_must_be_positive_and_finite(seconds):
 @pytest.mark.parametrize("path", ["missing", "file"])
 def test_a_workspace_that_is_no_directory_is_refused(tmp_path, path):
     (tmp_path / "file").touch()
-    with pytest.raises(protocols.ConfigError, match=r"sandbox\.workspace: .* is no directory"):
+    with pytest.raises(protocols.ConfigError, match=r"^the workspace .* is no directory"):
         archives.pack(tmp_path / path, 1)
 
 
 def test_a_workspace_larger_than_its_limit_is_refused(tmp_path):
     (tmp_path / "big").write_bytes(bytes(2**20))
-    with pytest.raises(protocols.ConfigError, match=r"sandbox\.workspace: .*sandbox\.workspace_mib = 1"):
+    with pytest.raises(protocols.ConfigError, match=r"^config\.sandbox\.workspace_mib: 1 do not hold"):
         archives.pack(tmp_path, 1)
 
 

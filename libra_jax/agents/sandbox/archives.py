@@ -6,7 +6,7 @@ import io
 import tarfile
 from pathlib import Path
 
-from libra_jax import config
+from libra_jax import config, protocols
 
 _BLOCK = 512
 
@@ -21,7 +21,8 @@ def pack(directory: Path, most_mib: int) -> bytes:
     Raises:
       ConfigError: it is none, or takes more.
     """
-    config.check(directory.is_dir(), "sandbox.workspace", f"{directory} is no directory of this host")
+    if not directory.is_dir():
+        raise protocols.ConfigError(f"the workspace {directory} is no directory of this host; name one that is")
     room, content = most_mib * 2**20, io.BytesIO()
 
     def kept(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
@@ -29,7 +30,7 @@ def pack(directory: Path, most_mib: int) -> bytes:
             return None  # a socket or a device is nothing to copy
         nonlocal room
         room -= member.size + _BLOCK
-        config.check(room >= 0, "sandbox.workspace", f"{directory} takes more than sandbox.workspace_mib = {most_mib}")
+        config.check(room >= 0, "sandbox.workspace_mib", f"{most_mib} do not hold the workspace {directory}; raise it")
         member.uid = member.gid = 0
         member.uname = member.gname = ""
         return member

@@ -20,7 +20,6 @@ from types import TracebackType
 from typing import Any
 
 from libra_jax import config, protocols
-from libra_jax.agents import deadlines
 from libra_jax.agents.sandbox import archives, backends, cgroups, worker
 from libra_jax.agents.sandbox import limits as limits_module
 
@@ -57,7 +56,8 @@ class Sandbox:
           backend: "bubblewrap", "container" or "none".
           allow_unsafe: permits "none", which contains nothing.
           warm: sandboxes kept ready, so that a call needs to wait for none.
-          most: sandboxes in use at once, besides those kept ready; whoever needs one more waits.
+          most: sandboxes in use at once, besides those kept ready; whoever needs one more waits; of the sessions
+            that take theirs beforehand (`Session.ready`) only one is in line at a time.
           workspace: a directory of the host; each session starts with a copy of its files. Empty: with none.
           packages: directories of Python modules that code may import, read-only.
           image: with Python 3.11 and bash, for the backend "container".
@@ -72,6 +72,7 @@ class Sandbox:
         self._files = archives.pack(Path(workspace), self.limits.workspace_mib) if workspace else b""
         self._warm = warm
         self._places = asyncio.Semaphore(most)
+        self._patient = asyncio.Lock()  # to be in line for one without a deadline
         self._idle: collections.deque[worker.Worker] = collections.deque()
         self._live: set[worker.Worker] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -186,18 +187,21 @@ class Sandbox:
 
     # Workers ----------------------------------------------------------------------------------------------------
 
-    async def take(self, *, fresh: bool = False) -> worker.Worker:
-        """A sandbox for the caller alone, who gives it back; `fresh`: one that has never been called."""
-        if self._closed:
-            raise protocols.WorkerLost("the sandbox was closed")
+    async def take(self, *, fresh: bool = False, patient: bool = False) -> worker.Worker:
+        """A sandbox for the caller alone, who gives it back.
+
+        Args:
+          fresh: one that has never been called.
+          patient: for a place it waits as long as it takes, which the caller then bounds.
+        """
+        self._check_open()
+        if patient:
+            async with self._patient:
+                await self._places.acquire()
+        else:
+            await self._place_in_time()
         try:
-            await deadlines.within(self.limits.start_seconds, self._places.acquire())
-        except deadlines.Overdue:
-            raise protocols.DeadlineMissed(
-                f"no sandbox became free within {self.limits.start_seconds:g} s (sandbox.start_seconds); raise "
-                "sandbox.most, or let fewer calls run at once"
-            ) from None
-        try:
+            self._check_open()  # the wait may have been long
             while self._idle:
                 lent = self._idle.popleft()
                 if lent.alive and lent.process.returncode is None and not (fresh and lent.served):
@@ -209,6 +213,21 @@ class Sandbox:
             raise
         finally:
             self._top_up()
+
+    async def _place_in_time(self) -> None:
+        # Not in a task of its own: cancelled between its end and the caller's waking, the place would be nobody's.
+        try:
+            async with asyncio.timeout(self.limits.start_seconds):
+                await self._places.acquire()
+        except TimeoutError:
+            raise protocols.DeadlineMissed(
+                f"no sandbox became free within {self.limits.start_seconds:g} s (sandbox.start_seconds); raise "
+                "sandbox.most, or let fewer calls run at once"
+            ) from None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise protocols.WorkerLost("the sandbox was closed")
 
     def give_back(self, lent: worker.Worker, *, used: bool = False) -> None:
         """Ends the loan. One that has been `used`, or is dead, is retired; another may serve the next call."""
@@ -285,14 +304,14 @@ class Session:
         """Views, creates or changes a file; `tools/workspace.py` has the request's fields. Raises likewise."""
         return await self._call("edit", json.dumps(dict(request)), seconds)
 
-    async def load(self, directory: str) -> None:
-        """Copies a directory's files into the workspace, which begins with them again if the sandbox is lost.
+    async def ready(self) -> None:
+        """Takes the session's sandbox, so that no call waits for one; for its turn it waits as long as it takes.
 
         Raises:
-          ConfigError: it is no directory, or larger than the workspace may be.
-          WorkerLost: they could not be unpacked.
+          WorkerLost: no sandbox could be started, or the files could not be unpacked.
         """
-        await self.begin(await deadlines.off_loop(archives.pack, Path(directory), self._sandbox.limits.workspace_mib))
+        async with self._turn:
+            await self._ready(patient=True)
 
     async def begin(self, files: bytes) -> None:
         """Unpacks a tar into the workspace, which begins with its files again if the sandbox is lost.
@@ -345,11 +364,15 @@ class Session:
                 outcome, self._untold = dataclasses.replace(outcome, lost="all"), False
         return _told(outcome, {"state": STATE_LOST, "all": ALL_LOST}.get(outcome.lost, ""))
 
-    async def _ready(self) -> worker.Worker:
+    async def _ready(self, *, patient: bool = False) -> worker.Worker:
         if self._closed:
             raise protocols.WorkerLost("the session was closed")
         if self._worker is None:
-            self._worker = await self._sandbox.take()
+            lent = await self._sandbox.take(patient=patient)
+            if self._closed:  # meanwhile
+                self._sandbox.give_back(lent)
+                raise protocols.WorkerLost("the session was closed")
+            self._worker = lent
             if self._files:
                 await self._unpack(self._worker)
         return self._worker
@@ -362,7 +385,7 @@ class Session:
             raise
         if outcome.status != "success":
             self._drop()
-            raise protocols.WorkerLost(f"sandbox.workspace: its files could not be unpacked: {outcome.text}")
+            raise protocols.WorkerLost(f"the session's files could not be unpacked in its sandbox: {outcome.text}")
 
     def _drop(self) -> None:
         lent, self._worker = self._worker, None
