@@ -28,7 +28,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.task.source = "libra_jax.agents.environments.integers:task_source"
     config.task.environment = "libra_jax.agents.environments.math:environment"
     config.task.max_turns = 4
-    config.task.tool_seconds = 60.0  # a step waits for a sandbox, too, when all attempts of a batch want one
+    config.task.tool_seconds = 60.0  # answers wait for the verifier, too, when a whole batch gives them at once
 
     config.tools.use = ("python",)
     config.tools.format = "tags"

@@ -51,7 +51,7 @@ def main() -> None:
 async def _train(config: libra_config.RunConfig) -> None:
     # An environment that cannot be made is found out before anything is written.
     async with (
-        toolkit.Toolkit(config.tools, config.sandbox) as tools,
+        toolkit.Toolkit(config.tools, config.sandbox, config.task.call_seconds) as tools,
         factories.demonstrator(config.task, tools, needed=config.warm_start.steps > 0) as demonstrator,
     ):
         workdir = workdirs.open_workdir(config, _WORKDIR.value)

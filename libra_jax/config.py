@@ -73,6 +73,10 @@ class ModelConfig:
         check(self.logits_chunk > 0, "model.logits_chunk", f"must be positive, not {self.logits_chunk}")
 
 
+_SHARE_OF_CALLS = 0.95
+"""Of a step's time: the rest is for ending those calls that overran it."""
+
+
 @dataclass(frozen=True)
 class TaskConfig:
     """What the agent is asked to do. Factories are named `"package.module:factory"`."""
@@ -91,6 +95,7 @@ class TaskConfig:
     context_policy: str = "stop"
     answer_tokens: int = 64  # room for the next output that context_policy=cut leaves
     tool_seconds: float = 10.0  # deadline of a step: past it, the tool named by running_tool timed out, else a crash
+    wait_seconds: float = 600.0  # before a step, for what other attempts hold: a sandbox, say; past it, it is a crash
     environment_retries: int = 2  # fresh attempts after the environment itself crashed, before the group is replaced
     retry_seconds: float = 1.0  # before the first of them; twice as long before each further one
 
@@ -102,11 +107,17 @@ class TaskConfig:
         check_choice(self.context_policy, ("stop", "cut"), "task.context_policy")
         check(self.answer_tokens > 0, "task.answer_tokens", f"must be positive, not {self.answer_tokens}")
         check(self.tool_seconds > 0, "task.tool_seconds", f"must be positive, not {self.tool_seconds}")
+        check(self.wait_seconds > 0, "task.wait_seconds", f"must be positive, not {self.wait_seconds}")
         check(self.environment_retries >= 0, "task.environment_retries", "must not be negative")
         check_finite(self.retry_seconds, "task.retry_seconds")
         check(self.retry_seconds >= 0, "task.retry_seconds", f"must not be negative, not {self.retry_seconds}")
         for name in ("source", "environment"):
             check(":" in getattr(self, name), f"task.{name}", 'must have the form "package.module:factory"')
+
+    @property
+    def call_seconds(self) -> float:
+        """What an environment may give a step's calls, so that it still tells in time what came of them."""
+        return _SHARE_OF_CALLS * self.tool_seconds
 
 
 _LEAST_OF_SANDBOX = {"memory_mib": 64, "processes": 2, "files": 100, "input_bytes": 1024, "output_bytes": 256}
@@ -118,8 +129,9 @@ class SandboxLimits:
     """What one sandbox may use. A call that uses more fails, and says which limit it met.
 
     Attributes:
-      seconds: of a call, by the clock on the wall: past them it is a time-out. Fewer than `task.tool_seconds`, or the
-        agent loop's own deadline comes first, and costs the session its files.
+      seconds: of a call, by the clock on the wall: past them it is a time-out. Less than 95% of `task.tool_seconds`, or
+        the step's own deadline comes first, and costs the session its files. So it does to one of several calls that
+        share the session: they run one after another, and one that has not begun by then is a time-out, too.
       cpu_seconds: of a call, over all its processes.
       memory_mib: MiB of memory of all processes together, and of addresses of each.
       processes: processes and threads at once, besides the sandbox's own.
@@ -128,11 +140,12 @@ class SandboxLimits:
       files: how many files each of these may hold.
       input_bytes: longest code, command or text of a call.
       output_bytes: most output of a call that is kept; what is more is cut out of its middle.
-      start_seconds: how long a sandbox may take to start, and a call to wait for one.
+      start_seconds: how long a sandbox may take to start, and to become free for who does not wait for its turn
+        beforehand, as attempts do (`task.wait_seconds`).
     """
 
-    seconds: float = 10.0
-    cpu_seconds: float = 10.0
+    seconds: float = 5.0
+    cpu_seconds: float = 5.0
     memory_mib: int = 512
     processes: int = 32
     file_mib: int = 64
@@ -171,7 +184,7 @@ class SandboxConfig(SandboxLimits):
     backend: str = "bubblewrap"  # bubblewrap, container (podman or docker), none (contains nothing: allow_unsafe)
     allow_unsafe: bool = False  # permits the backend "none"
     warm: int = 2  # sandboxes kept ready, so that a call need not wait for one to start
-    most: int = 64  # sandboxes in use at once; attempts beyond them wait
+    most: int = 64  # sandboxes in use at once; attempts beyond them wait before their calls (task.wait_seconds)
     packages: tuple[str, ...] = ()  # directories of Python modules that code may import, read-only
     image: str = ""  # with Python 3.11 and bash, for the backend "container"
 
@@ -789,6 +802,7 @@ class RunConfig:
             f"{self.task.answer_tokens} leaves no room for anything else in rollout.max_context = "
             f"{self.rollout.max_context}; lower it, or set task.context_policy=stop",
         )
+        self._check_sandbox()
         self._check_elastic()
         longest = max((self.trainer.row_tokens, *self.trainer.row_buckets))
         check(
@@ -796,6 +810,16 @@ class RunConfig:
             "trainer.row_tokens",
             f"the longest row ({longest}) must hold a whole context (rollout.max_context = {self.rollout.max_context})",
         )
+
+    def _check_sandbox(self) -> None:
+        for name in ("python", "shell", "edit"):
+            check(
+                name not in self.tools.use or self.sandbox.seconds < self.task.call_seconds,
+                "sandbox.seconds",
+                f"{self.sandbox.seconds:g} must be less than {_SHARE_OF_CALLS:.0%} of task.tool_seconds = "
+                f"{self.task.tool_seconds:g}, or a step ends before a call of {name} may, which costs the attempt its "
+                "files; lower it, or raise that",
+            )
 
     def _check_elastic(self) -> None:
         elastic, instances = self.elastic, len(self.rollout.tensor_parallel)

@@ -92,8 +92,8 @@ class Turn:
         "+".
       status: outcome of the call, or None without a call; of several, the worst.
       payload_tokens: tokens that the tool returns appended to the context.
-      tool_seconds: time the tool took after the output had ended; after one that calls none, the environment's step,
-        scoring for example.
+      tool_seconds: time the tool took after the output had ended, or several together, without the wait for what they
+        need (`Queued`); after one that calls none, the environment's step, scoring for example.
       start_seconds: event-loop time at which the turn's generation was asked for.
     """
 
@@ -322,6 +322,18 @@ class Listener(Protocol):
 
         A plain function that returns at once. It decides nothing: `step` gets the output whole, and an output may be
         stepped that was heard in part or not at all (a resumed attempt's), or heard and never stepped (one cut off).
+        """
+        ...
+
+
+class Queued(Protocol):
+    """An environment's optional companion: waits, before a step, for what it needs and other attempts hold."""
+
+    async def ready(self, output: str) -> None:
+        """Returns once `step` of this output finds what it needs, a sandbox for example.
+
+        The wait is no tool's time: its deadline is `task.wait_seconds`, past which the environment has crashed. No
+        instance's place is held meanwhile.
         """
         ...
 

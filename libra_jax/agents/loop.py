@@ -33,6 +33,7 @@ class Limits:
         environment's `running_tool` names, and a crash of the environment where that names none.
       temperature: of sampling; 0 is greedy.
       reset_seconds: deadline of the environment's `reset`, `close`, `snapshot` and `restore`.
+      wait_seconds: deadline of its `ready`.
       attempt_tokens: generated tokens over all outputs; 0 is no limit.
       attempt_seconds: of the attempt from its first token on; 0 is no limit. An output is cut off; a step that has
         begun is let end, within its own deadline.
@@ -46,6 +47,7 @@ class Limits:
     tool_seconds: float
     temperature: float
     reset_seconds: float = 120.0
+    wait_seconds: float = 600.0
     attempt_tokens: int = 0
     attempt_seconds: float = 0.0
     answer_tokens: int = 0
@@ -312,6 +314,7 @@ class _Attempt:
         """The environment's answer to an output, within the tool deadline; past it, its running tool's "timeout"."""
         if sampled:
             await self.sampler.tool_called(self.trajectory)
+        await self._wait(output)
         self.status(f"tool, turn {self.walk.turn + 1}")
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -336,9 +339,23 @@ class _Attempt:
         answers, turn = result.tool_returns, self.trajectory.turns[self.walk.turn]
         if answers:
             turn.tool, turn.status = _joined(answers)
-        told = max((answer.seconds for answer in answers), default=0.0)
+        told = answers[0].seconds if len(answers) == 1 else 0.0  # of several, some may have waited for others
         turn.tool_seconds = turn.tool_seconds or told or loop.time() - began
         return result
+
+    async def _wait(self, output: str) -> None:
+        """Waits for what the step needs, where the environment says so: no tool's time, and not its time-out."""
+        if not callable(getattr(self.environment, "ready", None)):
+            return
+        self.status(f"waiting, turn {self.walk.turn + 1}")
+        try:
+            await self._call("ready", self.limits.wait_seconds, output)
+        except deadlines.Overdue:
+            raise self._crash(
+                "ready",
+                f"waited more than {self.limits.wait_seconds:g} s (config.task.wait_seconds) for what other attempts "
+                "hold; raise that, or give them more to share, such as config.sandbox.most",
+            ) from None
 
     def _show(self, result: protocols.StepResult) -> protocols.CausalState | None:
         """Appends the tool returns and further messages; None, and nothing appended, if they leave no room to go on."""
@@ -370,11 +387,11 @@ class _Attempt:
         return protocols.CausalState(tool, len(tokens), outcome)
 
     async def _call(self, verb: str, seconds: float, *arguments: Any) -> Any:
-        """Awaits the environment. An overdue step is the caller's matter; whatever else goes wrong is a crash."""
+        """Awaits the environment. An overdue step or wait is the caller's matter; what else goes wrong is a crash."""
         try:
             return await deadlines.within(seconds, deadlines.call(getattr(self.environment, verb), *arguments))
         except deadlines.Overdue as overdue:
-            if verb == "step" and overdue.reaped:
+            if verb in ("step", "ready") and overdue.reaped:
                 raise
             deaf = "" if overdue.reaped else " and did not end when it was cancelled"
             raise self._crash(verb, f"took more than {seconds:g} s{deaf}") from None

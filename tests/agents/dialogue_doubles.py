@@ -1,6 +1,7 @@
 """What the tests of dialogues share: tools that tell when they were called, and a run's toolkit of them."""
 
 import asyncio
+import math
 
 import loop_doubles as doubles
 
@@ -39,8 +40,9 @@ class Clocked:
 class Tools:
     """A `toolkit.Toolkit` of tools that are there."""
 
-    def __init__(self, *tools, format="tags", parallel=4):
+    def __init__(self, *tools, format="tags", parallel=4, call_seconds=math.inf):
         self.tools, self.format, self.describe, self.parallel = tools, formats.named(format), False, parallel
+        self.call_seconds = call_seconds
 
     async def toolbox(self, *, session=False):
         return toolbox.Toolbox(self.tools)

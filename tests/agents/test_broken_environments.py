@@ -10,6 +10,7 @@ import pytest
 
 from libra_jax import protocols
 from libra_jax.agents import calculator, loop
+from libra_jax.simulator import clock
 
 
 def test_a_tool_that_hangs_returns_timeout_to_the_policy_and_is_cancelled():
@@ -33,6 +34,41 @@ def test_a_step_that_hangs_without_running_a_tool_is_a_crash_not_a_reward_of_zer
 
     with pytest.raises(protocols.EnvironmentCrashed, match=r"config\.task\.tool_seconds.*running_tool"):
         doubles.attempt(["answer"], environment=doubles.Probe(score), limits=doubles.SHORT)
+
+
+class Queueing(doubles.Probe):
+    """Waits before each step, which takes a moment."""
+
+    running_tool = "python"
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds, self.waited_for = seconds, []
+
+    async def ready(self, output):
+        self.waited_for.append(output)
+        await asyncio.sleep(self.seconds)
+
+    async def step(self, output):
+        if output == "answer":
+            return protocols.StepResult(done=True, reward=1.0)
+        return protocols.StepResult(tool_returns=[protocols.ToolReturn("python", "success", "1")])
+
+
+def test_the_wait_for_what_a_step_needs_is_neither_a_time_out_nor_the_tools_time():
+    environment, sampler = Queueing(300.0), doubles.ScriptedSampler(["code", "answer"])
+    trajectory = clock.run(doubles.run(sampler=sampler, environment=environment))
+    assert environment.waited_for == ["code", "answer"]
+    assert (trajectory.turns[0].status, trajectory.turns[0].tool_seconds) == ("success", pytest.approx(0.0))
+    assert trajectory.reward == 1.0
+    assert sampler.events[:3] == ["sample", "called", protocols.CausalState("python", 4, "success")]
+
+
+def test_a_wait_past_its_own_deadline_is_a_crash_that_names_the_field():
+    environment, sampler = Queueing(700.0), doubles.ScriptedSampler(["code", "answer"])
+    with pytest.raises(protocols.EnvironmentCrashed, match=r"waited more than 600 s \(config\.task\.wait_seconds\)"):
+        clock.run(doubles.run(sampler=sampler, environment=environment))
+    assert environment.closed == 1
 
 
 def test_a_hung_calculator_names_itself_in_the_causal_state():

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import loop_doubles as doubles
 import pytest
+import sandboxes
 
 from libra_jax import config, protocols
 from libra_jax.agents import loop
@@ -89,6 +90,49 @@ def test_what_is_no_call_and_what_is_one_too_many_are_failures_that_the_policy_s
     assert [answer.status for answer in result.tool_returns] == ["failure", "success", "failure"]
     assert "no JSON" in result.tool_returns[0].content
     assert "no more than 2 calls" in result.tool_returns[2].content
+
+
+def test_attempts_beyond_the_sandboxes_wait_for_one_and_see_no_time_out():
+    sandboxes.skip_without_bubblewrap()
+    limits = loop.Limits(max_turns=3, max_tokens=200, max_context=600, tool_seconds=4.0, temperature=1.0)
+    run = '<tool_call>{"name": "python", "arguments": {"code": "import time; time.sleep(1.5); 42"}}</tool_call>'
+
+    async def attempt(tools):
+        return await loop.run_attempt(
+            trajectory=protocols.Trajectory("t", "one"),
+            task=TASK,
+            environment=dialogue.Dialogue(tools, pose, score),
+            tokenizer=doubles.TOKENIZER,
+            sampler=doubles.ScriptedSampler([run, "42"]),
+            limits=limits,
+        )
+
+    async def body():
+        one = config.SandboxConfig(warm=1, most=1, seconds=3.0, start_seconds=20.0, memory_mib=256)
+        async with toolkit.Toolkit(config.ToolsConfig(use=("python",), describe=False), one, 3.8) as tools:
+            return await asyncio.gather(*(attempt(tools) for _ in range(4)))
+
+    for trajectory in asyncio.run(body()):
+        assert (trajectory.turns[0].status, trajectory.reward) == ("success", 1.0)
+        assert trajectory.turns[0].tool_seconds < 3.0
+
+
+def test_an_output_that_calls_nothing_in_the_sandbox_takes_none():
+    sandboxes.skip_without_bubblewrap()
+
+    async def body():
+        one = config.SandboxConfig(warm=1, most=1, memory_mib=256)
+        async with toolkit.Toolkit(config.ToolsConfig(use=("python", f"{__name__}:Slow")), one) as tools:
+            environment = dialogue.Dialogue(tools, pose, score)
+            await environment.reset(TASK)
+            for output in (call(0), "<tool_call>{oops</tool_call>", "42"):
+                await environment.ready(output)
+                assert not (await tools.sandbox())._places.locked()
+            await environment.ready('<tool_call>{"name": "python", "arguments": {}}</tool_call>')
+            assert (await tools.sandbox())._places.locked()
+            await environment.close()
+
+    asyncio.run(body())
 
 
 @pytest.mark.parametrize(

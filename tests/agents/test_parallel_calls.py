@@ -1,5 +1,6 @@
 """Several calls of one output: side by side, told apart for the policy, one causal state for the scheduler."""
 
+import asyncio
 import dataclasses
 
 import dialogue_doubles
@@ -61,6 +62,32 @@ def test_a_time_out_names_the_calls_that_had_not_returned():
     assert (trajectory.turns[0].tool, trajectory.turns[0].status) == ("find", "timeout")
     assert (look.ended, find.ended) == (["a"], ["cancelled"])
     assert sampler.events[2].tool == "find"
+
+
+def test_a_call_that_overruns_leaves_what_the_others_returned():
+    look, find = pair(seconds=1000.0)
+    environment = dialogue_doubles.make(look, find, call_seconds=4.5)
+    trajectory, sampler = dialogue_doubles.attempt([BOTH, "done"], environment, seconds=0.0)
+    assert doubles.tool_text(trajectory) == "<|tool|>a<|im_end|><|tool|>timeout<|im_end|><|assistant|>"
+    turn = trajectory.turns[0]
+    assert (turn.tool, turn.status, turn.tool_seconds) == ("find+look", "timeout", pytest.approx(4.5))
+    assert (look.ended, find.ended) == (["a"], ["cancelled"])
+    assert sampler.events[2] == protocols.CausalState("find+look", turn.payload_tokens, "timeout")
+    assert trajectory.reward == 1.0
+
+
+def test_calls_that_run_one_after_another_took_the_seconds_of_all():
+    class Single(dialogue_doubles.Clocked):
+        turn = asyncio.Lock()
+
+        async def call(self, arguments):
+            async with self.turn:
+                answer = await super().call(arguments)
+                return dataclasses.replace(answer, seconds=self.seconds)
+
+    tools = Single(seconds=1.0), Single("find", seconds=2.0)
+    trajectory, _ = dialogue_doubles.attempt([BOTH, "done"], dialogue_doubles.make(*tools), seconds=0.0)
+    assert trajectory.turns[0].tool_seconds == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize("policy", ["cmlfq", "cmlfq_paper"])

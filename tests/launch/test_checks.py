@@ -52,6 +52,21 @@ def test_what_the_elastic_pool_cannot_be_is_refused_by_name(rollout, elastic, tr
         check()
 
 
+@pytest.mark.parametrize("tool", ["python", "shell", "edit"])
+def test_a_call_in_a_sandbox_must_end_before_its_step_does(tool):
+    def run(*use: str) -> config.RunConfig:
+        return config.RunConfig(
+            tools=config.ToolsConfig(use=use),
+            task=config.TaskConfig(tool_seconds=10.0),
+            sandbox=config.SandboxConfig(seconds=9.5),
+        )
+
+    run("calculator")
+    with pytest.raises(protocols.ConfigError, match=r"sandbox\.seconds: 9\.5 must be less than 95% of task\.tool_sec"):
+        run("calculator", tool)
+    config.RunConfig(tools=config.ToolsConfig(use=(tool,)))  # the defaults go together
+
+
 @pytest.mark.parametrize(
     ("trainer", "rollout", "sentence"),
     [

@@ -7,12 +7,14 @@ the attempt's toolbox, and with it its sandbox.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from libra_jax import protocols
+from libra_jax.agents import deadlines
 from libra_jax.agents.tools import ahead, formats, toolbox, toolkit
 
 
@@ -98,18 +100,21 @@ class Dialogue:
             self._ahead = ahead.Ahead(self._toolbox, self._parser(), self._tools.parallel)
         self._ahead.hear(text)
 
+    async def ready(self, output: str) -> None:
+        """See `protocols.Queued`: waits for the attempt's sandbox, where the output calls a tool that works in it."""
+        if self._toolbox is not None:
+            calls = self._calls(output)[: self._tools.parallel]
+            await self._toolbox.ready([call.name for call in calls if not call.problem])
+
     async def step(self, output: str) -> protocols.StepResult:
-        """Runs the calls of an output, side by side; scores one without."""
+        """Runs the calls of an output, side by side; scores one without. A call that takes too long is a time-out."""
         if self._task is None or self._toolbox is None:
             raise RuntimeError("step before reset")
         self._running.clear()
         early, self._ahead = self._ahead, None
         try:
-            parser = self._parser()
-            # Without tools, all there is are answers.
-            calls = [*parser.feed(output), *parser.finish()] if self._toolbox.schemas() else []
-            if calls:
-                returns = await _side_by_side([self._run(place, call, early) for place, call in enumerate(calls)])
+            if calls := self._calls(output):
+                returns = await self._side_by_side(calls, early)
                 return protocols.StepResult(tool_returns=returns, metrics=self._metrics())
         finally:
             if early is not None:
@@ -123,6 +128,38 @@ class Dialogue:
     def _parser(self) -> formats.Parser:
         assert self._toolbox is not None
         return self._tools.format.parser(self._toolbox.schemas())
+
+    def _calls(self, output: str) -> list[formats.Call]:
+        assert self._toolbox is not None
+        if not self._toolbox.schemas():  # without tools, all there is are answers
+            return []
+        parser = self._parser()
+        return [*parser.feed(output), *parser.finish()]
+
+    async def _side_by_side(
+        self, calls: Sequence[formats.Call], early: ahead.Ahead | None
+    ) -> list[protocols.ToolReturn]:
+        """What the calls return; those that take too long are cut off here, before the step is with all of them.
+
+        Where one raises, or the wait is cancelled, none of the others is left behind.
+        """
+        loop, most = asyncio.get_running_loop(), self._tools.call_seconds
+        began = loop.time()
+        running = [loop.create_task(self._run(place, call, early)) for place, call in enumerate(calls)]
+        try:
+            with contextlib.suppress(deadlines.Overdue):
+                await deadlines.within(most, _settled(running))
+            if raised := [call for call in running if call.done() and call.exception() is not None]:
+                await raised[0]
+            seconds = loop.time() - began
+            return [
+                run.result() if run.done() else protocols.ToolReturn(str(call.name), "timeout", "timeout", seconds)
+                for call, run in zip(calls, running, strict=True)
+            ]
+        finally:
+            for run in running:
+                run.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
 
     async def _run(self, place: int, call: formats.Call, early: ahead.Ahead | None) -> protocols.ToolReturn:
         assert self._toolbox is not None
@@ -141,7 +178,7 @@ class Dialogue:
             answer = await begun
             self._early += 1
             answer = dataclasses.replace(answer, seconds=loop.time() - began)  # that the attempt waited for it
-        del self._running[place]  # not where the step's deadline cut it off: the loop asks for it then
+        del self._running[place]  # not where a deadline cut it off: the loop asks for it if it was the step's
         return answer
 
     async def snapshot(self) -> Mapping[str, Any] | None:
@@ -165,12 +202,5 @@ class Dialogue:
                 await held.close()
 
 
-async def _side_by_side(calls: Sequence[Coroutine[Any, Any, protocols.ToolReturn]]) -> list[protocols.ToolReturn]:
-    """What the calls return. Where one raises, or the wait is cancelled, none of the others is left behind."""
-    running = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return list(await asyncio.gather(*running))
-    finally:
-        for call in running:
-            call.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+async def _settled(running: Sequence[asyncio.Task[Any]]) -> None:
+    await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import jsonschema
@@ -58,6 +58,7 @@ class Toolbox:
       tools: each with a name of its own.
       most_characters: of a return's content; what is more is cut out of its middle.
       session: the attempt's sandbox, which the toolbox closes; None where no tool works in one.
+      in_session: names of the tools that work in it.
 
     Attributes:
       session: as given.
@@ -68,10 +69,15 @@ class Toolbox:
     """
 
     def __init__(
-        self, tools: Sequence[Tool], most_characters: int = 16_384, session: pool.Session | None = None
+        self,
+        tools: Sequence[Tool],
+        most_characters: int = 16_384,
+        session: pool.Session | None = None,
+        in_session: Collection[str] = (),
     ) -> None:
         config.check(most_characters > 0, "tools.most_characters", f"must be positive, not {most_characters}")
         self.session = session
+        self._in_session = frozenset(in_session)
         self._tools: dict[str, Tool] = {}
         self._most_characters = most_characters
         for tool in tools:
@@ -108,6 +114,11 @@ class Toolbox:
         """Whether a call of the tool may begin before it is known to be wanted."""
         tool = self._tools.get(name) if isinstance(name, str) else None
         return bool(getattr(tool, "eager", False))
+
+    async def ready(self, names: Collection[object]) -> None:
+        """Waits until the attempt has its sandbox, where calls of tools of these names need it."""
+        if self.session is not None and any(isinstance(name, str) and name in self._in_session for name in names):
+            await self.session.ready()
 
     async def call(self, name: object, arguments: object) -> protocols.ToolReturn:
         """Calls a tool with what the policy wrote.

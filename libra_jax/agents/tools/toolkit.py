@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
@@ -64,20 +65,26 @@ class Toolkit:
     Args:
       tools: which, with their arguments, and how calls are written.
       sandbox: where code runs.
+      call_seconds: what an environment may give a step's calls (`config.TaskConfig.call_seconds`); infinite: all that
+        its caller waits for.
 
     Attributes:
       names: of the tools, as the config has them.
       format: how the policy writes calls.
       describe: whether it is told of the tools.
       parallel: calls of one output that run.
+      call_seconds: as given.
       schemas: of the tools, as chat templates take them, once it is open.
 
     Raises:
       ConfigError: a tool is not known, or its factory refuses its arguments.
     """
 
-    def __init__(self, tools: config.ToolsConfig, sandbox: config.SandboxConfig) -> None:
+    def __init__(
+        self, tools: config.ToolsConfig, sandbox: config.SandboxConfig, call_seconds: float = math.inf
+    ) -> None:
         self._config, self._sandbox_config = tools, sandbox
+        self.call_seconds = call_seconds
         self.names = tools.use
         self.format = formats.named(tools.format)
         self.describe, self.parallel = tools.describe, tools.parallel
@@ -184,9 +191,10 @@ class Toolkit:
         """
         own = (await self.sandbox()).session() if session or self._of_session else None
         tools = [make(own) for make in self._of_session if own is not None]
+        in_session = [tool.name for tool in tools]
         for _, shared in self._shared:
             tools += shared.tools() if isinstance(shared, Shared) else [shared]
-        return toolbox.Toolbox(tools, self._config.most_characters, own)
+        return toolbox.Toolbox(tools, self._config.most_characters, own, in_session)
 
 
 async def _open(name: str, shared: Shared) -> None:
