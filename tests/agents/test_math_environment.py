@@ -21,20 +21,21 @@ pytest.importorskip("math_verify")
 ENDLESS = "\\boxed{9^{9^{9^{9}}}}"
 
 
-def kit(*tools, **arguments):
-    return toolkit.Toolkit(config.ToolsConfig(use=tools, **arguments), config.SandboxConfig())
+def kit(*tools, call_seconds=50.0, **arguments):
+    return toolkit.Toolkit(config.ToolsConfig(use=tools, **arguments), config.SandboxConfig(), call_seconds)
 
 
-def judged(*cases, **arguments):
+def judged(*cases, call_seconds=50.0, **arguments):
     """The verdicts on (output, answer)."""
 
     async def body():
-        async with kit() as tools:
+        async with kit(call_seconds=call_seconds) as tools:
             results = []
             for output, answer in cases:
                 environment = math.environment(tools, **arguments)
                 await environment.reset(protocols.Task("t", {"prompt": "?", "answer": answer}))
-                results.append(await environment.step(output))
+                async with asyncio.timeout(call_seconds):
+                    results.append(await environment.step(output))
                 await environment.close()
             return results
 
@@ -76,11 +77,25 @@ def test_an_answer_that_takes_for_ever_to_compare_is_wrong_and_counted():
     assert (second.reward, second.metrics["answer_overran"]) == (1.0, 0.0)
 
 
+def test_an_answer_that_takes_longer_than_its_step_has_is_wrong_and_counted_and_no_crash():
+    (result,) = judged((ENDLESS, "3"), call_seconds=3.0, seconds=30.0, processes=1)
+    assert (result.reward, result.metrics["answer_overran"]) == (0.0, 1.0)
+
+
+def test_no_step_waits_for_the_verifier_to_start():
+    async def body():
+        async with kit() as tools:
+            await math.environment(tools, processes=2).reset(protocols.Task("t", {"prompt": "?", "answer": "1"}))
+            return len(workers())
+
+    assert asyncio.run(body()) == 2
+
+
 def test_a_text_equal_to_the_answer_needs_no_comparison(monkeypatch):
     async def refused(*_):
-        raise AssertionError("a process was started")
+        raise AssertionError("it was compared")
 
-    monkeypatch.setattr(verifier.Verifier, "open", refused)
+    monkeypatch.setattr(verifier.Verifier, "check", refused)
     (result,) = judged(("<answer>(2, 3]</answer>", "(2, 3]"))
     assert result.reward == 1.0
 
@@ -111,6 +126,21 @@ def test_a_process_that_dies_is_infrastructure_and_another_takes_its_place():
         await checker.close()
         with pytest.raises(protocols.EnvironmentCrashed, match="was closed"):
             await checker.check("2", ["3"])
+        assert workers() == []
+
+    asyncio.run(body())
+
+
+def test_a_process_that_stands_still_is_infrastructure_and_another_takes_its_place():
+    async def body():
+        checker = verifier.Verifier(processes=1, wall_seconds=0.5)
+        await checker.open()
+        workers()[0].suspend()
+        with pytest.raises(protocols.EnvironmentCrashed, match=r"stood still for 0\.5 s"):
+            await checker.check("2", ["3"])
+        checker._wall_seconds = 50.0
+        assert (await checker.check("\\boxed{3}", ["3"])).right
+        await checker.close()
         assert workers() == []
 
     asyncio.run(body())
@@ -160,15 +190,16 @@ asyncio.run(body())
 """
 
 
-def test_a_process_dies_with_its_parent():
+def test_processes_die_with_their_parent():
     path = os.pathsep.join(place for place in sys.path if place)
     with subprocess.Popen(
         [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
     ) as parent:
         assert parent.stdout is not None
-        process = psutil.Process(int(parent.stdout.readline()))
+        processes = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
         parent.send_signal(signal.SIGKILL)
-    assert asyncio.run(sandboxes.gone([process])) == []
+    assert len(processes) == 2
+    assert asyncio.run(sandboxes.gone(processes)) == []
 
 
 def test_a_missing_package_is_a_sentence(monkeypatch):
@@ -236,8 +267,8 @@ def test_a_prompt_of_messages_is_posed_as_it_is():
     asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
 
     async def body():
-        environment = math.environment(kit())
-        return await environment.reset(protocols.Task("t", {"prompt": asked, "answer": "1"}))
+        async with kit() as tools:
+            return await math.environment(tools).reset(protocols.Task("t", {"prompt": asked, "answer": "1"}))
 
     assert list(asyncio.run(body())) == [protocols.Message("system", "s"), protocols.Message("user", "q")]
 

@@ -47,17 +47,28 @@ class _Judge:
     def __init__(self, tools: toolkit.Toolkit, processes: int, seconds: float) -> None:
         self._tools, self._processes, self._seconds = tools, processes, seconds
 
+    async def pose(self, task: protocols.Task, box: toolbox.Toolbox) -> Sequence[protocols.Message]:
+        """The problem. The verifier is started here where it is not: that takes seconds, and a step has few."""
+        del box
+        await self._checker()
+        return _messages(task)
+
     async def verdict(self, task: protocols.Task, output: str, box: toolbox.Toolbox) -> dialogue.Verdict:
         """1 for a right answer, else 0."""
         del box
         accepted = _accepted(task)
         if question.final_answer(output) in accepted:  # the same text is the same answer
             return dialogue.Verdict(1.0, {"answer_read": 1.0, "answer_overran": 0.0})
-        key = (verifier.Verifier, self._processes, self._seconds)
-        checker = await self._tools.kept(key, lambda: verifier.Verifier(self._processes, self._seconds))
+        checker = await self._checker()
         finding = await checker.check(given_answer(output), [_marked(text) for text in accepted])
         metrics = {"answer_read": float(finding.read), "answer_overran": float(finding.overran)}
         return dialogue.Verdict(float(finding.right), metrics)
+
+    async def _checker(self) -> verifier.Verifier:
+        # The other half of a step is for the wait for a process.
+        wall_seconds = min(verifier.WALL_SECONDS, self._tools.call_seconds / 2)
+        key = (verifier.Verifier, self._processes, self._seconds)
+        return await self._tools.kept(key, lambda: verifier.Verifier(self._processes, self._seconds, wall_seconds))
 
 
 def _accepted(task: protocols.Task) -> Sequence[str]:
@@ -70,11 +81,6 @@ def _messages(task: protocols.Task) -> list[protocols.Message]:
     if isinstance(prompt, str):
         return [protocols.Message("user", prompt)]
     return [protocols.Message(item["role"], item["content"]) for item in prompt]
-
-
-async def _pose(task: protocols.Task, box: toolbox.Toolbox) -> Sequence[protocols.Message]:
-    del box
-    return _messages(task)
 
 
 class _Demonstrator:
@@ -114,8 +120,8 @@ def environment(
       tools: what the policy may call before it answers (`config.tools`); none: its first output is the answer.
       system: system message, before the description of the tools; empty is none.
       processes: processes that compare the answers of all attempts.
-      seconds: of processor time that comparing one answer may take; past them it is wrong, and `answer_overran`
-        counts it.
+      seconds: of processor time that comparing one answer may take; past them, or half of a step's time by
+        the clock on the wall, it is wrong, and `answer_overran` counts it.
 
     Raises:
       ConfigError: `math-verify` is not installed, or an argument is out of range.
@@ -123,4 +129,4 @@ def environment(
     verifier.check_installed()
     verifier.check_limits(processes, seconds)
     judge = _Judge(tools, processes, seconds)
-    return dialogue.Dialogue(tools, _pose, judge.verdict, system=system, demonstrate=_Demonstrator(tools, system))
+    return dialogue.Dialogue(tools, judge.pose, judge.verdict, system=system, demonstrate=_Demonstrator(tools, system))

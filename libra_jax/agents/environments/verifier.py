@@ -1,8 +1,9 @@
 """Answers compared by `math-verify`, in processes that an answer may hang or blow up without harm.
 
 What an answer costs is its own doing, so it is counted in processor seconds: past them its process is killed and
-replaced, and the answer counts as one that cannot be verified. A process that ends otherwise, or does not answer at
-all, is infrastructure, and raises.
+replaced, and the answer counts as one that cannot be verified. So it does where a busy machine has not let it spend
+them by the deadline, though it was computing. A process that ends otherwise, or stands still, is infrastructure, and
+raises.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
+
 from libra_jax import config, protocols
 from libra_jax.agents import deadlines
 
@@ -26,7 +29,10 @@ START_SECONDS = 60.0
 """How long a process may take to import `math-verify`."""
 
 WALL_SECONDS = 60.0
-"""How long a comparison may take by the clock on the wall, on a machine that has other work to do."""
+"""How long a comparison may take by the clock on the wall, at most, on a machine that has other work to do."""
+
+_COMPUTING = 0.1
+"""Share of the time on the wall that a process which computes gets of a processor, at least."""
 
 _REAP_SECONDS = 10.0
 _WORKER = "libra_jax.agents.environments.verifier_worker"
@@ -63,25 +69,26 @@ class Verifier:
     """Processes that compare answers. Belongs to one event loop.
 
     Args:
-      processes: at most, started as they are needed.
+      processes: that compare, side by side.
       seconds: of processor time that one answer may take.
+      wall_seconds: that it may take by the clock on the wall.
     """
 
-    def __init__(self, processes: int = 2, seconds: float = 4.0) -> None:
-        self._seconds = seconds
-        self._places = asyncio.Semaphore(processes)
+    def __init__(self, processes: int = 2, seconds: float = 4.0, wall_seconds: float = WALL_SECONDS) -> None:
+        self._seconds, self._wall_seconds = seconds, wall_seconds
+        self._processes, self._places = processes, asyncio.Semaphore(processes)
         self._idle: list[_Process] = []
         self._live: set[_Process] = set()
         self._closed = False
 
     async def open(self) -> None:
-        """Starts a first process.
+        """Starts the processes.
 
         Raises:
           ConfigError: `math-verify` cannot be used.
         """
         check_installed()
-        self._idle.append(await self._start())
+        self._idle += await asyncio.gather(*(self._start() for _ in range(self._processes)))
 
     async def check(self, given: str, accepted: Sequence[str]) -> Finding:
         """Compares an answer with those accepted (see `verifier_worker.find`).
@@ -94,7 +101,7 @@ class Verifier:
         async with self._places:
             process = self._idle.pop() if self._idle else await self._start()
             try:
-                finding = await process.ask(given, accepted, self._seconds)
+                finding = await process.ask(given, accepted, self._seconds, self._wall_seconds)
             finally:
                 if process.alive and not self._closed:
                     self._idle.append(process)
@@ -154,7 +161,12 @@ class _Process:
           ConfigError: `math-verify` cannot be imported.
           EnvironmentCrashed: it ended or did not answer in time.
         """
-        told = await self._told(START_SECONDS, "start")
+        try:
+            told = await self._told(START_SECONDS)
+        except deadlines.Overdue:
+            raise protocols.EnvironmentCrashed(
+                f"the verifier of answers took more than {START_SECONDS:g} s to start"
+            ) from None
         if told is None:
             raise protocols.EnvironmentCrashed("the verifier of answers ended as it was started")
         if "problem" in told:
@@ -163,15 +175,24 @@ class _Process:
                 "'math-verify[antlr4_13_2]'"
             )
 
-    async def ask(self, given: str, accepted: Sequence[str], seconds: float) -> Finding:
+    async def ask(self, given: str, accepted: Sequence[str], seconds: float, wall_seconds: float) -> Finding:
         """See `Verifier.check`. Cancelled, it kills the process: what it would answer later is another's."""
         assert self._process.stdin is not None
         asked = json.dumps({"given": given, "accepted": list(accepted), "seconds": seconds})
+        spent = self._spent()
         try:
             with contextlib.suppress(ConnectionError):  # it has ended, which reading will show
                 self._process.stdin.write(asked.encode() + b"\n")
                 await self._process.stdin.drain()
-            told = await self._told(WALL_SECONDS, "compare two answers")
+            told = await self._told(wall_seconds)
+        except deadlines.Overdue:
+            computing = self._spent() - spent >= _COMPUTING * wall_seconds
+            self.kill()
+            if computing:
+                return Finding(right=False, overran=True)
+            raise protocols.EnvironmentCrashed(
+                f"the verifier of answers stood still for {wall_seconds:g} s as it compared one"
+            ) from None
         except BaseException:
             self.kill()
             raise
@@ -185,17 +206,18 @@ class _Process:
             f"the verifier of answers ended with status {self._process.returncode} as it compared one"
         )
 
-    async def _told(self, seconds: float, what: str) -> dict[str, Any] | None:
-        """What it says next; None if it has ended."""
+    async def _told(self, seconds: float) -> dict[str, Any] | None:
+        """What it says next, if it does so in time; None if it has ended."""
         assert self._process.stdout is not None
-        try:
-            line = await deadlines.within(seconds, self._process.stdout.readline())
-        except deadlines.Overdue:
-            self.kill()
-            raise protocols.EnvironmentCrashed(
-                f"the verifier of answers took more than {seconds:g} s to {what}"
-            ) from None
+        line = await deadlines.within(seconds, self._process.stdout.readline())
         return dict(json.loads(line)) if line.endswith(b"\n") else None
+
+    def _spent(self) -> float:
+        """Seconds of processor time."""
+        with contextlib.suppress(psutil.Error):  # it has ended
+            times = psutil.Process(self._process.pid).cpu_times()
+            return float(times.user + times.system)
+        return 0.0
 
     def kill(self) -> None:
         self.alive = False
