@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from libra_jax import config, parent_death, protocols
+from libra_jax.agents import deadlines
 from libra_jax.agents.tools import mcp_server, toolbox, toolkit
 
 pytest.importorskip("mcp")
@@ -157,6 +158,40 @@ def test_a_server_that_answers_nothing_any_more_is_started_again(monkeypatch):
     assert stuck.status == "timeout"
     assert first != second
     assert gone(first)
+
+
+def test_a_server_whose_hung_call_the_step_itself_cut_off_is_started_again(monkeypatch):
+    monkeypatch.setattr(mcp_server, "PROBE_SECONDS", 0.5)
+    monkeypatch.setattr(mcp_server, "PATIENCE_SECONDS", 30.0)
+
+    async def body():
+        async with opened(seconds=2) as (server, box):
+            first = await identity(box)
+            with pytest.raises(deadlines.Overdue):
+                await deadlines.within(0.2, box.call("block", {"seconds": 60}))
+            await restarted(server)
+            server._spec = mcp_server.mcp_connection.Spec(command=tuple(FAULTY), seconds=30)
+            return first, await identity(box)
+
+    first, second = asyncio.run(body())
+    assert first != second
+    assert mcp_server.mcp_connection.Spec().seconds < config.TaskConfig().tool_seconds
+
+
+def test_what_a_server_may_take_to_start_is_not_bounded_by_what_tools_may():
+    assert mcp_server.Server("odd", {"command": FAULTY, "start_seconds": 900}).open_seconds > 900
+
+
+def test_secrets_come_from_variables_and_stay_out_of_the_config(monkeypatch):
+    monkeypatch.setenv("MY_COLOUR", "green\n")
+
+    async def body():
+        async with opened(env_from={"COLOUR": "MY_COLOUR"}) as (server, box):
+            return repr(server._spec), (await box.call("who", {})).content
+
+    spec, who = asyncio.run(body())
+    assert who.split()[1] == "green"
+    assert "green" not in spec
 
 
 def test_death_loses_the_calls_of_the_moment_and_later_ones_find_a_new_server():
@@ -311,6 +346,28 @@ def test_a_server_over_http_answers_fails_dies_and_is_found_again(monkeypatch):
     assert restarts >= 1
 
 
+def test_a_header_from_a_variable_is_sent(monkeypatch):
+    monkeypatch.setenv("MY_KEY", "Bearer s3cret")
+    heads = []
+
+    async def answer(reader, writer):
+        heads.append((await reader.readuntil(b"\r\n\r\n")).decode())
+        writer.write(b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async def body():
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as listener:
+            url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}/mcp"
+            async with opened(url=url, headers_from={"Authorization": "MY_KEY"}, start_seconds=5):
+                pass
+
+    with pytest.raises(protocols.ConfigError) as caught:
+        asyncio.run(body())
+    assert "authorization: bearer s3cret" in heads[0].lower()
+    assert "s3cret" not in str(caught.value)
+
+
 # Nonsense -----------------------------------------------------------------------------------------------------------
 
 
@@ -337,8 +394,26 @@ def test_a_server_over_http_answers_fails_dies_and_is_found_again(monkeypatch):
         ({"command": FAULTY, "prefix": 1}, r"servers\.odd\.prefix: must be True or False, not 1"),
         ({"command": FAULTY, "headers": {}, "url": ""}, None),
         ({"command": FAULTY, "headers": {"a": "b"}}, r"servers\.odd\.headers: are for a url, not for a command"),
+        (
+            {"url": "http://here/mcp", "headers": {"authorization": "Bearer s3"}},
+            r"servers\.odd\.headers: must not hold 'authorization', which would .*'headers_from': {'authorization':",
+        ),
+        (
+            {"url": "http://here/mcp", "headers_from": {"Authorization": "MY_LOST_KEY"}},
+            r"servers\.odd\.headers_from: 'Authorization' names MY_LOST_KEY, which is not set where the server is",
+        ),
+        (
+            {"url": "http://here/mcp", "headers_from": {"Authorization": "Bearer s3"}},
+            r"servers\.odd\.headers_from: 'Authorization' must be the name of an environment variable .*, never the",
+        ),
+        (
+            {"command": FAULTY, "env": {"A": "a"}, "env_from": {"A": "PATH"}},
+            r"servers\.odd\.env_from: has 'A', which env has, too",
+        ),
+        ({"command": FAULTY, "headers_from": {"A": "PATH"}}, r"servers\.odd\.headers_from: are for a url, not for a"),
+        ({"url": "http://here/mcp", "env_from": {"A": "PATH"}}, r"servers\.odd: env, env_from and cwd are for a"),
         ({"url": "localhost:8000"}, r"servers\.odd\.url: 'localhost:8000' must be of the form http://HOST:PORT/PATH"),
-        ({"url": "http://here/mcp", "cwd": "/tmp"}, r"servers\.odd: env and cwd are for a server that command"),
+        ({"url": "http://here/mcp", "cwd": "/tmp"}, r"servers\.odd: env, env_from and cwd are for a server that"),
     ],
 )
 def test_an_entry_that_cannot_be_used_is_refused(entry, sentence):

@@ -10,6 +10,7 @@ import contextlib
 import difflib
 import math
 import os
+import re
 import shutil
 import sys
 import urllib.parse
@@ -18,6 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from libra_jax import config, parent_death, protocols
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 _LONGEST_EVENT = 64 * 2**20
 """Bytes of one answer over HTTP; over a pipe there is no limit."""
@@ -35,11 +38,16 @@ class Spec:
     Attributes:
       command: starts the server, which then talks over its standard input and output. Programs are searched where this
         Python is, then in PATH.
-      env: variables for it. It is given these, HOME, LOGNAME, PATH, SHELL, TERM and USER, and no others.
+      env: variables for it. It is given these, HOME, LOGNAME, PATH, SHELL, TERM and USER, and no others. They are
+        written out with the config, so secrets belong in `env_from`.
+      env_from: variables for it, too: the name of each, with the name of the variable here that holds its value.
       cwd: the folder it starts in; empty: this process's.
       url: of a server that runs already and talks streamable HTTP.
-      headers: of requests to it, such as an authorization.
-      seconds: of a call; past them its return is a time-out. At most `task.tool_seconds`, or the agent loop's own
+      headers: of requests to it. They are written out with the config, so secrets belong in `headers_from`.
+      headers_from: of requests to it, too: the name of each, with the name of the variable here that holds all of its
+        value, as {"Authorization": "MY_SERVER"} where MY_SERVER is "Bearer ...". It is read when the server is reached,
+        and never written.
+      seconds: of a call; past them its return is a time-out. Fewer than `task.tool_seconds`, or the agent loop's own
         deadline comes first.
       start_seconds: how long it may take to start and to list its tools.
       only: names of the tools to offer; empty: all.
@@ -48,10 +56,12 @@ class Spec:
 
     command: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
+    env_from: Mapping[str, str] = field(default_factory=dict)
     cwd: str = ""
     url: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
-    seconds: float = 10.0
+    headers_from: Mapping[str, str] = field(default_factory=dict)
+    seconds: float = 8.0
     start_seconds: float = 60.0
     only: tuple[str, ...] = ()
     prefix: bool = False
@@ -60,9 +70,11 @@ class Spec:
 _KINDS: Mapping[str, tuple[str, type | tuple[type, ...]]] = {
     "command": ("a list of texts, as ['mcp-server-time']", (list, tuple)),
     "env": ("a mapping of texts", Mapping),
+    "env_from": ("a mapping of names to names of environment variables", Mapping),
     "cwd": ("a text", str),
     "url": ("a text", str),
     "headers": ("a mapping of texts", Mapping),
+    "headers_from": ("a mapping of names to names of environment variables", Mapping),
     "seconds": ("a number", (int, float)),
     "start_seconds": ("a number", (int, float)),
     "only": ("a list of texts", (list, tuple)),
@@ -86,21 +98,26 @@ def read(name: str, entry: object) -> Spec:
     for key, value in entry.items():
         _check_value(where, key, value)
     sequences = {key: tuple(entry[key]) for key in ("command", "only") if key in entry}
-    mappings = {key: dict(entry[key]) for key in ("env", "headers") if key in entry}
+    mappings = {key: dict(entry[key]) for key in ("env", "env_from", "headers", "headers_from") if key in entry}
     spec = Spec(**{**entry, **sequences, **mappings})
     config.check(bool(spec.command) != bool(spec.url), where, "needs either a command or a url")
     for key in ("seconds", "start_seconds"):
         value = getattr(spec, key)
         config.check(0 < value < math.inf, f"{where}.{key}", f"must be positive and finite, not {value}")
+    for key in ("env", "headers"):
+        _check_secrets(where, key, getattr(spec, key), getattr(spec, f"{key}_from"))
     if spec.url:
         parts = urllib.parse.urlsplit(spec.url)
         good = parts.scheme in ("http", "https") and bool(parts.netloc)
         config.check(good, f"{where}.url", f"{spec.url!r} must be of the form http://HOST:PORT/PATH")
         config.check(
-            not (spec.env or spec.cwd), where, "env and cwd are for a server that command starts, not for a url"
+            not (spec.env or spec.env_from or spec.cwd),
+            where,
+            "env, env_from and cwd are for a server that command starts, not for a url",
         )
         return spec
-    config.check(not spec.headers, f"{where}.headers", "are for a url, not for a command")
+    for key in ("headers", "headers_from"):
+        config.check(not getattr(spec, key), f"{where}.{key}", "are for a url, not for a command")
     folder = spec.cwd or "."
     config.check(os.path.isdir(folder), f"{where}.cwd", f"there is no folder {folder}")
     program = shutil.which(spec.command[0], path=_environment(spec)["PATH"])
@@ -124,10 +141,38 @@ def _check_value(where: str, key: object, value: object) -> None:
     config.check(good, f"{where}.{key}", f"must be {told}, not {value!r}")
 
 
+def _check_secrets(where: str, key: str, plain: Mapping[str, str], kept: Mapping[str, str]) -> None:
+    """Of `env` or `headers`, and what is read from variables beside it. No error repeats what may be a secret."""
+    secret = next((name for name in plain if key == "headers" and name.lower() == "authorization"), "")
+    config.check(
+        not secret,
+        f"{where}.headers",
+        f"must not hold {secret!r}, which would be written out with the config; put it in an environment variable and "
+        f"name that one: 'headers_from': {{{secret!r}: 'MY_VARIABLE'}}",
+    )
+    for name, variable in kept.items():
+        config.check(name not in plain, f"{where}.{key}_from", f"has {name!r}, which {key} has, too")
+        config.check(
+            _VARIABLE.fullmatch(variable) is not None,
+            f"{where}.{key}_from",
+            f"{name!r} must be the name of an environment variable that holds the value, never the value itself",
+        )
+        config.check(
+            bool(os.environ.get(variable)),
+            f"{where}.{key}_from",
+            f"{name!r} names {variable}, which is not set where the server is started",
+        )
+
+
+def _held(names: Mapping[str, str]) -> dict[str, str]:
+    """The values that environment variables hold, without the line break that a file of a secret often ends with."""
+    return {name: os.environ.get(variable, "").strip() for name, variable in names.items()}
+
+
 def _environment(spec: Spec) -> dict[str, str]:
     """The variables that a server is given beside those that the package hands on itself."""
     path = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)))
-    return {"PATH": path, **spec.env}
+    return {"PATH": path, **spec.env, **_held(spec.env_from)}
 
 
 def package() -> Any:
@@ -228,5 +273,6 @@ async def _over_http(spec: Spec, stack: contextlib.AsyncExitStack) -> Any:
 
     # Reading has no deadline of its own: an answer's is the call's.
     timeout = httpx2.Timeout(_CONNECT_SECONDS, read=None, pool=None)
-    client = await stack.enter_async_context(httpx2.AsyncClient(headers=dict(spec.headers), timeout=timeout))
+    headers = {**spec.headers, **_held(spec.headers_from)}
+    client = await stack.enter_async_context(httpx2.AsyncClient(headers=headers, timeout=timeout))
     return streamable_http.streamable_http_client(spec.url, http_client=client, max_sse_event_size=_LONGEST_EVENT)

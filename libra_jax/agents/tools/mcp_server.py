@@ -6,6 +6,8 @@ descriptions and schemas that it lists, in front of the names its own where its 
     config.tools.servers = {"time": {"command": ["mcp-server-time", "--local-timezone=UTC"]}}
     config.tools.use = ("time",)
 
+Its secrets are named, never written: "headers_from" and "env_from" have names of environment variables that hold them.
+
 What a tool answers, its errors included, is data for the policy. A server that dies, or answers nothing any more at
 all, is infrastructure: the calls that it had raise `WorkerLost`, and it is started again.
 """
@@ -34,7 +36,7 @@ PATIENCE_SECONDS = 3.0
 """How long a call waits for a server that is just being started again."""
 
 PROBE_SECONDS = 5.0
-"""How long a server whose call took too long has for listing its tools, to show that it lives."""
+"""How long a server has for listing its tools, to show that it lives, once an unanswered call's time is up."""
 
 CLOSE_SECONDS = 20.0
 """For a server to end: it is asked, then told by SIGTERM, then killed, with two seconds for each."""
@@ -54,6 +56,7 @@ class Server:
 
     Attributes:
       restarts: how often it has been started again.
+      open_seconds: how long it may take to open.
 
     Raises:
       ConfigError: the entry cannot be used, or the package `mcp` is missing.
@@ -62,6 +65,8 @@ class Server:
     def __init__(self, name: str, entry: object) -> None:
         self.name, self.restarts = name, 0
         self._spec = mcp_connection.read(name, entry)
+        # One that does not start is ended before it is told why.
+        self.open_seconds = self._spec.start_seconds + CLOSE_SECONDS
         mcp_connection.package()
         self._client: Any = None
         self._tools: list[Tool] = []
@@ -187,9 +192,10 @@ class Server:
         try:
             await deadlines.within(max(0.0, due - loop.time()), _settled(call))
         except deadlines.Overdue:
-            self._start(self._probe(client))
             return "timeout", f"error: no answer within {self._spec.seconds:g} s"
         finally:
+            if not call.done() and not self._ended:  # nor where the step's own deadline was the first to end it
+                self._start(self._probe(client, max(0.0, due - loop.time()) + PROBE_SECONDS))
             call.cancel()  # nobody waits for it: it tells the server so, which may take longer than there is time
         if call.cancelled():
             raise self._lost("it was closed")
@@ -224,10 +230,10 @@ class Server:
             raise protocols.WorkerLost(self._ended or f"MCP server {self.name} is being started again")
         return self._client
 
-    async def _probe(self, client: Any) -> None:
+    async def _probe(self, client: Any, seconds: float) -> None:
         """One slow call is a tool's matter; a server that does not even list its tools is started again."""
         with contextlib.suppress(Exception):
-            await deadlines.within(PROBE_SECONDS, client.list_tools())
+            await deadlines.within(seconds, client.list_tools())
             return
         if client is self._client:
             self._broken.set()

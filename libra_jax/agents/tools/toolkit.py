@@ -88,8 +88,9 @@ class Toolkit:
         self.names = tools.use
         self.format = formats.named(tools.format)
         self.describe, self.parallel = tools.describe, tools.parallel
-        for name in tools.arguments:
-            config.check(name in tools.use, "tools.arguments", f"has {name!r}, which tools.use does not name")
+        for field, named in (("tools.arguments", tools.arguments), ("tools.servers", tools.servers)):
+            for name in named:
+                config.check(name in tools.use, field, f"has {name!r}, which tools.use does not name")
         self.schemas: list[dict[str, Any]] = []
         self._of_session: list[Callable[[pool.Session], toolbox.Tool]] = []
         self._shared: list[tuple[str, Shared | toolbox.Tool]] = []
