@@ -94,6 +94,7 @@ class TaskConfig:
     # the return's middle is cut out that answer_tokens are left).
     context_policy: str = "stop"
     answer_tokens: int = 64  # room for the next output that context_policy=cut leaves
+    reset_seconds: float = 120.0  # deadline of a reset, snapshot or restore: past it, a crash; and of a close
     tool_seconds: float = 10.0  # deadline of a step: past it, the tool named by running_tool timed out, else a crash
     wait_seconds: float = 600.0  # before a step, for what other attempts hold: a sandbox, say; past it, it is a crash
     environment_retries: int = 2  # fresh attempts after the environment itself crashed, before the group is replaced
@@ -106,6 +107,8 @@ class TaskConfig:
         check(self.max_seconds >= 0, "task.max_seconds", f"must not be negative, not {self.max_seconds}; 0 is no limit")
         check_choice(self.context_policy, ("stop", "cut"), "task.context_policy")
         check(self.answer_tokens > 0, "task.answer_tokens", f"must be positive, not {self.answer_tokens}")
+        check_finite(self.reset_seconds, "task.reset_seconds")
+        check(self.reset_seconds > 0, "task.reset_seconds", f"must be positive, not {self.reset_seconds}")
         check(self.tool_seconds > 0, "task.tool_seconds", f"must be positive, not {self.tool_seconds}")
         check(self.wait_seconds > 0, "task.wait_seconds", f"must be positive, not {self.wait_seconds}")
         check(self.environment_retries >= 0, "task.environment_retries", "must not be negative")

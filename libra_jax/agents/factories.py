@@ -123,6 +123,7 @@ def limits(run: config.RunConfig, temperature: float | None = None) -> loop.Limi
         tool_seconds=run.task.tool_seconds,
         temperature=run.rollout.temperature if temperature is None else temperature,
         wait_seconds=run.task.wait_seconds,
+        reset_seconds=run.task.reset_seconds,
         attempt_tokens=run.task.max_tokens,
         attempt_seconds=run.task.max_seconds,
         answer_tokens=run.task.answer_tokens if run.task.context_policy == "cut" else 0,

@@ -394,7 +394,8 @@ class _Attempt:
             if verb in ("step", "ready") and overdue.reaped:
                 raise
             deaf = "" if overdue.reaped else " and did not end when it was cancelled"
-            raise self._crash(verb, f"took more than {seconds:g} s{deaf}") from None
+            field = "tool_seconds" if verb == "step" else "reset_seconds"
+            raise self._crash(verb, f"took more than {seconds:g} s (config.task.{field}){deaf}") from None
         except (protocols.WorkerLost, protocols.DeadlineMissed) as error:  # a sandbox, a tool's server
             raise self._crash(verb, f"lost a worker: {error}") from error
         except protocols.LibraError:

@@ -214,6 +214,7 @@ def test_a_cut_return_is_replayed_as_it_was_cut(data):
         ({"max_tokens": -1}, r"config\.task\.max_tokens: must not be negative, not -1; 0 is no limit"),
         ({"max_seconds": -1.0}, r"config\.task\.max_seconds: must not be negative, not -1\.0; 0 is no limit"),
         ({"max_seconds": float("nan")}, r"config\.task\.max_seconds: must be a finite number"),
+        ({"reset_seconds": 0.0}, r"config\.task\.reset_seconds: must be positive, not 0\.0"),
         ({"context_policy": "forget"}, r"config\.task\.context_policy: .*'forget'"),
         ({"answer_tokens": 0}, r"config\.task\.answer_tokens: must be positive, not 0"),
         (
@@ -232,3 +233,5 @@ def test_a_runs_limits_are_its_configs():
     made = factories.limits(config.parse(config.RunConfig, {"task": task}))
     assert (made.attempt_tokens, made.attempt_seconds, made.answer_tokens) == (300, 60.0, 20)
     assert factories.limits(config.RunConfig()).answer_tokens == 0
+    slow = config.parse(config.RunConfig, {"task": {"reset_seconds": 900.0}})
+    assert factories.limits(slow).reset_seconds == 900

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
+import sys
 
 import loop_doubles
 import pytest
@@ -165,6 +167,18 @@ def test_a_server_that_is_full_for_the_moment_is_waited_for(monkeypatch):
     monkeypatch.setattr(openenv, "CAPACITY_SECONDS", 0.1)
     with pytest.raises(protocols.EnvironmentCrashed, match="Server at capacity"):
         attempt(["end"], Echo(capacity=0))
+
+
+def test_a_wait_for_a_session_that_takes_too_long_names_its_field():
+    short = dataclasses.replace(WIDE, reset_seconds=0.3)
+    with pytest.raises(protocols.EnvironmentCrashed, match=r"reset took more than 0\.3 s \(config\.task\.reset_sec"):
+        attempt(["hang", "end"], limits=short, count=2, sessions=1)
+
+
+def test_a_missing_package_is_named_before_a_run(monkeypatch):
+    monkeypatch.setitem(sys.modules, "websockets.asyncio.client", None)
+    with pytest.raises(protocols.ConfigError, match=r"config\.task\.environment: .* pip install 'websockets>=15'"):
+        openenv.environment(url="http://localhost:8000")
 
 
 @pytest.mark.parametrize(

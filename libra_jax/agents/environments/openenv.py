@@ -272,13 +272,21 @@ def environment(
       reward: of the attempt: "return", the sum of its rewards, or "last", the last one alone.
       max_steps: actions after which the episode is cut off with the reward it has; 0: only the server ends it. Give
         one no larger than `task.max_turns`: an attempt that runs out of turns has reward 0.
-      sessions: how many attempts may be at the server at once, which must allow as many (`max_concurrent_envs`).
+      sessions: how many attempts may be at the server at once, which must allow as many (`max_concurrent_envs`). Any
+        more wait, each until another's episode is over, as part of their reset: past `task.reset_seconds` they have
+        crashed. Let that be longer than an episode, or raise `sessions`.
       arguments: further ones of its `reset`, beside the seed.
       system: system message; empty is none.
 
     Raises:
-      ConfigError: an argument is not one of these.
+      ConfigError: an argument is not one of these, or the package `websockets` is missing.
     """
+    try:
+        import websockets.asyncio.client  # noqa: F401 - here: it is optional, and is missed before a run
+    except ModuleNotFoundError as error:
+        raise protocols.ConfigError(
+            "config.task.environment: OpenEnv needs the package websockets; pip install 'websockets>=15'"
+        ) from error
     parts = urllib.parse.urlsplit(url)
     schemes = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
     config.check(
