@@ -41,6 +41,7 @@ setup(
         "psutil>=6",
         "pyarrow>=17",
         "pyyaml>=6",
+        "referencing>=0.30",
         "rich>=13",
         "safetensors>=0.6.2",
         "tensorboardX>=2.6",

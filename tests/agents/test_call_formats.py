@@ -280,6 +280,12 @@ def test_tags_read_back_any_call_that_they_write(written):
 # What the policy is told ----------------------------------------------------------------------------------------------
 
 
+def test_a_schema_that_is_true_or_false_is_no_text():
+    tool = schema("note", ["body"], body={"anyOf": [True, {"type": "string"}]}, odd={"oneOf": [False]})
+    (read,) = formats.named("tags").parser([tool]).feed("<note>3</note>")
+    assert read == call("note", body="3")
+
+
 def test_the_instructions_of_tags_show_how_each_tool_is_called():
     told = formats.named("tags").instructions(TOOLS)
     assert "`<search>query</search>`: Does search.\n- query (string): A text.\n- page (integer, optional)" in told

@@ -122,6 +122,33 @@ def test_a_schema_that_is_none_is_refused():
         toolbox.Toolbox([Echo(parameters={"type": "object", "required": {"text"}})])
 
 
+@pytest.mark.parametrize("reference", ["http://127.0.0.1:9/x.json", "#/$defs/b", "#/required", "#/type/x"])
+def test_a_schema_that_refers_to_what_is_not_in_it_is_refused(reference):
+    schema = {**SCHEMA, "$defs": {"a": {"anyOf": [True, {"$ref": reference}]}}}
+    with pytest.raises(protocols.ConfigError, match=r"'echo' are no JSON schema: its \$ref '.*' leads to no schema"):
+        toolbox.Toolbox([Echo(parameters=schema)])
+
+
+def test_references_within_a_schema_are_followed_and_one_that_leads_to_nonsense_raises_nothing():
+    schema = {
+        "type": "object",
+        "properties": {"text": {"$ref": "#/$defs/a"}, "$ref": {"$ref": "#/odd"}},
+        "$defs": {"a": {"$ref": "#words"}, "b": {"$anchor": "words", "type": "string"}},
+        "odd": {"type": "strin"},
+    }
+    box = toolbox.Toolbox([Echo(parameters=schema)])
+    good, bad, odd = (asyncio.run(box.call("echo", call)) for call in ({"text": "a"}, {"text": 3}, {"$ref": 3}))
+    assert (good.status, good.content) == ("success", "a")
+    assert bad.content == "error: arguments.text: 3 is not of type 'string'"
+    assert odd.content == "error: the tool's own schema cannot be applied to the arguments (UnknownType)"
+
+
+def test_no_schema_is_fetched_for_a_call(monkeypatch):
+    monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: pytest.fail("fetched a schema"))
+    schema = {"type": "object", "properties": {"text": {"$ref": "http://127.0.0.1:9/x.json"}}}
+    assert "cannot be applied" in toolbox._mismatch({"text": "a"}, schema)
+
+
 def test_the_policy_is_told_names_descriptions_and_schemas():
     (schema,) = toolbox.Toolbox([Echo()]).schemas()
     assert schema["function"]["name"] == "echo"

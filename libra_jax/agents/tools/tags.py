@@ -31,7 +31,10 @@ def _parameters(schema: Mapping[str, Any]) -> _Parameters:
     return _Parameters(schemas, tuple(told.get("required", ())))
 
 
-def _is_text(schema: Mapping[str, Any]) -> bool:
+def _is_text(schema: object) -> bool:
+    """Whether a text may stand there. Schemas inside of others may be True or False, which say nothing of texts."""
+    if not isinstance(schema, Mapping):
+        return False
     kind = schema.get("type")
     if kind is None and "enum" in schema:
         return all(isinstance(value, str) for value in schema["enum"])

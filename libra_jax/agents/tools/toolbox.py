@@ -11,6 +11,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import jsonschema
+import referencing
+import referencing.exceptions
+import referencing.jsonschema
 
 from libra_jax import config, protocols
 from libra_jax.agents.sandbox import limits, pool
@@ -22,6 +25,9 @@ _Validator = jsonschema.validators.extend(
     ),
 )
 """Of JSON schema draft 2020-12, but for 1.0, which is no integer to tools that are Python."""
+
+_NOTHING_ELSE: referencing.Registry[Any] = referencing.Registry()
+"""What a `$ref` may lead to besides its own schema. Without it, jsonschema would fetch what others wrote there."""
 
 _NAME = re.compile(r"[\w.:/-]+")
 """What a tool may be called, so that every format can write it."""
@@ -39,7 +45,9 @@ class Tool(Protocol):
     Attributes:
       name: by which it is called.
       description: what it does, for the policy.
-      parameters: JSON schema of its arguments, an object's.
+      parameters: JSON schema of its arguments, an object's. Each `$ref` must lead to a place in it: none is fetched.
+        A `pattern` is matched as Python's `re` does, on the event loop and without a deadline: one that backtracks
+        without end on some text blocks the run, so a schema with such a pattern must not be offered.
     """
 
     name: str
@@ -94,7 +102,7 @@ class Toolbox:
             config.check(good, "tools", f"the parameters of {tool.name!r} must be a JSON schema of type object")
             try:
                 problem = _schema_problem(json.dumps(dict(schema)))
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, RecursionError) as error:
                 problem = str(error)
             config.check(not problem, "tools", f"the parameters of {tool.name!r} are no JSON schema: {problem}")
             self._tools[tool.name] = tool
@@ -160,7 +168,24 @@ def _schema_problem(text: str) -> str:
         _Validator.check_schema(json.loads(text))
     except jsonschema.SchemaError as error:
         return f"{error.json_path}: {error.message}"
-    return ""
+    resource = referencing.jsonschema.DRAFT202012.create_resource(json.loads(text))
+    return _lost_reference(resource, _NOTHING_ELSE.resolver_with_root(resource))
+
+
+def _lost_reference(resource: referencing.Resource[Any], resolver: Any) -> str:
+    """What is wrong with a reference in a schema or in those within it; empty: nothing."""
+    contents = resource.contents
+    for key in ("$ref", "$dynamicRef"):
+        if not isinstance(contents, Mapping) or key not in contents:
+            continue
+        try:
+            found: object = resolver.lookup(contents[key]).contents
+        except (referencing.exceptions.Unresolvable, ValueError, TypeError):  # two of a pointer's odd ways
+            found = None
+        if not isinstance(found, Mapping | bool):
+            return f"its {key} {contents[key]!r} leads to no schema within it, and none is fetched"
+    lost = (_lost_reference(inner, resolver.in_subresource(inner)) for inner in resource.subresources())
+    return next(filter(None, lost), "")
 
 
 def _read(arguments: object) -> tuple[dict[str, Any], str]:
@@ -182,7 +207,10 @@ def _read(arguments: object) -> tuple[dict[str, Any], str]:
 def _mismatch(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
     """What keeps the arguments from being as their JSON schema says, in a few words; empty: nothing."""
     try:
-        error = jsonschema.exceptions.best_match(_Validator(schema).iter_errors(arguments))
+        validator = _Validator(schema, registry=_NOTHING_ELSE)
+        error = jsonschema.exceptions.best_match(validator.iter_errors(arguments))
     except RecursionError:
         return "the arguments are nested too deeply"
+    except Exception as odd:  # of a part that only a reference makes a schema, which nobody has checked
+        return f"the tool's own schema cannot be applied to the arguments ({type(odd).__name__})"
     return "" if error is None else f"arguments{error.json_path.removeprefix('$')}: {error.message}"
