@@ -132,6 +132,17 @@ def test_tools_are_described_called_and_their_outcomes_told_apart():
     assert trajectory.metrics["divide_calls"] == 1.0
 
 
+def test_a_call_of_the_last_turn_that_is_none_has_failed():
+    call = '<tool_call>{"name": "%s", "arguments": {"a": 3, "b": 5}}</tool_call>'
+    outputs = (call % "add", call % "subtract", "<tool_call>{</tool_call>")
+    turns = [attempt("load_hasty", [output]).turns[-1] for output in outputs]
+    assert [(turn.tool, turn.status) for turn in turns] == [
+        ("add", "success"),
+        ("unknown", "failure"),
+        ("call", "failure"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("factory", "outputs", "sentence"),
     [

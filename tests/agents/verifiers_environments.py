@@ -41,6 +41,10 @@ def load_tools():
     return vf.ToolEnv(tools=[add, divide], dataset=rows("3+5?"), rubric=vf.Rubric(funcs=[right]), system_prompt="Add.")
 
 
+def load_hasty():
+    return vf.ToolEnv(tools=[add], dataset=rows("3+5?"), rubric=vf.Rubric(funcs=[right]), max_turns=1)
+
+
 class Guess(vf.MultiTurnEnv):
     """Says which way to go, until it is found."""
 

@@ -178,7 +178,6 @@ class VerifiersEnvironment:
         if self._rollout is None:
             raise RuntimeError("step before reset")
         calls = self._calls(output)
-        names = [str(call.name) for call in calls]
         began = asyncio.get_running_loop().time()
         # What is no call is handed over as one whose arguments are no JSON: the environment refuses it, as it would
         # what a model's own API had let pass, and its place in the dialogue is kept.
@@ -187,7 +186,10 @@ class VerifiersEnvironment:
         )
         asked = await self._rollout.asked()
         if isinstance(asked, verifiers_rollout.End):
-            returns = [protocols.ToolReturn(name, "success", "") for name in names]
+            # What the tools said is not told: the dialogue is over. What is no call has failed in any case.
+            returns = [
+                protocols.ToolReturn(str(call.name), "failure" if call.problem else "success", "") for call in calls
+            ]
             return protocols.StepResult(tool_returns=returns, done=True, reward=asked.reward, metrics=asked.metrics)
         self._tools = asked.tools
         seconds = asyncio.get_running_loop().time() - began
