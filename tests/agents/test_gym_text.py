@@ -1,5 +1,9 @@
 """Gymnasium-style text environments: public ones, and games with faults."""
 
+import asyncio
+import threading
+
+import gym_games
 import loop_doubles
 import pytest
 
@@ -96,6 +100,33 @@ def test_a_broken_environment_is_a_crash():
     short = loop.Limits(max_turns=8, max_tokens=40, max_context=900, tool_seconds=0.1, temperature=1.0)
     with pytest.raises(protocols.EnvironmentCrashed, match=r"step took more than 0\.1 s"):
         attempt(["0"], limits=short, arguments={"fault": "hang"}, **GAME)
+
+
+def test_an_episode_that_nobody_waits_for_any_more_is_closed_once_it_is_made(monkeypatch):
+    begun, go_on, closed = threading.Event(), threading.Event(), threading.Event()
+    environment = gym_text.environment(name="Words", make="gym_games:make")
+
+    class Slow(gym_games.Words):
+        def __init__(self):
+            begun.set()
+            go_on.wait(20)
+
+        def close(self):
+            closed.set()
+
+    monkeypatch.setattr(gym_games, "Words", Slow)
+
+    async def body():
+        resetting = asyncio.create_task(environment.reset(protocols.Task("t", {"seed": 0})))
+        await asyncio.to_thread(begun.wait, 20)
+        resetting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await resetting
+        await environment.close()
+        go_on.set()
+        return await asyncio.to_thread(closed.wait, 20)
+
+    assert asyncio.run(body())
 
 
 @pytest.mark.parametrize(

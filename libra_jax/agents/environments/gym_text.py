@@ -20,6 +20,7 @@ import asyncio
 import functools
 import json
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -163,7 +164,7 @@ class GymTextEnvironment:
         """The system message, if any, and what is seen first."""
         await self.close()
         self._rewards, self._steps, self._mistakes = [], 0, 0
-        self._episode = await deadlines.off_loop(Episode, self._settings)
+        self._episode = await _made(self._settings)
         return self._opening(await deadlines.off_loop(self._episode.reset, task.payload["seed"]))
 
     async def step(self, output: str) -> protocols.StepResult:
@@ -223,6 +224,21 @@ class GymTextEnvironment:
                 messages.append(protocols.Message("tool", seen))
         finally:
             episode.close()
+
+
+async def _made(settings: Settings) -> Episode:
+    """An episode. Where whoever waits for it is cancelled, its thread still makes it, and then it is closed."""
+    making = asyncio.ensure_future(deadlines.off_loop(Episode, settings))
+    try:
+        return await asyncio.shield(making)
+    except asyncio.CancelledError:
+        making.add_done_callback(_discard)
+        raise
+
+
+def _discard(making: asyncio.Future[Episode]) -> None:
+    if not making.cancelled() and making.exception() is None:
+        threading.Thread(target=making.result().close, name="libra-gym-close", daemon=True).start()
 
 
 @functools.lru_cache(maxsize=8)
