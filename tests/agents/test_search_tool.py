@@ -363,6 +363,13 @@ def test_a_corpus_that_is_missing_is_offered_its_neighbour(tmp_path, corpus):
         found("moth", path=str(tmp_path / "corpse.jsonl"))
 
 
+def test_a_folder_is_no_corpus(tmp_path):
+    with pytest.raises(
+        protocols.ConfigError, match=r"config\.tools\.arguments\.search\.path: .* is a folder; name a \.jsonl or \.parq"
+    ):
+        found("moth", path=str(tmp_path))
+
+
 def test_half_a_character_in_a_corpus_is_replaced(tmp_path):
     (tmp_path / "c.jsonl").write_text('{"id": 1, "title": "", "text": "broken \\ud800 half"}\n')
     (answer,) = ask([{"query": "half"}], path=str(tmp_path / "c.jsonl"), template="{snippet}")

@@ -207,6 +207,11 @@ class Search:
     def _build_if_needed(self, place: Path) -> None:
         """Builds the file's index unless it is there: known by the corpus's size and time, or else by its content."""
         file = Path(self._path)
+        config.check(
+            not file.is_dir(),
+            f"{FIELD}.path",
+            f"{file} is a folder; name a .jsonl or .parquet file, or a factory of the passages in {FIELD}.source",
+        )
         if not file.is_file():
             next(tables.rows(self._path, of="passages"), None)  # raises what is wrong, with the nearest name
         state = file.stat()
