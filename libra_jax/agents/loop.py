@@ -20,6 +20,9 @@ from libra_jax import protocols
 from libra_jax.agents import budgets, deadlines, hearing, walk
 from libra_jax.agents.rewards import scoring
 
+DEADLINES = {"step": "tool_seconds", "ready": "wait_seconds"}
+"""Fields of `config.task` by the environment's method; all others have `reset_seconds`."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -394,7 +397,7 @@ class _Attempt:
             if verb in ("step", "ready") and overdue.reaped:
                 raise
             deaf = "" if overdue.reaped else " and did not end when it was cancelled"
-            field = "tool_seconds" if verb == "step" else "reset_seconds"
+            field = DEADLINES.get(verb, "reset_seconds")
             raise self._crash(verb, f"took more than {seconds:g} s (config.task.{field}){deaf}") from None
         except (protocols.WorkerLost, protocols.DeadlineMissed) as error:  # a sandbox, a tool's server
             raise self._crash(verb, f"lost a worker: {error}") from error
