@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from libra_jax import config as libra_config
 from libra_jax import protocols
-from libra_jax.cluster import hosts
+from libra_jax.cluster import granted, hosts
 from libra_jax.models import config as model_config
 
 ENGINES = {"vllm": "libra_jax.rollout.vllm_engine:create", "fake": "libra_jax.rollout.fake_engine:create"}
+
+
+HOSTS_FILE = "hosts.json"
+"""In the workdir: the hosts that the cluster gave the run."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,17 @@ def place(config: libra_config.RunConfig, devices: Sequence[int]) -> tuple[int |
         return None, tuple(devices)
     found = layout.place(devices)
     return found.host, found.devices
+
+
+def record(workdir: Path, note: Callable[[str], None], found: granted.Granted) -> None:
+    """Writes which nodes are the run's hosts into `hosts.json`, and tells it in a line."""
+    note(found.sentence())
+    partial = workdir / f"{HOSTS_FILE}.partial"
+    try:
+        partial.write_text(json.dumps(found.record(), indent=1) + "\n")
+        partial.rename(workdir / HOSTS_FILE)
+    except OSError as error:
+        note(f"warning: {workdir / HOSTS_FILE} could not be written ({error.strerror or error})")
 
 
 def instance_name(number: int) -> str:

@@ -17,6 +17,7 @@ from libra_jax.agents import factories, tokenizers
 from libra_jax.agents.rewards import composition
 from libra_jax.agents.tools import toolkit
 from libra_jax.cluster import create as cluster
+from libra_jax.cluster import hosts
 from libra_jax.coordinator import checkpoints, process_set, signals
 from libra_jax.coordinator import run as coordinator
 from libra_jax.models import config as model_config
@@ -208,7 +209,14 @@ async def train(
     resume.cut_back(workdir, checkpoints.newest_step(workdir))
     recorder = telemetry.create(config, workdir, loop.time)
     limits = config.deadlines
-    actors = cluster.create(config.cluster, start_seconds=limits.cluster_start, shutdown_seconds=limits.shutdown)
+    actors = cluster.create(
+        config.cluster,
+        start_seconds=limits.cluster_start,
+        shutdown_seconds=limits.shutdown,
+        layout=hosts.layout(config),
+        platform=config.trainer.platform,
+        told=functools.partial(placement.record, workdir, recorder.note),
+    )
     engines = placement.Engines(config, shape, workdir)
     on_ray = config.cluster.backend == "ray"
     rewards = contextlib.AsyncExitStack()

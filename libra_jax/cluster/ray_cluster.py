@@ -10,13 +10,13 @@ import functools
 import os
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
 import ray.exceptions
 
-from libra_jax.cluster import actors, ray_host, ray_outcome, ray_runtime, ray_streams
+from libra_jax.cluster import actors, ray_host, ray_outcome, ray_placement, ray_runtime, ray_streams
 from libra_jax.protocols import ActorSpec, DeadlineMissed, WorkerLost
 
 _CONCURRENT_CALLS = 10_000  # of one actor; each open stream is one, and the verbs must never queue behind them
@@ -27,7 +27,8 @@ _Host = ray.remote(ray_host.RayHost)
 class _Actor:
     """The driver's end of one actor process."""
 
-    def __init__(self, spec: ActorSpec) -> None:
+    def __init__(self, spec: ActorSpec, where: Mapping[str, Any]) -> None:
+        """`where`: Ray's options for its place, beside what it asks for."""
         self.spec = spec
         options: dict[str, Any] = {
             "num_cpus": spec.cpus,
@@ -35,6 +36,7 @@ class _Actor:
             "max_concurrency": _CONCURRENT_CALLS,
             "max_restarts": 0,
             "max_task_retries": 0,
+            **where,
         }
         if spec.environment:
             options["runtime_env"] = {"env_vars": dict(spec.environment)}
@@ -103,13 +105,16 @@ class RayCluster:
         start_seconds: float = 60.0,
         shutdown_seconds: float = 60.0,
         object_store_mib: int = 256,
+        placement: ray_placement.Placement | None = None,
     ) -> None:
         """Args:
         address: `host:port` of a Ray head, from a node of its cluster; empty starts Ray on this machine.
         start_seconds: deadline for Ray to come up, and for it to place an actor.
         shutdown_seconds: deadline for an actor to stop.
         object_store_mib: shared memory of an embedded Ray; what does not fit spills to disk.
+        placement: of actors on the run's hosts; None: wherever there is room.
         """
+        self._placement = placement
         self._start_seconds = start_seconds
         self._shutdown_seconds = shutdown_seconds
         self._runtime = ray_runtime.RayRuntime(address, object_store_mib=object_store_mib, start_seconds=start_seconds)
@@ -119,8 +124,9 @@ class RayCluster:
         """Makes the actor and returns its proxy.
 
         Raises:
-          ConfigError: the factory cannot be found where the actor runs; no cluster at the address.
-          DeadlineMissed: Ray did not place the actor in time: its resources are not there.
+          ConfigError: the factory cannot be found where the actor runs; no cluster at the address, or one that the
+            run does not fit (`ray_placement.Placement.place`).
+          DeadlineMissed: Ray did not place the actor in time: its resources are not there, or its host is gone.
           LibraError: the factory failed, or the name is taken.
           WorkerLost: the process died while it made the actor.
         """
@@ -128,15 +134,27 @@ class RayCluster:
             del self._actors[spec.name]
         actors.check_name_free(spec.name, self._actors)
         await self._runtime.ensure()
-        actor = self._actors[spec.name] = _Actor(spec)
+        spec, where = await self._place(spec)
+        actors.check_name_free(spec.name, self._actors)
+        actor = self._actors[spec.name] = _Actor(spec, where)
+        actor.death.add_done_callback(lambda _: self._doubt(actor))
         try:
             actor.birth = await self._born(actor)
             methods = await actor.remote(actor.handle.make)
         except BaseException:
+            self._doubt(actor)
             del self._actors[spec.name]
             await actor.kill(self._shutdown_seconds)
             raise
         return actors.Proxy(spec.name, {name: _bind(actor, name, kind) for name, kind in methods.items()})
+
+    async def _place(self, spec: ActorSpec) -> tuple[ActorSpec, dict[str, Any]]:
+        return (spec, {}) if self._placement is None else await self._placement.place(spec)
+
+    def _doubt(self, actor: _Actor) -> None:
+        """It ended unasked: its host may be gone."""
+        if self._placement is not None and not actor.stopping:
+            self._placement.doubt(actor.spec.host)
 
     async def _born(self, actor: _Actor) -> ray_host.Birth:
         try:
@@ -187,6 +205,8 @@ class RayCluster:
         try:
             await actors.stop_all(self.stop, self._actors)
         finally:
+            if self._placement is not None:
+                await self._placement.end()
             await self._runtime.end(self._shutdown_seconds)
 
 

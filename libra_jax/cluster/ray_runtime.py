@@ -15,11 +15,13 @@ import pathlib
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import psutil
 import ray
+import ray.exceptions
 
 from libra_jax.cluster import actors, guard
 from libra_jax.protocols import ConfigError, DeadlineMissed, LibraError
@@ -28,6 +30,7 @@ _log = logging.getLogger(__name__)
 
 _DIRECTORY_PREFIX = "libra-ray-"
 _LONGEST_TEMPORARY = 16  # our directory and Ray's socket in it add 91 characters, and the kernel takes 107
+_NODE_SECONDS = 10.0  # for a node of this machine that is being started beside us
 _PLENTY_OF_CPUS = 1024.0  # embedded, CPU reservations order nothing: two cores must be able to hold every actor
 _SYSTEM = {
     "kill_child_processes_on_worker_exit": False,  # the actor's guard does, and spares the resource tracker
@@ -112,9 +115,14 @@ class RayRuntime:
             if address != "auto":
                 host, _, port = address.rpartition(":")
                 socket.create_connection((host, int(port)), timeout=min(5.0, self._start_seconds)).close()
+            _wait_for_node(address, min(_NODE_SECONDS, self._start_seconds))
             with _quiet():
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        except (ValueError, OSError, RuntimeError) as error:
+        except (ValueError, OSError, RuntimeError, ray.exceptions.RayError) as error:
+            if "Version mismatch" in str(error):
+                raise ConfigError(
+                    f"config.cluster.address: {' '.join(str(error).split())}; install the same on all hosts"
+                ) from error
             raise ConfigError(
                 f"config.cluster.address: no Ray cluster answers at {address!r} ({actors.summary(error)}); "
                 "start one with `ray start --head`, or leave it empty to start one embedded"
@@ -142,6 +150,19 @@ class RayRuntime:
     def _end(self) -> None:
         with _quiet():
             ray.shutdown()
+
+
+def _wait_for_node(address: str, seconds: float) -> None:
+    """Returns when a Ray node runs on this machine: without one, Ray would look for it for a minute.
+
+    Raises:
+      RuntimeError: none does within so many seconds.
+    """
+    deadline = time.monotonic() + seconds
+    while not any(process.info["name"] == "raylet" for process in psutil.process_iter(["name"])):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"no node of a cluster runs on this machine; start one with `ray start --address={address}`")
+        time.sleep(0.5)
 
 
 def _ray_children() -> set[int]:

