@@ -149,7 +149,7 @@ class EmulatedHosts:
     def _start_head(self, deadline: float) -> str:
         self._start(0, "--head", "--port=0", "--include-dashboard=false", f"--system-config={json.dumps(_SYSTEM)}")
         self._wait(0, deadline)
-        return (self._folder / "ray_current_cluster").read_text().strip()
+        return (self._folder / "0" / "ray_current_cluster").read_text().strip()
 
     def _start(self, number: int, *arguments: str) -> None:
         command = [
@@ -158,7 +158,7 @@ class EmulatedHosts:
             f"--node-name=host-{number}",
             f"--num-cpus={self._accelerators}",
             f"--num-gpus={self._gpus}",
-            f"--temp-dir={self._folder}",
+            f"--temp-dir={self._folder / str(number)}",  # their own: nodes that start at once would take one's sockets
             f"--object-store-memory={_OBJECT_STORE_MIB << 20}",
             *("--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"),
             "--include-log-monitor=false",

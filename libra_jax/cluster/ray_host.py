@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 
-from libra_jax.cluster import actors, guard, ray_outcome, ray_streams
+from libra_jax.cluster import actors, affinity, guard, ray_outcome, ray_streams
 from libra_jax.protocols import ActorSpec, LibraError
 
 
@@ -35,8 +35,11 @@ class RayHost:
         self._host = actors.ActorHost(spec)
         self._streams = ray_streams.HostStreams(self._host)
         _drop_thread_limit()
-        if spec.cores:
-            _keep_to(spec.cores)
+        cores = spec.cores
+        if spec.gpus and not cores:
+            cores = affinity.cores_near(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+        if cores:
+            _keep_to(cores)
         if os.getpgid(0) != os.getpid():
             os.setpgid(0, 0)
         self._guard = guard.Guard([-os.getpgid(0)])

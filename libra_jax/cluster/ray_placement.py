@@ -31,6 +31,7 @@ SETTLE_SECONDS = 10.0
 is too early to say that there are too few. A quarter of the deadline, if that is longer."""
 
 _LOOK_SECONDS = 0.5
+_LITTLE_MEMORY = 1 << 20  # Ray 2.60 puts an actor that asks for nothing at all anywhere, whatever its strategy
 _NODE_LABEL = "ray.io/node-id"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _look = ray.remote(num_cpus=0)(ray_probe.make())
@@ -200,7 +201,7 @@ class Placement:
             for node in await asyncio.to_thread(_nodes)
             if node.node_id not in taken and all(node.resources.get(name, 0) >= wanted[name] for name in wanted)
         ]
-        options = {} if others and self._resource != "CPU" else {"num_cpus": 0.0}
+        options = {} if others and self._resource != "CPU" else {"num_cpus": 0.0, "memory": _LITTLE_MEMORY}
         if not others:
             return {**options, "scheduling_strategy": "SPREAD"}
         apart = {_NODE_LABEL: strategies.NotIn(*sorted(taken))}

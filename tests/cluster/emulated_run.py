@@ -1,12 +1,13 @@
 """What becomes of a run's actors on emulated hosts, which come, go and differ; prints what it saw as JSON.
 
-python emulated_run.py FOLDER
+python emulated_run.py FOLDER [gpus]
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -41,13 +42,14 @@ def spec(name: str, host: int | None) -> ActorSpec:
 
 
 @contextlib.asynccontextmanager
-async def cluster(address: str, laid_out: hosts.Layout, told: list[granted.Granted]) -> Any:
+async def cluster(address: str, laid_out: hosts.Layout, told: list[granted.Granted], platform: str = "cpu") -> Any:
     from libra_jax.cluster import create
 
     made = create.create(
         libra_config.ClusterConfig(backend="ray", address=address, accelerators_per_host=EACH),
         start_seconds=SECONDS,
         layout=laid_out,
+        platform=platform,
         told=told.append,
     )
     try:
@@ -135,7 +137,27 @@ def other_jax(folder: pathlib.Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
 
 
+async def gpus(address: str) -> dict[str, str]:
+    """Which GPUs workers see: their host's programs are to use the fifth and the seventh, the other's the next two."""
+    laid_out, told = layout(processes=1), []
+    workers = {"trainer": ((0, 1), laid_out.processes[0])}
+    workers |= {f"rollout-{number}": (place.devices, place) for number, place in enumerate(laid_out.instances)}
+    found = {}
+    async with cluster(address, laid_out, told, platform="cuda") as made:
+        for name, (devices, place) in workers.items():
+            environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
+            asked = dataclasses.replace(spec(name, place.host), gpus=len(devices), environment=environment)
+            found[name] = await (await made.spawn(asked)).variable("CUDA_VISIBLE_DEVICES")
+    return found
+
+
 def main() -> None:
+    if sys.argv[2:] == ["gpus"]:
+        own = {0: {"CUDA_VISIBLE_DEVICES": "5,7"}, 1: {"CUDA_VISIBLE_DEVICES": "2,3"}}
+        with emulated.EmulatedHosts(2, accelerators=EACH, gpus=True, environment=own) as nodes:
+            os.environ |= nodes.environment
+            print(json.dumps(asyncio.run(gpus(nodes.address))))
+        return
     with emulated.EmulatedHosts(3, accelerators=EACH, environment={4: other_jax(pathlib.Path(sys.argv[1]))}) as nodes:
         os.environ |= nodes.environment  # before Ray is imported, which reads it then
         print(json.dumps({"up": nodes.address}), flush=True)

@@ -1,0 +1,94 @@
+"""Which node is which host, and what a cluster is refused for."""
+
+from __future__ import annotations
+
+import pytest
+
+from libra_jax import config as libra_config
+from libra_jax.cluster import granted, hosts
+from libra_jax.protocols import LibraError
+
+
+def node(name: str, gpus: float = 8, **versions: str) -> granted.Node:
+    return granted.Node(f"id-{name}", name, f"10.0.0.{name}", {"GPU": gpus}, ("0",), versions)
+
+
+def test_hosts_of_one_shape_follow_the_names_of_the_nodes_as_people_sort_them():
+    full, half = {"GPU": 8.0}, {"GPU": 4.0}
+    shapes = [full, full, half, full, half]
+    names = ["node-10", "node-2", "node-3", "node-1", "node-11"]
+    bundles = granted.by_name(shapes, names)
+    assert [names[bundle] for bundle in bundles] == ["node-1", "node-2", "node-3", "node-10", "node-11"]
+    assert all(shapes[bundle] == shape for bundle, shape in zip(bundles, shapes, strict=True))
+
+
+def test_names_without_numbers_or_of_mixed_forms_can_be_sorted():
+    assert sorted(["gpu-b", "10.0.0.9", "gpu-a", "10.0.0.10", ""], key=granted.natural) == [
+        "",
+        "10.0.0.9",
+        "10.0.0.10",
+        "gpu-a",
+        "gpu-b",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("needs", "have", "message"),
+    [
+        ([8, 8], [8, 8, 0], ""),
+        ([8, 2], [2, 8], ""),
+        ([1, 1, 1], [8, 8], "takes 3 hosts (1 GPU each), and the Ray cluster has 2 (node-0, node-1); start more"),
+        ([4, 4], [8, 3], "takes 2 hosts (4 GPUs each), 8 in all, and of the Ray cluster's 2, node-0 has 8, node-1 has 3"),
+        ([8, 4], [4, 4], "takes 2 hosts (8, 4 GPUs), 12 in all, and of the Ray cluster's 2, node-0 has 4, node-1 has 4"),
+    ],
+)
+def test_a_cluster_that_can_never_hold_the_run_is_refused_with_what_it_has(needs, have, message):
+    found = granted.refusal(needs, "GPU", [node(f"node-{number}", count) for number, count in enumerate(have)])
+    assert message in found
+    assert bool(found) == bool(message)
+
+
+def test_a_long_list_of_nodes_is_cut_in_the_sentence():
+    found = granted.refusal([8] * 200, "GPU", [node(f"node-{number}") for number in range(100)])
+    assert "node-7 and 92 more" in found
+    assert "node-8" not in found
+
+
+def test_all_differing_versions_are_named_in_one_sentence():
+    here = {"Python": "3.11", "jax": "0.10.2", "vllm": "0.32.0+cpu", "libra_jax": "aaaa"}
+    alike = node("a", Python="3.11", jax="0.10.2", vllm="0.32.0+cu129", libra_jax="aaaa")
+    trains_only = node("b", Python="3.11", jax="0.10.2", libra_jax="aaaa")
+    assert granted.differences(here, [alike, trains_only]) == ""
+    older = [node(name, Python="3.11", jax="0.9.1", libra_jax="aaaa") for name in ("c", "d")]
+    without = node("e", Python="3.12", jax="0.10.2")
+    assert granted.differences(here, [alike, *older, without]) == (
+        "the run's hosts differ from the one it was started on: Python is 3.12 on e (3.11 here); jax is 0.9.1 on c, d "
+        "(0.10.2 here); libra_jax is missing on e (aaaa here); install the same on all of them"
+    )
+
+
+def test_a_worker_gets_the_ids_that_its_host_was_given():
+    shared = granted.Node("id", "node-1", "10.0.0.1", {}, ("4", "5", "6", "7"))
+    assert granted.own(shared, "0,1") == "4,5"
+    assert granted.own(shared, "3") == "7"
+    with pytest.raises(LibraError, match="node-1 has 4 accelerators for the run, and one of its workers .* number 4"):
+        granted.own(shared, "3,4")
+
+
+def test_what_was_granted_is_told_in_a_line_and_whole_to_programs():
+    layout = hosts.layout(
+        libra_config.RunConfig(
+            trainer=libra_config.TrainerConfig(data=4, processes=2, rows_per_micro_batch=4),
+            rollout=libra_config.RolloutConfig(tensor_parallel=(1,)),
+            cluster=libra_config.ClusterConfig(backend="ray", accelerators_per_host=2),
+        )
+    )
+    found = granted.Granted(layout, tuple(node(name, jax="0.10.2", ray="2.60.0") for name in "abc"), "GPU")
+    assert found.sentence() == (
+        "Ray placed the run on 3 hosts: a, b to train (2 GPUs each); c to roll out (1 GPU each). jax 0.10.2, ray 2.60.0."
+    )
+    assert [(host["node"], host["role"], host["GPU"], host["instances"]) for host in found.record()] == [
+        ("a", "training", 2, []),
+        ("b", "training", 2, []),
+        ("c", "rollout", 1, [0]),
+    ]
