@@ -54,7 +54,7 @@ setup(
         "math": ["math-verify[antlr4_13_2]>=0.9"],
         "mcp": ["mcp>=2.3"],
         "openenv": ["websockets>=15"],
-        "ray": ["ray>=2.60"],
+        "ray": ["grpcio>=1.60", "ray>=2.60"],
         "reasoning_gym": ["reasoning-gym>=0.1.25"],
         "verifiers": ["verifiers>=0.1.11,<0.4"],
         "wandb": ["wandb"],

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import grpc
 import psutil
 import ray
 import ray.exceptions
@@ -30,6 +31,7 @@ _log = logging.getLogger(__name__)
 
 _DIRECTORY_PREFIX = "libra-ray-"
 _LONGEST_TEMPORARY = 16  # our directory and Ray's socket in it add 91 characters, and the kernel takes 107
+_REACH_SECONDS = 5.0
 _NODE_SECONDS = 10.0  # for a node of this machine that is being started beside us
 _PLENTY_OF_CPUS = 1024.0  # embedded, CPU reservations order nothing: two cores must be able to hold every actor
 _SYSTEM = {
@@ -113,8 +115,7 @@ class RayRuntime:
             )
         try:
             if address != "auto":
-                host, _, port = address.rpartition(":")
-                socket.create_connection((host, int(port)), timeout=min(5.0, self._start_seconds)).close()
+                _reach(address, min(_REACH_SECONDS, self._start_seconds))
             _wait_for_node(address, min(_NODE_SECONDS, self._start_seconds))
             with _quiet():
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
@@ -124,8 +125,9 @@ class RayRuntime:
                     f"config.cluster.address: {' '.join(str(error).split())}; install the same on all hosts"
                 ) from error
             raise ConfigError(
-                f"config.cluster.address: no Ray cluster answers at {address!r} ({actors.summary(error)}); "
-                "start one with `ray start --head`, or leave it empty to start one embedded"
+                f"config.cluster.address: no Ray cluster answers at {address!r} ({actors.summary(error)}), or it asks for "
+                "another token (RAY_AUTH_TOKEN_PATH); start one with `ray start --head`, or leave it empty to start one "
+                "embedded"
             ) from error
 
     async def end(self, seconds: float) -> None:
@@ -152,16 +154,39 @@ class RayRuntime:
             ray.shutdown()
 
 
+def _reach(address: str, seconds: float) -> None:
+    """Sees that something at the address speaks Ray's protocol: Ray itself tries for minutes, and cannot be stopped.
+
+    Raises:
+      ValueError: that is no address.
+      OSError: nothing does.
+    """
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host, int(port)), timeout=seconds).close()
+    if os.environ.get("RAY_USE_TLS", "0") != "0":  # a channel for that needs Ray's certificates
+        return
+    channel = grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)])
+    try:
+        grpc.channel_ready_future(channel).result(timeout=seconds)
+    except grpc.FutureTimeoutError:
+        raise ConnectionError("something else listens there") from None
+    finally:
+        channel.close()
+
+
 def _wait_for_node(address: str, seconds: float) -> None:
     """Returns when a Ray node runs on this machine: without one, Ray would look for it for a minute.
 
     Raises:
-      RuntimeError: none does within so many seconds.
+      ConfigError: none does within so many seconds.
     """
     deadline = time.monotonic() + seconds
     while not any(process.info["name"] == "raylet" for process in psutil.process_iter(["name"])):
         if time.monotonic() > deadline:
-            raise RuntimeError(f"no node of a cluster runs on this machine; start one with `ray start --address={address}`")
+            raise ConfigError(
+                f"config.cluster.address: this machine is no node of the cluster at {address!r}; run on one that is, or "
+                f"make it one with `ray start --address={address}`"
+            )
         time.sleep(0.5)
 
 

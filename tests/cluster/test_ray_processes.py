@@ -6,6 +6,7 @@ import asyncio
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,8 +14,8 @@ import time
 import psutil
 import pytest
 
-from libra_jax.cluster import guard, ray_cluster
-from libra_jax.protocols import ActorSpec, DeadlineMissed, WorkerLost
+from libra_jax.cluster import guard, ray_cluster, ray_runtime
+from libra_jax.protocols import ActorSpec, ConfigError, DeadlineMissed, WorkerLost
 
 pytestmark = [pytest.mark.ray, pytest.mark.multiprocess]
 
@@ -186,21 +187,33 @@ def test_a_guard_spares_the_tracker_that_removes_the_shared_memory_of_a_process_
         ("127.0.0.1:1", "no Ray cluster answers at '127.0.0.1:1'"),
         ("nowhere", "no Ray cluster answers at 'nowhere'"),
         ("ray://127.0.0.1:10001", 'give the head as "host:port"'),
+        ("", "something else listens there"),
     ],
 )
-def test_an_address_without_a_cluster_is_refused_in_a_sentence(address, sentence):
-    script = f"""
-import asyncio
+def test_an_address_without_a_cluster_is_refused_in_a_sentence_within_30_seconds(address, sentence):
+    script = """
+import asyncio, sys
 from libra_jax.cluster import ray_cluster
 from libra_jax.protocols import ActorSpec, ConfigError
-cluster = ray_cluster.RayCluster({address!r}, start_seconds=20)
+cluster = ray_cluster.RayCluster(sys.argv[1], start_seconds=60)
 async def main():
     try:
-        await cluster.spawn(ActorSpec("x", "a:b", {{}}))
+        await cluster.spawn(ActorSpec("x", "a:b", {}))
     except ConfigError as error:
         print(error)
     await cluster.shutdown()
 asyncio.run(main())
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    with socket.create_server(("127.0.0.1", 0)) as other:  # that speaks nothing
+        address = address or f"127.0.0.1:{other.getsockname()[1]}"
+        command = [sys.executable, "-c", script, address]
+        begun = time.monotonic()
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert sentence in done.stdout
+    assert time.monotonic() - begun < 30
+
+
+def test_a_machine_that_is_no_node_of_a_cluster_is_told_how_to_become_one(monkeypatch):
+    monkeypatch.setattr(ray_runtime.psutil, "process_iter", lambda _: [])
+    with pytest.raises(ConfigError, match=r"no node of the cluster at 'head:1'.*`ray start --address=head:1`"):
+        ray_runtime._wait_for_node("head:1", 0.1)
