@@ -1,22 +1,24 @@
 """Runs a command on hosts that are emulated on this machine: the same run over several hosts, without a cluster.
 
   python launch/local.py --hosts=4 --accelerators_per_host=1 -- launch/train.py --config=configs/quickstart.py \
-    --config.trainer.platform=cpu --config.trainer.data=2 --config.trainer.processes=2 --config.rollout.tensor_parallel=1,1
+    --config.trainer.data=2 --config.trainer.processes=2 --config.rollout.tensor_parallel=1,1
 
-Each host is a Ray node with an address of its own on the loopback network. A script after `--` is told where they are by
-flags (`--config.cluster.backend`, `.address` and `.accelerators_per_host`); any other command by RAY_ADDRESS. Hosts end
-with the command, whatever ends it or this script. --kill_host=3 --kill_after=60 cuts a host's power in the middle.
+Each host is a Ray node with an address of its own on the loopback network. A script after `--` is told where they are
+by flags (`--config.cluster.backend`, `.address` and `.accelerators_per_host`); any other command by RAY_ADDRESS. Hosts
+end with the command, whatever ends it or this script. --kill_host=3 --kill_after=60 cuts a host's power in the middle.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 from absl import flags
 
@@ -27,10 +29,8 @@ from libra_jax.cluster import emulated, guard
 _HOSTS = flags.DEFINE_integer("hosts", 2, "Hosts; more than the run takes are spare.", lower_bound=1)
 _EACH = flags.DEFINE_integer("accelerators_per_host", 1, "Of each host; CPU cores stand for them.", lower_bound=1)
 _START = flags.DEFINE_float("start_seconds", 120.0, "Deadline for the hosts to be up.", lower_bound=1.0)
-_KILL = flags.DEFINE_integer("kill_host", None, "Host that loses its power; 0 is the one with the command and Ray's head.")
+_KILL = flags.DEFINE_integer("kill_host", None, "Host that loses its power; 0 has the command and Ray's head.")
 _AFTER = flags.DEFINE_float("kill_after", 60.0, "Seconds from the command's start until it does.", lower_bound=0.0)
-
-
 
 
 def main(command: Sequence[str]) -> int:
@@ -38,6 +38,8 @@ def main(command: Sequence[str]) -> int:
         raise protocols.ConfigError(
             "no command to run on the hosts; give it after --, as in `launch/local.py --hosts=4 -- launch/train.py`"
         )
+    if not (Path(command[0]).is_file() if command[0].endswith(".py") else shutil.which(command[0])):
+        raise protocols.ConfigError(f"{command[0]}, the command after --, is no script and no program that is there")
     if _KILL.value is not None and not 0 <= _KILL.value < _HOSTS.value:
         raise protocols.ConfigError(f"--kill_host={_KILL.value}: the hosts are 0 to {_HOSTS.value - 1} (--hosts)")
     with emulated.EmulatedHosts(_HOSTS.value, accelerators=_EACH.value, seconds=_START.value) as hosts:

@@ -16,12 +16,12 @@ _WORD_BITS = 64
 def cores_near(visible: str) -> tuple[int, ...]:
     """Cores of the NUMA nodes that the GPUs are attached to, of those that this process may use.
 
-    Empty where there is nothing to choose or to learn: all cores are as near, no GPU is named, or there is no library or
-    driver to ask.
+    Empty where there is nothing to choose or to learn: all cores are as near, no GPU is named, or there is no library
+    or driver to ask.
 
     Args:
-      visible: the GPUs, as CUDA_VISIBLE_DEVICES names them, by number or UUID. Numbers are taken as the library's order,
-        that of the bus, which is CUDA's too where all GPUs of a host are alike.
+      visible: the GPUs, as CUDA_VISIBLE_DEVICES names them, by number or UUID. Numbers are taken as the library's,
+        in the order of the bus, which is CUDA's too where all GPUs of a host are alike.
 
     Source: `nvmlDeviceGetCpuAffinityWithinScope` of NVIDIA's NVML reference.
     """

@@ -58,7 +58,8 @@ class Granted:
     def sentence(self) -> str:
         """What was granted, on one line."""
         parts = []
-        for mine, verb in ((self.layout.of_role("training"), "to train"), (self.layout.of_role("rollout"), "to roll out")):
+        for role, verb in (("training", "to train"), ("rollout", "to roll out")):
+            mine = [host for host in self.layout.hosts if host.role == role]
             if mine:
                 names = _named(self.nodes[host.number].name for host in mine)
                 sizes = _sizes([host.accelerators for host in mine], self.resource)
@@ -158,8 +159,8 @@ def own(node: Node, local: str) -> str:
     numbers = [int(number) for number in local.split(",")]
     if max(numbers) >= len(node.accelerators):
         raise LibraError(
-            f"host {node.name} has {len(node.accelerators)} accelerators for the run, and one of its workers is to have "
-            f"number {max(numbers)}; a plan may not put more on a host than it had at the run's start"
+            f"host {node.name} has {len(node.accelerators)} accelerators for the run, and one of its workers is to "
+            f"have number {max(numbers)}; a plan may not put more on a host than it had at the run's start"
         )
     return ",".join(node.accelerators[number] for number in numbers)
 

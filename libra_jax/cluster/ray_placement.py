@@ -169,7 +169,7 @@ class Placement:
         if self._resource == "GPU":
             wanted = {"num_gpus": count}
         options = {"scheduling_strategy": self._within(self._bundles[host]), **wanted}
-        asked = _look.options(**options).remote([os.path.abspath(path) for path in sys.path], self._resource)
+        asked = _look.options(**options).remote(_import_path(), self._resource)
         try:
             said = await asyncio.wait_for(asyncio.ensure_future(asked), self._seconds)
             node = next(node for node in await asyncio.to_thread(_nodes) if node.node_id == said["node_id"])
@@ -184,7 +184,8 @@ class Placement:
         name = f" ({self._granted.nodes[host].name})" if self._granted is not None else ""
         return (
             f"host {host} of the run{name} did not answer within {self._seconds:g} s, and no other node has taken its "
-            f"place: that takes {count} {self._resource}{'s' * (count != 1)} that nothing uses; start one with `ray start`"
+            f"place: that takes {count} {self._resource}{'s' * (count != 1)} that nothing uses; start one with `ray "
+            "start`"
         )
 
     async def _elsewhere(self, spec: ActorSpec) -> dict[str, Any]:
@@ -216,12 +217,15 @@ class Placement:
             self._told(self._granted)
 
 
+def _import_path() -> list[str]:
+    return [os.path.abspath(path) for path in sys.path]
+
+
 def _nodes() -> list[granted.Node]:
     """The cluster's nodes that are alive."""
-    return [
-        granted.Node(
-            node["NodeID"], node["NodeName"] or node["NodeManagerAddress"], node["NodeManagerAddress"], node["Resources"]
-        )
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
+    return [_node_of(node) for node in ray.nodes() if node["Alive"]]
+
+
+def _node_of(node: Mapping[str, Any]) -> granted.Node:
+    address = node["NodeManagerAddress"]
+    return granted.Node(node["NodeID"], node["NodeName"] or address, address, node["Resources"])

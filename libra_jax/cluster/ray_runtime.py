@@ -125,9 +125,9 @@ class RayRuntime:
                     f"config.cluster.address: {' '.join(str(error).split())}; install the same on all hosts"
                 ) from error
             raise ConfigError(
-                f"config.cluster.address: no Ray cluster answers at {address!r} ({actors.summary(error)}), or it asks for "
-                "another token (RAY_AUTH_TOKEN_PATH); start one with `ray start --head`, or leave it empty to start one "
-                "embedded"
+                f"config.cluster.address: no Ray cluster answers at {address!r} ({actors.summary(error)}), or it asks "
+                "for another token (RAY_AUTH_TOKEN_PATH); start one with `ray start --head`, or leave it empty to start "
+                "one embedded"
             ) from error
 
     async def end(self, seconds: float) -> None:
@@ -184,8 +184,8 @@ def _wait_for_node(address: str, seconds: float) -> None:
     while not any(process.info["name"] == "raylet" for process in psutil.process_iter(["name"])):
         if time.monotonic() > deadline:
             raise ConfigError(
-                f"config.cluster.address: this machine is no node of the cluster at {address!r}; run on one that is, or "
-                f"make it one with `ray start --address={address}`"
+                f"config.cluster.address: this machine is no node of the cluster at {address!r}; run on one that is, "
+                f"or make it one with `ray start --address={address}`"
             )
         time.sleep(0.5)
 

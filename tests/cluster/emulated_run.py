@@ -28,7 +28,9 @@ def layout(each: int = EACH, processes: int = 2, degrees: tuple[int, ...] = (1, 
     """Two devices a process of the trainer, so that each fills a host of two."""
     found = hosts.layout(
         libra_config.RunConfig(
-            trainer=libra_config.TrainerConfig(data=2 * processes, processes=processes, rows_per_micro_batch=2 * processes),
+            trainer=libra_config.TrainerConfig(
+                data=2 * processes, processes=processes, rows_per_micro_batch=2 * processes
+            ),
             rollout=libra_config.RolloutConfig(tensor_parallel=degrees),
             cluster=libra_config.ClusterConfig(backend="ray", accelerators_per_host=each),
         )

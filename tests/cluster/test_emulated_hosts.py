@@ -1,4 +1,4 @@
-"""A run's actors on emulated hosts: where they are, what is refused, what becomes of them when hosts die, what is left."""
+"""A run's actors on emulated hosts: where they are, what is refused, what becomes of them when hosts die."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_an_actor_without_a_host_goes_to_a_node_that_the_run_takes_nothing_of(se
 
 def test_the_run_is_told_of_its_hosts_and_what_they_have_installed(seen):
     assert seen["sentence"].startswith(
-        "Ray placed the run on 3 hosts: host-0, host-1 to train (2 CPUs each); host-2 to roll out (2 CPUs each). Python 3."
+        "Ray placed the run on 3 hosts: host-0, host-1 to train (2 CPUs each); host-2 to roll out (2 CPUs each). Python "
     )
     assert [host["node"] for host in seen["record"]] == ["host-0", "host-1", "host-2"]
     assert len({host["address"] for host in seen["record"]}) == 3

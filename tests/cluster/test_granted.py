@@ -38,8 +38,16 @@ def test_names_without_numbers_or_of_mixed_forms_can_be_sorted():
         ([8, 8], [8, 8, 0], ""),
         ([8, 2], [2, 8], ""),
         ([1, 1, 1], [8, 8], "takes 3 hosts (1 GPU each), and the Ray cluster has 2 (node-0, node-1); start more"),
-        ([4, 4], [8, 3], "takes 2 hosts (4 GPUs each), 8 in all, and of the Ray cluster's 2, node-0 has 8, node-1 has 3"),
-        ([8, 4], [4, 4], "takes 2 hosts (8, 4 GPUs), 12 in all, and of the Ray cluster's 2, node-0 has 4, node-1 has 4"),
+        (
+            [4, 4],
+            [8, 3],
+            "(4 GPUs each), 8 in all, and of the Ray cluster's 2, node-0 has 8, node-1 has 3",
+        ),
+        (
+            [8, 4],
+            [4, 4],
+            "(8, 4 GPUs), 12 in all, and of the Ray cluster's 2, node-0 has 4, node-1 has 4",
+        ),
     ],
 )
 def test_a_cluster_that_can_never_hold_the_run_is_refused_with_what_it_has(needs, have, message):
@@ -71,7 +79,7 @@ def test_a_worker_gets_the_ids_that_its_host_was_given():
     shared = granted.Node("id", "node-1", "10.0.0.1", {}, ("4", "5", "6", "7"))
     assert granted.own(shared, "0,1") == "4,5"
     assert granted.own(shared, "3") == "7"
-    with pytest.raises(LibraError, match="node-1 has 4 accelerators for the run, and one of its workers .* number 4"):
+    with pytest.raises(LibraError, match=r"node-1 has 4 accelerators for the run, and one of its workers .* number 4"):
         granted.own(shared, "3,4")
 
 
@@ -85,7 +93,8 @@ def test_what_was_granted_is_told_in_a_line_and_whole_to_programs():
     )
     found = granted.Granted(layout, tuple(node(name, jax="0.10.2", ray="2.60.0") for name in "abc"), "GPU")
     assert found.sentence() == (
-        "Ray placed the run on 3 hosts: a, b to train (2 GPUs each); c to roll out (1 GPU each). jax 0.10.2, ray 2.60.0."
+        "Ray placed the run on 3 hosts: a, b to train (2 GPUs each); c to roll out (1 GPU each). "
+        "jax 0.10.2, ray 2.60.0."
     )
     assert [(host["node"], host["role"], host["GPU"], host["instances"]) for host in found.record()] == [
         ("a", "training", 2, []),
