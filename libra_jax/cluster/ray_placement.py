@@ -23,7 +23,7 @@ import ray
 import ray.exceptions
 from ray.util import scheduling_strategies as strategies
 
-from libra_jax.cluster import granted, hosts, ray_probe
+from libra_jax.cluster import actors, granted, hosts, ray_probe
 from libra_jax.protocols import ActorSpec, ConfigError, DeadlineMissed, LibraError, WorkerLost
 
 SETTLE_SECONDS = 10.0
@@ -55,6 +55,9 @@ class Placement:
         self._resource = resource
         self._seconds = seconds
         self._told = told
+        # Ray's calls that ask the head block, for long if that is gone: not on the event loop's own threads, which it
+        # would wait for at its end.
+        self._thread = actors.ActorThread("placement")
         self._group: Any = None
         self._placing: asyncio.Task[None] | None = None
         self._bundles: tuple[int, ...] = ()
@@ -95,9 +98,11 @@ class Placement:
         if self._placing is not None:
             self._placing.cancel()
             await asyncio.wait({self._placing})
-        if self._group is not None and ray.is_initialized():
-            await asyncio.to_thread(ray.util.remove_placement_group, self._group)
-        self._group = None
+        group, self._group = self._group, None
+        if group is not None and ray.is_initialized():
+            removing = self._thread.submit("remove", lambda: ray.util.remove_placement_group(group))
+            await asyncio.wait({removing}, timeout=self._seconds)  # without us, it goes with our connection
+        self._thread.close()
 
     def _shape(self, host: hosts.Host) -> dict[str, float]:
         return {"CPU": float(host.accelerators), self._resource: float(host.accelerators)}
@@ -106,11 +111,12 @@ class Placement:
         shapes = [self._shape(host) for host in self._layout.hosts]
         self._group = ray.util.placement_group(shapes, strategy="STRICT_SPREAD")
         await self._room()
-        table = await asyncio.to_thread(ray.util.placement_group_table, self._group)
-        names = {node.node_id: node.name for node in await asyncio.to_thread(_nodes)}
+        table = await self._thread.submit("table", lambda: ray.util.placement_group_table(self._group))
+        names = {node.node_id: node.name for node in await self._nodes()}
         placed = table["bundles_to_node_id"]
         self._bundles = granted.by_name(shapes, [names.get(placed[bundle], "") for bundle in range(len(shapes))])
-        self._here = (await asyncio.to_thread(ray_probe.make(), (), self._resource))["versions"]
+        here = await self._thread.submit("versions", lambda: ray_probe.make()((), self._resource))
+        self._here = here["versions"]
         nodes = await asyncio.gather(*(self._ask(host.number) for host in self._layout.hosts))
         if found := granted.differences(self._here, nodes):
             raise ConfigError(f"config.cluster.address: {found}")
@@ -124,14 +130,14 @@ class Placement:
         ready, known = asyncio.ensure_future(self._group.ready()), -1
         try:
             while not (await asyncio.wait({ready}, timeout=_LOOK_SECONDS))[0]:
-                now, nodes = loop.time(), await asyncio.to_thread(_nodes)
+                now, nodes = loop.time(), await self._nodes()
                 if len(nodes) != known:
                     changed, known = now, len(nodes)
                 reason = granted.refusal(needs, self._resource, nodes)
                 if reason and now - changed >= max(SETTLE_SECONDS, self._seconds / 4):
                     raise ConfigError(reason)
                 if now - begun >= self._seconds:
-                    free = ray.available_resources().get(self._resource, 0)
+                    free = (await self._thread.submit("free", ray.available_resources)).get(self._resource, 0)
                     raise DeadlineMissed(
                         f"The Ray cluster's {len(nodes)} nodes had no room for the run's {len(needs)} hosts within "
                         f"{self._seconds:g} s: it takes {sum(needs)} {self._resource}s, and other programs leave "
@@ -165,14 +171,15 @@ class Placement:
         Its accelerators are all free for that: actors have theirs through the bundle, not from Ray.
         """
         count = self._layout.hosts[host].accelerators
-        wanted = {} if self._resource == "CPU" else {"resources": {self._resource: count}}
+        options: dict[str, Any] = {"scheduling_strategy": self._within(self._bundles[host])}
         if self._resource == "GPU":
-            wanted = {"num_gpus": count}
-        options = {"scheduling_strategy": self._within(self._bundles[host]), **wanted}
+            options["num_gpus"] = count
+        elif self._resource != "CPU":
+            options["resources"] = {self._resource: count}
         asked = _look.options(**options).remote(_import_path(), self._resource)
         try:
             said = await asyncio.wait_for(asyncio.ensure_future(asked), self._seconds)
-            node = next(node for node in await asyncio.to_thread(_nodes) if node.node_id == said["node_id"])
+            node = next(node for node in await self._nodes() if node.node_id == said["node_id"])
         except (TimeoutError, StopIteration, ray.exceptions.RayError):
             ray.cancel(asked, force=True)
             raise DeadlineMissed(self._silence(host, count)) from None
@@ -199,7 +206,7 @@ class Placement:
         wanted = {"CPU": spec.cpus, "GPU": spec.gpus}
         others = [
             node
-            for node in await asyncio.to_thread(_nodes)
+            for node in await self._nodes()
             if node.node_id not in taken and all(node.resources.get(name, 0) >= wanted[name] for name in wanted)
         ]
         options = {} if others and self._resource != "CPU" else {"num_cpus": 0.0, "memory": _LITTLE_MEMORY}
@@ -207,6 +214,11 @@ class Placement:
             return {**options, "scheduling_strategy": "SPREAD"}
         apart = {_NODE_LABEL: strategies.NotIn(*sorted(taken))}
         return {**options, "scheduling_strategy": strategies.NodeLabelSchedulingStrategy(hard={}, soft=apart)}
+
+    async def _nodes(self) -> list[granted.Node]:
+        """The cluster's nodes that are alive."""
+        found: list[granted.Node] = await self._thread.submit("nodes", _nodes)
+        return found
 
     def _within(self, bundle: int) -> Any:
         return strategies.PlacementGroupSchedulingStrategy(self._group, bundle)
@@ -222,7 +234,6 @@ def _import_path() -> list[str]:
 
 
 def _nodes() -> list[granted.Node]:
-    """The cluster's nodes that are alive."""
     return [_node_of(node) for node in ray.nodes() if node["Alive"]]
 
 

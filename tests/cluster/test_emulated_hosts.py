@@ -53,7 +53,7 @@ def test_an_actor_without_a_host_goes_to_a_node_that_the_run_takes_nothing_of(se
 
 def test_the_run_is_told_of_its_hosts_and_what_they_have_installed(seen):
     assert seen["sentence"].startswith(
-        "Ray placed the run on 3 hosts: host-0, host-1 to train (2 CPUs each); host-2 to roll out (2 CPUs each). Python "
+        "Ray placed the run on 3 hosts: host-0, host-1 to train (2 CPUs each); host-2 to roll out (2 CPUs each). Pyth"
     )
     assert [host["node"] for host in seen["record"]] == ["host-0", "host-1", "host-2"]
     assert len({host["address"] for host in seen["record"]}) == 3

@@ -37,7 +37,7 @@ sys.exit(3)
 @contextmanager
 def started(
     script: pathlib.Path, *arguments: str, sleep: float = 600.0
-) -> Iterator[tuple[subprocess.Popen[str], dict]]:  # noqa
+) -> Iterator[tuple[subprocess.Popen[str], dict]]:
     """`launch/local.py` with one host, its command up; afterwards nothing of it may be left."""
     script.write_text(COMMAND)
     with subprocess.Popen(
