@@ -17,7 +17,8 @@ from libra_jax.telemetry import metrics
 def open_workdir(config: libra_config.RunConfig, workdir: str | None) -> Path:
     """Makes the workdir and writes `config.json`; refuses one that belongs to another config.
 
-    How many steps a run takes may change from one start to the next, but not to fewer than it has taken.
+    How many steps a run takes may change from one start to the next, but not to fewer than it has taken; so may the
+    cluster's address, because a cluster that is started again is somewhere else.
 
     Raises:
       ConfigError: the workdir's config differs; the fields are named.
@@ -67,7 +68,8 @@ def _stored(file: Path) -> dict[str, Any]:
 
 def _check_same_run(path: Path, stored: dict[str, Any], resolved: dict[str, Any]) -> None:
     steps, taken = resolved["steps"], checkpoints.newest_step(path)
-    differing = _differences({**stored, "steps": steps}, resolved)
+    here = {**stored.get("cluster", {}), "address": resolved["cluster"]["address"]}
+    differing = _differences({**stored, "steps": steps, "cluster": here}, resolved)
     if differing:
         raise protocols.ConfigError(
             f"--workdir={path} belongs to another config: {'; '.join(differing)}. "

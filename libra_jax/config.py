@@ -686,7 +686,7 @@ class DeadlineConfig:
 
     engine_start: float = 300.0
     trainer_start: float = 600.0
-    cluster_start: float = 60.0  # Ray: it comes up or is joined, and then places an actor
+    cluster_start: float = 60.0  # Ray: it comes up or is joined, has room for the run's hosts, places an actor
     reward_start: float = 300.0  # of an actor that holds reward functions: its factories may load models
     first_token: float = 300.0  # between two deltas of a request that holds a slot
     placement: float = 300.0  # a request waits while a slot is free, beyond scheduler.ageing_seconds
@@ -933,9 +933,10 @@ def _coerce(value: Any, kind: Any, name: str) -> Any:
 
 
 def identity(config: RunConfig) -> dict[str, Any]:
-    """What makes two configs the same run, as nested plain dicts: all but how many steps it takes."""
+    """What makes two configs the same run, as nested plain dicts: all but its number of steps and the cluster's address."""
     values = to_dict(config)
     del values["steps"]
+    values["cluster"]["address"] = ""
     return values
 
 

@@ -126,8 +126,8 @@ class RayRuntime:
                 ) from error
             raise ConfigError(
                 f"config.cluster.address: no Ray cluster answers at {address!r} ({actors.summary(error)}), or it asks "
-                "for another token (RAY_AUTH_TOKEN_PATH); start one with `ray start --head`, or leave it empty to start "
-                "one embedded"
+                "for another token (RAY_AUTH_TOKEN_PATH); start one with `ray start --head`, or leave it empty and one "
+                "is started embedded"
             ) from error
 
     async def end(self, seconds: float) -> None:

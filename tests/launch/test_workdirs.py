@@ -71,6 +71,18 @@ def test_a_run_may_be_given_other_steps_than_it_began_with(tmp_path, steps):
     assert json.loads((tmp_path / "config.json").read_text())["steps"] == steps
 
 
+def test_a_run_goes_on_at_another_address_of_its_cluster_and_nothing_else_of_that(tmp_path):
+    def on(address: str, each: int = 1) -> config.RunConfig:
+        return settings(cluster=config.ClusterConfig(backend="ray", address=address, accelerators_per_host=each))
+
+    workdirs.open_workdir(on("10.0.0.1:6379"), str(tmp_path))
+    workdirs.open_workdir(on("10.0.0.9:41000"), str(tmp_path))
+    assert json.loads((tmp_path / "config.json").read_text())["cluster"]["address"] == "10.0.0.9:41000"
+    assert config.digest(on("10.0.0.1:6379")) == config.digest(on("10.0.0.9:41000"))
+    with pytest.raises(protocols.ConfigError, match=r"config\.cluster\.accelerators_per_host is 1 there and 2 here"):
+        workdirs.open_workdir(on("10.0.0.1:6379", each=2), str(tmp_path))
+
+
 def test_fewer_steps_than_a_run_has_taken_are_refused(tmp_path):
     workdirs.open_workdir(settings(steps=5), str(tmp_path))
     with_checkpoint(tmp_path, 5)
