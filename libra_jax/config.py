@@ -933,7 +933,7 @@ def _coerce(value: Any, kind: Any, name: str) -> Any:
 
 
 def identity(config: RunConfig) -> dict[str, Any]:
-    """What makes two configs the same run, as nested plain dicts: all but its number of steps and the cluster's address."""
+    """What makes two configs the same run, as nested plain dicts: all but its steps and the cluster's address."""
     values = to_dict(config)
     del values["steps"]
     values["cluster"]["address"] = ""

@@ -16,6 +16,10 @@ from libra_jax.protocols import LibraError
 NAMED = 8
 """Of a long list, so many are named in a sentence; a run's `hosts.json` has them all."""
 
+ROLE_LABEL = "libra-role"
+"""Of a node (`ray start --labels libra-role=rollout`): "training" or "rollout" is all that it may do, where a cluster
+has machines of two kinds."""
+
 SOURCES = "libra_jax"
 """Of `Node.versions`, what must be there on every host; other packages only some of them need."""
 
@@ -31,6 +35,7 @@ class Node:
       resources: that it has in all, taken or not, by Ray's names for them.
       accelerators: ids of those that the run has of it, as its own programs are to be told of them; empty on CPU.
       versions: of what matters to a run and is installed there, by the package's name.
+      role: that it is labelled to have (`ROLE_LABEL`); empty: any.
     """
 
     node_id: str
@@ -39,6 +44,7 @@ class Node:
     resources: Mapping[str, float] = field(default_factory=dict)
     accelerators: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
+    role: str = ""
 
 
 @dataclass(frozen=True)
@@ -90,21 +96,23 @@ def natural(name: str) -> list[tuple[bool, int, str]]:
     return [(not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name)]
 
 
-def by_name(shapes: Sequence[Mapping[str, float]], names: Sequence[str]) -> tuple[int, ...]:
+def by_name(shapes: Sequence[Mapping[str, float]], nodes: Sequence[Node]) -> tuple[int, ...]:
     """Which bundle each host gets: of bundles of one shape, the hosts of lower numbers get the nodes named first.
+
+    Where nodes are labelled with roles, so among those of one label.
 
     Neighbours in name are neighbours in most machine rooms, so that the trainer's mesh is contiguous over their links.
 
     Args:
       shapes: of each host, and of the bundle that was asked for it: resource to quantity.
-      names: of the node that each bundle was placed on.
+      nodes: that each bundle was placed on.
     """
-    alike: dict[frozenset[tuple[str, float]], list[int]] = {}
-    for number, shape in enumerate(shapes):
-        alike.setdefault(frozenset(shape.items()), []).append(number)
+    alike: dict[tuple[frozenset[tuple[str, float]], str], list[int]] = {}
+    for number, (shape, node) in enumerate(zip(shapes, nodes, strict=True)):
+        alike.setdefault((frozenset(shape.items()), node.role), []).append(number)
     found: dict[int, int] = {}
     for numbers in alike.values():
-        found |= zip(numbers, sorted(numbers, key=lambda bundle: natural(names[bundle])), strict=True)
+        found |= zip(numbers, sorted(numbers, key=lambda bundle: natural(nodes[bundle].name)), strict=True)
     return tuple(found[number] for number in range(len(shapes)))
 
 

@@ -62,7 +62,6 @@ class Placement:
         self._placing: asyncio.Task[None] | None = None
         self._bundles: tuple[int, ...] = ()
         self._granted: granted.Granted | None = None
-        self._here: Mapping[str, str] = {}
         self._doubted: set[int] = set()
         self._locks: collections.defaultdict[int, asyncio.Lock] = collections.defaultdict(asyncio.Lock)
 
@@ -109,16 +108,20 @@ class Placement:
 
     async def _place(self) -> None:
         shapes = [self._shape(host) for host in self._layout.hosts]
-        self._group = ray.util.placement_group(shapes, strategy="STRICT_SPREAD")
+        not_meant = {"training": "!rollout", "rollout": "!training"}  # which a node without the label is not either
+        self._group = ray.util.placement_group(
+            shapes,
+            strategy="STRICT_SPREAD",
+            bundle_label_selector=[{granted.ROLE_LABEL: not_meant[host.role]} for host in self._layout.hosts],
+        )
         await self._room()
         table = await self._thread.submit("table", lambda: ray.util.placement_group_table(self._group))
-        names = {node.node_id: node.name for node in await self._nodes()}
-        placed = table["bundles_to_node_id"]
-        self._bundles = granted.by_name(shapes, [names.get(placed[bundle], "") for bundle in range(len(shapes))])
-        here = await self._thread.submit("versions", lambda: ray_probe.make()((), self._resource))
-        self._here = here["versions"]
+        alive = {node.node_id: node for node in await self._nodes()}
+        placed = [table["bundles_to_node_id"][bundle] for bundle in range(len(shapes))]
+        # One that has died meanwhile will not answer below.
+        self._bundles = granted.by_name(shapes, [alive.get(node, granted.Node(node, "", "")) for node in placed])
         nodes = await asyncio.gather(*(self._ask(host.number) for host in self._layout.hosts))
-        if found := granted.differences(self._here, nodes):
+        if found := granted.differences(await self._here(), nodes):
             raise ConfigError(f"config.cluster.address: {found}")
         self._tell(nodes)
 
@@ -155,15 +158,14 @@ class Placement:
             if host not in self._doubted:
                 return before
             node = await self._ask(host)
+            if node.node_id != before.node_id:
+                if found := granted.differences(await self._here(), [node]):
+                    raise WorkerLost(f"{node.name} has taken the place of the run's host {before.name}, but {found}")
+                nodes = list(self._granted.nodes)
+                nodes[host] = node
+                self._tell(nodes)
             self._doubted.discard(host)
-            if node.node_id == before.node_id:
-                return before
-            if found := granted.differences(self._here, [node]):
-                raise WorkerLost(f"{node.name} has taken the place of the run's host {before.name}, but {found}")
-            nodes = list(self._granted.nodes)
-            nodes[host] = node
-            self._tell(nodes)
-            return node
+            return self._granted.nodes[host]
 
     async def _ask(self, host: int) -> granted.Node:
         """Lets the host say what it is. If it is gone, whichever node gets its bundle answers.
@@ -215,6 +217,11 @@ class Placement:
         apart = {_NODE_LABEL: strategies.NotIn(*sorted(taken))}
         return {**options, "scheduling_strategy": strategies.NodeLabelSchedulingStrategy(hard={}, soft=apart)}
 
+    async def _here(self) -> Mapping[str, str]:
+        """What is installed here, now: sources that have changed since the run began have changed for all its hosts."""
+        said = await self._thread.submit("versions", lambda: ray_probe.make()((), self._resource))
+        return dict(said["versions"])
+
     async def _nodes(self) -> list[granted.Node]:
         """The cluster's nodes that are alive."""
         found: list[granted.Node] = await self._thread.submit("nodes", _nodes)
@@ -239,4 +246,5 @@ def _nodes() -> list[granted.Node]:
 
 def _node_of(node: Mapping[str, Any]) -> granted.Node:
     address = node["NodeManagerAddress"]
-    return granted.Node(node["NodeID"], node["NodeName"] or address, address, node["Resources"])
+    role = node.get("Labels", {}).get(granted.ROLE_LABEL, "")
+    return granted.Node(node["NodeID"], node["NodeName"] or address, address, node["Resources"], role=role)

@@ -18,7 +18,7 @@ from typing import Any
 
 from libra_jax import config as libra_config
 from libra_jax.cluster import emulated, granted, hosts
-from libra_jax.protocols import ActorSpec, LibraError
+from libra_jax.protocols import ActorSpec, LibraError, WorkerLost
 
 EACH = 2
 SECONDS = 120.0
@@ -77,6 +77,14 @@ async def refused(address: str, laid_out: hosts.Layout) -> Mapping[str, Any]:
     return {}
 
 
+async def refusal(made: Any) -> str:
+    try:
+        await made.spawn(spec("rollout-0", 2))
+    except WorkerLost as error:
+        return str(error)
+    return ""
+
+
 async def live(nodes: emulated.EmulatedHosts) -> Mapping[str, Any]:
     """Actors on three hosts, of which one dies twice: a spare one takes its place, then there is none."""
     told: list[granted.Granted] = []
@@ -102,6 +110,9 @@ async def live(nodes: emulated.EmulatedHosts) -> Mapping[str, Any]:
         nodes.kill(3)
         await asyncio.wait({before.death}, timeout=SECONDS)
         await made.stop("rollout-0")
+        nodes.add(4)
+        seen["refused_spare"] = [await refusal(made) for _ in range(2)]  # again, too
+        nodes.kill(4)
         made._placement._seconds = 10.0
         begun = time.monotonic()
         try:

@@ -80,6 +80,12 @@ def test_an_actor_whose_host_dies_is_made_anew_on_a_spare_host(seen):
     assert seen["told"] == [["host-0", "host-1", "host-2"], ["host-0", "host-1", "host-3"]]
 
 
+def test_a_spare_host_that_has_other_versions_takes_no_place(seen):
+    for sentence in seen["refused_spare"]:
+        assert sentence.startswith("host-4 has taken the place of the run's host host-3, but the run's hosts differ ")
+        assert "jax is 9.9.9 on host-4" in sentence
+
+
 def test_an_actor_whose_host_dies_without_a_spare_one_is_given_up_after_its_deadline(seen):
     assert seen["gone"]["kind"] == "DeadlineMissed"
     assert seen["gone"]["text"].startswith("host 2 of the run (host-3) did not answer within 10 s, and no other node")

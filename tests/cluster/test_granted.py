@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from libra_jax import config as libra_config
@@ -17,9 +19,15 @@ def test_hosts_of_one_shape_follow_the_names_of_the_nodes_as_people_sort_them():
     full, half = {"GPU": 8.0}, {"GPU": 4.0}
     shapes = [full, full, half, full, half]
     names = ["node-10", "node-2", "node-3", "node-1", "node-11"]
-    bundles = granted.by_name(shapes, names)
+    bundles = granted.by_name(shapes, [node(name) for name in names])
     assert [names[bundle] for bundle in bundles] == ["node-1", "node-2", "node-3", "node-10", "node-11"]
     assert all(shapes[bundle] == shape for bundle, shape in zip(bundles, shapes, strict=True))
+
+
+def test_a_host_does_not_change_places_with_one_that_may_only_do_something_else():
+    nodes = [dataclasses.replace(node(name), role=role) for name, role in (("z2", "training"), ("z1", "training"))]
+    nodes += [dataclasses.replace(node(name), role="rollout") for name in ("a2", "a1")]
+    assert granted.by_name([{"GPU": 8.0}] * 4, nodes) == (1, 0, 3, 2)
 
 
 def test_names_without_numbers_or_of_mixed_forms_can_be_sorted():
