@@ -1,6 +1,7 @@
 """What the run is built from: settings reach the rooms that they are for."""
 
 import asyncio
+import json
 import pathlib
 from typing import Any
 
@@ -12,24 +13,36 @@ import wiring
 from libra_jax import config, protocols
 from libra_jax.agents.rewards import scoring
 from libra_jax.agents.tools import toolkit
+from libra_jax.cluster import granted, hosts
 from libra_jax.coordinator import checkpoints
 
 
-def test_the_clusters_deadlines_are_the_configs(tmp_path, monkeypatch):
+def test_the_clusters_deadlines_and_hosts_are_the_configs_and_what_it_grants_is_kept(tmp_path, monkeypatch):
     given: dict[str, Any] = {}
 
-    def create(cluster: config.ClusterConfig, **deadlines: float) -> protocols.Cluster:
-        given.update(deadlines)
+    def create(cluster: config.ClusterConfig, **settings: Any) -> protocols.Cluster:
+        given.update(settings)
         raise protocols.ConfigError("seen enough")
 
     monkeypatch.setattr(wiring.cluster, "create", create)
     run = config.RunConfig(
         telemetry=config.TelemetryConfig(console=False, tensorboard=False),
         deadlines=config.DeadlineConfig(cluster_start=7.0, shutdown=8.0),
+        cluster=config.ClusterConfig(backend="ray", accelerators_per_host=1),
+        trainer=config.TrainerConfig(platform="cuda"),
     )
     with pytest.raises(protocols.ConfigError, match="seen enough"):
         asyncio.run(wiring.train(run, tmp_path, toolkit.Toolkit(run.tools, run.sandbox)))
-    assert given == {"start_seconds": 7.0, "shutdown_seconds": 8.0}
+    told = given.pop("told")
+    layout = hosts.layout(run)
+    assert given == {"start_seconds": 7.0, "shutdown_seconds": 8.0, "layout": layout, "platform": "cuda"}
+    nodes = [granted.Node(f"id-{name}", name, f"10.0.0.{name}", accelerators=("6",)) for name in ("1", "2")]
+    told(granted.Granted(layout, tuple(nodes), "GPU"))
+    kept = json.loads((tmp_path / "hosts.json").read_text())
+    assert [(host["node"], host["role"], host["accelerators"]) for host in kept] == [
+        ("1", "training", ["6"]),
+        ("2", "rollout", ["6"]),
+    ]
 
 
 def test_the_runs_scorer_is_made_of_the_configs_functions_and_weights(tmp_path, monkeypatch):
