@@ -14,6 +14,11 @@ from libra_jax.coordinator import checkpoints
 from libra_jax.telemetry import metrics
 
 
+def default(config: libra_config.RunConfig) -> Path:
+    """The workdir of a run that is given none."""
+    return Path(f"runs/{config.name}-{libra_config.digest(config)}")
+
+
 def open_workdir(config: libra_config.RunConfig, workdir: str | None) -> Path:
     """Makes the workdir and writes `config.json`; refuses one that belongs to another config.
 
@@ -23,7 +28,7 @@ def open_workdir(config: libra_config.RunConfig, workdir: str | None) -> Path:
     Raises:
       ConfigError: the workdir's config differs; the fields are named.
     """
-    path = Path(workdir or f"runs/{config.name}-{libra_config.digest(config)}")
+    path = Path(workdir) if workdir else default(config)
     try:
         return _open(path, config)
     except OSError as error:

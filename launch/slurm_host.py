@@ -1,0 +1,281 @@
+"""One host's part in a run under Slurm. The script that `launch/slurm.py` renders starts it there, through srun.
+
+Ray's symmetric start (`ray symmetric-run`, Ray 2.60) starts Ray on each host, the driver on the head, and ends Ray
+after it. It refuses a host on which it finds a Ray, whoever's it is, and at the end it ends every Ray it finds. Where
+runs share hosts, each therefore has a process table of its own (a PID namespace; util-linux' `unshare`), in which there
+is no Ray but its own, and of which the kernel leaves nothing alive.
+
+Ports that one process binds for itself (raylet, object manager, workers) are chosen by the kernel as they are bound, so
+that nobody can come between. Those that others have to know beforehand come from the job's own window, below the
+kernel's, and are seen to be free. (Left to the kernel too, agents tell theirs by files, for which Ray waits 15 s.)
+
+How the run ended is in the file `ended` of the attempt's folder: `finished`, `stopped` (it was told to, and there are
+steps left) or `failed STATUS`. No file: the driver was never started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from libra_jax.coordinator import checkpoints
+
+FIRST_PORT, WINDOWS, WINDOW = 20_000, 600, 20
+"""Windows of ports, by job id: 20000 to 31999, below those that Linux chooses from (32768 on)."""
+
+HEAD_PORTS = ("gcs", "ray-client-server-port")
+"""In the window's first half: where hosts join, and what Ray 2.60 starts wherever grpc is installed."""
+
+AGENT_PORTS = (
+    "dashboard-agent-grpc-port",
+    "dashboard-agent-listen-port",
+    "metrics-export-port",
+    "runtime-env-agent-port",
+)
+"""In its second half, on every host."""
+
+CPUS = 1024
+"""That Ray is told of: a host must have room for every actor laid out there; which cores it has, Slurm has granted."""
+
+LOOK_SECONDS, END_SECONDS = 1.0, 30.0
+
+UNREACHABLE = "192.0.2.1"
+"""Of TEST-NET-1 (RFC 5737). A datagram socket that is connected to it sends nothing, and knows this host's address."""
+
+RAY_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT": "300",  # seconds; imports from a shared file system take their time
+    # As cluster/ray_runtime.py starts Ray: no idle workers, one a CPU, and actors' children are their guard's.
+    "RAY_enable_worker_prestart": "false",
+    "RAY_prestart_worker_first_driver": "false",
+    "RAY_kill_child_processes_on_worker_exit": "false",
+    "RAY_process_group_cleanup_enabled": "false",
+}
+
+
+def free_ports(job: int, address: str, names: Sequence[str], *, half: int) -> dict[str, int]:
+    """Neighbouring ports that are not in use, by name: in half 0 or 1 of the job's own window, or the next with room.
+
+    Raises:
+      SystemExit: there are none in any window.
+    """
+    for number in range(WINDOWS):
+        begin = FIRST_PORT + (job + number) % WINDOWS * WINDOW + half * WINDOW // 2
+        for first in range(begin, begin + WINDOW // 2 - len(names) + 1):
+            ports = range(first, first + len(names))
+            if all(_is_free(address, port) for port in ports):
+                return dict(zip(names, ports, strict=True))
+    sys.exit(f"error: no {len(names)} free ports from {FIRST_PORT} to {FIRST_PORT + WINDOWS * WINDOW - 1} on this host")
+
+
+def _is_free(address: str, port: int) -> bool:
+    with socket.socket() as tried:
+        try:
+            tried.bind((address, port))
+        except OSError:
+            return False
+    return True
+
+
+def own_address(other: str) -> str:
+    """This host's IPv4 address on the way to another one; to itself, on the way out; 127.0.0.1 if there is none."""
+    target = UNREACHABLE if other in (socket.gethostname(), os.environ.get("SLURMD_NODENAME")) else other
+    with socket.socket(type=socket.SOCK_DGRAM) as connected:
+        try:
+            connected.connect((target, 9))
+        except OSError:
+            return "127.0.0.1"
+        return str(connected.getsockname()[0])
+
+
+def print_address(arguments: argparse.Namespace) -> int:
+    """Prints `host:port` of the Ray that is to be started here."""
+    address = own_address(arguments.toward)
+    print(f"{address}:{free_ports(arguments.job, address, HEAD_PORTS, half=0)['gcs']}")
+    return 0
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Ray on this host from its start to its end, and on the head the driver."""
+    name = os.environ["SLURMD_NODENAME"]
+    directory = Path(tempfile.mkdtemp(prefix=f"libra-{arguments.job}-", dir="/tmp"))  # Ray's sockets need a short one
+    ended = arguments.attempt / "ended"
+    try:
+        with _terminated():
+            alone = [] if arguments.exclusive else _alone()
+            command = [*alone, *_symmetric_run(arguments, name, directory)]
+            host = subprocess.Popen(command, env={**os.environ, **RAY_ENVIRONMENT})
+            # With its process table, or as Ctrl-C does it, after which Ray is stopped, too.
+            end = functools.partial(_signal, host, signal.SIGKILL if alone else signal.SIGINT)
+            try:
+                return _wait(host, lambda: name != arguments.head and ended.exists(), once=end)
+            finally:
+                end()
+                host.wait(END_SECONDS)
+    finally:
+        if not (ended.exists() and ended.read_text().startswith("finished")):
+            _keep_logs(directory, arguments.attempt / f"ray-{name}")
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _symmetric_run(arguments: argparse.Namespace, name: str, directory: Path) -> list[str]:
+    is_head = name == arguments.head
+    here = [sys.executable, os.path.abspath(__file__)]
+    options = [
+        f"--temp-dir={directory}",
+        f"--node-name={name}",
+        f"--num-cpus={CPUS}",
+        "--min-worker-port=0",
+        "--max-worker-port=0",
+        "--node-manager-port=0",
+        "--object-manager-port=0",
+        "--disable-usage-stats",
+    ]
+    agents = free_ports(arguments.job, "", AGENT_PORTS, half=1)
+    options += [f"--{option}={port}" for option, port in agents.items()]
+    if is_head:  # the others refuse the first, and do not start what the second is for
+        options.append("--include-dashboard=false")
+        if importlib.util.find_spec("grpc"):
+            options.append(f"--ray-client-server-port={int(arguments.address.rpartition(':')[2]) + 1}")
+    return [
+        *(*here, "reap", "--"),
+        *("ray", "symmetric-run", f"--address={arguments.address}", f"--min-nodes={arguments.hosts}", *options, "--"),
+        *(*here, "drive", f"--attempt={arguments.attempt}", f"--workdir={arguments.workdir}", "--", *arguments.command),
+    ]
+
+
+def _alone() -> list[str]:
+    """What starts a command with a process table of its own.
+
+    Raises:
+      SystemExit: this host does not allow it.
+    """
+    start = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    if os.geteuid():
+        start += ["--user", "--map-current-user"]
+    try:
+        tried = subprocess.run([*start, "true"], capture_output=True, text=True, timeout=END_SECONDS, check=False)
+        why = tried.stderr.strip() if tried.returncode else ""
+    except OSError as error:
+        why = str(error)
+    if why:
+        sys.exit(
+            f"error: this host gives a run no process table of its own ({why}), without which two that share it would "
+            "end each other's Ray; submit with --exclusive, for whole hosts"
+        )
+    return start
+
+
+def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(number)
+
+
+def _keep_logs(directory: Path, kept: Path) -> None:
+    """What Ray wrote, for whoever looks for why a run did not finish."""
+    for logs in directory.glob("session_2*/logs"):
+        with contextlib.suppress(OSError, shutil.Error):
+            shutil.copytree(logs, kept, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.sock"))
+
+
+def reap(arguments: argparse.Namespace) -> int:
+    """The first process of a process table: runs the command, and buries what others leave behind."""
+    child = subprocess.Popen(arguments.command)
+    while True:
+        pid, status = os.wait()
+        if pid == child.pid:
+            return os.waitstatus_to_exitcode(status)
+
+
+def drive(arguments: argparse.Namespace) -> int:
+    """The driver, on the head: told to stop, once, when the attempt's folder says so; how it ended is written there."""
+    stop, told = arguments.attempt / "stop", []
+
+    def tell() -> None:
+        if not told:
+            told.append(True)
+            driver.send_signal(signal.SIGTERM)
+
+    # Sent to all of the job, the signal has reached the driver, too: a second one would end it at once.
+    signal.signal(signal.SIGTERM, lambda *_: told.append(True))
+    with open(arguments.attempt / "train.log", "ab") as log:
+        driver = subprocess.Popen(arguments.command, stdout=log, stderr=log)
+        status = _wait(driver, stop.exists, once=tell)
+    ended = f"failed {status if status > 0 else 128 - status}"
+    if status == 0:
+        ended = "stopped" if told and _steps_left(arguments.workdir) else "finished"
+    partial = arguments.attempt / "ended.partial"
+    partial.write_text(f"{ended}\n")
+    partial.rename(arguments.attempt / "ended")
+    return status
+
+
+def _steps_left(workdir: Path) -> int:
+    return int(json.loads((workdir / "config.json").read_text())["steps"]) - max(0, checkpoints.newest_step(workdir))
+
+
+def _wait(process: subprocess.Popen[bytes], condition: Callable[[], bool], *, once: Callable[[], None]) -> int:
+    """Waits for the process; as soon as the condition holds, calls `once`."""
+    called = False
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(LOOK_SECONDS)
+        if not called and condition():
+            called = True
+            once()
+
+
+@contextlib.contextmanager
+def _terminated() -> Iterator[None]:
+    """SIGTERM as an end that cleans up."""
+
+    def end(*_: int | types.FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.exit(128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, end)
+    yield
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    """The part and its settings; a command follows `--`."""
+    own, command = arguments, []
+    if "--" in arguments:
+        split = arguments.index("--")
+        own, command = arguments[:split], arguments[split + 1 :]
+    parser = argparse.ArgumentParser(description="One host's part in a run under Slurm; see the file's docstring.")
+    parts = parser.add_subparsers(required=True)
+    for part in (print_address, run, reap, drive):
+        settings = parts.add_parser(part.__name__.removeprefix("print_"), help=part.__doc__)
+        settings.set_defaults(part=part, command=command)
+        if part in (print_address, run):
+            settings.add_argument("--job", type=int, required=True, help="id of the Slurm job")
+        if part is print_address:
+            settings.add_argument("--toward", required=True, help="another host of the job, or this one")
+        if part is run:
+            settings.add_argument("--head", required=True, help="Slurm's name of the host on which the driver is")
+            settings.add_argument("--address", required=True, help="host:port of the Ray")
+            settings.add_argument("--hosts", type=int, required=True, help="how many the job has")
+            settings.add_argument("--exclusive", action="store_true", help="no other run is on these hosts")
+        if part in (run, drive):
+            settings.add_argument("--attempt", type=Path, required=True, help="folder of the attempt")
+            settings.add_argument("--workdir", type=Path, required=True, help="of the run")
+    return parser.parse_args(own, argparse.Namespace())
+
+
+if __name__ == "__main__":
+    parsed = _parse(sys.argv[1:])
+    sys.exit(parsed.part(parsed))

@@ -1,0 +1,337 @@
+"""A run as a Slurm job: which hosts it asks for, and its script, rendered from `templates/slurm.sbatch`."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import jinja2
+import placement
+
+from libra_jax import config as libra_config
+from libra_jax.cluster import hosts
+from libra_jax.protocols import ConfigError
+
+TEMPLATE = Path(__file__).parent / "templates" / "slurm.sbatch"
+
+EXPORTED = ("HOME", "LANG", "LOGNAME", "PATH", "SHELL", "USER")
+"""Variables that a job has from whoever submits it, beside those that are asked for by name."""
+
+_TIME = re.compile(r"\d+|\d+:\d+|\d+:\d+:\d+|\d+-\d+|\d+-\d+:\d+|\d+-\d+:\d+:\d+")
+_SECRET = re.compile(r"(?i)key|token|secret|passw|credential")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_GPUS = re.compile(r"gpu(?::[^:,()]+)?:(\d+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What the flags say; empty is not given.
+
+    Attributes:
+      partition: of all hosts.
+      train_partition: of those that train; with `rollout_partition`.
+      rollout_partition: of those that roll out.
+      time: longest, as Slurm writes it.
+      options: for sbatch, of every kind of host alike.
+      nodelist: hosts to take.
+      cpus_per_host: cores of each host; 0: as the partition has it.
+      exclusive: hosts are the job's alone.
+      requeue: it goes on after it was pre-empted, or its time was over.
+      grace: seconds between the signal to stop and the end.
+      environment: `NAME=VALUE`, or `NAME` of a variable of whoever submits.
+      container_image: pyxis'.
+      container_mounts: likewise.
+      setup: shell line before anything of ours.
+      python: of every host.
+    """
+
+    partition: str = ""
+    train_partition: str = ""
+    rollout_partition: str = ""
+    time: str = ""
+    options: tuple[str, ...] = ()
+    nodelist: str = ""
+    cpus_per_host: int = 0
+    exclusive: bool = False
+    requeue: bool = True
+    grace: int = 120
+    environment: tuple[str, ...] = ()
+    container_image: str = ""
+    container_mounts: str = ""
+    setup: str = ""
+    python: str = "python3"
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Hosts of one kind.
+
+    Attributes:
+      partition: where they are; empty is Slurm's default.
+      hosts: how many.
+      gpus: of each.
+      comment: what they do.
+      options: of sbatch.
+    """
+
+    partition: str
+    hosts: int
+    gpus: int
+    comment: str
+    options: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What the template is filled with, where it says what each is for.
+
+    Attributes:
+      last_hosts: variable in which Slurm says which hosts the last part has.
+      across: options of srun for a step on all hosts.
+    """
+
+    name: str
+    title: str
+    folder: str
+    workdir: str
+    launch: str
+    python: str
+    arguments: tuple[str, ...]
+    export: tuple[str, ...]
+    environment: Mapping[str, str]
+    requeue: bool
+    exclusive: bool
+    grace: int
+    setup: str
+    container: tuple[str, ...]
+    hosts: int
+    parts: tuple[Part, ...]
+    last_hosts: str
+    across: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Partition:
+    """One of Slurm's.
+
+    Attributes:
+      name: its name.
+      nodes: for each kind of node, how many there are and how many GPUs each has.
+      is_default: a job that names none gets this one.
+    """
+
+    name: str
+    nodes: tuple[tuple[int, int], ...]
+    is_default: bool = False
+
+
+def make(
+    config: libra_config.RunConfig,
+    settings: Settings,
+    *,
+    arguments: Sequence[str],
+    folder: Path,
+    workdir: Path,
+    known: Mapping[str, str],
+) -> Job:
+    """The job of a run.
+
+    Args:
+      config: of the run, whose cluster is the job's Ray.
+      settings: the job's.
+      arguments: of launch/train.py, but for the workdir.
+      folder: where it is launched from.
+      workdir: of the run.
+      known: environment of whoever submits.
+
+    Raises:
+      ConfigError: a setting is wrong, or does not go with another or the config; the sentence names the flag.
+    """
+    _check(config, settings)
+    environment, names = _environment(settings.environment, known)
+    found = parts(config, settings)
+    count = sum(part.hosts for part in found)
+    mounts = [f"--container-mounts={settings.container_mounts}"] if settings.container_mounts else []
+    return Job(
+        name=config.name,
+        title="; ".join(part.comment for part in found),
+        folder=str(folder),
+        workdir=str(workdir),
+        launch=str(TEMPLATE.parents[1]),
+        python=settings.python,
+        arguments=tuple(arguments),
+        export=(*EXPORTED, *(name for name in names if name not in EXPORTED)),
+        environment=environment,
+        requeue=settings.requeue,
+        exclusive=settings.exclusive,
+        grace=settings.grace,
+        setup=settings.setup,
+        container=(f"--container-image={settings.container_image}", *mounts) if settings.container_image else (),
+        hosts=count,
+        parts=found,
+        last_hosts="SLURM_JOB_NODELIST" if len(found) == 1 else f"SLURM_JOB_NODELIST_HET_GROUP_{len(found) - 1}",
+        across=f"--nodes={count}" if len(found) == 1 else f"--het-group=0-{len(found) - 1}",
+    )
+
+
+def render(job: Job) -> str:
+    """The job's script."""
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    environment.filters["quote"] = shlex.quote
+    return environment.from_string(TEMPLATE.read_text()).render(job=job)
+
+
+def parts(config: libra_config.RunConfig, settings: Settings) -> tuple[Part, ...]:
+    """The hosts by kind, those that train first, so that the driver is on one; in one partition all are of one kind."""
+    layout = hosts.layout(config)
+    on_gpus = config.trainer.platform == "cuda"
+    if layout is None:
+        total = placement.partition(config).total
+        found = [Part(settings.partition, 1, total if on_gpus else 0, "one host trains and rolls out")]
+    elif settings.train_partition:
+        found = [
+            _part(layout.of_role("training"), settings.train_partition, on_gpus),
+            _part(layout.of_role("rollout"), settings.rollout_partition, on_gpus),
+        ]
+    else:
+        found = [_part(layout.hosts, settings.partition, on_gpus)]
+    return tuple(dataclasses.replace(part, options=_options(part, settings)) for part in found)
+
+
+def _part(of: Sequence[hosts.Host], partition: str, on_gpus: bool) -> Part:
+    kinds = {role: sum(host.role == role for host in of) for role in ("training", "rollout")}
+    says = {"training": "train", "rollout": "roll out"}
+    comment = ", ".join(f"{count} host{'s' * (count > 1)} to {says[role]}" for role, count in kinds.items() if count)
+    return Part(partition, len(of), max(host.accelerators for host in of) if on_gpus else 0, comment)
+
+
+def _options(part: Part, settings: Settings) -> tuple[str, ...]:
+    given = {
+        "--partition": part.partition,
+        "--nodes": part.hosts,
+        "--ntasks-per-node": 1,
+        "--cpus-per-task": settings.cpus_per_host,
+        "--gpus-per-node": part.gpus,
+        "--time": settings.time,
+        "--nodelist": settings.nodelist,
+    }
+    options = [f"{name}={shlex.quote(str(value))}" for name, value in given.items() if value]
+    return (*options, *(["--exclusive"] if settings.exclusive else []), *settings.options)
+
+
+def _environment(lines: Sequence[str], known: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Variables with the values that the script gives them, and the names of those that come from who submits."""
+    values, names = {}, []
+    for line in lines:
+        name, separator, value = line.partition("=")
+        if not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"--environment={line}: a line is NAME=VALUE, or the NAME of a variable that you have set"
+            )
+        if separator and _SECRET.search(name):
+            raise ConfigError(
+                f"--environment={name}=...: looks like a secret, which the script would hold in the clear; give "
+                f"--environment={name}, and it comes from the environment that you submit from"
+            )
+        if separator:
+            values[name] = value
+        elif name not in known:
+            raise ConfigError(f"--environment={name}: is not set where you submit from; set it, or give {name}=VALUE")
+        else:
+            names.append(name)
+    return values, names
+
+
+def _check(config: libra_config.RunConfig, settings: Settings) -> None:
+    if config.trainer.platform == "tpu":
+        raise ConfigError("config.trainer.platform: tpu is for launch/tpu.py; Slurm's hosts have GPUs or none")
+    if settings.time and not _TIME.fullmatch(settings.time):
+        raise ConfigError(
+            f"--time={settings.time}: is no time of Slurm's; write minutes, hours:minutes:seconds or "
+            "days-hours:minutes:seconds, like 90, 12:00:00 or 2-00:00:00"
+        )
+    if settings.time and seconds(settings.time) <= settings.grace:
+        raise ConfigError(
+            f"--grace={settings.grace}: seconds before the end at which the run is told to stop, and --time="
+            f"{settings.time} is not longer; lower it, or give the job more time"
+        )
+    if bool(settings.train_partition) != bool(settings.rollout_partition):
+        raise ConfigError("--train_partition and --rollout_partition go together; for one, give --partition")
+    if settings.train_partition:
+        for flag, value in (("partition", settings.partition), ("nodelist", settings.nodelist)):
+            if value:
+                raise ConfigError(f"--{flag}={value}: does not go with --train_partition and --rollout_partition")
+        if hosts.layout(config) is None:
+            raise ConfigError(
+                "config.cluster.accelerators_per_host: is 0, which puts the whole run on one host; two partitions need "
+                "to know how many accelerators a host has"
+            )
+    if settings.container_mounts and not settings.container_image:
+        raise ConfigError("--container_mounts: are those of a container; give --container_image, too")
+    if settings.requeue and not config.checkpoint.every:
+        raise ConfigError(
+            "config.checkpoint.every: is 0, so that a run that was pre-empted would begin anew; set it, or give "
+            "--norequeue"
+        )
+
+
+def seconds(time: str) -> int:
+    """Of a time as Slurm writes it.
+
+    >>> [seconds(text) for text in ("90", "1:30", "2:00:00", "1-0", "1-2:30")]
+    [5400, 90, 7200, 86400, 95400]
+    """
+    days, dash, rest = time.rpartition("-")
+    fields = [int(field) for field in rest.split(":")]
+    if dash:  # hours first
+        fields = [*fields, 0, 0][:3]
+    elif len(fields) == 1:  # minutes
+        fields = [0, *fields, 0]
+    fields = [0] * (3 - len(fields)) + fields
+    return ((int(days or 0) * 24 + fields[0]) * 60 + fields[1]) * 60 + fields[2]
+
+
+def parse_partitions(shown: str) -> tuple[Partition, ...]:
+    """What `sinfo --noheader --format=%P|%D|%G` tells: a line for each kind of node of a partition."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    default = ""
+    for line in shown.split():
+        name, count, gres = line.split("|")
+        if name.endswith("*"):
+            default = name = name[:-1]
+        found.setdefault(name, []).append((int(count), sum(map(int, _GPUS.findall(gres)))))
+    return tuple(Partition(name, tuple(nodes), name == default) for name, nodes in found.items())
+
+
+def check_partitions(asked: Sequence[Part], there: Sequence[Partition]) -> None:
+    """Compares what is asked for with what Slurm has.
+
+    Raises:
+      ConfigError: there is no such partition, or it has too few nodes with as many GPUs.
+    """
+    for part in asked:
+        named = [one for one in there if one.name == part.partition or (not part.partition and one.is_default)]
+        if not named and part.partition:
+            names = [one.name for one in there]
+            near = difflib.get_close_matches(part.partition, names, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names)}"
+            raise ConfigError(f"--partition: Slurm has no partition {part.partition!r}; {hint}")
+        for one in named:
+            nodes, most = sum(count for count, gpus in one.nodes if gpus >= part.gpus), max(g for _, g in one.nodes)
+            if part.gpus > most:
+                raise ConfigError(
+                    f"config.cluster.accelerators_per_host: a host is asked for {part.gpus} GPUs, and those of "
+                    f"partition {one.name!r} have at most {most}; lay the run out by what a host has"
+                )
+            if part.hosts > nodes:
+                which = f" with {part.gpus} GPUs" if part.gpus else ""
+                raise ConfigError(
+                    f"--partition: the run takes {part.hosts} hosts ({part.comment}), and partition {one.name!r} has "
+                    f"{nodes}{which}; take a smaller run, or another partition"
+                )
