@@ -136,7 +136,7 @@ def _symmetric_run(arguments: argparse.Namespace, name: str, directory: Path) ->
     here = [sys.executable, os.path.abspath(__file__)]
     options = [
         f"--temp-dir={directory}",
-        f"--node-name={name}",
+        f"--node-name={_node_name(name, arguments.training)}",
         f"--num-cpus={CPUS}",
         "--min-worker-port=0",
         "--max-worker-port=0",
@@ -155,6 +155,13 @@ def _symmetric_run(arguments: argparse.Namespace, name: str, directory: Path) ->
         *("ray", "symmetric-run", f"--address={arguments.address}", f"--min-nodes={arguments.hosts}", *options, "--"),
         *(*here, "drive", f"--attempt={arguments.attempt}", f"--workdir={arguments.workdir}", "--", *arguments.command),
     ]
+
+
+def _node_name(name: str, training: str) -> str:
+    """Ray's for this host: hosts of one size are taken in the order of their names, and those that train come first."""
+    if not training:
+        return name
+    return f"1-{name}" if name in training.split(",") else f"2-{name}"
 
 
 def _alone() -> list[str]:
@@ -269,6 +276,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
             settings.add_argument("--head", required=True, help="Slurm's name of the host on which the driver is")
             settings.add_argument("--address", required=True, help="host:port of the Ray")
             settings.add_argument("--hosts", type=int, required=True, help="how many the job has")
+            settings.add_argument("--training", default="", help="the hosts that train, where they have a partition")
             settings.add_argument("--exclusive", action="store_true", help="no other run is on these hosts")
         if part in (run, drive):
             settings.add_argument("--attempt", type=Path, required=True, help="folder of the attempt")

@@ -87,12 +87,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What the template is filled with, where it says what each is for.
-
-    Attributes:
-      last_hosts: variable in which Slurm says which hosts the last part has.
-      across: options of srun for a step on all hosts.
-    """
+    """What the template is filled with; it shows what each is for."""
 
     name: str
     title: str
@@ -110,8 +105,6 @@ class Job:
     container: tuple[str, ...]
     hosts: int
     parts: tuple[Part, ...]
-    last_hosts: str
-    across: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +147,6 @@ def make(
     _check(config, settings)
     environment, names = _environment(settings.environment, known)
     found = parts(config, settings)
-    count = sum(part.hosts for part in found)
     mounts = [f"--container-mounts={settings.container_mounts}"] if settings.container_mounts else []
     return Job(
         name=config.name,
@@ -171,10 +163,8 @@ def make(
         grace=settings.grace,
         setup=settings.setup,
         container=(f"--container-image={settings.container_image}", *mounts) if settings.container_image else (),
-        hosts=count,
+        hosts=sum(part.hosts for part in found),
         parts=found,
-        last_hosts="SLURM_JOB_NODELIST" if len(found) == 1 else f"SLURM_JOB_NODELIST_HET_GROUP_{len(found) - 1}",
-        across=f"--nodes={count}" if len(found) == 1 else f"--het-group=0-{len(found) - 1}",
     )
 
 
