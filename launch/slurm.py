@@ -19,6 +19,7 @@ pyxis.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -169,7 +170,7 @@ def _run(*command: str) -> str:
             f"{command[0]} did not answer within {COMMAND_SECONDS:g} s: Slurm's controller cannot be reached"
         ) from None
     if done.returncode:
-        why = " ".join(done.stderr.replace(f"{command[0]}: ", "").split()) or f"status {done.returncode}"
+        why = " ".join(re.sub(rf"{command[0]}: (error: )?", "", done.stderr).split()) or f"status {done.returncode}"
         raise protocols.LibraError(f"{command[0]} refused: {why}")
     return done.stdout
 

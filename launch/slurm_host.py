@@ -126,7 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
                 end()
                 host.wait(END_SECONDS)
     finally:
-        if not (ended.exists() and ended.read_text().startswith("finished")):
+        if not ended.exists() or ended.read_text().startswith("failed"):
             _keep_logs(directory, arguments.attempt / f"ray-{name}")
         shutil.rmtree(directory, ignore_errors=True)
 
