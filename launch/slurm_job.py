@@ -221,9 +221,7 @@ def _environment(lines: Sequence[str], known: Mapping[str, str]) -> tuple[dict[s
     for line in lines:
         name, separator, value = line.partition("=")
         if not _NAME.fullmatch(name):
-            raise ConfigError(
-                f"--environment={line}: a line is NAME=VALUE, or the NAME of a variable that you have set"
-            )
+            raise ConfigError(f"--environment={name}: write NAME=VALUE, or the NAME of a variable that you have set")
         if separator and _SECRET.search(name):
             raise ConfigError(
                 f"--environment={name}=...: looks like a secret, which the script would hold in the clear; give "

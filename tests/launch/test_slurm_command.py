@@ -1,0 +1,60 @@
+"""`launch/slurm.py` as a user meets it where there is no Slurm."""
+
+import functools
+import subprocess
+import sys
+
+import pytest
+import scripts
+
+slurm = functools.partial(scripts.run, "slurm.py")
+
+
+def test_dry_run_prints_the_script_and_leaves_nothing_behind(tmp_path):
+    workdir = tmp_path / "run"
+    result = slurm("--config.steps=7", "--config.rollout.tensor_parallel=(1,1)", "--dry_run", f"--workdir={workdir}")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("#!/usr/bin/env bash\n# quickstart: one host trains and rolls out\n")
+    lines = result.stdout.splitlines()
+    begin = lines.index("driver=(")
+    assert lines[begin + 1 : lines.index(")", begin)] == [
+        '  "$python" "$launch/train.py"',
+        "  --config=configs/quickstart.py",
+        "  --config.cluster.address=auto",
+        "  --config.cluster.backend=ray",
+        "  '--config.rollout.tensor_parallel=(1, 1)'",
+        "  --config.steps=7",
+        '  --workdir="$workdir"',
+    ]
+    assert not workdir.exists()
+
+
+def test_the_drivers_arguments_give_the_config_that_was_checked(tmp_path):
+    """What is passed on is read back by the script that it is passed to."""
+    result = slurm("--config.rollout.tensor_parallel=(1,2)", "--config.task.arguments={'a': 'b c'}", "--dry_run")
+    assert result.returncode == 0, result.stderr
+    begin, _, _ = result.stdout.partition("# Each attempt")
+    driver = begin[begin.index("driver=(") :]
+    program = f'python={sys.executable}; launch=launch; workdir={tmp_path}; {driver}\n"${{driver[@]}}" --dry_run'
+    shown = subprocess.run(
+        ["bash", "-c", program], cwd=scripts.ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert "a: b c" in shown.stdout
+    assert "rollout-1 devices 2-3: tensor parallel 2" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "fragments"),
+    [
+        (("--config=configs/simulate.py",), ("--config=configs/simulate.py: is a simulation", "launch/simulate.py")),
+        (("--config.cluster.backend=ray", "--config.cluster.address=here:1"), ("config.cluster.address: ", "empty")),
+        (("--config.rollout.slots=0",), ("config.rollout.slots", "must be positive")),
+        (("--grace=0",), ("flag --grace=0: ",)),
+        ((), ("sbatch is not on PATH", "login node", "--dry_run")),
+    ],
+)
+def test_bad_input_gets_one_sentence(monkeypatch, tmp_path, flags, fragments):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    scripts.assert_one_sentence(slurm(f"--workdir={tmp_path / 'run'}", *flags), *fragments)
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,153 @@
+"""One host's part in a run under Slurm: its ports, the driver's end, and a process table of its own."""
+
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import scripts
+import slurm_host
+
+HOST = [sys.executable, "launch/slurm_host.py"]
+
+
+def start(part: str, *arguments: str, command: list[str]) -> subprocess.Popen[str]:
+    paths = os.pathsep.join(filter(None, [str(scripts.ROOT), os.environ.get("PYTHONPATH", "")]))
+    return subprocess.Popen(
+        [*HOST, part, *arguments, "--", *command],
+        cwd=scripts.ROOT,
+        env={**os.environ, "PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_jobs_choose_other_ports_and_none_that_is_taken():
+    first, second = (slurm_host.free_ports(job, "127.0.0.1", ("a", "b"), half=0) for job in (41, 42))
+    agents = slurm_host.free_ports(41, "127.0.0.1", slurm_host.AGENT_PORTS, half=1)
+    chosen = [*first.values(), *second.values(), *agents.values()]
+    assert len(set(chosen)) == len(chosen)
+    with socket.create_server(("127.0.0.1", first["b"])):
+        again = slurm_host.free_ports(41, "127.0.0.1", ("a", "b"), half=0)
+    assert again["a"] > first["b"]
+    assert again["b"] == again["a"] + 1
+
+
+def test_ports_lie_below_those_that_the_kernel_chooses_from():
+    last = slurm_host.FIRST_PORT + slurm_host.WINDOWS * slurm_host.WINDOW
+    assert last <= int(pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+
+
+def test_a_host_that_is_full_is_told_of_in_a_sentence(monkeypatch):
+    monkeypatch.setattr(slurm_host, "_is_free", lambda *_: False)
+    with pytest.raises(SystemExit, match="no 1 free ports from 20000 to 31999 on this host"):
+        slurm_host.free_ports(1, "127.0.0.1", ("a",), half=0)
+
+
+def test_the_address_is_one_of_this_host():
+    mine = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
+    assert slurm_host.own_address(socket.gethostname()) in mine
+    assert slurm_host.own_address("127.0.0.1") == "127.0.0.1"
+
+
+@pytest.fixture
+def attempt(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"steps": 3}))
+    folder = tmp_path / "logs" / "attempt_1"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def drive(attempt: pathlib.Path, program: str) -> subprocess.Popen[str]:
+    folders = f"--attempt={attempt}", f"--workdir={attempt.parents[1]}"
+    return start("drive", *folders, command=[sys.executable, "-c", program])
+
+
+def ended(attempt: pathlib.Path, driver: subprocess.Popen[str]) -> str:
+    try:
+        driver.wait(60)
+    finally:
+        driver.kill()
+        driver.communicate()
+    return (attempt / "ended").read_text().strip()
+
+
+@pytest.mark.parametrize(
+    ("program", "status"),
+    [("print('hello')", "finished"), ("exit(3)", "failed 3"), ("import os; os.kill(os.getpid(), 9)", "failed 137")],
+)
+def test_the_drivers_end_is_written_down(attempt, program, status):
+    assert ended(attempt, drive(attempt, program)) == status
+    assert (attempt / "train.log").read_text() == ("hello\n" if status == "finished" else "")
+
+
+STOPS_AT_THE_FIRST_SIGNAL = """
+import signal, time
+came = []
+signal.signal(signal.SIGTERM, lambda *_: came.append(1))
+print("ready", flush=True)
+while not came:
+    time.sleep(0.05)
+time.sleep(2.5)
+print(f"{len(came)} signal", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("saved", "status"), [(2, "stopped"), (3, "finished")])
+def test_a_driver_is_told_once_to_stop_and_steps_that_are_left_are_noticed(attempt, saved, status):
+    manifest = attempt.parents[1] / "checkpoints" / f"step-{saved:08d}" / "manifest.json"
+    manifest.parent.mkdir(parents=True)
+    manifest.write_text("{}")
+    driver = drive(attempt, STOPS_AT_THE_FIRST_SIGNAL)
+    wait_for_line(attempt / "train.log")
+    (attempt / "stop").touch()
+    assert ended(attempt, driver) == status
+    assert (attempt / "train.log").read_text() == "ready\n1 signal\n"
+
+
+def test_a_signal_to_the_whole_job_is_not_given_to_the_driver_again(attempt):
+    driver = drive(attempt, STOPS_AT_THE_FIRST_SIGNAL)
+    wait_for_line(attempt / "train.log")
+    for process in [psutil.Process(driver.pid), *psutil.Process(driver.pid).children()]:
+        process.send_signal(signal.SIGTERM)
+    (attempt / "stop").touch()
+    assert ended(attempt, driver) == "stopped"
+    assert (attempt / "train.log").read_text() == "ready\n1 signal\n"
+
+
+def wait_for_line(log: pathlib.Path) -> None:
+    deadline = time.monotonic() + 60
+    while not (log.exists() and log.read_text()):
+        assert time.monotonic() < deadline, "the driver did not begin"
+        time.sleep(0.05)
+
+
+def test_a_process_table_of_ones_own_hides_others_and_leaves_nothing_alive():
+    try:
+        alone = slurm_host._alone()
+    except SystemExit as refused:
+        pytest.skip(str(refused))
+    marked = "0.6180339887"
+    program = f"sleep 1000{marked} & echo /proc/[0-9]*; exit 5"
+    command = [*alone, *HOST, "reap", "--", "sh", "-c", program]
+    done = subprocess.run(
+        command, cwd=scripts.ROOT, capture_output=True, text=True, timeout=60, check=False, env={**os.environ}
+    )
+    assert done.returncode == 5, done.stderr
+    assert len(done.stdout.split()) <= 4
+    assert not [process for process in psutil.process_iter(["cmdline"]) if marked in str(process.info["cmdline"])]
+
+
+def test_a_host_without_process_tables_is_refused_in_a_sentence(monkeypatch, tmp_path):
+    unshare = tmp_path / "unshare"
+    unshare.write_text("#!/bin/sh\necho 'unshare failed: Operation not permitted' >&2; exit 1\n")
+    unshare.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(SystemExit, match=r"Operation not permitted\), .*submit with --exclusive, for whole hosts"):
+        slurm_host._alone()

@@ -1,0 +1,183 @@
+"""A run as a Slurm job: its script against golden files, what of it changes with a setting, and what is refused."""
+
+import dataclasses
+import difflib
+import os
+import pathlib
+import shutil
+import subprocess
+
+import pytest
+import slurm_job
+
+from configs import quickstart, qwen3_1p7b_8gpu
+from libra_jax import config as libra_config
+from libra_jax import protocols
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+TWO_PARTITIONS = slurm_job.Settings(
+    train_partition="h100",
+    rollout_partition="l40s",
+    time="1-00:00:00",
+    options=("--account=lab",),
+    exclusive=True,
+    environment=("NCCL_SOCKET_IFNAME=ib0", "WANDB_API_KEY"),
+    container_image="/shared/images/libra jax.sqsh",
+    container_mounts="/shared:/shared",
+    setup="module load cuda",
+)
+
+
+def parse(module, **changed) -> libra_config.RunConfig:
+    """A run of one of the configs, under the job's Ray."""
+    values = module.get_config().to_dict()
+    values["cluster"].update(backend="ray", address="auto", accelerators_per_host=changed.pop("per_host", 0))
+    for name, value in changed.items():
+        room, _, field = name.partition("__")
+        values[room][field] = value
+    return libra_config.parse(libra_config.RunConfig, values)
+
+
+def make(config: libra_config.RunConfig, settings: slurm_job.Settings = slurm_job.Settings()) -> slurm_job.Job:
+    """The job, as it is on no machine in particular."""
+    job = slurm_job.make(
+        config,
+        settings,
+        arguments=[f"--config=configs/{config.name}.py", "--config.cluster.address=auto"],
+        folder=pathlib.Path("/shared/project"),
+        workdir=pathlib.Path("/shared/project/runs/mine"),
+        known={"WANDB_API_KEY": "do-not-tell"},
+    )
+    return dataclasses.replace(job, launch="/shared/libra-jax/launch")
+
+
+def over_hosts(**changed) -> libra_config.RunConfig:
+    return parse(qwen3_1p7b_8gpu, **{"per_host": 2, "trainer__processes": 2, **changed})
+
+
+@pytest.mark.parametrize(
+    ("name", "job"),
+    [
+        ("slurm_one_host.sbatch", lambda: make(parse(quickstart), slurm_job.Settings(time="60"))),
+        ("slurm_two_partitions.sbatch", lambda: make(over_hosts(), TWO_PARTITIONS)),
+    ],
+)
+def test_the_script_is_the_golden_one(name, job):
+    script, golden = slurm_job.render(job()), GOLDEN / name
+    if os.environ.get("LIBRA_UPDATE_GOLDEN") == "1":
+        golden.write_text(script)
+    changed = difflib.unified_diff(golden.read_text().splitlines(), script.splitlines(), "golden", "now", lineterm="")
+    assert script == golden.read_text(), (
+        "\n".join(changed)
+        + f"\nIf that is meant, run this test once with LIBRA_UPDATE_GOLDEN=1 in the environment and "
+        f"commit {name} with the reason."
+    )
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in GOLDEN.glob("*.sbatch")))
+def test_a_shell_finds_nothing_wrong_with_the_script(name):
+    checker = ["shellcheck"] if shutil.which("shellcheck") else ["bash", "-n"]
+    done = subprocess.run([*checker, str(GOLDEN / name)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_another_instance_changes_only_the_lines_that_count_hosts():
+    before = slurm_job.render(make(over_hosts(), TWO_PARTITIONS)).splitlines()
+    after = slurm_job.render(make(over_hosts(rollout__tensor_parallel=(2, 2, 2)), TWO_PARTITIONS)).splitlines()
+    changed = [(old, new) for old, new in zip(before, after, strict=True) if old != new]
+    assert changed == [
+        ("# qwen3-1.7b: 2 hosts to train; 2 hosts to roll out", "# qwen3-1.7b: 2 hosts to train; 3 hosts to roll out"),
+        ("# 2 hosts to roll out", "# 3 hosts to roll out"),
+        ("#SBATCH --nodes=2", "#SBATCH --nodes=3"),
+        *[(line, line.replace("--hosts=4", "--hosts=5")) for line in before if "--hosts=4" in line],
+    ]
+
+
+def test_a_secret_comes_by_its_name_and_a_value_reaches_the_run_as_it_is():
+    value = """it's "$HOME" `date` \\ *"""
+    script = slurm_job.render(
+        make(parse(quickstart), slurm_job.Settings(environment=(f"NOTE={value}", "WANDB_API_KEY")))
+    )
+    assert "do-not-tell" not in script
+    export = next(line for line in script.splitlines() if line.startswith("#SBATCH --export="))
+    assert "WANDB_API_KEY" in export.split(",")
+    line = next(line for line in script.splitlines() if line.startswith("export NOTE="))
+    shown = subprocess.run(["bash", "-c", f'{line}; printf %s "$NOTE"'], capture_output=True, text=True, check=True)
+    assert shown.stdout == value
+
+
+@pytest.mark.parametrize(
+    ("changed", "settings", "parts"),
+    [
+        ({"per_host": 0}, {}, [("", 1, 8)]),
+        ({"per_host": 8}, {"partition": "gpu"}, [("gpu", 2, 4)]),
+        ({"per_host": 8}, {"train_partition": "a", "rollout_partition": "b"}, [("a", 1, 4), ("b", 1, 4)]),
+        (
+            {"per_host": 8, "rollout__tensor_parallel": (8, 4, 4, 2)},
+            {"train_partition": "a", "rollout_partition": "b"},
+            [("a", 1, 4), ("b", 3, 8)],
+        ),
+        ({"per_host": 2, "trainer__processes": 2, "trainer__platform": "cpu"}, {}, [("", 4, 0)]),
+    ],
+)
+def test_hosts_are_those_of_the_layout(changed, settings, parts):
+    config = parse(qwen3_1p7b_8gpu, **changed)
+    found = slurm_job.parts(config, slurm_job.Settings(**settings))
+    assert [(part.partition, part.hosts, part.gpus) for part in found] == parts
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [  # the forms of sbatch's manual, in its order
+        ("90", 5_400),
+        ("1:30", 90),
+        ("2:00:05", 7_205),
+        ("1-3", 97_200),
+        ("1-2:30", 95_400),
+        ("2-00:00:01", 172_801),
+    ],
+)
+def test_times_are_read_as_slurm_reads_them(text, seconds):
+    assert slurm_job.seconds(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"time": "1h"}, "--time=1h: is no time of Slurm's; write minutes, "),
+        ({"time": "2"}, "--grace=120: .* --time=2 is not longer; lower it"),
+        ({"train_partition": "a"}, "--train_partition and --rollout_partition go together"),
+        ({"train_partition": "a", "rollout_partition": "b", "partition": "c"}, "--partition=c: does not go with "),
+        ({"train_partition": "a", "rollout_partition": "b", "nodelist": "n1"}, "--nodelist=n1: does not go with "),
+        ({"train_partition": "a", "rollout_partition": "b"}, r"config\.cluster\.accelerators_per_host: is 0, "),
+        ({"container_mounts": "/a:/b"}, "--container_mounts: .* give --container_image, too"),
+        ({"environment": ("A B=1",)}, "--environment=A B=1: write NAME=VALUE, or the NAME of"),
+        ({"environment": ("NOT_SET",)}, "--environment=NOT_SET: is not set where you submit from"),
+        ({"environment": ("HF_TOKEN=hf_1234",)}, r"--environment=HF_TOKEN=\.\.\.: looks like a secret, "),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_the_name_of_its_flag(settings, problem):
+    with pytest.raises(protocols.ConfigError, match=problem) as refused:
+        make(parse(quickstart), slurm_job.Settings(**settings))
+    assert "hf_1234" not in str(refused.value)
+
+
+def test_a_run_that_saves_nothing_is_not_requeued():
+    config = parse(quickstart, checkpoint__every=0)
+    with pytest.raises(protocols.ConfigError, match=r"config\.checkpoint\.every: is 0, .*--norequeue"):
+        make(config)
+    assert "#SBATCH --no-requeue" in slurm_job.render(make(config, slurm_job.Settings(requeue=False)))
+
+
+def test_a_tpu_is_no_host_of_slurms():
+    with pytest.raises(protocols.ConfigError, match=r"config\.trainer\.platform: tpu is for launch/tpu\.py"):
+        make(parse(quickstart, trainer__platform="tpu"))
+
+
+def test_partitions_are_read_with_the_gpus_of_their_nodes():
+    shown = "main*|3|(null)\nh100|4|gpu:h100:8(S:0-1)\nh100|2|gpu:h100:4,nvme:1\nmixed|1|gpu:a:2,gpu:b:6\n"
+    assert slurm_job.parse_partitions(shown) == (
+        slurm_job.Partition("main", ((3, 0),), is_default=True),
+        slurm_job.Partition("h100", ((4, 8), (2, 4))),
+        slurm_job.Partition("mixed", ((1, 8),)),
+    )
