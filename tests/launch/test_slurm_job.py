@@ -15,6 +15,7 @@ from libra_jax import config as libra_config
 from libra_jax import protocols
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
+PLAIN = slurm_job.Settings()
 TWO_PARTITIONS = slurm_job.Settings(
     train_partition="h100",
     rollout_partition="l40s",
@@ -38,7 +39,7 @@ def parse(module, **changed) -> libra_config.RunConfig:
     return libra_config.parse(libra_config.RunConfig, values)
 
 
-def make(config: libra_config.RunConfig, settings: slurm_job.Settings = slurm_job.Settings()) -> slurm_job.Job:
+def make(config: libra_config.RunConfig, settings: slurm_job.Settings = PLAIN) -> slurm_job.Job:
     """The job, as it is on no machine in particular."""
     job = slurm_job.make(
         config,
@@ -67,10 +68,9 @@ def test_the_script_is_the_golden_one(name, job):
     if os.environ.get("LIBRA_UPDATE_GOLDEN") == "1":
         golden.write_text(script)
     changed = difflib.unified_diff(golden.read_text().splitlines(), script.splitlines(), "golden", "now", lineterm="")
-    assert script == golden.read_text(), (
-        "\n".join(changed)
-        + f"\nIf that is meant, run this test once with LIBRA_UPDATE_GOLDEN=1 in the environment and "
-        f"commit {name} with the reason."
+    assert script == golden.read_text(), "\n".join(changed) + (
+        "\nIf that is meant, run this test once with LIBRA_UPDATE_GOLDEN=1 in the environment, and commit "
+        f"{name} with the reason."
     )
 
 
@@ -151,7 +151,7 @@ def test_times_are_read_as_slurm_reads_them(text, seconds):
         ({"train_partition": "a", "rollout_partition": "b", "nodelist": "n1"}, "--nodelist=n1: does not go with "),
         ({"train_partition": "a", "rollout_partition": "b"}, r"config\.cluster\.accelerators_per_host: is 0, "),
         ({"container_mounts": "/a:/b"}, "--container_mounts: .* give --container_image, too"),
-        ({"environment": ("A B=1",)}, "--environment=A B=1: write NAME=VALUE, or the NAME of"),
+        ({"environment": ("A B=1",)}, "--environment=A B: write NAME=VALUE, or the NAME of"),
         ({"environment": ("NOT_SET",)}, "--environment=NOT_SET: is not set where you submit from"),
         ({"environment": ("HF_TOKEN=hf_1234",)}, r"--environment=HF_TOKEN=\.\.\.: looks like a secret, "),
     ],
