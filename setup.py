@@ -32,6 +32,7 @@ setup(
         "absl-py>=2.1",
         "flax>=0.12.8",
         "jax>=0.10.2",
+        "jinja2>=3.1",
         "jsonschema>=4.23",
         "matplotlib>=3.9",
         "ml_collections>=1.1",

@@ -32,16 +32,23 @@ install_lock cpu third_party/cpu/lock.txt
 if [ "${1:-}" = --dev ]; then
   install_lock dev third_party/cpu/lock_dev.txt
 fi
-# What holds the sandboxes of tools is a program of the system's; a run without such tools works without it. Asked once.
-if [ ! -f .venv/.asked-bubblewrap ] && ! command -v bwrap >/dev/null; then
-  touch .venv/.asked-bubblewrap
+# Programs of the system's, without which the rest works. Asked once.
+apt() { DEBIAN_FRONTEND=noninteractive timeout 300 apt-get -qq "$@" >/dev/null 2>&1; }
+ask_for() { # program, what is said where it cannot be had, packages
+  local program=$1 otherwise=$2 stamp=".venv/.asked-$3"
+  shift 2
+  { [ -f "$stamp" ] || PATH=$PATH:/usr/sbin command -v "$program" >/dev/null; } && return 0
+  touch "$stamp"
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    echo "Installing bubblewrap ..." >&2
-    apt() { DEBIAN_FRONTEND=noninteractive timeout 300 apt-get -qq "$@" >/dev/null 2>&1; }
-    apt install -y bubblewrap || { apt update && apt install -y bubblewrap; } || true
+    echo "Installing $* ..." >&2
+    apt install -y --no-install-recommends "$@" ||
+      { apt update && apt install -y --no-install-recommends "$@"; } || true
   fi
-  command -v bwrap >/dev/null ||
-    echo "Sandboxed tools need bubblewrap, which is missing: install it, e.g. with apt-get install bubblewrap." >&2
+  PATH=$PATH:/usr/sbin command -v "$program" >/dev/null || echo "$otherwise, e.g. with apt-get install $*." >&2
+}
+ask_for bwrap "Sandboxed tools need bubblewrap, which is missing: install it" bubblewrap
+if [ "${1:-}" = --dev ]; then
+  ask_for slurmctld "Tests on a Slurm of one node are skipped without it: install it" slurmctld slurmd slurm-client munge
 fi
 if [ ! -f .venv/.installed-package ] || [ setup.py -nt .venv/.installed-package ]; then
   .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e . \

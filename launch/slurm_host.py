@@ -209,7 +209,8 @@ def reap(arguments: argparse.Namespace) -> int:
 
 def drive(arguments: argparse.Namespace) -> int:
     """The driver, on the head: told to stop, once, when the attempt's folder says so; how it ended is written there."""
-    stop, told = arguments.attempt / "stop", []
+    stop = arguments.attempt / "stop"
+    told: list[bool] = []
 
     def tell() -> None:
         if not told:
