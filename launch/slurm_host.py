@@ -91,14 +91,13 @@ def _is_free(address: str, port: int) -> bool:
 
 
 def own_address(other: str) -> str:
-    """This host's IPv4 address on the way to another one; to itself, on the way out; 127.0.0.1 if there is none."""
-    target = UNREACHABLE if other in (socket.gethostname(), os.environ.get("SLURMD_NODENAME")) else other
-    with socket.socket(type=socket.SOCK_DGRAM) as connected:
-        try:
+    """This host's IPv4 address on the way to another one; to itself, on the way out; 127.0.0.1 if there is no way."""
+    here = other in (socket.gethostname(), os.environ.get("SLURMD_NODENAME"))
+    for target in (UNREACHABLE,) if here else (other, UNREACHABLE):
+        with socket.socket(type=socket.SOCK_DGRAM) as connected, contextlib.suppress(OSError):
             connected.connect((target, 9))
-        except OSError:
-            return "127.0.0.1"
-        return str(connected.getsockname()[0])
+            return str(connected.getsockname()[0])
+    return "127.0.0.1"
 
 
 def print_address(arguments: argparse.Namespace) -> int:
@@ -121,7 +120,9 @@ def run(arguments: argparse.Namespace) -> int:
             # With its process table, or as Ctrl-C does it, after which Ray is stopped, too.
             end = functools.partial(_signal, host, signal.SIGKILL if alone else signal.SIGINT)
             try:
-                return _wait(host, lambda: name != arguments.head and ended.exists(), once=end)
+                status = _wait(host, lambda: name != arguments.head and ended.exists(), once=end)
+                # Ray's start ends in whatever status it likes: what counts is how the driver did.
+                return 0 if ended.exists() and not ended.read_text().startswith("failed") else status or 1
             finally:
                 end()
                 host.wait(END_SECONDS)
