@@ -10,7 +10,8 @@ that nobody can come between. Those that others have to know beforehand come fro
 kernel's, and are seen to be free. (Left to the kernel too, agents tell theirs by files, for which Ray waits 15 s.)
 
 How the run ended is in the file `ended` of the attempt's folder: `finished`, `stopped` (it was told to, and there are
-steps left) or `failed STATUS`. No file: the driver was never started.
+steps left) or `failed STATUS`. A host on which Ray does not start before the driver does ends the attempt; one that is
+lost later is the driver's to see to.
 """
 
 from __future__ import annotations
@@ -51,6 +52,9 @@ CPUS = 1024
 """That Ray is told of: a host must have room for every actor laid out there; which cores it has, Slurm has granted."""
 
 LOOK_SECONDS, END_SECONDS = 1.0, 30.0
+
+ENDED, STOP, LOG = "ended", "stop", "train.log"
+"""Files of an attempt: how it ended, that it has to stop, and what the driver says, from its start on."""
 
 UNREACHABLE = "192.0.2.1"
 """Of TEST-NET-1 (RFC 5737). A datagram socket that is connected to it sends nothing, and knows this host's address."""
@@ -109,27 +113,64 @@ def print_address(arguments: argparse.Namespace) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Ray on this host from its start to its end, and on the head the driver."""
-    name = os.environ["SLURMD_NODENAME"]
+    name, attempt = os.environ["SLURMD_NODENAME"], arguments.attempt
     directory = Path(tempfile.mkdtemp(prefix=f"libra-{arguments.job}-", dir="/tmp"))  # Ray's sockets need a short one
-    ended = arguments.attempt / "ended"
     try:
         with _terminated():
-            alone = [] if arguments.exclusive else _alone()
-            command = [*alone, *_symmetric_run(arguments, name, directory)]
-            host = subprocess.Popen(command, env={**os.environ, **RAY_ENVIRONMENT})
-            # With its process table, or as Ctrl-C does it, after which Ray is stopped, too.
-            end = functools.partial(_signal, host, signal.SIGKILL if alone else signal.SIGINT)
-            try:
-                status = _wait(host, lambda: name != arguments.head and ended.exists(), once=end)
-                # Ray's start ends in whatever status it likes: what counts is how the driver did.
-                return 0 if ended.exists() and not ended.read_text().startswith("failed") else status or 1
-            finally:
-                end()
-                host.wait(END_SECONDS)
+            status = _keep_ray(arguments, name, directory)
+        if not (attempt / LOG).exists() and not (attempt / ENDED).exists():
+            told = name == arguments.head and (attempt / STOP).exists()
+            _write_end(attempt, "stopped" if told else "failed 1")
+            why = "the run was told to stop before the driver began" if told else "error: Ray did not start here"
+            print(f"{name}: {why}", flush=True)
+        # Ray's start ends in whatever status it likes: what counts is how the driver did.
+        return 0 if _how(attempt) in ("finished", "stopped") else status or 1
     finally:
-        if not ended.exists() or ended.read_text().startswith("failed"):
-            _keep_logs(directory, arguments.attempt / f"ray-{name}")
+        if _how(attempt) not in ("finished", "stopped"):
+            _keep_logs(directory, attempt / f"ray-{name}")
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _keep_ray(arguments: argparse.Namespace, name: str, directory: Path) -> int:
+    """Starts Ray's part here; its status, when it has ended or been ended."""
+    alone = [] if arguments.exclusive else _alone()
+    host = subprocess.Popen(
+        [*alone, *_symmetric_run(arguments, name, directory)], env={**os.environ, **RAY_ENVIRONMENT}
+    )
+    # With its process table, or as Ctrl-C does it, after which Ray is stopped, too.
+    end = functools.partial(_signal, host, signal.SIGKILL if alone else signal.SIGINT)
+
+    def over() -> bool:
+        """The others end after the head; it ends by itself, unless there is no driver yet that could."""
+        ended, stop, driven = ((arguments.attempt / file).exists() for file in (ENDED, STOP, LOG))
+        return not driven and (ended or stop) if name == arguments.head else ended
+
+    try:
+        return _wait(host, over, once=end)
+    finally:
+        end()
+        _bury(host)
+
+
+def _bury(process: subprocess.Popen[bytes]) -> None:
+    """Waits for what was told to end, and kills it if it does not."""
+    try:
+        process.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _how(attempt: Path) -> str:
+    """How it ended: the first word of that file."""
+    file = attempt / ENDED
+    return file.read_text().split()[0] if file.exists() else ""
+
+
+def _write_end(attempt: Path, how: str) -> None:
+    partial = attempt / f"{ENDED}.partial"
+    partial.write_text(f"{how}\n")
+    partial.rename(attempt / ENDED)
 
 
 def _symmetric_run(arguments: argparse.Namespace, name: str, directory: Path) -> list[str]:
@@ -152,7 +193,7 @@ def _symmetric_run(arguments: argparse.Namespace, name: str, directory: Path) ->
         if importlib.util.find_spec("grpc"):
             options.append(f"--ray-client-server-port={int(arguments.address.rpartition(':')[2]) + 1}")
     return [
-        *(*here, "reap", "--"),
+        *([] if arguments.exclusive else [*here, "reap", "--"]),
         *("ray", "symmetric-run", f"--address={arguments.address}", f"--min-nodes={arguments.hosts}", *options, "--"),
         *(*here, "drive", f"--attempt={arguments.attempt}", f"--workdir={arguments.workdir}", "--", *arguments.command),
     ]
@@ -210,7 +251,7 @@ def reap(arguments: argparse.Namespace) -> int:
 
 def drive(arguments: argparse.Namespace) -> int:
     """The driver, on the head: told to stop, once, when the attempt's folder says so; how it ended is written there."""
-    stop = arguments.attempt / "stop"
+    stop = arguments.attempt / STOP
     told: list[bool] = []
 
     def tell() -> None:
@@ -220,15 +261,13 @@ def drive(arguments: argparse.Namespace) -> int:
 
     # Sent to all of the job, the signal has reached the driver, too: a second one would end it at once.
     signal.signal(signal.SIGTERM, lambda *_: told.append(True))
-    with open(arguments.attempt / "train.log", "ab") as log:
+    with open(arguments.attempt / LOG, "ab") as log:
         driver = subprocess.Popen(arguments.command, stdout=log, stderr=log)
         status = _wait(driver, stop.exists, once=tell)
     ended = f"failed {status if status > 0 else 128 - status}"
     if status == 0:
         ended = "stopped" if told and _steps_left(arguments.workdir) else "finished"
-    partial = arguments.attempt / "ended.partial"
-    partial.write_text(f"{ended}\n")
-    partial.rename(arguments.attempt / "ended")
+    _write_end(arguments.attempt, ended)
     return status
 
 

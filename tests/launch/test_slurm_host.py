@@ -151,3 +151,58 @@ def test_a_host_without_process_tables_is_refused_in_a_sentence(monkeypatch, tmp
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     with pytest.raises(SystemExit, match=r"Operation not permitted\), .*submit with --exclusive, for whole hosts"):
         slurm_host._alone()
+
+
+class TestAHostWhoseRay:
+    """`ray symmetric-run` by a double that lives for as long as it is told, and starts no driver."""
+
+    JOB = "987654321"
+
+    @pytest.fixture
+    def run(self, attempt, tmp_path, monkeypatch):
+        started: list[subprocess.Popen[str]] = []
+
+        def run(ray: str, node: str) -> subprocess.Popen[str]:
+            (tmp_path / "ray").write_text(f"#!/bin/sh\n{ray}\n")
+            (tmp_path / "ray").chmod(0o755)
+            monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+            monkeypatch.setenv("SLURMD_NODENAME", node)
+            job = f"--job={self.JOB}", "--head=n1", "--address=127.0.0.1:20000", "--hosts=2", "--exclusive"
+            folders = f"--attempt={attempt}", f"--workdir={attempt.parents[1]}"
+            started.append(start("run", *job, *folders, command=["driver"]))
+            return started[0]
+
+        yield run
+        for process in started:
+            process.kill()
+            process.communicate()
+        assert not list(pathlib.Path("/tmp").glob(f"libra-{self.JOB}-*"))
+
+    def test_does_not_start_ends_the_attempt(self, run, attempt):
+        process = run("exit 0", "n2")
+        said, _ = process.communicate(timeout=60)
+        assert (process.returncode, said) == (1, "n2: error: Ray did not start here\n")
+        assert (attempt / "ended").read_text() == "failed 1\n"
+
+    def test_has_no_driver_yet_ends_when_another_host_has_failed(self, run, attempt):
+        (attempt / "ended").write_text("failed 1\n")
+        process = run("exec sleep 600", "n1")
+        assert process.wait(60) != 0
+
+    def test_has_no_driver_yet_ends_when_it_is_told_to_stop(self, run, attempt):
+        (attempt / "stop").touch()
+        process = run("exec sleep 600", "n1")
+        assert process.wait(60) == 0
+        assert (attempt / "ended").read_text() == "stopped\n"
+
+    def test_serves_others_ends_with_the_driver(self, run, attempt):
+        process = run("exec sleep 600", "n2")
+        (attempt / "train.log").touch()
+        (attempt / "ended").write_text("finished\n")
+        assert process.wait(60) == 0
+
+    def test_is_lost_while_the_driver_runs_leaves_the_rest_to_the_driver(self, run, attempt):
+        (attempt / "train.log").touch()
+        process = run("exit 0", "n2")
+        assert process.wait(60) == 1
+        assert not (attempt / "ended").exists()
