@@ -12,8 +12,8 @@ Told by Slurm that it has to end (--grace seconds before that), a run saves a ch
 killed without notice, it goes on from the last one. `<workdir>/logs/latest` has the logs of the last attempt: the
 driver's in train.log, each host's, and Ray's own where the run did not finish.
 
-Run with Slurm 22.05 of one node without GPUs. Not run: GPUs, several nodes, two partitions (a heterogeneous job),
-pyxis.
+Run with Slurm 22.05, without GPUs: on one node, and over two partitions (a heterogeneous job) on two hosts emulated by
+network namespaces. Not run: GPUs, several machines, pyxis.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A real Slurm of one node (munged, slurmctld and slurmd of Debian's packages) on this machine, for as long as a test.
+"""A real Slurm (munged, slurmctld and slurmd of Debian's packages) on this machine, for as long as a test.
 
 Everything it has lies in one folder: key, socket, state, spool and logs; its ports are free ones, and it heeds no Slurm
-that the machine may have. It runs as root, without cgroups or accounting. Beside its node it knows hosts with GPUs that
-are down: jobs for those are taken, checked and never start.
+that the machine may have. It runs as root, without cgroups or accounting. Its node is this machine, and it knows hosts
+with GPUs that are down: jobs for those are taken, checked and never start. Or its nodes are emulated hosts.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ import dataclasses
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import emulated_hosts
 import psutil
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo", "squeue", "scancel")
@@ -28,20 +30,20 @@ CPUS = 4
 
 CONF = """\
 ClusterName=test
-SlurmctldHost={node}(127.0.0.1)
+SlurmctldHost={controller}({address})
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge/socket,cred_expire=5
 CryptoType=crypto/munge
-SlurmctldPort={controller}
-SlurmdPort={daemon}
+SlurmctldPort={ports[0]}
+SlurmdPort={ports[1]}
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
+SlurmdLogFile={folder}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SwitchType=switch/none
@@ -53,13 +55,14 @@ SelectTypeParameters=CR_Core
 SchedulerParameters=batch_sched_delay=1,sched_interval=2,bf_interval=2
 KillWait=10
 GresTypes=gpu
-NodeName={node} NodeAddr=127.0.0.1 CPUs={cpus} State=UNKNOWN
-NodeName=train[1-4],roll[1-8] NodeAddr=127.0.0.1 Port={nobody} CPUs=64 Gres=gpu:8 State=DOWN
-PartitionName=main Nodes={node} Default=YES MaxTime=60 State=UP
-PartitionName=train Nodes=train[1-4] State=UP
-PartitionName=rollout Nodes=roll[1-8] State=UP
+{nodes}
+PartitionName=main Nodes={mine} Default=YES MaxTime=60 State=UP
+PartitionName=train Nodes={train} State=UP
+PartitionName=rollout Nodes={rollout} State=UP
 """
 """`cred_expire` is what a requeued job waits for, 120 s unless told."""
+
+DOWN = "NodeName=train[1-4],roll[1-8] NodeAddr=127.0.0.1 Port={port} CPUs=64 Gres=gpu:8 State=DOWN"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +90,10 @@ class Slurm:
         shown = self.run("scontrol", "show", "job", job, "--oneliner")
         return next(part.split("=", 1)[1] for part in shown.split() if part.startswith(f"{name}="))
 
+    def is_idle(self, node: str) -> bool:
+        """Whether a node is there, and has no job."""
+        return self.run("sinfo", "--noheader", f"--nodes={node}", "--format=%t").split()[:1] == ["idle"]
+
     def jobs(self) -> list[str]:
         """Those that have not ended."""
         return self.run("squeue", "--noheader", "--format=%A").split()
@@ -99,23 +106,34 @@ def missing() -> list[str]:
 
 
 @contextlib.contextmanager
-def running() -> Iterator[Slurm]:
-    """Starts one. At the end its jobs are cancelled, its daemons reaped and its folder removed."""
+def running(hosts: int = 0) -> Iterator[Slurm]:
+    """Starts one. At the end its jobs are cancelled, its daemons reaped and its folder removed.
+
+    Args:
+      hosts: to emulate, at least two: the last one is the partition `train`, the others are `rollout`. 0: none.
+    """
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     folder.chmod(0o755)  # munge refuses a socket that others could not reach
-    munge, daemons = folder / "munge", contextlib.ExitStack()
+    munge, made = folder / "munge", contextlib.ExitStack()
     slurm = Slurm(folder, {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "PATH": _path()})
+
+    def start(name: str, command: Sequence[str], until: Callable[[], bool], end: signal.Signals) -> None:
+        made.enter_context(_daemon(slurm, name, command, until, end))
+
     try:
-        with daemons:
-            _configure(folder)
+        with made:
+            address, emulated = made.enter_context(emulated_hosts.running(folder, hosts)) if hosts else ("", [])
+            _configure(folder, address, emulated)
             files = [f"--{kind}-file={munge / kind}" for kind in ("key", "log", "pid", "seed")]
             munged = ["munged", "--foreground", "--force", *files, f"--socket={munge / 'socket'}"]
-            daemons.enter_context(_daemon(slurm, *munged, until=(munge / "socket").exists))
-            daemons.enter_context(_daemon(slurm, "slurmctld", "-D", "-i", until=lambda: _succeeds(slurm, "sinfo")))
-            daemons.enter_context(
-                _daemon(slurm, "slurmd", "-D", until=lambda: "idle" in slurm.run("sinfo", "-p", "main"))
-            )
-            daemons.callback(_cancel_all, slurm)
+            start("munged", munged, (munge / "socket").exists, signal.SIGTERM)
+            start("slurmctld", ["slurmctld", "-D", "-i"], lambda: _succeeds(slurm, "sinfo"), signal.SIGTERM)
+            for host in emulated:
+                command = host.command("slurmd", "-D", "-N", host.name)
+                start(host.name, command, lambda name=host.name: slurm.is_idle(name), signal.SIGKILL)
+            if not emulated:
+                start("slurmd", ["slurmd", "-D"], lambda: slurm.is_idle(_this()), signal.SIGTERM)
+            made.callback(_cancel_all, slurm)
             yield slurm
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -133,24 +151,42 @@ def _path() -> str:
     return os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin"])
 
 
-def _configure(folder: Path) -> None:
-    for name in ("munge", "state", "spool"):
+def _this() -> str:
+    return socket.gethostname().split(".")[0]
+
+
+def _configure(folder: Path, address: str, emulated: Sequence[emulated_hosts.Host]) -> None:
+    for name in ("munge", "state"):
         (folder / name).mkdir(mode=0o755)
     key = folder / "munge" / "key"
     key.touch(mode=0o600)
     key.write_bytes(secrets.token_bytes(1024))
     with contextlib.ExitStack() as held:
-        ports = [held.enter_context(contextlib.closing(socket.create_server(("", 0)))) for _ in range(3)]
-        controller, daemon, nobody = (port.getsockname()[1] for port in ports)
-    node = socket.gethostname().split(".")[0]
-    text = CONF.format(node=node, folder=folder, controller=controller, daemon=daemon, nobody=nobody, cpus=CPUS)
+        free = [held.enter_context(contextlib.closing(socket.create_server(("", 0)))) for _ in range(3)]
+        ports = [port.getsockname()[1] for port in free]
+    here = [(_this(), "127.0.0.1")]
+    mine = [(host.name, host.address) for host in emulated] or here
+    nodes = [f"NodeName={name} NodeAddr={where} CPUs={CPUS} State=UNKNOWN" for name, where in mine]
+    names = [name for name, _ in mine]
+    text = CONF.format(
+        folder=folder,
+        controller=_this(),
+        address=address or "127.0.0.1",
+        ports=ports,
+        nodes="\n".join(nodes if emulated else [*nodes, DOWN.format(port=ports[2])]),
+        mine=",".join(names),
+        train=names[-1] if emulated else "train[1-4]",
+        rollout=",".join(names[:-1]) if emulated else "roll[1-8]",
+    )
     (folder / "slurm.conf").write_text(text)
 
 
 @contextlib.contextmanager
-def _daemon(slurm: Slurm, *command: str, until: Callable[[], bool]) -> Iterator[None]:
+def _daemon(
+    slurm: Slurm, name: str, command: Sequence[str], until: Callable[[], bool], end: signal.Signals
+) -> Iterator[None]:
     """A daemon, with what it starts, from when it answers to its end."""
-    said = slurm.folder / f"{command[0]}.out"
+    said = slurm.folder / f"{name}.out"
     with open(said, "wb") as out:
         process = subprocess.Popen(
             command, env=slurm.environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=slurm.folder
@@ -158,14 +194,14 @@ def _daemon(slurm: Slurm, *command: str, until: Callable[[], bool]) -> Iterator[
     try:
 
         def ready() -> bool:
-            assert process.poll() is None, f"{command[0]} ended: {said.read_text()[-2000:]}"
+            assert process.poll() is None, f"{name} ended: {said.read_text()[-2000:]}"
             return until()
 
-        wait_for(ready, START_SECONDS, f"answer of {command[0]} ({said})")
+        wait_for(ready, START_SECONDS, f"answer of {name} ({said})")
         yield
     finally:
         family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-        process.terminate()
+        process.send_signal(end)
         _, alive = psutil.wait_procs(family, timeout=END_SECONDS)
         for left in alive:
             left.kill()

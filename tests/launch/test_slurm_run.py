@@ -3,9 +3,11 @@
 import collections
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
+import emulated_hosts
 import psutil
 import pytest
 import real_runs
@@ -189,3 +191,33 @@ def test_what_slurm_cannot_give_is_refused_in_a_sentence(slurm, tmp_path, flags,
     config = "--config=configs/qwen3_1p7b_8gpu.py", "--config.cluster.accelerators_per_host=8"
     scripts.assert_one_sentence(launch(slurm, *config, f"--workdir={tmp_path / 'run'}", *flags), f"error: {problem}")
     assert not slurm.jobs()
+
+
+@pytest.mark.ray
+@pytest.mark.multiprocess
+@pytest.mark.timeout(600)
+def test_a_run_goes_over_the_hosts_of_two_partitions(cache, tmp_path):
+    """Two emulated hosts; the driver is on the one that trains."""
+    if lacking := emulated_hosts.missing():
+        pytest.skip(f"emulated hosts lack {', '.join(lacking)}")
+    workdir = tmp_path / "run"
+    with slurm_node.running(hosts=2) as two:
+        job = submit(
+            two,
+            *SETTINGS,
+            "--config.cluster.accelerators_per_host=1",
+            "--train_partition=train",
+            "--rollout_partition=rollout",
+            f"--environment=JAX_COMPILATION_CACHE_DIR={cache}",
+            f"--workdir={workdir}",
+        )
+        slurm_node.wait_for(lambda: not two.jobs(), RUN_SECONDS, f"end of job {job}")
+        said = what_happened(workdir)
+        states = re.findall("JobState=([A-Z]+)", two.run("scontrol", "show", "job", job))
+        assert states == ["COMPLETED", "COMPLETED"], said
+    assert_trained_once(workdir)
+    logs = workdir / "logs" / "latest"
+    assert "Running command on head node" in (logs / "host-host2.log").read_text()
+    assert "Connecting to Ray cluster" in (logs / "host-host1.log").read_text()
+    assert not of_ray(job)
+    assert not list(pathlib.Path("/tmp").glob(f"libra-{job}-*"))
