@@ -14,6 +14,7 @@ from libra_jax import protocols
 from libra_jax.agents import factories, resolving, tokenizers
 from libra_jax.agents.rewards import composition
 from libra_jax.agents.tools import toolkit
+from libra_jax.cluster import hosts
 from libra_jax.models import config as model_config
 from libra_jax.models import feasibility
 from libra_jax.rollout import logprob_contract
@@ -44,6 +45,7 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
     if need_weights:  # a dry run may be on another machine
         _check_sharing(config)
     _check_processes(config)
+    _check_hosts(config)
     _check_elastic(config)
     _check_attention(config, shape)
     if config.rollout.max_context > shape.max_position_embeddings:
@@ -113,6 +115,17 @@ def _check_processes(config: libra_config.RunConfig) -> None:
         )
 
 
+def _check_hosts(config: libra_config.RunConfig) -> None:
+    """What a run over several hosts cannot have."""
+    layout = hosts.layout(config)
+    if layout is not None and config.rollout.transport == "ipc":
+        raise protocols.ConfigError(
+            "config.rollout.transport: 'ipc' hands memory of a GPU to an engine on the same one, and the run is laid "
+            f"out over {len(layout.hosts)} hosts (config.cluster.accelerators_per_host); use 'memfd', which relays "
+            "carry, or 'nccl'"
+        )
+
+
 def _check_elastic(config: libra_config.RunConfig) -> None:
     """What resizes and hybrid workers need of platform, backend and devices (`RunConfig` says the rest)."""
     trainer = config.trainer
@@ -127,10 +140,14 @@ def _check_elastic(config: libra_config.RunConfig) -> None:
         )
     if not config.elastic.hybrid:
         return
-    if trainer.platform not in ("cpu", "cuda") or config.cluster.address:
+    if trainer.platform not in ("cpu", "cuda"):
         raise protocols.ConfigError(
-            "config.elastic.hybrid: hybrid workers are on the trainer's host, with trainer.platform cpu or cuda and an "
-            "empty cluster.address"
+            f"config.elastic.hybrid: hybrid workers train on cpu or cuda, not on {trainer.platform} (trainer.platform)"
+        )
+    if config.cluster.address and not config.cluster.accelerators_per_host:
+        raise protocols.ConfigError(
+            "config.elastic.hybrid: on a cluster of several hosts (cluster.address) hybrid workers get their "
+            "parameters by relays, for which the run has to be laid out: set cluster.accelerators_per_host"
         )
     if config.cluster.backend != "ray":
         raise protocols.ConfigError(

@@ -29,6 +29,7 @@ from libra_jax.telemetry import report, resume
 
 TRAINER = "libra_jax.training.trainer:create"
 REPLICA = "libra_jax.training.replica:create"
+RELAY = "libra_jax.interop.relay:create"
 
 
 def policy_shape(config: libra_config.RunConfig, *, need_weights: bool) -> model_config.TransformerConfig:
@@ -118,6 +119,23 @@ def replica_specs(config: libra_config.RunConfig, workdir: Path) -> list[protoco
         }
         specs.append(protocols.ActorSpec(f"replica-{number}", REPLICA, arguments, environment=environment, host=host))
     return specs
+
+
+def relay_specs(config: libra_config.RunConfig) -> dict[int, protocols.ActorSpec]:
+    """The relay of each host, by which published weights come to it; none where all is on one host, or goes by NCCL.
+
+    They reserve no CPU: they wait for the network, and lie beside what has reserved the host's.
+    """
+    layout = hosts.layout(config)
+    if layout is None or config.rollout.transport != "memfd":
+        return {}
+    # Half of what a bucket may take in all, so that it can be asked for again.
+    seconds = config.deadlines.publish / 2
+    names = {host.number: f"relay-{host.number}" for host in layout.hosts}
+    return {
+        host: protocols.ActorSpec(name, RELAY, {"name": name, "link_seconds": seconds}, cpus=0.0, host=host)
+        for host, name in names.items()
+    }
 
 
 def scheduler(config: libra_config.RunConfig) -> protocols.Scheduler:
@@ -229,6 +247,7 @@ async def train(
             trainer_spec=trainer_spec(config, workdir),
             make_trainer=functools.partial(trainer_processes, config, workdir) if on_ray else None,
             replica_specs=replica_specs(config, workdir),
+            relay_specs=relay_specs(config),
             engine_specs=engines.specs(),
             tasks=factories.task_source(config.task, config.seed),
             make_environment=factories.environment_factory(config.task, tools),

@@ -879,6 +879,38 @@ class Replica(Protocol):
         ...
 
 
+class Relay(Protocol):
+    """Passes published weights on, from one host to the next, and keeps the last version for its own."""
+
+    async def health(self) -> Mapping[str, float]:
+        """Figures for telemetry; raises `WorkerLost` if the relay is gone."""
+        ...
+
+    async def listen(self, epoch: int) -> Mapping[str, Any]:
+        """Opens the link over which it receives from now on; returns its address, plain values."""
+        ...
+
+    async def connect(self, child: str, epoch: int, address: Mapping[str, Any]) -> None:
+        """Begins to connect to the relay that listens at this address; an earlier link to it is closed."""
+        ...
+
+    async def send(self, bucket: WeightBucket, child: str) -> None:
+        """Sends a bucket that lies on its host to a relay that receives it at the same time."""
+        ...
+
+    async def receive(self, bucket: WeightBucket) -> WeightBucket:
+        """Receives a bucket; returns it as it is reached on this host, where it stays until the next of its number.
+
+        Raises:
+          LibraError: it did not come, is another one, or is damaged; the link may be closed.
+        """
+        ...
+
+    async def shutdown(self) -> None:
+        """Closes its links and gives its memory back. Idempotent."""
+        ...
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # Scheduling: which instance serves a request next.
 # --------------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,9 @@
 """Publication of a policy version: the trainer's snapshot, bucket by bucket, into every engine at once.
 
 In-flight requests are kept: an engine is paused, given the weights through the four verbs, and resumed. Engines load a
-bucket while the trainer stages the next (a bucket stays readable until the next snapshot is opened).
+bucket while the trainer stages the next (a bucket stays readable until the next snapshot is opened). Engines of another
+host read its relay's copy of it, and load a bucket while the next one crosses the link (`relays`); each host's go at
+their own pace.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.coordinator import deadlines, failure, instances, replicas
+from libra_jax.coordinator import deadlines, failure, instances, relays, replicas
 
 
 class Publisher:
@@ -25,6 +27,7 @@ class Publisher:
       engines: the rollout engines; one that fails is reported lost there, and the others go on.
       recorder: gets a span for each engine, all on the track `weights`.
       members: replicas that read the same snapshots, if there are any.
+      hosts: how weights come to hosts other than the trainer's, where the run is laid out over several.
 
     Attributes:
       version: the version that the trainer holds; whoever trains sets it while holding the lock.
@@ -40,8 +43,10 @@ class Publisher:
         engines: instances.Instances,
         recorder: protocols.Recorder,
         members: replicas.Replicas | None = None,
+        hosts: relays.Relays | None = None,
     ) -> None:
         self._members = members
+        self._hosts = hosts
         self._keeps = config.rollout.transport == "memfd"
         self._staged: tuple[int, Sequence[protocols.WeightBucket]] = protocols.NO_VERSION, ()
         self._seconds = config.deadlines.publish
@@ -80,10 +85,14 @@ class Publisher:
 
     async def _read(self, engine: instances.Engine, version: int, buckets: Sequence[protocols.WeightBucket]) -> None:
         updates = [_Update(engine, version, self._seconds, self._recorder)]
-        for verb in (_Update.begin, *map(_loader, buckets), _Update.end):
-            await self._each(updates, verb)
+        staged = relays.expected(len(buckets))
+        for bucket, place in zip(buckets, staged, strict=True):
+            place.set_result(bucket)
+        copies = await self._spread(updates, staged)
         if updates[0].going:
             self._engines.serve(engine)
+        if self._members is not None:
+            self._members.copied(version, copies)
 
     async def _send(self, version: int, engines: Sequence[instances.Engine]) -> None:
         if not engines and self._members is None:
@@ -91,37 +100,74 @@ class Publisher:
         if self._members is not None:
             await self._members.settle()
         async with self._engines.weights:
-            staged = await self._publish(version, engines)
+            staged, copies = await self._publish(version, engines)
         if self._members is not None:
-            self._members.published(version, staged)
+            self._members.published(version, staged, copies)
 
-    async def _publish(self, version: int, engines: Sequence[instances.Engine]) -> Sequence[protocols.WeightBucket]:
+    async def _publish(
+        self, version: int, engines: Sequence[instances.Engine]
+    ) -> tuple[Sequence[protocols.WeightBucket], replicas.Copies]:
         self._staged = protocols.NO_VERSION, ()
         # Made before the first wait: an engine lost meanwhile is in another life, and left to its restart.
         up = [engine for engine in engines if engine.state in ("loaded", "serving")]  # others have gone since
         updates = [_Update(engine, version, self._seconds, self._recorder) for engine in up]
         count = await self._ask(self._trainer.open_weights(version), "open its weights")
+        staged = relays.expected(count)
         try:
-            bucket = await self._ask(self._trainer.stage_weights(version, 0), "stage weights")
-            staged = [bucket]
-            await self._each(updates, _Update.begin)
-            for index in range(count):
-                loading = asyncio.ensure_future(self._each(updates, _loader(bucket)))
-                try:
-                    if index + 1 < count:
-                        bucket = await self._ask(self._trainer.stage_weights(version, index + 1), "stage weights")
-                        staged.append(bucket)
-                    await loading
-                finally:
-                    deadlines.abandon(loading)
-            await self._each(updates, _Update.end)
+            copies = await self._spread(updates, staged, self._stage(version, staged))
         finally:
             await self._ask(self._trainer.close_weights(version), "close its weights")
         for update in updates:
             if update.going:
                 self._engines.serve(update.engine)
-        self._staged = version, staged
-        return staged
+        self._staged = version, [bucket.result() for bucket in staged]
+        return self._staged[1], copies
+
+    async def _stage(self, version: int, staged: relays.Buckets) -> None:
+        for index, bucket in enumerate(staged):
+            bucket.set_result(await self._ask(self._trainer.stage_weights(version, index), "stage weights"))
+
+    async def _spread(
+        self, updates: Sequence[_Update], staged: relays.Buckets, *staging: Coroutine[Any, Any, None]
+    ) -> replicas.Copies:
+        """Gives engines a version, and its buckets to their hosts and those of replicas; returns the hosts' copies.
+
+        Args:
+          updates: the engines' parts.
+          staged: the buckets on the trainer's host, as they come.
+          staging: what makes them come, if they have not.
+        """
+        groups: dict[int | None, list[_Update]] = {}
+        for update in updates:
+            groups.setdefault(self._copied_to(update.engine.spec.host), []).append(update)
+        if staging and self._members is not None:  # of a whole publication, not of one engine's catching up
+            for host in self._members.hosts:
+                groups.setdefault(self._copied_to(host), [])
+        copies = {host: relays.expected(len(staged)) for host in groups if host is not None}
+        work = [self._load(group, staged if host is None else copies[host]) for host, group in groups.items()]
+        if self._hosts is not None and copies:
+            work.append(self._hosts.pass_on(staged, copies))
+        await failure.together(*staging, *work)
+        found = {host: [bucket.result() for bucket in copy if not bucket.exception()] for host, copy in copies.items()}
+        return {host: buckets for host, buckets in found.items() if len(buckets) == len(staged)}
+
+    def _copied_to(self, host: int | None) -> int | None:
+        """The host whose relay's copy workers there read; None if they read the trainer's memory."""
+        return host if self._hosts is not None and self._hosts.serve(host) else None
+
+    async def _load(self, updates: Sequence[_Update], buckets: relays.Buckets) -> None:
+        """The engines of one host get the version, as its buckets come there."""
+        for index, place in enumerate(buckets):
+            try:
+                bucket = await relays.came(place)
+            except protocols.LibraError as error:  # its relay is given up, and they cannot be given the rest
+                for update in updates:
+                    self._engines.lost(update.engine, update.life, error)
+                return
+            if not index:
+                await self._each(updates, _Update.begin)
+            await self._each(updates, _loader(bucket))
+        await self._each(updates, _Update.end)
 
     async def forget(self) -> None:
         """The trainer whose memory holds what was published last is about to end: nobody reads it any more."""

@@ -19,6 +19,9 @@ from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.coordinator import deadlines, failure
 
+Copies = Mapping[int, Sequence[protocols.WeightBucket]]
+"""Host to a version's buckets as they are reached there; hosts that are missing read the trainer's memory."""
+
 LOAD_VERBS = 3
 """A whole weight update may take so many times `deadlines.publish`: its begin, its buckets together, and its end."""
 
@@ -72,6 +75,12 @@ class Replicas:
         self._replicas = {worker: Replica(spec) for worker, spec in specs.items()}
         self._out = asyncio.Event()  # a snapshot may be read
         self._held: tuple[int, Sequence[protocols.WeightBucket]] = protocols.NO_VERSION, ()
+        self._copies: dict[int, Sequence[protocols.WeightBucket]] = {}
+
+    @property
+    def hosts(self) -> set[int]:
+        """Those that have a replica, where the run is laid out over several."""
+        return {replica.spec.host for replica in self._replicas.values() if replica.spec.host is not None}
 
     async def start(self) -> None:
         """Starts every process and compiles, so that a borrow finds it warm; what fails is tried again then."""
@@ -110,13 +119,19 @@ class Replicas:
         replica.proxy, replica.gave_up = proxy, False
         self._recorder.status(name, "idle")
 
-    def published(self, version: int, buckets: Sequence[protocols.WeightBucket]) -> None:
-        """A snapshot is out: replicas that follow begin to read it."""
+    def published(self, version: int, buckets: Sequence[protocols.WeightBucket], copies: Copies | None = None) -> None:
+        """A snapshot is out: replicas that follow begin to read it, those of hosts with a copy of it from there."""
         self._held = version, buckets
+        self._copies = dict(copies or {})
         self._out.set()
         for replica in self._replicas.values():
             if replica.follows and replica.version != version:
                 self._load(replica)
+
+    def copied(self, version: int, copies: Copies) -> None:
+        """What is out has been copied to hosts anew."""
+        if version == self._held[0]:
+            self._copies.update(copies)
 
     async def settle(self) -> None:
         """Returns when no replica reads the present snapshot, which is about to be written over.
@@ -173,6 +188,8 @@ class Replicas:
         """Begins to give a replica that is ready what is out, unless it is being given parameters already."""
         version, buckets = self._held
         assert version != protocols.NO_VERSION, f"nothing is out that {replica.spec.name} could be given"
+        if replica.spec.host is not None:
+            buckets = self._copies.get(replica.spec.host, buckets)
         if replica.loading is None:
             loading = asyncio.get_running_loop().create_task(self._update(replica, version, buckets))
             replica.loading = loading

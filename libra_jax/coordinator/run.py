@@ -87,6 +87,7 @@ class Coordinator:
         without it there is `trainer_spec` alone.
       replica_specs: each makes a `protocols.Replica`: the training side of the hybrid workers (`elastic.hybrid`), which
         are the last engines, in their order.
+      relay_specs: host to what makes its `protocols.Relay`, where the run is laid out over several.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class Coordinator:
         make_engine: instances.MakeSpec | None = None,
         make_trainer: elasticity.MakeTrainer | None = None,
         replica_specs: Sequence[protocols.ActorSpec] = (),
+        relay_specs: Mapping[int, protocols.ActorSpec] | None = None,
     ) -> None:
         self._config = config
         self._cluster = cluster
@@ -133,6 +135,7 @@ class Coordinator:
             trainer_spec=trainer_spec,
             engine_specs=engine_specs,
             replica_specs=dict(zip(hybrid, replica_specs, strict=True)),
+            relay_specs=relay_specs or {},
             make_engine=make_engine,
             make_trainer=make_trainer,
             recorder=recorder,
@@ -218,6 +221,7 @@ class Coordinator:
             engines=engines,
             recorder=recorder,
             members=members,
+            hosts=self._workers.hosts,
         )
         self._dispatcher = dispatch.Dispatcher(
             config, scheduler=self._scheduler, engines=engines, recorder=recorder, ending=ending

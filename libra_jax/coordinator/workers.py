@@ -17,6 +17,7 @@ from libra_jax.coordinator import (
     instances,
     plan_follower,
     process_set,
+    relays,
     replicas,
 )
 
@@ -30,6 +31,7 @@ class Workers:
       trainer_spec: makes a `protocols.Trainer`.
       engine_specs: each makes a `protocols.RolloutEngine`.
       replica_specs: worker to what makes its `protocols.Replica`.
+      relay_specs: host to what makes its `protocols.Relay`, where the run is laid out over several.
       make_engine: makes the engines that a plan adds.
       make_trainer: makes the trainer's processes; None: there is `trainer_spec` alone.
       recorder: told of starts and ends.
@@ -40,12 +42,14 @@ class Workers:
       sizes: of its mesh.
       engines: the rollout instances.
       members: the replicas; None where there are none.
+      hosts: the relays; None where the trainer's host is the only one.
     """
 
     trainer: process_set.Serving
     sizes: protocols.MeshSizes
     engines: instances.Instances
     members: replicas.Replicas | None = None
+    hosts: relays.Relays | None = None
 
     def __init__(
         self,
@@ -55,6 +59,7 @@ class Workers:
         trainer_spec: protocols.ActorSpec,
         engine_specs: Sequence[protocols.ActorSpec],
         replica_specs: Mapping[str, protocols.ActorSpec],
+        relay_specs: Mapping[int, protocols.ActorSpec],
         make_engine: instances.MakeSpec | None,
         make_trainer: elasticity.MakeTrainer | None,
         recorder: protocols.Recorder,
@@ -65,6 +70,7 @@ class Workers:
         self._trainer_spec = trainer_spec
         self._engine_specs = engine_specs
         self._replica_specs = replica_specs
+        self._relay_specs = relay_specs
         self._make_engine = make_engine
         self._make_trainer = make_trainer
         self._recorder = recorder
@@ -75,7 +81,7 @@ class Workers:
         """How many there are, or are to be."""
         engines = getattr(self, "engines", None)
         made = 0 if engines is None else len(engines.engines)
-        return 1 + len(self._replica_specs) + max(len(self._engine_specs), made)
+        return 1 + len(self._replica_specs) + len(self._relay_specs) + max(len(self._engine_specs), made)
 
     def take_up_plan(self, planner: plan_follower.Planner | None, workdir: Path, step: int) -> bool:
         """Takes up the plan in force at a checkpoint, with its instances; False if it is config's. Before `start`.
@@ -125,7 +131,17 @@ class Workers:
                 self._config, cluster=self._cluster, specs=self._replica_specs, recorder=self._recorder
             )
             starting.append(self.members.start())
+        if self._relay_specs:
+            self.hosts = relays.Relays(
+                self._config, cluster=self._cluster, specs=self._relay_specs, recorder=self._recorder
+            )
+            starting.append(self.hosts.start(self._remote_hosts(self.hosts)))
         await failure.together(*starting)
+
+    def _remote_hosts(self, hosts: relays.Relays) -> set[int]:
+        """Those whose engines and replicas read a relay's copy."""
+        specs = (*self._engine_specs, *self._replica_specs.values())
+        return {spec.host for spec in specs if spec.host is not None and hosts.serve(spec.host)}
 
     async def shut_down(self) -> None:
         """Ends them all; what does not end as it should is noted."""

@@ -7,16 +7,41 @@ does, killed or not. Standard library only, so that engine processes import it w
 from __future__ import annotations
 
 import errno
+import hashlib
 import mmap
 import os
+import platform
 from collections.abc import Mapping
 from typing import Any
 
 from libra_jax import protocols
 
+HOST_VARIABLE = "LIBRA_JAX_HOST"
+"""Environment variable that names the host where several are emulated on one machine."""
+
 
 class SharedMemoryError(protocols.LibraError):
     """Shared memory that cannot be made or reached."""
+
+
+def host() -> str:
+    """This host, as addresses name it: what shares its memory and its process ids.
+
+    That is the kernel's boot and the namespace of process ids, which a container has of its own.
+    """
+    if emulated := os.environ.get(HOST_VARIABLE):
+        return emulated
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+    except OSError:  # some sandboxes' kernels have none
+        boot = platform.node()
+    return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def digest(data: memoryview) -> str:
+    """BLAKE2b of a bucket's bytes, 128 bits, in hex."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def _mib(nbytes: int) -> str:
@@ -104,7 +129,14 @@ class Owner:
     @property
     def address(self) -> dict[str, Any]:
         """How a peer reaches the memory; plain values, valid while this process lives and has not closed it."""
-        return {"kind": "memfd", "pid": os.getpid(), "fd": self._fd, "inode": self._inode, "nbytes": self.nbytes}
+        return {
+            "kind": "memfd",
+            "host": host(),
+            "pid": os.getpid(),
+            "fd": self._fd,
+            "inode": self._inode,
+            "nbytes": self.nbytes,
+        }
 
     def close(self) -> None:
         """Gives the memory up; it is freed when the last peer's mapping goes. Idempotent."""
@@ -128,8 +160,14 @@ def open_peer(address: Mapping[str, Any]) -> mmap.mmap:
       address: the owner's `Owner.address`.
 
     Raises:
-      SharedMemoryError: the owner is gone, or the address names something else by now.
+      SharedMemoryError: the owner is on another host or gone, or the address names something else by now.
     """
+    if address["host"] != host():
+        raise SharedMemoryError(
+            f"shared weights of process {address['pid']} are on another host ({address['host']}) than this one "
+            f"({host()}): lay the run out over its hosts (config.cluster.accelerators_per_host), so that each has a "
+            "relay"
+        )
     path = f"/proc/{address['pid']}/fd/{address['fd']}"
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

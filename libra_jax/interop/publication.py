@@ -12,7 +12,6 @@ untied model, because vLLM's reload on CPU leaves a tied output projection stale
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib
 import math
 import os
@@ -199,7 +198,7 @@ class Publisher:
     def _bucket_checksum(self, index: int) -> str:
         if index not in self._checksums:
             data = memoryview(self._memory[index].buffer)[: _size(self._buckets[index])]
-            self._checksums[index] = digest(data)
+            self._checksums[index] = memfd.digest(data)
         return self._checksums[index]
 
     def _allocate(self) -> None:
@@ -278,14 +277,9 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def digest(data: memoryview) -> str:
-    """BLAKE2b of a bucket's bytes, 128 bits, in hex."""
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
 def snapshot_digest(checksums: Sequence[str]) -> str:
     """Digest of a whole snapshot from the checksums of its buckets, in order."""
-    return digest(memoryview(" ".join(checksums).encode()))
+    return memfd.digest(memoryview(" ".join(checksums).encode()))
 
 
 def _size(entries: Sequence[protocols.WeightEntry]) -> int:

@@ -60,7 +60,7 @@ class Reception:
                 f"{named} has no checksum, so nobody can tell whose it is: set rollout.checksum."
             )
         memory = self._memory(bucket.transport)
-        checksum = publication.digest(memoryview(memory)[: bucket.nbytes])
+        checksum = memfd.digest(memoryview(memory)[: bucket.nbytes])
         if checksum != bucket.checksum:
             raise protocols.LibraError(
                 f"{named} arrived damaged: checksum {checksum} instead of {bucket.checksum}; publish it again."

@@ -1,5 +1,7 @@
 """The side channel: gradient sums from a hybrid replica to the core trainer, over torch.distributed's gloo.
 
+Between relays it carries the bytes of published weights (`relay`), from one that sends to one that listens.
+
 A channel is one gloo process group of its own, made from a store of its own, for one member and one membership epoch;
 torch's global process group is not touched. Its ranks are the core's processes, in their order, and last the replica.
 A sum travels as a header of fixed size and then its arrays as one run of bytes, cut into few large messages. The first
@@ -29,6 +31,7 @@ import torch
 from torch import distributed
 
 from libra_jax import protocols
+from libra_jax.interop import addresses
 
 HEADER_BYTES = 64 * 2**10
 """Size of every header."""
@@ -52,14 +55,14 @@ class SideChannelError(protocols.LibraError):
 
 @dataclass(frozen=True)
 class Header:
-    """What a gradient sum is of.
+    """What a gradient sum is of, or which bucket of weights this is.
 
     Attributes:
-      member: the replica that computed it.
-      epoch: the membership epoch in which it joined.
+      member: the replica that computed it, or the relay that it is for.
+      epoch: the membership epoch in which that joined.
       version: policy version of its parameters.
       digest: of those parameters, as published.
-      first: first micro-batch of the sum.
+      first: first micro-batch of the sum, or number of the bucket.
       last: the one after its last.
       metrics: metric name to (sum, count) over those micro-batches.
       maxima: metric name to maximum over them.
@@ -199,7 +202,22 @@ class Channel:
         for array in arrays:
             flat[at : at + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             at += array.nbytes
-        head = _encode(header, [(str(array.dtype), array.shape) for array in arrays])
+        return self._send(header, [(str(array.dtype), array.shape) for array in arrays], flat, deadline)
+
+    def send_bytes(self, header: Header, data: np.ndarray, seconds: float) -> Sent:
+        """Sends bytes from where they are, with no copy of them; otherwise as `send`.
+
+        Args:
+          header: what they are.
+          data: of dtype uint8 and one dimension.
+          seconds: deadline for all of it.
+        """
+        deadline = time.monotonic() + seconds
+        self.wait(seconds)
+        return self._send(header, [("uint8", data.shape)], data, deadline)
+
+    def _send(self, header: Header, kinds: Sequence[ArrayKind], flat: np.ndarray, deadline: float) -> Sent:
+        head = _encode(header, kinds)
         began = time.monotonic()
         self._give(head, deadline)
         waited = time.monotonic() - began
@@ -223,15 +241,8 @@ class Channel:
         """
         deadline = time.monotonic() + seconds
         self.wait(seconds)
-        head = np.zeros(HEADER_BYTES, np.uint8)
-        self._take(head, deadline)
-        try:
-            header, kinds = _decode(head.tobytes())
-        except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError):
-            raise self._fail("what came over it is no header of a gradient sum") from None
-        if kinds != [(dtype, tuple(shape)) for dtype, shape in wanted]:
-            raise self._fail("the sum offered over it has other arrays than this model's")
         sizes = [np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in wanted]
+        header = self._take_header(wanted, deadline)
         flat = self._room(sum(sizes))
         for part in _parts(flat):
             self._take(part, deadline)
@@ -240,6 +251,31 @@ class Channel:
             flat[end - size : end].view(dtype).reshape(shape)
             for end, size, (dtype, shape) in zip(ends, sizes, wanted, strict=True)
         ]
+
+    def receive_bytes(self, target: np.ndarray, seconds: float) -> Header:
+        """What `send_bytes` sends next, into memory of the caller's; otherwise as `receive`.
+
+        Args:
+          target: of dtype uint8 and one dimension; as many bytes as it has are expected.
+          seconds: deadline for all of it.
+        """
+        deadline = time.monotonic() + seconds
+        self.wait(seconds)
+        header = self._take_header([("uint8", target.shape)], deadline)
+        for part in _parts(target):
+            self._take(part, deadline)
+        return header
+
+    def _take_header(self, wanted: Sequence[ArrayKind], deadline: float) -> Header:
+        head = np.zeros(HEADER_BYTES, np.uint8)
+        self._take(head, deadline)
+        try:
+            header, kinds = _decode(head.tobytes())
+        except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError):
+            raise self._fail("what came over it is no header of a gradient sum") from None
+        if kinds != [(dtype, tuple(shape)) for dtype, shape in wanted]:
+            raise self._fail("the sum offered over it has other arrays than this model's")
+        return header
 
     def close(self, why: str = "it was given up here") -> None:
         """Closes the connection; the thread that connects ends by itself. Idempotent: the first reason stays."""
@@ -270,7 +306,7 @@ class Channel:
                     self.close(f"not everybody came to it within {seconds:g} s")
                     return
                 time.sleep(LOOK_SECONDS)
-            group = _group(store, rank, self._ranks, _own_address(address["host"]))
+            group = _group(store, rank, self._ranks, addresses.own(address["host"]))
         except (RuntimeError, OSError) as error:  # torch.distributed's errors are RuntimeErrors
             self.close(f"it could not be connected ({_line(error)})")
             return
@@ -323,13 +359,6 @@ def _group(store: Any, rank: int, ranks: int, host: str) -> Any:
     options._devices = [distributed.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = datetime.timedelta(seconds=MEETING_SECONDS)
     return distributed.ProcessGroupGloo(store, rank, ranks, options)
-
-
-def _own_address(host: str) -> str:
-    """This host's address on the way to another one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing
-        return probe.getsockname()[0]
 
 
 def _parts(flat: np.ndarray) -> list[np.ndarray]:

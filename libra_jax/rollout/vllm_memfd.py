@@ -6,7 +6,6 @@ layer is reloaded as a whole: on CPU its kernels have repacked what they loaded 
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import warnings
 from collections.abc import Iterator, Mapping
@@ -91,7 +90,7 @@ class MemfdWeightTransferEngine(base.WeightTransferEngine[MemfdInitInfo, MemfdUp
 
 
 def _verify(memory: mmap.mmap, bucket: MemfdUpdateInfo) -> None:
-    digest = hashlib.blake2b(memoryview(memory)[: bucket.nbytes], digest_size=16).hexdigest()
+    digest = memfd.digest(memoryview(memory)[: bucket.nbytes])
     if digest != bucket.checksum:
         raise ValueError(
             f"bucket {bucket.index} of version {bucket.policy_version} arrived damaged: checksum {digest} instead of "

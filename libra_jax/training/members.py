@@ -20,7 +20,7 @@ from jax.experimental import multihost_utils
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.interop import side_channel
+from libra_jax.interop import addresses, side_channel
 from libra_jax.training import state as state_lib
 from libra_jax.training import step
 
@@ -54,18 +54,22 @@ class Members:
     Args:
       config: when a share is late.
       connect_seconds: deadline for a replica to connect.
+      host: address of this host to listen at, as the replicas reach it.
     """
 
-    def __init__(self, config: config_lib.ElasticConfig, connect_seconds: float) -> None:
+    def __init__(
+        self, config: config_lib.ElasticConfig, connect_seconds: float, host: str = addresses.LOOPBACK
+    ) -> None:
         self._config = config
         self._connect_seconds = connect_seconds
+        self._host = host
         self._listeners: dict[str, side_channel.Listener] = {}
         self._channels: dict[str, side_channel.Channel] = {}
 
     def listen(self, member: str, epoch: int) -> dict[str, Any]:
         """Opens a channel's meeting point here, in the core's first process; one from an earlier epoch is closed."""
         self.dismiss(member)
-        listener = side_channel.Listener(member, epoch, jax.process_count() + 1)
+        listener = side_channel.Listener(member, epoch, jax.process_count() + 1, self._host)
         self._listeners[member] = listener
         return listener.address
 

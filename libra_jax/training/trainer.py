@@ -18,7 +18,7 @@ import jax
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.interop import publication
+from libra_jax.interop import addresses, publication
 from libra_jax.models import config as model_config
 from libra_jax.models import hf
 from libra_jax.training import batch as batch_lib
@@ -64,7 +64,9 @@ class TrainerActor:
         self._checkpointer: checkpoints.Checkpointer | None = None
         self._resize: resize.Resize | None = None
         self._snapshots: checkpoints.Checkpointer | None = None
-        self._members = members.Members(config.elastic, config.deadlines.transition)
+        # Replicas on other hosts come over the network, and over the loopback alone where there are none.
+        host = addresses.own() if config.cluster.accelerators_per_host else addresses.LOOPBACK
+        self._members = members.Members(config.elastic, config.deadlines.transition, host)
         self._version = 0
         self._published: int | None = None  # the version published, while the parameters are those of its snapshot
         self._warm = False  # the optimizer's moments are the warm start's
@@ -137,7 +139,8 @@ class TrainerActor:
             rollout.dtype,
             rollout.bucket_mib * MIB,
             rollout.transport,
-            rollout.checksum or config.elastic.hybrid > 0,  # a replica's digest is made of them
+            # A replica's digest is made of them, and relays tell by them what came.
+            rollout.checksum or config.elastic.hybrid > 0 or config.cluster.accelerators_per_host > 0,
             rollout.tensor_parallel,
             config.deadlines.publish,
         )

@@ -21,6 +21,7 @@ from jax._src import distributed
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
+from libra_jax.interop import addresses
 
 HEARTBEAT_SECONDS = 30
 """Silence after which a process counts as dead; heartbeats have a thread of their own, which no compiling holds up."""
@@ -51,7 +52,7 @@ class World:
         self._release()
         self._port = socket.socket()
         self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as JAX's server does: both may be bound
-        host = _host()
+        host = addresses.own()
         self._port.bind((host, 0))
         return f"{host}:{self._port.getsockname()[1]}"
 
@@ -133,13 +134,3 @@ def lost(error: BaseException) -> protocols.PeerLost:
         f"a process of the trainer is lost: process {jax.process_index()} can no longer reach it "
         f"({str(error).strip().splitlines()[0][:200]}); make the trainer anew to go on"
     )
-
-
-def _host() -> str:
-    """This host's address as its network knows it, without asking anybody; the loopback where there is no network."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # reserved for documentation; a datagram socket sends nothing yet
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"

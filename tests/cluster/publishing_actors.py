@@ -19,15 +19,15 @@ def content(version: int, index: int) -> bytes:
 
 
 class Trainer(doubles.RecordingTrainer):
-    """Two pieces of memory in turn: a bucket stays readable until the next but one is staged."""
+    """A piece of memory a bucket, which is gone once the snapshot is closed."""
 
     async def open_weights(self, policy_version: int) -> int:
-        self._owners = [memfd.Owner(NBYTES, "a test") for _ in range(2)]
+        self._owners = [memfd.Owner(NBYTES, "a test") for _ in range(self._buckets)]
         return await super().open_weights(policy_version)
 
     async def stage_weights(self, policy_version: int, index: int) -> protocols.WeightBucket:
         await super().stage_weights(policy_version, index)
-        owner = self._owners[index % 2]
+        owner = self._owners[index]
         owner.buffer[:] = content(policy_version, index)
         return protocols.WeightBucket(policy_version, index, self._buckets, (), NBYTES, owner.address)
 

@@ -101,7 +101,7 @@ def test_the_next_snapshot_reuses_the_memory_and_replaces_the_content():
     assert before.transport == after.transport
     assert before.checksum != after.checksum
     mapping = memfd.open_peer(after.transport)
-    assert publication.digest(memoryview(mapping)[: after.nbytes]) == after.checksum
+    assert memfd.digest(memoryview(mapping)[: after.nbytes]) == after.checksum
     publisher.shutdown()
     publisher.shutdown()
 
