@@ -1,0 +1,216 @@
+"""Hosts without bytes: relays, engines and a trainer that say on which host a bucket is; a link takes a second."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any
+
+import coordinator_doubles as doubles
+
+from libra_jax import protocols
+from libra_jax.coordinator import failure, instances, publication, relays
+from libra_jax.rollout import fake_engine
+from libra_jax.telemetry import memory
+
+LINK_SECONDS = LOAD_SECONDS = 1.0
+NBYTES = 1000
+LIMITS = {"publish": 30.0, "engine_start": 60.0, "first_token": 20.0, "shutdown": 5.0}
+
+Fault = Callable[["Relay", str, protocols.WeightBucket], Awaitable[protocols.WeightBucket | None]]
+"""(relay, "send" or "receive", bucket): raises, hangs, or returns what is sent instead."""
+
+
+def seconds() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def no_fault(relay: Relay, verb: str, bucket: protocols.WeightBucket) -> None:
+    return None
+
+
+class Link:
+    """What a relay sends, until an end of it dies."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[Any] = asyncio.Queue()
+        self.broken = asyncio.Event()
+
+    async def use(self, work: Coroutine[Any, Any, Any]) -> Any:
+        task, broken = asyncio.ensure_future(work), asyncio.ensure_future(self.broken.wait())
+        try:
+            await asyncio.wait({task, broken}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise protocols.LibraError("the link broke")
+            return task.result()
+        finally:
+            task.cancel()
+            broken.cancel()
+
+
+class Relay:
+    """`protocols.Relay`."""
+
+    def __init__(self, hosts: Hosts, host: int) -> None:
+        self.hosts, self.host, self.name = hosts, host, f"relay-{host}"
+        self.dead = False
+        self.parent = Link()
+        self.children: dict[str, Link] = {}
+        if host in hosts.unmakable:
+            raise protocols.LibraError("no such host")
+
+    def kill(self) -> None:
+        self.dead = True
+        for link in (self.parent, *self.children.values()):
+            link.broken.set()
+
+    def _check(self) -> None:
+        if self.dead:
+            raise protocols.WorkerLost(f"actor '{self.name}' is lost")
+
+    async def health(self) -> Mapping[str, float]:
+        self._check()
+        return {}
+
+    async def listen(self, epoch: int) -> Mapping[str, Any]:
+        self._check()
+        self.parent.broken.set()
+        self.parent = self.hosts.links[self.name, epoch] = Link()
+        return {"member": self.name, "epoch": epoch}
+
+    async def connect(self, child: str, epoch: int, address: Mapping[str, Any]) -> None:
+        self._check()
+        assert address == {"member": child, "epoch": epoch}
+        self.children[child] = self.hosts.links[child, epoch]
+
+    async def send(self, bucket: protocols.WeightBucket, child: str) -> None:
+        self._check()
+        assert bucket.transport == {"host": self.host}, "a relay sends what lies on its host"
+        link, taken = self.children[child], asyncio.get_running_loop().create_future()
+        sent = await self.hosts.fault(self, "send", bucket) or bucket
+        self.hosts.sent.append((self.host, child))
+        link.queue.put_nowait((sent, taken))
+        await link.use(_result(taken))
+        self._check()
+
+    async def receive(self, bucket: protocols.WeightBucket) -> protocols.WeightBucket:
+        self._check()
+        await self.hosts.fault(self, "receive", bucket)
+        came, taken = await self.parent.use(self.parent.queue.get())
+        begin = seconds()
+        await self.parent.use(asyncio.sleep(LINK_SECONDS))
+        self._check()
+        taken.set_result(None)
+        self.hosts.crossed.append((self.host, came.policy_version, came.index, begin, seconds()))
+        same = ("policy_version", "index", "checksum")
+        if any(getattr(came, name) != getattr(bucket, name) for name in same):
+            raise protocols.LibraError(f"bucket {bucket.index} is another one, or damaged")
+        return dataclasses.replace(bucket, transport={"host": self.host})
+
+    async def shutdown(self) -> None:
+        self.kill()
+
+
+async def _result(future: asyncio.Future[None]) -> None:
+    await future
+
+
+class Engine(fake_engine.FakeEngine):
+    """Reads nothing of another host's; notes when it loaded what."""
+
+    def __init__(self, hosts: Hosts, name: str, host: int) -> None:
+        super().__init__(name, doubles.chatter, 4, 256, 1, 2, 20_000.0, None)
+        self.hosts, self.host = hosts, host
+
+    async def update_weights(self, bucket: protocols.WeightBucket) -> None:
+        assert bucket.transport == {"host": self.host}, "an engine reads what lies on its host"
+        begin = seconds()
+        await asyncio.sleep(LOAD_SECONDS)
+        await super().update_weights(bucket)
+        self.hosts.loaded.append((self.name, bucket.policy_version, bucket.index, begin, seconds()))
+
+
+class Trainer(doubles.RecordingTrainer):
+    """Publishes on host 0."""
+
+    async def stage_weights(self, policy_version: int, index: int) -> protocols.WeightBucket:
+        made = await super().stage_weights(policy_version, index)
+        checksum = f"{policy_version}.{index}"
+        return dataclasses.replace(made, nbytes=NBYTES, transport={"host": 0}, checksum=checksum)
+
+
+class Hosts:
+    """A run's publication over hosts: the trainer's, number 0, and others; each has the same number of engines.
+
+    Attributes:
+      sent: (host, relay) for each bucket that a relay sent.
+      crossed: (host, version, index, begin, end) for each that came to a host, damaged or not.
+      loaded: (engine, version, index, begin, end).
+    """
+
+    def __init__(self, count: int, *, buckets: int = 4, engines: int = 1, fault: Fault = no_fault) -> None:
+        self.fault, self.unmakable = fault, set[int]()
+        self.links: dict[tuple[str, int], Link] = {}
+        self.sent: list[tuple[int, str]] = []
+        self.crossed: list[tuple[int, int, int, float, float]] = []
+        self.loaded: list[tuple[str, int, int, float, float]] = []
+        self.cluster, self.recorder = doubles.DirectCluster(), memory.MemoryRecorder()
+        self.trainer, self.lock = Trainer(0.0, buckets, ""), asyncio.Lock()
+        self.config = doubles.make_config(deadlines=LIMITS, rollout={"restarts": 2, "health_seconds": 1000.0})
+        self.names = {host: [f"engine-{host}.{number}" for number in range(engines)] for host in range(count)}
+        self.ending = failure.Ending()
+        specs = [self._spec(name, "Engine", host, name=name) for host, names in self.names.items() for name in names]
+        self.engines = instances.Instances(
+            self.config, cluster=self.cluster, specs=specs, recorder=self.recorder, ending=self.ending
+        )
+        relay_specs = {host: self._spec(f"relay-{host}", "Relay", host) for host in range(count)}
+        self.relays = relays.Relays(self.config, cluster=self.cluster, specs=relay_specs, recorder=self.recorder)
+        self.publisher = self.make_publisher()
+
+    def make_publisher(self, **further: Any) -> publication.Publisher:
+        return publication.Publisher(
+            self.config,
+            trainer=self.trainer,
+            trainer_lock=self.lock,
+            engines=self.engines,
+            recorder=self.recorder,
+            hosts=self.relays,
+            **further,
+        )
+
+    def _spec(self, actor: str, kind: str, host: int, **arguments: Any) -> protocols.ActorSpec:
+        return protocols.ActorSpec(actor, f"{__name__}:{kind}", {"hosts": self, "host": host, **arguments}, host=host)
+
+    async def start(self) -> None:
+        await self.engines.start()
+        await self.relays.start([host for host in self.names if host])
+
+    async def publish(self, version: int) -> float:
+        self.trainer.state["version"] = version
+        return await self.publisher.publish(version)
+
+    def relay(self, host: int) -> Relay:
+        return self.cluster.actors[f"relay-{host}"]
+
+    def versions(self) -> list[int]:
+        """What each host's first engine serves."""
+        return [self.engines.engines[names[0]].policy_version for names in self.names.values()]
+
+    def came(self, host: int) -> list[tuple[int, int]]:
+        """(version, index) of what came to a host, in order."""
+        return [(version, index) for number, version, index, *_ in self.crossed if number == host]
+
+
+def on_clock(body: Callable[[Hosts], Coroutine[Any, Any, None]], count: int, **arguments: Any) -> Hosts:
+    """Runs a body on hosts whose workers are up; afterwards none is left."""
+
+    async def main() -> Hosts:
+        hosts = Hosts(count, **arguments)
+        await hosts.start()
+        await body(hosts)
+        await hosts.ending.cancel_background(5.0)
+        await hosts.cluster.shutdown()
+        return hosts
+
+    return doubles.run_on_clock(main())
