@@ -1,0 +1,71 @@
+"""A run over four hosts that Ray emulates: a trainer of two processes on two, a real vLLM engine on each of the others.
+
+  PYTHONPATH=.:launch:tests/common python relayed_run.py WORKDIR STEPS
+
+Prints for each actor, as JSON, its host and on which node it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import sys
+from typing import Any
+
+import emulated_hosts
+
+import checks
+import wiring
+import workdirs
+from configs import quickstart
+from libra_jax import config as libra_config
+from libra_jax import protocols
+from libra_jax.agents.tools import toolkit
+
+HOSTS = 4
+
+
+def config(steps: int, address: str) -> libra_config.RunConfig:
+    values = quickstart.get_config()
+    values.name, values.steps = "relayed", steps
+    values.coordinator.update({"groups_per_step": 4, "group_size": 4})
+    values.rollout.update({"tensor_parallel": (1, 1), "slots": 16, "max_tokens": 24, "kv_cache_gib": 0.1})
+    values.rollout.bucket_mib = 1
+    values.trainer.update({"fsdp": 2, "processes": 2, "rows_per_micro_batch": 2, "row_tokens": 128})
+    # Whatever was said changes the weights, and by much: an engine that missed a version would be found out.
+    values.optimizer.update({"learning_rate": 1e-2, "warmup_steps": 0})
+    values.reward.update({"functions": {"said": {"factory": "moving_doubles:reward"}}, "environment_weight": 0.0})
+    values.warm_start.steps = values.evaluation.every = values.checkpoint.every = 0
+    values.cluster.update({"backend": "ray", "address": address, "accelerators_per_host": 1})
+    values.telemetry.update({"report": False, "tensorboard": False})
+    return libra_config.parse(libra_config.RunConfig, values.to_dict())
+
+
+def tell_nodes() -> None:
+    from libra_jax.cluster import ray_cluster
+
+    spawn = ray_cluster.RayCluster.spawn
+
+    async def told(self: Any, spec: protocols.ActorSpec) -> Any:
+        made = await spawn(self, dataclasses.replace(spec, cpus=0.0))  # the machine has fewer than the hosts have
+        node = self._actors[spec.name].birth.node
+        print(json.dumps({"actor": spec.name, "host": spec.host, "node": node}), flush=True)
+        return made
+
+    ray_cluster.RayCluster.spawn = told  # type: ignore[method-assign]
+
+
+def main() -> None:
+    wiring.TRAINER = "fast_training:trainer"
+    emulated_hosts.place()
+    tell_nodes()
+    with emulated_hosts.hosts(HOSTS) as address:
+        run = config(int(sys.argv[2]), address)
+        checks.validate(run, need_weights=True)
+        tools = toolkit.Toolkit(run.tools, run.sandbox)
+        asyncio.run(wiring.train(run, workdirs.open_workdir(run, sys.argv[1]), tools))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""A whole run whose engines are on other hosts than its trainer: weights cross, and are those that are trained."""
+
+import json
+
+import pytest
+import real_runs
+
+pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.multiprocess]
+
+STEPS = 3
+
+
+@pytest.mark.timeout(600)
+def test_over_four_hosts_every_version_comes_to_each_rollout_host_once_and_its_engine_samples_what_the_trainer_scores(
+    tmp_path,
+):
+    workdir = tmp_path / "run"
+    done = real_runs.run("relayed_run.py", workdir, str(STEPS), actors=7)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"actor"')]
+    told = [item for item in told if item["host"] is not None]  # where rewards are computed does not matter
+    hosts = {item["actor"]: item["host"] for item in told}
+    assert hosts == {
+        "trainer.0": 0,
+        "trainer.1": 1,
+        "rollout-0": 2,
+        "rollout-1": 3,
+        "relay-0": 0,
+        "relay-2": 2,
+        "relay-3": 3,
+    }
+    nodes = {item["host"]: {other["node"] for other in told if other["host"] == item["host"]} for item in told}
+    assert len(set.union(*nodes.values())) == len(nodes) == 4
+    assert all(len(of_host) == 1 for of_host in nodes.values())
+
+    steps = [step for step in real_runs.lines(workdir / "metrics.jsonl") if "loss" in step]
+    assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
+    for step in steps:
+        assert step["mismatch/ratio_max"] == pytest.approx(1.0, abs=1e-3), steps
+        assert step["mismatch/kl"] < 1e-6, steps
+        assert step["grad_norm"] > 0
+    served = [record["policy_version"] for record in real_runs.lines(workdir / "trace.jsonl")]
+    assert set(served) == set(range(STEPS))
+
+    events = json.loads((workdir / "timeline.json").read_text())
+    events = events["traceEvents"] if isinstance(events, dict) else events
+    for host in (2, 3):
+        copies = [event["args"] for event in events if event["name"] == f"copy to host {host}"]
+        assert [copy["policy_version"] for copy in copies] == list(range(STEPS + 1))
+        assert len({copy["bytes"] for copy in copies}) == 1
+        assert copies[0]["bytes"] > 1_000_000  # and each as many, so that nothing crossed twice
