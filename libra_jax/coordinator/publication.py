@@ -148,8 +148,10 @@ class Publisher:
         if self._hosts is not None and copies:
             work.append(self._hosts.pass_on(staged, copies))
         await failure.together(*staging, *work)
-        found = {host: [bucket.result() for bucket in copy if not bucket.exception()] for host, copy in copies.items()}
-        return {host: buckets for host, buckets in found.items() if len(buckets) == len(staged)}
+        return {
+            host: () if any(bucket.exception() for bucket in copy) else [bucket.result() for bucket in copy]
+            for host, copy in copies.items()
+        }
 
     def _copied_to(self, host: int | None) -> int | None:
         """The host whose relay's copy workers there read; None if they read the trainer's memory."""

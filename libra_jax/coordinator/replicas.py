@@ -20,7 +20,8 @@ from libra_jax import protocols
 from libra_jax.coordinator import deadlines, failure
 
 Copies = Mapping[int, Sequence[protocols.WeightBucket]]
-"""Host to a version's buckets as they are reached there; hosts that are missing read the trainer's memory."""
+"""Host to a version's buckets as they are reached there; none where it could not be given them. Hosts that are missing
+read the trainer's memory."""
 
 LOAD_VERBS = 3
 """A whole weight update may take so many times `deadlines.publish`: its begin, its buckets together, and its end."""
@@ -215,6 +216,8 @@ class Replicas:
         replica.version = protocols.NO_VERSION
         begin, proxy = asyncio.get_running_loop().time(), replica.proxy
         try:
+            if not buckets:
+                raise protocols.WorkerLost(f"version {version} could not be brought to its host")
             await self._ask(replica, proxy.start_weight_update(version), "prepare for new parameters")
             for bucket in buckets:
                 await self._ask(replica, proxy.update_weights(bucket), f"load weight bucket {bucket.index}")

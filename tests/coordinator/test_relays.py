@@ -211,8 +211,13 @@ def test_a_replica_on_another_host_reads_its_hosts_copy_though_no_engine_there_t
             await hosts.publish(version)
             await asyncio.sleep(1)
         assert members.holds("engine-2.0", 2)
-        assert hosts.cluster.actors["replica-2"].read == [
-            (version, {"host": 2}) for version in (1, 2) for _ in range(BUCKETS)
-        ]
+        read = [(version, {"host": 2}) for version in (1, 2) for _ in range(BUCKETS)]
+        assert hosts.cluster.actors["replica-2"].read == read
+        hosts.unmakable.add(2)
+        hosts.relay(2).kill()
+        await hosts.publish(3)
+        await asyncio.sleep(1)
+        assert hosts.cluster.actors["replica-2"].read == read
+        assert any("replica-2 holds no parameters: version 3 could not" in note for note in hosts.recorder.notes)
 
     on_clock(body, 3)

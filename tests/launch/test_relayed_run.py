@@ -1,15 +1,17 @@
 """A whole run whose engines are on other hosts than its trainer: weights cross, and are those that are trained."""
 
+import collections
 import json
 
 import pytest
 import real_runs
 
-pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow, pytest.mark.multiprocess]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.multiprocess]
 
 STEPS = 3
 
 
+@pytest.mark.vllm
 @pytest.mark.timeout(600)
 def test_over_four_hosts_every_version_comes_to_each_rollout_host_once_and_its_engine_samples_what_the_trainer_scores(
     tmp_path,
@@ -50,3 +52,25 @@ def test_over_four_hosts_every_version_comes_to_each_rollout_host_once_and_its_e
         assert [copy["policy_version"] for copy in copies] == list(range(STEPS + 1))
         assert len({copy["bytes"] for copy in copies}) == 1
         assert copies[0]["bytes"] > 1_000_000  # and each as many, so that nothing crossed twice
+
+
+@pytest.mark.timeout(600)
+def test_a_replica_on_another_host_trains_with_its_relays_copy_and_killed_relays_cost_nothing_trained(
+    tmp_path,
+):
+    workdir, steps = tmp_path / "run", 16
+    done = real_runs.run("relayed_hybrid_run.py", workdir, str(steps), actors=6)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "killed relay-1 between two versions" in done.stdout
+    assert "killed relay-2 on the way" in done.stdout
+    assert "Engine rollout-0 was lost" not in done.stdout
+    assert "The relay of host 2 is given up, and made again when it is needed" in done.stdout
+
+    taken = [step for step in real_runs.lines(workdir / "metrics.jsonl") if "loss" in step]
+    assert [step["step"] for step in taken] == list(range(1, steps + 1))
+    # Sums of other parameters than those that were published would be refused by their digest.
+    assert sum(step.get("shares/micro_batches", 0) for step in taken) > 0
+    assert sum(step.get("shares/refused", 0) for step in taken) == 0
+    trained = collections.Counter(record["trajectory_id"] for record in real_runs.lines(workdir / "trace.jsonl"))
+    assert set(trained.values()) == {1}
+    assert len(trained) == steps * 4 * 2

@@ -1,0 +1,87 @@
+"""A run over three hosts that Ray emulates: a trainer, an engine, and a hybrid worker that changes sides when it can.
+
+Trainer, relays and replica are real; the engines are doubles. One relay is killed between two versions, and one while a
+bucket is on its way to it.
+
+  PYTHONPATH=.:launch:tests/common python relayed_hybrid_run.py WORKDIR STEPS
+
+Prints a line for each kill.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import emulated_hosts
+import restless_run
+
+import checks
+import wiring
+import workdirs
+from libra_jax import config as libra_config
+from libra_jax import protocols
+from libra_jax.agents.tools import toolkit
+from libra_jax.coordinator import relays
+from libra_jax.elastic import borrowing
+
+BETWEEN, ON_THE_WAY = 3, 6
+"""The versions before which, and during which, a relay is killed."""
+
+
+def config(steps: int, address: str) -> libra_config.RunConfig:
+    run = restless_run.config(steps)
+    cluster = dataclasses.replace(run.cluster, address=address, accelerators_per_host=1)
+    return dataclasses.replace(
+        run,
+        name="relayed-hybrid",
+        cluster=cluster,
+        rollout=dataclasses.replace(run.rollout, bucket_mib=1),
+        checkpoint=libra_config.CheckpointConfig(every=0),
+    )
+
+
+def kill_relays() -> None:
+    killed: set[str] = set()
+
+    def kill(self: relays.Relays, name: str, when: str) -> None:
+        if name not in killed:
+            killed.add(name)
+            os.kill(self._cluster._actors[name].birth.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+            print(f"killed {name} {when}", flush=True)
+
+    pass_on, transfer = relays.Relays.pass_on, relays.Relays._transfer
+
+    async def before(self: relays.Relays, staged: relays.Buckets, copies: Mapping[int, relays.Buckets]) -> None:
+        if (await relays.came(staged[0])).policy_version == BETWEEN:
+            kill(self, "relay-1", "between two versions")
+        await pass_on(self, staged, copies)
+
+    async def during(self: relays.Relays, above: Any, relay: Any, source: protocols.WeightBucket) -> Any:
+        if (relay.host, source.policy_version, source.index) == (2, ON_THE_WAY, 1):
+            kill(self, "relay-2", "on the way")
+        return await transfer(self, above, relay, source)
+
+    relays.Relays.pass_on, relays.Relays._transfer = before, during  # type: ignore[method-assign]
+
+
+def main() -> None:
+    wiring.TRAINER, wiring.REPLICA = "fast_training:trainer", "fast_training:replica"
+    borrowing.Borrowing = restless_run.Restless  # type: ignore[misc, assignment]
+    emulated_hosts.place()
+    kill_relays()
+    with emulated_hosts.hosts(3) as address:
+        run = config(int(sys.argv[2]), address)
+        checks.validate(run, need_weights=True)
+        tools = toolkit.Toolkit(run.tools, run.sandbox)
+        asyncio.run(wiring.train(run, workdirs.open_workdir(run, str(Path(sys.argv[1]))), tools))
+
+
+if __name__ == "__main__":
+    main()
