@@ -1,6 +1,6 @@
 """Ratios measured in one run: rollout through the coordinator, weight bridge, train step, calls in a sandbox, searches
-in a corpus; and what a whole publication, a resize of the trainer's mesh, its moves to other processes, an engine that
-sleeps and wakes, the coordinator, the scheduler and the search for a plan cost.
+in a corpus; and what a whole publication, one by a relay, a resize of the trainer's mesh, its moves to other processes,
+an engine that sleeps and wakes, the coordinator, the scheduler and the search for a plan cost.
 
   python launch/benchmark.py [--peer_python=PATH] [--only=rollout,scheduler] [--output=benchmark.json]
 
@@ -28,6 +28,7 @@ from benchmarks import (
     moves,
     planner,
     publication,
+    relay,
     resize,
     rollout,
     sandbox,
@@ -47,6 +48,7 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "rollout": lambda: asyncio.run(rollout.measure(3 * _ROUNDS.value)),
     "bridge": lambda: bridge.measure(6 * _ROUNDS.value),
     "publication": lambda: asyncio.run(publication.measure(_ROUNDS.value)),
+    "relay": lambda: asyncio.run(relay.measure(_ROUNDS.value)),
     "train": lambda: train.measure(_ROUNDS.value, _PEER.value),
     "resize": resize.measure,
     "moves": lambda: asyncio.run(moves.measure()),

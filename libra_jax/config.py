@@ -309,9 +309,10 @@ class RolloutConfig:
     gpu_memory_fraction: float = 0.85  # of a device, for the engine (CUDA)
     stream_interval: int = 16  # tokens between two deltas of a request
     enforce_eager: bool = True  # no compiled graphs: starts faster; False on GPU
-    transport: str = "memfd"  # weight bytes: memfd (any device, same host), ipc (same GPU), nccl (one other GPU group)
+    # Weight bytes: memfd (any device; to other hosts by a relay on each), ipc (same GPU), nccl (one other GPU group).
+    transport: str = "memfd"
     bucket_mib: int = 256  # MiB of a weight bucket
-    checksum: bool = False  # digest each bucket on both sides
+    checksum: bool = False  # digest each bucket on both sides; always done where relays or replicas need it
     kv_transfer: str = "none"  # a request that moves: none (prefills again), nixl (vLLM's connector brings its KV; GPU)
     generation_retries: int = 8  # times a request may be resumed after its engine failed
     restarts: int = 3  # times an engine that died is started again

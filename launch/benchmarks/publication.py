@@ -26,9 +26,11 @@ NAME = "rollout-0"
 class Weights:
     """The part of a `protocols.Trainer` that publishes, over random parameters of this shape that never change."""
 
-    def __init__(self, shape: models_config.TransformerConfig) -> None:
+    def __init__(
+        self, shape: models_config.TransformerConfig, bucket_bytes: int = 256 * 2**20, checksum: bool = False
+    ) -> None:
         self._params = jax.block_until_ready(transformer.init_params(shape, jax.random.key(0), "float32"))
-        self.publisher = publication.Publisher(shape, "float32", 256 * 2**20, "memfd", checksum=False)
+        self.publisher = publication.Publisher(shape, "float32", bucket_bytes, "memfd", checksum)
         self.snapshot_seconds: list[float] = []
 
     async def open_weights(self, policy_version: int) -> int:

@@ -9,6 +9,7 @@ their own pace.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -50,6 +51,7 @@ class Publisher:
         self._keeps = config.rollout.transport == "memfd"
         self._staged: tuple[int, Sequence[protocols.WeightBucket]] = protocols.NO_VERSION, ()
         self._seconds = config.deadlines.publish
+        self._checksum = config.rollout.checksum
         self._trainer = trainer
         self._lock = trainer_lock
         self._engines = engines
@@ -168,6 +170,8 @@ class Publisher:
                 return
             if not index:
                 await self._each(updates, _Update.begin)
+            if not self._checksum:  # it is there for relays, which have compared it, or for replicas
+                bucket = dataclasses.replace(bucket, checksum=None)
             await self._each(updates, _loader(bucket))
         await self._each(updates, _Update.end)
 

@@ -86,6 +86,28 @@ def test_what_several_trainer_processes_cannot_have_is_refused_by_name(trainer, 
 
 
 @pytest.mark.parametrize(
+    ("elastic", "rollout", "each", "sentence"),
+    [
+        ({}, {"transport": "ipc"}, 1, r"rollout\.transport: 'ipc' hands .* laid out over 2 hosts .* use 'memfd'"),
+        ({"hybrid": 1}, {"tensor_parallel": (1, 1)}, 0, r"elastic\.hybrid: .* set cluster\.accelerators_per_host"),
+        ({"hybrid": 1}, {"tensor_parallel": (1, 1)}, 1, None),
+        ({}, {"transport": "nccl"}, 1, None),
+        ({}, {}, 0, None),
+    ],
+)
+def test_what_cannot_cross_hosts_is_refused_by_name(elastic, rollout, each, sentence):
+    run = config.RunConfig(
+        trainer=config.TrainerConfig(platform="cuda"),
+        rollout=config.RolloutConfig(**rollout),
+        elastic=config.ElasticConfig(**elastic),
+        cluster=config.ClusterConfig(backend="ray", address="head:6379", accelerators_per_host=each),
+    )
+    with pytest.raises(protocols.ConfigError, match=sentence) if sentence else contextlib.nullcontext():
+        checks._check_hosts(run)
+        checks._check_elastic(run)
+
+
+@pytest.mark.parametrize(
     ("platform", "engine", "gpus", "refused"),
     [
         ("auto", "vllm", 8, True),

@@ -179,3 +179,17 @@ def test_a_workdir_to_learn_from_must_have_something_to_teach(tmp_path):
     run = config.RunConfig(scheduler=config.SchedulerConfig(learnt_from=("runs/none",)))
     with pytest.raises(protocols.ConfigError, match=r"learnt_from: runs/none holds no checkpoint"):
         wiring.scheduler(run)
+
+
+def test_each_host_of_a_run_laid_out_over_several_has_a_relay_whose_links_leave_time_to_ask_again():
+    run = config.RunConfig(
+        rollout=config.RolloutConfig(tensor_parallel=(1, 1)),
+        cluster=config.ClusterConfig(backend="ray", accelerators_per_host=1),
+        deadlines=config.DeadlineConfig(publish=100.0),
+    )
+    specs = wiring.relay_specs(run)
+    assert {host: (spec.name, spec.host, spec.cpus) for host, spec in specs.items()} == {
+        host: (f"relay-{host}", host, 0.0) for host in range(3)
+    }
+    assert {spec.arguments["link_seconds"] for spec in specs.values()} == {50.0}
+    assert wiring.relay_specs(config.RunConfig()) == {}
