@@ -54,7 +54,7 @@ class _Placed:
 
     def remote(self, spec: protocols.ActorSpec, *arguments: Any) -> Any:
         options = dict(self._options)
-        if spec.host is not None:
+        if spec.host is not None and "scheduling_strategy" not in options:  # else it has its place already
             options["resources"] = {resource(spec.host): PORTION}
         return self._actors.options(**options).remote(spec, *arguments)
 
