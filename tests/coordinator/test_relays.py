@@ -221,3 +221,24 @@ def test_a_replica_on_another_host_reads_its_hosts_copy_though_no_engine_there_t
         assert any("replica-2 holds no parameters: version 3 could not" in note for note in hosts.recorder.notes)
 
     on_clock(body, 3)
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["bit for bit", "another mesh rounds otherwise"])
+def test_what_another_trainer_publishes_as_the_same_version_crosses_again_only_where_it_differs(same):
+    async def body(hosts: Hosts) -> None:
+        await hosts.publish(1)
+        await hosts.publisher.forget()  # its trainer has moved to other processes
+
+        async def staged(policy_version: int, index: int) -> protocols.WeightBucket:
+            bucket = await doubles.Trainer.stage_weights(hosts.trainer, policy_version, index)
+            return bucket if same else dataclasses.replace(bucket, checksum=f"new {bucket.checksum}")
+
+        hosts.trainer.stage_weights = staged
+        engine = hosts.engines.engines["engine-1.0"]
+        hosts.engines.lost(engine, engine.life, protocols.WorkerLost("it was killed"))
+        await asyncio.sleep(20)
+        assert (engine.state, engine.policy_version) == ("serving", 1)
+
+    hosts = on_clock(body, 3)
+    assert hosts.came(1) == WHOLE * (1 if same else 2)
+    assert hosts.came(2) == WHOLE
