@@ -4,8 +4,8 @@ They form a tree whose root reads the trainer's memory, and every other one of w
 the one above it, and passes it on to at most `FAN_OUT` below. The trainer's host so sends `FAN_OUT` copies however many
 hosts there are, and the last host has a bucket after as many hops as the tree is deep; buckets follow each other, so
 that a version of S bytes in b buckets takes about FAN_OUT x S / bandwidth x (1 + depth / b). It costs the coordinator
-two calls a bucket and host, beside the engines' own: with doubles of 1,280 hosts 0.5 ms of its CPU in all, to which come
-Ray's for each call. Where hosts are so many, larger buckets (`rollout.bucket_mib`) make up for it.
+two calls a bucket and host, beside the engines' own: with doubles of 1,280 hosts 0.5 ms of its CPU in all, to which
+come Ray's for each call. Where hosts are so many, larger buckets (`rollout.bucket_mib`) make up for it.
 
 A bucket that does not come as it should, because the one above is gone or slow or it arrived damaged, is asked for once
 more, from the root over a new link. A relay to which it does not come then either, or not within `deadlines.publish`,

@@ -1,7 +1,7 @@
 """A run over three hosts that Ray emulates: a trainer, an engine, and a hybrid worker that changes sides when it can.
 
-Trainer, relays and replica are real; the engines are doubles. One relay is killed between two versions, and one while a
-bucket is on its way to it.
+Trainer, relays and replica are real; the engines are doubles, which reach for each bucket's memory. A relay is killed
+between two versions, one while a bucket is on its way to it and its engine sleeps, and one whose engine serves.
 
   PYTHONPATH=.:launch:tests/common python relayed_hybrid_run.py WORKDIR STEPS
 
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import emulated_hosts
+import placement
 import restless_run
 
 import checks
@@ -30,9 +31,26 @@ from libra_jax import protocols
 from libra_jax.agents.tools import toolkit
 from libra_jax.coordinator import relays
 from libra_jax.elastic import borrowing
+from libra_jax.interop import memfd
+from libra_jax.rollout import fake_engine
 
-BETWEEN, ON_THE_WAY = 3, 6
-"""The versions before which, and during which, a relay is killed."""
+BETWEEN, ASLEEP, SERVING = 3, 6, 9
+"""Versions: before one a relay is killed, and during two."""
+
+
+class Reader(fake_engine.FakeEngine):
+    """Reaches each bucket as a real engine does, and is refused what lies on another host."""
+
+    async def update_weights(self, bucket: protocols.WeightBucket) -> None:
+        with memfd.open_peer(bucket.transport) as memory:
+            assert any(memory[: bucket.nbytes])
+        await super().update_weights(bucket)
+
+
+def engine(**arguments: Any) -> fake_engine.FakeEngine:
+    made = fake_engine.create(**arguments)
+    made.__class__ = Reader
+    return made
 
 
 def config(steps: int, address: str) -> libra_config.RunConfig:
@@ -51,8 +69,8 @@ def kill_relays() -> None:
     killed: set[str] = set()
 
     def kill(self: relays.Relays, name: str, when: str) -> None:
-        if name not in killed:
-            killed.add(name)
+        if when not in killed:
+            killed.add(when)
             os.kill(self._cluster._actors[name].birth.pid, signal.SIGKILL)  # type: ignore[attr-defined]
             print(f"killed {name} {when}", flush=True)
 
@@ -64,8 +82,10 @@ def kill_relays() -> None:
         await pass_on(self, staged, copies)
 
     async def during(self: relays.Relays, above: Any, relay: Any, source: protocols.WeightBucket) -> Any:
-        if (relay.host, source.policy_version, source.index) == (2, ON_THE_WAY, 1):
+        if (relay.host, source.policy_version, source.index) == (2, ASLEEP, 1):
             kill(self, "relay-2", "on the way")
+        if (relay.host, source.policy_version, source.index) == (1, SERVING, 1):
+            kill(self, "relay-1", "on the way while its engine serves")
         return await transfer(self, above, relay, source)
 
     relays.Relays.pass_on, relays.Relays._transfer = before, during  # type: ignore[method-assign]
@@ -73,6 +93,7 @@ def kill_relays() -> None:
 
 def main() -> None:
     wiring.TRAINER, wiring.REPLICA = "fast_training:trainer", "fast_training:replica"
+    placement.ENGINES["fake"] = "relayed_hybrid_run:engine"
     borrowing.Borrowing = restless_run.Restless  # type: ignore[misc, assignment]
     emulated_hosts.place()
     kill_relays()
