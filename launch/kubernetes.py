@@ -1,0 +1,298 @@
+"""Renders a run for Kubernetes: a RayJob (KubeRay) or a JobSet, and with --apply gives it to the cluster.
+
+  python launch/kubernetes.py --config=configs/mine.py --image=registry.example/libra-jax:1 --claim=runs >run.yaml
+  python launch/kubernetes.py --config=configs/mine.py --image=... --kind=jobset --ray_token_secret=ray-token --apply
+
+Hosts are those of `config.cluster.accelerators_per_host` (libra_jax/cluster/hosts.py): a group that trains, one that
+rolls out, and a head without accelerators for the driver. `--config.` settings go on to launch/train.py. The image
+holds the repository (third_party/Dockerfile), a RayJob's also ray[default]; many hosts may write to the claim. A run
+that fails, or whose hosts are taken away, is started anew with the same workdir: it goes on from its last checkpoint.
+
+No cluster has run these yet: not run. launch/manifests.py says of which versions the schemas are; --crd checks against
+the cluster's own.
+"""
+
+from __future__ import annotations
+
+if __name__ != "__main__":
+    # Libraries that look for Kubernetes' Python client, by this name, find this folder first: to them, there is none.
+    raise ImportError("launch/kubernetes.py is a script; what it renders is in launch/manifests.py")
+
+import math
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path, PurePosixPath
+
+import cleartext
+import crds
+import manifests
+from absl import flags
+from ml_collections import config_flags
+
+import checks
+import cli
+from libra_jax import config as libra_config
+from libra_jax import protocols
+from libra_jax.cluster import hosts
+
+APPLY_SECONDS = 120.0
+"""In which the cluster has to take a manifest."""
+
+_BY_PLATFORM = {"cuda": ("gpu", "gpu"), "tpu": ("tpu", "gpu"), "cpu": ("none", "none")}
+"""Accelerators that train and that roll out, by config.trainer.platform."""
+
+_CONFIG = config_flags.DEFINE_config_file(
+    "config", None, "The run's config file, which the image has too.", lock_config=True
+)
+_KIND = flags.DEFINE_enum("kind", "rayjob", ["rayjob", "jobset"], "What to render.")
+_NAME = flags.DEFINE_string("name", None, "Name of the object; default <config>-<hash of config>.")
+_IMAGE = flags.DEFINE_string("image", None, "Container image with the repository and its environment.")
+_REPOSITORY = flags.DEFINE_string("repository", "/libra-jax", "Folder of the repository in the image.")
+_NAMESPACE = flags.DEFINE_string("namespace", "", "Namespace; default: that of whoever applies the manifest.")
+_SERVICE_ACCOUNT = flags.DEFINE_string("service_account", "", "Service account of the pods.")
+_PULL_SECRET = flags.DEFINE_string("pull_secret", "", "Secret to pull the image with.")
+_QUEUE = flags.DEFINE_string("queue", "", "Kueue's local queue.")
+_CLAIM = flags.DEFINE_string("claim", "libra-jax-runs", "PersistentVolumeClaim that holds workdirs (ReadWriteMany).")
+_STORAGE = flags.DEFINE_string("storage", "", "Size of the claim (100Gi), which is then made, too.")
+_STORAGE_CLASS = flags.DEFINE_string("storage_class", "", "Storage class of a claim that is made.")
+_MOUNT = flags.DEFINE_string("mount", "/runs", "Where the pods see the claim.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run on the claim; default <config>-<hash of config>.")
+_CPUS = flags.DEFINE_string("cpus", "8", "CPUs of a host.")
+_MEMORY = flags.DEFINE_string("memory", "64Gi", "Memory of a host.")
+_HEAD_CPUS = flags.DEFINE_string("head_cpus", "4", "CPUs of the head, where the driver and environments run.")
+_HEAD_MEMORY = flags.DEFINE_string("head_memory", "16Gi", "Memory of the head.")
+_SHARED_MEMORY = flags.DEFINE_string("shared_memory", "8Gi", "Of that, at most, in /dev/shm.")
+_CPU_HOSTS = flags.DEFINE_integer("cpu_hosts", 0, "Further hosts without accelerators, for rewards.", lower_bound=0)
+_TRAIN = flags.DEFINE_enum(
+    "train_accelerator", None, ["gpu", "tpu", "none"], "Default: as config.trainer.platform says."
+)
+_ROLLOUT = flags.DEFINE_enum("rollout_accelerator", None, ["gpu", "tpu", "none"], "Default: gpu, or none on CPU.")
+_TRAIN_SELECTOR = flags.DEFINE_list("train_selector", [], "Labels of nodes that train: key=value,key=value.")
+_ROLLOUT_SELECTOR = flags.DEFINE_list("rollout_selector", [], "Labels of nodes that roll out.")
+_TPU_TYPE = flags.DEFINE_string("tpu_type", "", "TPU of GKE's nodes (tpu-v5-lite-podslice).")
+_TRAIN_TOPOLOGY = flags.DEFINE_string("train_topology", "", "Topology of a TPU slice that trains (4x4).")
+_ROLLOUT_TOPOLOGY = flags.DEFINE_string("rollout_topology", "", "Topology of a TPU slice that rolls out (2x2).")
+_ENV = flags.DEFINE_multi_string("env", [], "NAME=VALUE for all containers; no secrets.")
+_SECRET = flags.DEFINE_multi_string("secret", [], "NAME=SECRET/KEY: a variable from a key of a secret.")
+_SECRETS_FROM = flags.DEFINE_list("secrets_from", [], "Secrets of which each key becomes a variable.")
+_TOKEN_SECRET = flags.DEFINE_string(
+    "ray_token_secret", "", "Secret with Ray's token at auth_token; else KubeRay makes one."
+)
+_GRACE = flags.DEFINE_integer("grace", 120, "Seconds from SIGTERM to SIGKILL: for a checkpoint.", lower_bound=1)
+_RETRIES = flags.DEFINE_integer("retries", 3, "Times that a failed run is started anew.", lower_bound=0)
+_RAY_VERSION = flags.DEFINE_string("ray_version", "", "In the image; default: the one installed here.")
+_CRD = flags.DEFINE_string("crd", None, "Check against this definition: kubectl get crd rayjobs.ray.io -o yaml.")
+_OUTPUT = flags.DEFINE_string("output", None, "File to write; default: standard output.")
+_APPLY = flags.DEFINE_bool("apply", False, "Give it to the cluster with kubectl.")
+
+
+def main() -> None:
+    values = _CONFIG.value.to_dict()
+    file = config_flags.get_config_filename(flags.FLAGS["config"])
+    if "simulation" in values:
+        raise protocols.ConfigError(f"--config={file}: is a config for launch/simulate.py, which needs no cluster")
+    config = libra_config.parse(libra_config.RunConfig, values)
+    checks.validate(config, need_weights=False)
+    objects = manifests.documents(_job(config, file), _KIND.value)
+    if _CRD.value:
+        crds.check(objects[-1], Path(_CRD.value))
+    text = manifests.dump(objects)
+    if _OUTPUT.value:
+        cli.check_output(Path(_OUTPUT.value))
+        Path(_OUTPUT.value).write_text(text)
+    elif not _APPLY.value:
+        print(text, end="")
+    if _APPLY.value:
+        _apply(text, objects[-1]["metadata"]["name"])
+
+
+def _job(config: libra_config.RunConfig, file: str) -> manifests.Job:
+    if not _IMAGE.value:
+        raise protocols.ConfigError("--image: name the container image of the run; third_party/Dockerfile makes one")
+    groups = _groups(config)
+    if config.cluster.address not in ("", "auto"):
+        raise protocols.ConfigError(
+            f"config.cluster.address: {config.cluster.address!r} is another cluster's; leave it empty: a run has its own"
+        )
+    default = f"{config.name}-{libra_config.digest(config)}"
+    workdir = PurePosixPath(_MOUNT.value) / (_WORKDIR.value or default)
+    if not workdir.is_relative_to(_MOUNT.value) or ".." in workdir.parts or str(workdir) == _MOUNT.value:
+        raise protocols.ConfigError(
+            f"--workdir={_WORKDIR.value}: must be a folder below --mount={_MOUNT.value}, the claim"
+        )
+    return manifests.Job(
+        name=_NAME.value or _slug(default),
+        image=_IMAGE.value,
+        command=_command(file),
+        groups=groups,
+        claim=_CLAIM.value,
+        workdir=str(workdir),
+        mount=_MOUNT.value,
+        namespace=_NAMESPACE.value,
+        service_account=_SERVICE_ACCOUNT.value,
+        storage=_quantity("storage", _STORAGE.value) if _STORAGE.value else "",
+        storage_class=_STORAGE_CLASS.value,
+        cpus=_quantity("cpus", _CPUS.value),
+        head_cpus=_quantity("head_cpus", _HEAD_CPUS.value),
+        memory=_quantity("memory", _MEMORY.value),
+        head_memory=_quantity("head_memory", _HEAD_MEMORY.value),
+        shared_memory=_quantity("shared_memory", _SHARED_MEMORY.value),
+        grace=_GRACE.value,
+        retries=_RETRIES.value,
+        environment=_environment(),
+        secrets=_secrets(),
+        secrets_from=_SECRETS_FROM.value,
+        token_secret=_TOKEN_SECRET.value,
+        pull_secret=_PULL_SECRET.value,
+        queue=_QUEUE.value,
+        ray_version=_RAY_VERSION.value or metadata.version("ray"),
+        repository=_REPOSITORY.value,
+    )
+
+
+def _groups(config: libra_config.RunConfig) -> list[manifests.Group]:
+    layout = hosts.layout(config)
+    if layout is None:
+        raise protocols.ConfigError(
+            "config.cluster.accelerators_per_host: is 0, so the run has no hosts to ask for; set it to what a host has "
+            "(and config.cluster.backend to ray)"
+        )
+    platform = config.trainer.platform
+    if platform not in _BY_PLATFORM and not (_TRAIN.value and _ROLLOUT.value):
+        raise protocols.ConfigError(
+            f"config.trainer.platform: {platform!r} does not say what hosts to ask for; set it to cuda, tpu or cpu, or "
+            "give --train_accelerator and --rollout_accelerator"
+        )
+    train, rollout = _BY_PLATFORM.get(platform, ("", ""))
+    each = config.cluster.accelerators_per_host
+    found = [
+        _group("training", layout.of_role("training"), each, _TRAIN.value or train),
+        _group("rollout", layout.of_role("rollout"), each, _ROLLOUT.value or rollout),
+    ]
+    return found + ([manifests.Group("cpu", _CPU_HOSTS.value)] if _CPU_HOSTS.value else [])
+
+
+def _group(
+    role: hosts.Role, members: Sequence[hosts.Host], each: int, accelerator: manifests.Accelerator
+) -> manifests.Group:
+    flag = "train" if role == "training" else "rollout"
+    labels = _TRAIN_SELECTOR.value if role == "training" else _ROLLOUT_SELECTOR.value
+    selector = dict(_pair(f"{flag}_selector", label, "key=value") for label in labels)
+    if accelerator == "none":
+        return manifests.Group(role, len(members), selector=selector)
+    if accelerator == "gpu":
+        most = max(host.accelerators for host in members)
+        return manifests.Group(role, len(members), most, "gpu", selector)
+    topology = _TRAIN_TOPOLOGY.value if role == "training" else _ROLLOUT_TOPOLOGY.value
+    if not _TPU_TYPE.value or not re.fullmatch(r"\d+(x\d+){1,2}", topology):
+        raise protocols.ConfigError(
+            f"--tpu_type, --{flag}_topology: TPU hosts need both, as GKE labels its nodes (tpu-v5-lite-podslice, 4x4)"
+        )
+    chips = math.prod(map(int, topology.split("x")))
+    of_slice = chips // each
+    if chips % each or len(members) % of_slice:
+        raise protocols.ConfigError(
+            f"--{flag}_topology={topology}: a slice has {chips} chips, and the {len(members)} hosts of {role} with "
+            f"{each} each (config.cluster.accelerators_per_host) are not a whole number of slices"
+        )
+    gke = {"cloud.google.com/gke-tpu-accelerator": _TPU_TYPE.value, "cloud.google.com/gke-tpu-topology": topology}
+    return manifests.Group(role, len(members), each, "tpu", {**gke, **selector}, of_slice)
+
+
+def _command(file: str) -> list[str]:
+    """launch/train.py's, with the settings that were given here; the driver joins the Ray that is on its host."""
+    settings = []
+    for name, value in config_flags.get_override_values(flags.FLAGS["config"]).items():
+        plain = value.to_dict() if hasattr(value, "to_dict") else value
+        cleartext.refuse(f"--config.{name}", name, plain, "let the code read it from a variable, given with --secret")
+        settings.append(f"--config.{name}={plain}")
+    settings = [setting for setting in settings if not setting.startswith("--config.cluster.address=")]
+    command = ["python", "launch/train.py", f"--config={file}", *settings, "--config.cluster.address=auto"]
+    if any("\n" in argument for argument in command):
+        raise protocols.ConfigError(
+            "--config: a setting of several lines cannot be passed on; put it into the config file"
+        )
+    return command
+
+
+def _environment() -> dict[str, str]:
+    found = dict(_pair("env", text, "NAME=VALUE") for text in _ENV.value)
+    for name, value in found.items():
+        cleartext.refuse("--env", name, value, f"put it in a secret of the cluster and give --secret={name}=SECRET/KEY")
+    return found
+
+
+def _secrets() -> dict[str, tuple[str, str]]:
+    found = {}
+    for text in _SECRET.value:
+        name, reference = _pair("secret", text, "NAME=SECRET/KEY", shown=False)
+        secret, slash, key = reference.partition("/")
+        if (
+            not slash
+            or not re.fullmatch(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?", secret)
+            or not re.fullmatch(r"[-._\w]+", key)
+        ):
+            raise protocols.ConfigError(
+                f"--secret: what follows {name}= must name a secret of the cluster and a key in it, SECRET/KEY, never "
+                "the value"
+            )
+        found[name] = (secret, key)
+    return found
+
+
+def _pair(flag: str, text: str, form: str, shown: bool = True) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise protocols.ConfigError(f"--{flag}{f'={text}' if shown else ''}: must have the form {form}")
+    return name, value
+
+
+def _quantity(flag: str, text: str) -> str:
+    if not re.fullmatch(r"\d+(\.\d+)?(m|k|[KMGTPE]i?)?", text):
+        raise protocols.ConfigError(f"--{flag}={text}: is no quantity of Kubernetes, like 8, 500m or 64Gi")
+    return text
+
+
+def _slug(name: str) -> str:
+    """A name as Kubernetes wants it; what is too long loses its middle, not the hash at its end."""
+    plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    plain = plain if plain[:1].isalpha() else f"run-{plain}"
+    ending = plain[-9:]
+    return plain if len(plain) <= manifests.LONGEST_NAME else plain[: manifests.LONGEST_NAME - 9].rstrip("-") + ending
+
+
+def _apply(text: str, name: str) -> None:
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        raise protocols.DataError(
+            "--apply: there is no kubectl on the PATH; install it, or leave --apply out and apply later"
+        )
+    try:
+        done = subprocess.run(
+            [kubectl, "apply", "-f", "-"],
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=APPLY_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise protocols.LibraError(
+            f"--apply: kubectl had no answer from the cluster within {APPLY_SECONDS:g} s; see kubectl cluster-info"
+        ) from None
+    if done.returncode:
+        raise protocols.LibraError(f"--apply: kubectl refused it: {' '.join(done.stderr.split())}")
+    print(done.stdout, end="")
+    if done.stdout.rstrip().endswith("unchanged"):
+        print(
+            f"{_KIND.value} {name} is there already: to start it again, first kubectl delete {_KIND.value} {name} "
+            "(its workdir stays, and the run goes on from there)",
+            file=sys.stderr,
+        )
+
+
+cli.run(main)
