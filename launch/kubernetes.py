@@ -30,6 +30,7 @@ from pathlib import Path, PurePosixPath
 import cleartext
 import crds
 import manifests
+import overrides
 from absl import flags
 from ml_collections import config_flags
 
@@ -48,6 +49,7 @@ _BY_PLATFORM = {"cuda": ("gpu", "gpu"), "tpu": ("tpu", "gpu"), "cpu": ("none", "
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "The run's config file, which the image has too.", lock_config=True
 )
+flags.mark_flag_as_required("config")
 _KIND = flags.DEFINE_enum("kind", "rayjob", ["rayjob", "jobset"], "What to render.")
 _NAME = flags.DEFINE_string("name", None, "Name of the object; default <config>-<hash of config>.")
 _IMAGE = flags.DEFINE_string("image", None, "Container image with the repository and its environment.")
@@ -116,7 +118,7 @@ def _job(config: libra_config.RunConfig, file: str) -> manifests.Job:
     groups = _groups(config)
     if config.cluster.address not in ("", "auto"):
         raise protocols.ConfigError(
-            f"config.cluster.address: {config.cluster.address!r} is another cluster's; leave it empty: a run has its own"
+            f"config.cluster.address: {config.cluster.address!r} is another cluster's; leave it empty, a run has one"
         )
     default = f"{config.name}-{libra_config.digest(config)}"
     workdir = PurePosixPath(_MOUNT.value) / (_WORKDIR.value or default)
@@ -124,10 +126,11 @@ def _job(config: libra_config.RunConfig, file: str) -> manifests.Job:
         raise protocols.ConfigError(
             f"--workdir={_WORKDIR.value}: must be a folder below --mount={_MOUNT.value}, the claim"
         )
+    given = overrides.arguments(flags.FLAGS["config"])
     return manifests.Job(
         name=_NAME.value or _slug(default),
         image=_IMAGE.value,
-        command=_command(file),
+        command=["python", "launch/train.py", f"--config={file}", *given, "--config.cluster.address=auto"],
         groups=groups,
         claim=_CLAIM.value,
         workdir=str(workdir),
@@ -203,22 +206,6 @@ def _group(
     return manifests.Group(role, len(members), each, "tpu", {**gke, **selector}, of_slice)
 
 
-def _command(file: str) -> list[str]:
-    """launch/train.py's, with the settings that were given here; the driver joins the Ray that is on its host."""
-    settings = []
-    for name, value in config_flags.get_override_values(flags.FLAGS["config"]).items():
-        plain = value.to_dict() if hasattr(value, "to_dict") else value
-        cleartext.refuse(f"--config.{name}", name, plain, "let the code read it from a variable, given with --secret")
-        settings.append(f"--config.{name}={plain}")
-    settings = [setting for setting in settings if not setting.startswith("--config.cluster.address=")]
-    command = ["python", "launch/train.py", f"--config={file}", *settings, "--config.cluster.address=auto"]
-    if any("\n" in argument for argument in command):
-        raise protocols.ConfigError(
-            "--config: a setting of several lines cannot be passed on; put it into the config file"
-        )
-    return command
-
-
 def _environment() -> dict[str, str]:
     found = dict(_pair("env", text, "NAME=VALUE") for text in _ENV.value)
     for name, value in found.items():
@@ -230,17 +217,13 @@ def _secrets() -> dict[str, tuple[str, str]]:
     found = {}
     for text in _SECRET.value:
         name, reference = _pair("secret", text, "NAME=SECRET/KEY", shown=False)
-        secret, slash, key = reference.partition("/")
-        if (
-            not slash
-            or not re.fullmatch(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?", secret)
-            or not re.fullmatch(r"[-._\w]+", key)
-        ):
+        matched = re.fullmatch(r"([a-z0-9][-.a-z0-9]*)/([-._\w]+)", reference)
+        if matched is None:
             raise protocols.ConfigError(
                 f"--secret: what follows {name}= must name a secret of the cluster and a key in it, SECRET/KEY, never "
                 "the value"
             )
-        found[name] = (secret, key)
+        found[name] = (matched[1], matched[2])
     return found
 
 

@@ -1,10 +1,14 @@
-"""Runs a list of simulated configs under several seeds; one table, one picture, and what is done is not done again.
+"""Runs a list of configs under several seeds; one table, one picture, and what is done is not done again.
 
   python launch/sweep.py --of=configs/ablation.py --configs=static,homogeneous,heterogeneous,cmlfq,elastic --seeds=0,1
   python launch/sweep.py --configs=configs/simulate.py,configs/ablation.py:greedy --output=runs/mine
 
 Each run leaves a file in the output folder, named by its config, its seed and a hash of its settings: the same command
-goes on where it was stopped, and a changed setting runs anew.
+goes on where it was stopped, and a changed setting runs anew. These are simulated runs. With --launcher they are real
+ones, each in a workdir of its own in the output folder (`submission.py`):
+
+  python launch/sweep.py --launcher=here --configs=configs/quickstart.py --seeds=0,1,2 --output=runs/seeds
+  python launch/sweep.py --launcher=slurm --launcher_flags="--partition=gpu" --configs=... --output=/shared/seeds
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import submission
 from absl import flags
 from rich import console, table
 
@@ -39,7 +44,12 @@ _SEEDS = flags.DEFINE_string("seeds", "0", "Seeds, separated by commas.")
 _STEPS = flags.DEFINE_integer("steps", None, "Training steps of each run; default: as its config says.", lower_bound=1)
 _OUTPUT = flags.DEFINE_string("output", "runs/sweep", "Folder for the results.")
 _SENSITIVITY = flags.DEFINE_bool("sensitivity", False, "Move each coefficient by 30%, one at a time, as well.")
-_JOBS = flags.DEFINE_integer("jobs", None, "Runs simulated at a time; default: one a core.", lower_bound=1)
+_JOBS = flags.DEFINE_integer(
+    "jobs", None, "Runs at a time; default: one a core if they are simulated, else one.", lower_bound=1
+)
+_LAUNCHER = flags.DEFINE_enum("launcher", None, list(submission.LAUNCHERS), "Submit real runs with this launcher.")
+_LAUNCHER_FLAGS = flags.DEFINE_string("launcher_flags", "", "Further flags of the launcher, in one string.")
+_AGAIN = flags.DEFINE_bool("again", False, "Submit runs that were submitted before, too: their jobs are gone.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +75,9 @@ def main() -> None:
     names = list(dict.fromkeys(name.strip() for name in _CONFIGS.value.split(",") if name.strip()))
     folder = Path(_OUTPUT.value)
     cli.check_output(folder / "sweep.json")
+    if _LAUNCHER.value:
+        _submit(names, folder)
+        return
     jobs = [_job(name, seed, folder) for name in names for seed in cli.seeds(_SEEDS.value)]
     if _SENSITIVITY.value:
         jobs += [moved for job in list(jobs) for moved in _moves(job, folder)]
@@ -83,12 +96,37 @@ def main() -> None:
     print(f"wrote {folder / 'sweep.json'} and {', '.join(map(str, drawn))}")
 
 
-def _job(name: str, seed: int, folder: Path) -> Job:
+def _submit(names: Sequence[str], folder: Path) -> None:
+    if _SENSITIVITY.value:
+        raise protocols.ConfigError("--sensitivity: moves coefficients of simulated runs; leave out --launcher")
+    runs = []
+    for name in names:
+        for seed in cli.seeds(_SEEDS.value):
+            text, values = _values(name, seed)
+            if "simulation" in values:
+                raise protocols.ConfigError(f"--configs: {text} is a simulated run; leave out --launcher")
+            config = libra_config.parse(libra_config.RunConfig, values)
+            workdir = submission.workdir(folder, name, config)
+            runs.append(submission.Run(name, text, config, _STEPS.value, workdir))
+    submission.run(runs, folder, _LAUNCHER.value, _LAUNCHER_FLAGS.value, jobs=_JOBS.value or 1, again=_AGAIN.value)
+
+
+def _values(name: str, seed: int) -> tuple[str, dict[str, Any]]:
+    """The config file with its variant, and what it says with the seed and --steps."""
     text = f"{_OF.value}:{name}" if _OF.value else name
     values = _load(text)
     values["seed"] = seed
     if _STEPS.value:
         values["steps"] = _STEPS.value
+    return text, values
+
+
+def _job(name: str, seed: int, folder: Path) -> Job:
+    text, values = _values(name, seed)
+    if "simulation" not in values:
+        raise protocols.ConfigError(
+            f"--configs: {text} is no simulated run (it has no config.simulation); --launcher=here runs real ones"
+        )
     run = libra_config.parse(settings.SimulatedRun, values)
     run = comparison.prepare(run, [run.scheduler.policy])
     return Job(name, run, _file(name, run, folder))
@@ -150,8 +188,6 @@ def _load(text: str) -> dict[str, Any]:
     except (ValueError, TypeError, AttributeError, ImportError, SyntaxError) as error:
         raise protocols.ConfigError(f"--configs: {text}: {error}") from error
     values: dict[str, Any] = made.to_dict()
-    if "simulation" not in values:
-        raise protocols.ConfigError(f"--configs: {text} is no simulated run (it has no config.simulation)")
     return values
 
 

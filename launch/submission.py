@@ -1,0 +1,177 @@
+"""Real runs of a sweep, given to a launcher: launch/train.py here, launch/slurm.py or launch/kubernetes.py elsewhere.
+
+Each run has a workdir of its own in the sweep's folder. What was submitted is written down there, so that the same
+command submits nothing twice; runs here are waited for, what others run is looked up in the workdirs, as far as they
+can be seen from here.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich import console, table
+
+from libra_jax import config as libra_config
+from libra_jax import parent_death, protocols
+from libra_jax.telemetry import files, metrics
+
+LAUNCHERS = {"here": "train.py", "slurm": "slurm.py", "kubernetes": "kubernetes.py"}
+"""Script of each launcher."""
+
+SUBMIT_SECONDS = 180.0
+"""In which a launcher has to submit a run."""
+
+RECORD = "submitted.jsonl"
+LAST = 10
+"""Training steps whose mean reward the table has."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run.
+
+    Attributes:
+      name: the config's, as the table has it.
+      file: the config file, with its variant.
+      config: what that says, the seed and steps included.
+      steps: that were asked for, where it was not the config that did.
+      workdir: of the run.
+    """
+
+    name: str
+    file: str
+    config: libra_config.RunConfig
+    steps: int | None
+    workdir: Path
+
+    def command(self, launcher: str, extra: Sequence[str]) -> list[str]:
+        """Of the launcher, for this run."""
+        settings = [f"--config={self.file}", f"--config.seed={self.config.seed}"]
+        settings += [f"--config.steps={self.steps}"] if self.steps else []
+        apply = ["--apply"] if launcher == "kubernetes" else []
+        script = Path(__file__).parent / LAUNCHERS[launcher]
+        return [sys.executable, str(script), *settings, f"--workdir={self.workdir}", *apply, *extra]
+
+    def rewards(self) -> list[float]:
+        """Of the training steps that are recorded."""
+        recorded = metrics.read(self.workdir / metrics.METRICS_FILE)
+        return [scalars["reward/mean"] for step, scalars in recorded.items() if step > 0 and "reward/mean" in scalars]
+
+    @property
+    def taken(self) -> int:
+        """Training steps that are recorded."""
+        return max(metrics.read(self.workdir / metrics.METRICS_FILE), default=0)
+
+    @property
+    def done(self) -> bool:
+        """Whether it took all its steps."""
+        return self.taken >= self.config.steps
+
+
+def workdir(folder: Path, name: str, config: libra_config.RunConfig) -> Path:
+    """Of a run of a sweep: named by its config, its seed and a hash of its settings."""
+    title = name.replace(".py", "").replace("/", "-").replace(":", "-").strip("-.")
+    return folder / f"{title}-seed{config.seed}-{libra_config.digest(config)}"
+
+
+def run(runs: Sequence[Run], folder: Path, launcher: str, flags: str, *, jobs: int, again: bool) -> None:
+    """Submits the runs that neither are done nor were submitted before; prints a table of all.
+
+    Args:
+      runs: of the sweep.
+      folder: of the sweep; its record is there.
+      launcher: of `LAUNCHERS`.
+      flags: further ones for the launcher, as a shell would have them.
+      jobs: runs at a time, where they run here.
+      again: submit what was submitted before, too, unless it is done.
+
+    Raises:
+      ConfigError: the flags cannot be read.
+      LibraError: some could not be submitted, or failed here; the others were.
+    """
+    try:
+        extra = shlex.split(flags)
+    except ValueError as error:
+        raise protocols.ConfigError(f"--launcher_flags: cannot be read as a shell would ({error})") from error
+    answers = dict(_recorded(folder / RECORD))
+    unfinished = [entry for entry in runs if not entry.done]
+    left = [entry for entry in unfinished if again or entry.workdir.name not in answers]
+    done, before = len(runs) - len(unfinished), len(unfinished) - len(left)
+    _say(f"{len(runs)} runs: {done} done, {before} submitted before, {len(left)} now")
+    failed = {}
+    with concurrent.futures.ThreadPoolExecutor(jobs if launcher == "here" else 1) as pool:
+        doing = {pool.submit(_launch, entry, launcher, extra): entry for entry in left}
+        for number, future in enumerate(concurrent.futures.as_completed(doing), start=1):
+            entry, (answer, problem) = doing[future], future.result()
+            if problem:
+                failed[entry.workdir.name] = problem
+            elif launcher != "here":
+                answers[entry.workdir.name] = answer
+                _record(folder / RECORD, entry, launcher, answer)
+            _say(f"[{number}/{len(left)}] {entry.workdir.name}: {problem or answer}")
+    _print(runs, answers, failed)
+    if failed:
+        named = "; ".join(f"{name}: {problem}" for name, problem in failed.items())
+        raise protocols.LibraError(f"{len(failed)} of {len(left)} runs failed, the others are kept: {named}")
+
+
+def _launch(entry: Run, launcher: str, extra: Sequence[str]) -> tuple[str, str]:
+    """What the launcher answered, and what went wrong; one of the two is empty. A run here is waited for."""
+    command = entry.command(launcher, extra)
+    entry.workdir.parent.mkdir(parents=True, exist_ok=True)
+    here = launcher == "here"
+    log = entry.workdir.with_name(f"{entry.workdir.name}.log")
+    with log.open("a") as out:
+        begun = out.tell()
+        try:
+            # A run has deadlines of its own for whatever it waits for.
+            limit = None if here else SUBMIT_SECONDS
+            program = parent_death.command(command)
+            code = subprocess.run(program, stdout=out, stderr=subprocess.STDOUT, timeout=limit, check=False).returncode
+        except subprocess.TimeoutExpired:
+            return "", f"launch/{LAUNCHERS[launcher]} did not submit it within {SUBMIT_SECONDS:g} s (log: {log})"
+    said = log.read_bytes()[begun:].decode(errors="replace")
+    lines = [line for line in said.splitlines() if line.strip()]
+    if code:
+        errors = [line for line in lines if line.startswith("error: ")]
+        last = (errors or lines or ["it said nothing"])[-1].removeprefix("error: ")
+        return "", f"{last} (status {code}, log: {log})"
+    if here:
+        return f"{entry.taken} steps", ""
+    return lines[-1] if lines else "submitted", ""
+
+
+def _recorded(path: Path) -> Iterator[tuple[str, str]]:
+    """What was submitted before: the launcher's answer by the workdir's name."""
+    if path.exists():
+        for record in files.whole_json_lines(path):
+            yield str(record["run"]), str(record["answer"])
+
+
+def _record(path: Path, entry: Run, launcher: str, answer: str) -> None:
+    line = {"run": entry.workdir.name, "launcher": launcher, "answer": answer}
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def _print(runs: Sequence[Run], answers: dict[str, str], failed: dict[str, str]) -> None:
+    rows = table.Table("config", "seed", "state", "steps", f"reward, last {LAST}", "submitted as")
+    for entry in runs:
+        name, rewards = entry.workdir.name, entry.rewards()
+        state = "done" if entry.done else "failed" if name in failed else "submitted" if name in answers else "left"
+        mean = f"{statistics.fmean(rewards[-LAST:]):.3f}" if rewards else ""
+        steps = f"{entry.taken} of {entry.config.steps}"
+        rows.add_row(entry.name, str(entry.config.seed), state, steps, mean, answers.get(name, ""))
+    console.Console(width=None if sys.stdout.isatty() else 160).print(rows)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
