@@ -57,7 +57,7 @@ def strict(schema: Any) -> Any:
     return found
 
 
-_META = {"apiVersion": {"type": "string"}, "kind": {"type": "string"}, "metadata": {"type": "object"}}
+_META: dict[str, Any] = {"apiVersion": {"type": "string"}, "kind": {"type": "string"}, "metadata": {}}
 """Every object has them; what metadata may hold is Kubernetes' own."""
 
 

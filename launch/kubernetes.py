@@ -98,8 +98,10 @@ def main() -> None:
     if "simulation" in values:
         raise protocols.ConfigError(f"--config={file}: is a config for launch/simulate.py, which needs no cluster")
     config = libra_config.parse(libra_config.RunConfig, values)
+    given = overrides.arguments(flags.FLAGS["config"])  # first: what is wrong with a secret would be told in an error
     checks.validate(config, need_weights=False)
-    objects = manifests.documents(_job(config, file), _KIND.value)
+    command = ["python", "launch/train.py", f"--config={file}", *given, "--config.cluster.address=auto"]
+    objects = manifests.documents(_job(config, command), _KIND.value)
     if _CRD.value:
         crds.check(objects[-1], Path(_CRD.value))
     text = manifests.dump(objects)
@@ -112,7 +114,7 @@ def main() -> None:
         _apply(text, objects[-1]["metadata"]["name"])
 
 
-def _job(config: libra_config.RunConfig, file: str) -> manifests.Job:
+def _job(config: libra_config.RunConfig, command: Sequence[str]) -> manifests.Job:
     if not _IMAGE.value:
         raise protocols.ConfigError("--image: name the container image of the run; third_party/Dockerfile makes one")
     groups = _groups(config)
@@ -126,11 +128,10 @@ def _job(config: libra_config.RunConfig, file: str) -> manifests.Job:
         raise protocols.ConfigError(
             f"--workdir={_WORKDIR.value}: must be a folder below --mount={_MOUNT.value}, the claim"
         )
-    given = overrides.arguments(flags.FLAGS["config"])
     return manifests.Job(
         name=_NAME.value or _slug(default),
         image=_IMAGE.value,
-        command=["python", "launch/train.py", f"--config={file}", *given, "--config.cluster.address=auto"],
+        command=command,
         groups=groups,
         claim=_CLAIM.value,
         workdir=str(workdir),

@@ -19,6 +19,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import overrides
@@ -60,8 +61,11 @@ def main() -> int | None:
     if "simulation" in values:
         raise protocols.ConfigError(f"--config={file}: is a config for launch/simulate.py, which needs no pod")
     config = libra_config.parse(libra_config.RunConfig, values)
+    given = overrides.arguments(flags.FLAGS["config"])  # first: what is wrong with a secret would be told in an error
     checks.validate(config, need_weights=False)
-    script = _script(config, file)
+    command = ["python", "launch/train.py", f"--config={file}", *given, "--config.cluster.address=auto"]
+    command.append(f"--workdir={_WORKDIR.value}")
+    script = _script(config, command)
     if _OUTPUT.value:
         cli.check_output(Path(_OUTPUT.value))
         Path(_OUTPUT.value).write_text(script)
@@ -75,10 +79,10 @@ def main() -> int | None:
     return subprocess.run(["bash", "-c", script], check=False).returncode  # the script bounds its own waits
 
 
-def _script(config: libra_config.RunConfig, file: str) -> str:
+def _script(config: libra_config.RunConfig, command: Sequence[str]) -> str:
     for flag in (_PROJECT, _ZONE, _TYPE, _RUNTIME, _WORKDIR):
         if not flag.value:
-            raise protocols.ConfigError(f"--{flag.name}: is needed, {flag.help[0].lower()}{flag.help[1:]}")
+            raise protocols.ConfigError(f"--{flag.name}: is needed: {flags.FLAGS[flag.name].help}")
     if not Path(_WORKDIR.value).is_absolute():
         raise protocols.ConfigError(f"--workdir={_WORKDIR.value}: must be absolute: every host sees it there")
     name = _NAME.value or re.sub(r"[^a-z0-9]+", "-", f"{config.name}-{libra_config.digest(config)}".lower())
@@ -94,15 +98,17 @@ def _script(config: libra_config.RunConfig, file: str) -> str:
         "setup": _SETUP.value,
         "delete": "1" if _DELETE.value else "",
     }
-    command = ["python", "launch/train.py", f"--config={file}", *overrides.arguments(flags.FLAGS["config"])]
-    command += ["--config.cluster.address=auto", f"--workdir={_WORKDIR.value}"]
     try:
         create = shlex.split(_CREATE.value)
     except ValueError as error:
         raise protocols.ConfigError(f"--create_flags: cannot be read as a shell would ({error})") from error
     lines = ["#!/usr/bin/env bash", "set -euo pipefail"]
     lines += [f"{key}={shlex.quote(str(value))}" for key, value in variables.items()]
-    lines += [_array("create", create), _array("rollout_hosts", _ROLLOUT_HOSTS.value), _array("command", command)]
+    lines += [
+        _array("create", create),
+        _array("rollout_hosts", _ROLLOUT_HOSTS.value),
+        _array("command", [*command, f"--workdir={_WORKDIR.value}"]),
+    ]
     return "\n".join([*lines, "", BODY.read_text()])
 
 

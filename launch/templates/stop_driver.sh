@@ -8,6 +8,6 @@ read -r process host 2>/dev/null <"$running" || exit 0
 [ "$host" = "$HOSTNAME" ] || exit 0
 kill -TERM "$process" 2>/dev/null || exit 0
 for ((half = 0; half < 2 * LIBRA_JAX_GRACE; half++)); do
-  kill -0 "$process" 2>/dev/null || exit 0
+  [ -e "$running" ] && kill -0 "$process" 2>/dev/null || exit 0
   sleep 0.5
 done

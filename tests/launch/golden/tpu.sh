@@ -1,0 +1,86 @@
+#!/usr/bin/env bash
+set -euo pipefail
+name=mine
+project=lab
+zone=us-east5-b
+accelerator_type=v6e-8
+runtime_version=v2-alpha-tpuv6e
+hosts=2
+wait_seconds=43200
+repository=libra-jax
+setup='git -C libra-jax pull'
+delete=''
+create=(
+  --spot
+  --labels=team=rl
+)
+rollout_hosts=(
+  gpu-0
+)
+command=(
+  python
+  launch/train.py
+  --config=configs/qwen3_1p7b_8gpu.py
+  --config.trainer.platform=tpu
+  --config.trainer.fsdp=8
+  --config.trainer.rows_per_micro_batch=8
+  --config.trainer.processes=2
+  --config.cluster.backend=ray
+  --config.cluster.accelerators_per_host=4
+  --config.cluster.address=auto
+  --workdir=/shared/mine
+  --workdir=/shared/mine
+)
+
+# shellcheck shell=bash disable=SC2154,SC2029 # launch/tpu.py writes the variables above; they are meant to be read here
+# A run whose trainer is a pod of Cloud TPU VMs, and whose rollout is on other hosts: asks for the pod, joins all hosts
+# by Ray, and runs the driver on the pod's first. Started again, it goes on where it was.
+
+tpus() { gcloud compute tpus "$@" --project="$project" --zone="$zone"; }
+worker() { tpus tpu-vm ssh "$name" --worker="$1" --command="$2"; }
+address() { tpus tpu-vm describe "$name" --format='value(networkEndpoints[0].ipAddress)'; }
+state() { tpus queued-resources describe "$name" --format='value(state.state)' 2>/dev/null; }
+
+echo "Asking for $name, $accelerator_type in $zone ..." >&2
+if [ -z "$(state)" ]; then
+  tpus queued-resources create "$name" --node-id="$name" --accelerator-type="$accelerator_type" \
+    --runtime-version="$runtime_version" "${create[@]}"
+fi
+if [ -n "$delete" ]; then
+  trap 'tpus queued-resources delete "$name" --force --quiet' EXIT
+fi
+SECONDS=0
+until [ "$(state)" = ACTIVE ]; do
+  case "$(state)" in
+  FAILED | SUSPENDED)
+    echo "$name is $(state); see gcloud compute tpus queued-resources describe $name" >&2
+    exit 1
+    ;;
+  esac
+  if ((SECONDS > wait_seconds)); then
+    echo "$name was not given out within $wait_seconds s; it stays asked for" >&2
+    exit 1
+  fi
+  sleep 20
+done
+
+if [ -n "$setup" ]; then
+  worker all "$setup"
+  for host in "${rollout_hosts[@]}"; do ssh "$host" "$setup"; done
+fi
+
+echo "Joining $hosts hosts of the pod and ${#rollout_hosts[@]} of rollout ..." >&2
+# Whoever reaches Ray could run code in it: every peer shows this token, which travels by standard input alone.
+token=$(openssl rand -hex 32)
+store='umask 077; mkdir -p ~/.ray; cat >~/.ray/auth_token'
+start="cd $repository && export RAY_AUTH_MODE=token && .venv/bin/ray stop --grace-period 20 && .venv/bin/ray start"
+for ((host = 0; host < hosts; host++)); do worker "$host" "$store" <<<"$token"; done
+for host in "${rollout_hosts[@]}"; do ssh "$host" "$store" <<<"$token"; done
+head="$(address):6379"
+worker 0 "$start --head --port=6379 --include-dashboard=false --disable-usage-stats"
+for ((host = 1; host < hosts; host++)); do worker "$host" "$start --address=$head --disable-usage-stats"; done
+for host in "${rollout_hosts[@]}"; do ssh "$host" "$start --address=$head --disable-usage-stats"; done
+
+driver="cd $repository && export RAY_AUTH_MODE=token && exec .venv/bin/$(printf '%q ' "${command[@]}")"
+# With a terminal there, Ctrl-C reaches the driver.
+gcloud compute tpus tpu-vm ssh "$name" --project="$project" --zone="$zone" --worker=0 --command="$driver" -- -t
