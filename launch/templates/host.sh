@@ -15,7 +15,8 @@ done
 
 ray start --address="$LIBRA_JAX_HEAD:6379" --disable-usage-stats --block &
 ray=$!
-trap 'bash launch/templates/await_driver.sh; kill -TERM "$ray" 2>/dev/null' TERM
+# Told to end, Ray would first ask its head, which is gone by then, for 30 s; what it started ends with the container.
+trap 'bash launch/templates/await_driver.sh; kill -KILL "$ray" 2>/dev/null' TERM
 wait "$ray"
 status=$?
 while kill -0 "$ray" 2>/dev/null; do # the trap ended the wait, not Ray
