@@ -125,28 +125,28 @@ def run(runs: Sequence[Run], folder: Path, launcher: str, flags: str, *, jobs: i
 
 def _launch(entry: Run, launcher: str, extra: Sequence[str]) -> tuple[str, str]:
     """What the launcher answered, and what went wrong; one of the two is empty. A run here is waited for."""
-    command = entry.command(launcher, extra)
+    here, script = launcher == "here", LAUNCHERS[launcher]
     entry.workdir.parent.mkdir(parents=True, exist_ok=True)
-    here = launcher == "here"
     log = entry.workdir.with_name(f"{entry.workdir.name}.log")
-    with log.open("a") as out:
+    with log.open("a+") as out:
         begun = out.tell()
+        program = parent_death.command(entry.command(launcher, extra))
+        answers = out if here else subprocess.PIPE
+        limit = None if here else SUBMIT_SECONDS  # a run has deadlines of its own for whatever it waits for
         try:
-            # A run has deadlines of its own for whatever it waits for.
-            limit = None if here else SUBMIT_SECONDS
-            program = parent_death.command(command)
-            code = subprocess.run(program, stdout=out, stderr=subprocess.STDOUT, timeout=limit, check=False).returncode
+            done = subprocess.run(program, stdout=answers, stderr=out, timeout=limit, check=False, text=True)
         except subprocess.TimeoutExpired:
-            return "", f"launch/{LAUNCHERS[launcher]} did not submit it within {SUBMIT_SECONDS:g} s (log: {log})"
-    said = log.read_bytes()[begun:].decode(errors="replace")
-    lines = [line for line in said.splitlines() if line.strip()]
-    if code:
-        errors = [line for line in lines if line.startswith("error: ")]
-        last = (errors or lines or ["it said nothing"])[-1].removeprefix("error: ")
-        return "", f"{last} (status {code}, log: {log})"
+            return "", f"launch/{script} did not submit it within {SUBMIT_SECONDS:g} s (log: {log})"
+        out.seek(begun)
+        said = [line for line in out.read().splitlines() if line.strip()]
+    if done.returncode:
+        errors = [line for line in said if line.startswith("error: ")]
+        last = (errors or said or ["it said nothing"])[-1].removeprefix("error: ")
+        return "", f"{last} (status {done.returncode}, log: {log})"
     if here:
         return f"{entry.taken} steps", ""
-    return lines[-1] if lines else "submitted", ""
+    answer = [line for line in done.stdout.splitlines() if line.strip()]
+    return answer[-1] if answer else "submitted", ""
 
 
 def _recorded(path: Path) -> Iterator[tuple[str, str]]:

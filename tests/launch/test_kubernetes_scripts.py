@@ -199,9 +199,7 @@ def test_the_head_and_a_host_of_a_jobset_join_and_leave_together_by_real_ray(tmp
             assert time.monotonic() < deadline, said(workdir)
             time.sleep(0.2)
         assert (workdir / "ready").read_text() == "2", said(workdir)
-        for process in psutil.Process(pods.pid).children(
-            recursive=True
-        ):  # all at once, as when a set is deleted
+        for process in psutil.Process(pods.pid).children(recursive=True):  # all at once, as when a set is deleted
             if process.cmdline() in MAIN_PROCESSES:
                 process.terminate()
         out, _ = pods.communicate(timeout=60)

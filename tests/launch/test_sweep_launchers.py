@@ -1,0 +1,168 @@
+"""launch/sweep.py --launcher: real runs are submitted once each, those that are done never again, and one table."""
+
+import json
+import stat
+
+import pytest
+import scripts
+import submission
+
+from libra_jax import config as libra_config
+from libra_jax.protocols import ConfigError, LibraError
+
+CONFIG = """
+import ml_collections
+from libra_jax import config as libra_config
+
+def get_config(variant="plain"):
+    config = ml_collections.ConfigDict(libra_config.to_dict(libra_config.RunConfig()))
+    config.name, config.steps = f"small-{variant}", 2
+    config.rollout.engine = "fake"
+    config.coordinator.groups_per_step = config.coordinator.group_size = 2
+    config.trainer.rows_per_micro_batch = 1
+    config.trainer.platform = "cpu"
+    if variant == "hosts":
+        config.cluster.backend, config.cluster.accelerators_per_host = "ray", 1
+    return config
+"""
+
+LAUNCHER = """
+import json, pathlib, sys
+given = dict(argument.removeprefix("--").split("=", 1) for argument in sys.argv[1:] if "=" in argument)
+workdir = pathlib.Path(given["workdir"])
+with open(workdir.parent / "calls", "a") as calls:
+    calls.write(json.dumps(given) + "\\n")
+if "--fail" in sys.argv and workdir.name.startswith("b-"):
+    print("error: no room", file=sys.stderr)
+    sys.exit(1)
+if "--train" in sys.argv:
+    workdir.mkdir()
+    steps = [json.dumps({"step": step, "reward/mean": 0.5}) for step in (1, 2)]
+    (workdir / "metrics.jsonl").write_text("\\n".join(steps) + "\\n")
+print("Submitted.", file=sys.stderr)
+print(40 + len((workdir.parent / "calls").read_text().splitlines()))
+"""
+
+
+@pytest.fixture
+def sweep(tmp_path, monkeypatch):
+    """Two runs, and a launcher that notes how it was called: returns (runs, folder, its calls)."""
+    script = tmp_path / "launcher.py"
+    script.write_text(LAUNCHER)
+    monkeypatch.setattr(submission, "LAUNCHERS", dict.fromkeys(submission.LAUNCHERS, str(script)))
+    folder = tmp_path / "sweep"
+    config = libra_config.parse(libra_config.RunConfig, {"steps": 2, "seed": 3})
+    runs = [
+        submission.Run(name, f"configs/{name}.py", config, 2, submission.workdir(folder, name, config))
+        for name in ("a", "b")
+    ]
+
+    def calls():
+        return [json.loads(line) for line in (folder / "calls").read_text().splitlines()]
+
+    return runs, folder, calls
+
+
+def submit(runs, folder, launcher, flags="", **options):
+    submission.run(runs, folder, launcher, flags, **{"jobs": 1, "again": False, **options})
+
+
+def test_a_run_is_submitted_once_with_its_own_workdir(sweep, capsys):
+    runs, folder, calls = sweep
+    submit(runs, folder, "slurm", "--partition=gpu --comment='two words'")
+    first, second = calls()
+    assert first["config"] == "configs/a.py"
+    assert (first["config.seed"], first["config.steps"], first["partition"]) == ("3", "2", "gpu")
+    assert first["comment"] == "two words"
+    assert first["workdir"] != second["workdir"]
+    shown = capsys.readouterr()
+    assert "2 runs: 0 done, 0 submitted before, 2 now" in shown.err
+    assert "41" in shown.out
+    assert "42" in shown.out
+
+    submit(runs, folder, "slurm")
+    assert len(calls()) == 2
+    shown = capsys.readouterr()
+    assert "2 runs: 0 done, 2 submitted before, 0 now" in shown.err
+    assert "41" in shown.out, "the table still tells what it was submitted as"
+
+    submit(runs, folder, "slurm", again=True)
+    assert len(calls()) == 4
+
+
+def test_what_is_done_is_not_submitted_again(sweep, capsys):
+    runs, folder, calls = sweep
+    submit(runs[:1], folder, "here", "--train")
+    assert "0.500" in capsys.readouterr().out
+    submit(runs, folder, "slurm", again=True)
+    assert [call["config"] for call in calls()] == ["configs/a.py", "configs/b.py"]
+    shown = capsys.readouterr()
+    assert "2 runs: 1 done, 0 submitted before, 1 now" in shown.err
+    assert "2 of 2" in shown.out
+
+
+def test_what_could_not_be_submitted_is_told_and_submitted_the_next_time(sweep, capsys):
+    runs, folder, calls = sweep
+    with pytest.raises(LibraError, match=r"1 of 2 runs failed, the others are kept: b-seed3-\w+: no room \(status 1"):
+        submit(runs, folder, "slurm", "--fail")
+    assert "failed" in capsys.readouterr().out
+    submit(runs, folder, "slurm")
+    assert [call["config"] for call in calls()] == ["configs/a.py", "configs/b.py", "configs/b.py"]
+
+
+def test_a_launcher_that_does_not_answer_is_given_up(sweep, monkeypatch):
+    runs, folder, _ = sweep
+    monkeypatch.setattr(submission, "SUBMIT_SECONDS", 0.01)
+    with pytest.raises(LibraError, match=r"did not submit it within 0\.01 s"):
+        submit(runs[:1], folder, "slurm")
+
+
+def test_flags_that_no_shell_would_read_are_refused(sweep):
+    runs, folder, _ = sweep
+    with pytest.raises(ConfigError, match="--launcher_flags: cannot be read"):
+        submit(runs, folder, "slurm", "--comment='two")
+
+
+def test_a_sweep_is_given_to_kubernetes_run_by_run(tmp_path, monkeypatch):
+    (tmp_path / "small.py").write_text(CONFIG)
+    kubectl = tmp_path / "kubectl"
+    kubectl.write_text(f"#!/bin/sh\ncat >>{tmp_path}/applied\necho rayjob.ray.io/mine created\n")
+    kubectl.chmod(kubectl.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    arguments = (f"--of={tmp_path}/small.py", "--configs=hosts", "--seeds=0,1", f"--output={tmp_path}/runs")
+    launcher = ("--launcher=kubernetes", f"--launcher_flags=--image=i --mount={tmp_path}/runs")
+    result = scripts.run("sweep.py", *arguments, *launcher)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("rayjob.ray.io/mine created") == 2
+    applied = (tmp_path / "applied").read_text()
+    for seed in (0, 1):
+        assert f"--config.seed={seed}\n" in applied
+        assert f"value: {tmp_path}/runs/hosts-seed{seed}-" in applied
+
+
+@pytest.mark.slow
+def test_a_sweep_runs_here_and_goes_on(tmp_path):
+    (tmp_path / "small.py").write_text(CONFIG)
+    arguments = (f"--of={tmp_path}/small.py", "--configs=plain", f"--output={tmp_path}/runs", "--launcher=here")
+    first = scripts.run("sweep.py", *arguments, seconds=280)
+    assert first.returncode == 0, first.stderr + "".join(path.read_text() for path in (tmp_path / "runs").glob("*.log"))
+    assert "2 of 2" in first.stdout
+    again = scripts.run("sweep.py", *arguments)
+    assert "1 runs: 1 done, 0 submitted before, 0 now" in again.stderr
+    more = scripts.run("sweep.py", *arguments, "--steps=3", seconds=280)
+    assert "3 of 3" in more.stdout, more.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragments"),
+    [
+        (("--configs=configs/simulate.py",), ("configs/simulate.py is a simulated run; leave out --launcher",)),
+        (
+            ("--configs=configs/quickstart.py", "--sensitivity"),
+            ("--sensitivity: moves coefficients",),
+        ),
+    ],
+)
+def test_what_cannot_be_submitted_is_refused_in_a_sentence(arguments, fragments, tmp_path):
+    result = scripts.run("sweep.py", *arguments, f"--output={tmp_path}", "--launcher=here")
+    scripts.assert_one_sentence(result, *fragments)
