@@ -43,7 +43,11 @@ from libra_jax.cluster import hosts
 APPLY_SECONDS = 120.0
 """In which the cluster has to take a manifest."""
 
-_BY_PLATFORM = {"cuda": ("gpu", "gpu"), "tpu": ("tpu", "gpu"), "cpu": ("none", "none")}
+_BY_PLATFORM: dict[str, tuple[manifests.Accelerator, manifests.Accelerator]] = {
+    "cuda": ("gpu", "gpu"),
+    "tpu": ("tpu", "gpu"),
+    "cpu": ("none", "none"),
+}
 """Accelerators that train and that roll out, by config.trainer.platform."""
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -171,7 +175,7 @@ def _groups(config: libra_config.RunConfig) -> list[manifests.Group]:
             f"config.trainer.platform: {platform!r} does not say what hosts to ask for; set it to cuda, tpu or cpu, or "
             "give --train_accelerator and --rollout_accelerator"
         )
-    train, rollout = _BY_PLATFORM.get(platform, ("", ""))
+    train, rollout = _BY_PLATFORM.get(platform, ("none", "none"))
     each = config.cluster.accelerators_per_host
     found = [
         _group("training", layout.of_role("training"), each, _TRAIN.value or train),

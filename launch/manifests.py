@@ -5,8 +5,10 @@ hosts that roll out, as `libra_jax.cluster.hosts` lays the run out; all mount on
 Ray joins the hosts and asks every peer for its token. What runs in the pods is in launch/templates/: those scripts, as
 all the code, are the image's.
 
-Fields follow the API references of KubeRay 1.6 (rayClusterSpec.authOptions came with 1.5.1, its secretName later),
-JobSet 0.12 and Kubernetes 1.3x. No manifest has been applied to a cluster yet: not run.
+A JobSet, and the pods and claims of both kinds, are valid by the published models (tests/launch/test_manifests.py). A
+RayJob's own fields follow the API reference of KubeRay 1.6 (authOptions came with 1.5.1, its secretName later); its
+CustomResourceDefinition is not in this repository, so `--crd` takes that of your cluster. No manifest has been applied
+to a cluster yet: not run.
 """
 
 from __future__ import annotations
@@ -285,7 +287,8 @@ def _environment(job: Job, *, head: bool, operated: bool) -> list[dict[str, Any]
         own |= {"LIBRA_JAX_HEAD": f"{job.name}-head-0-0.{job.name}", "RAY_AUTH_MODE": "token"}
         secret["RAY_AUTH_TOKEN"] = (job.token_secret, TOKEN_KEY)
     # Kubernetes replaces $(NAME) in values; doubled, the dollar stands for itself.
-    values = {name: {"value": value.replace("$(", "$$(")} for name, value in {**job.environment, **own}.items()}
+    plain = {**job.environment, **own}
+    values: dict[str, dict[str, Any]] = {name: {"value": text.replace("$(", "$$(")} for name, text in plain.items()}
     values |= {name: {"valueFrom": {"secretKeyRef": {"name": of, "key": key}}} for name, (of, key) in secret.items()}
     return [{"name": name, **values[name]} for name in sorted(values)]
 
