@@ -286,6 +286,8 @@ def _environment(job: Job, *, head: bool, operated: bool) -> list[dict[str, Any]
     if not operated:
         own |= {"LIBRA_JAX_HEAD": f"{job.name}-head-0-0.{job.name}", "RAY_AUTH_MODE": "token"}
         secret["RAY_AUTH_TOKEN"] = (job.token_secret, TOKEN_KEY)
+    if head and not operated:
+        own["LIBRA_JAX_HOSTS"] = str(sum(group.count for group in job.groups))
     # Kubernetes replaces $(NAME) in values; doubled, the dollar stands for itself.
     plain = {**job.environment, **own}
     values: dict[str, dict[str, Any]] = {name: {"value": text.replace("$(", "$$(")} for name, text in plain.items()}
