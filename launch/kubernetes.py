@@ -8,8 +8,8 @@ rolls out, and a head without accelerators for the driver. `--config.` settings 
 holds the repository (third_party/Dockerfile), a RayJob's also ray[default]; many hosts may write to the claim. A run
 that fails, or whose hosts are taken away, is started anew with the same workdir: it goes on from its last checkpoint.
 
-No cluster has run these yet: not run. launch/manifests.py says of which versions the schemas are; --crd checks against
-the cluster's own.
+No cluster has run these yet: not run. Hosts of two kinds (TPU and GPU) are rendered, and not placed yet. Of which
+versions the schemas are: launch/manifests.py; --crd checks against the cluster's own.
 """
 
 from __future__ import annotations
@@ -175,11 +175,18 @@ def _groups(config: libra_config.RunConfig) -> list[manifests.Group]:
             f"config.trainer.platform: {platform!r} does not say what hosts to ask for; set it to cuda, tpu or cpu, or "
             "give --train_accelerator and --rollout_accelerator"
         )
-    train, rollout = _BY_PLATFORM.get(platform, ("none", "none"))
+    defaults = _BY_PLATFORM.get(platform, ("none", "none"))
+    train, rollout = _TRAIN.value or defaults[0], _ROLLOUT.value or defaults[1]
+    if train != rollout:
+        print(
+            f"note: hosts that train have {train}, hosts that roll out {rollout}; the Ray backend still asks each host "
+            "for the accelerators of config.trainer.platform, and will not place such a run",
+            file=sys.stderr,
+        )
     each = config.cluster.accelerators_per_host
     found = [
-        _group("training", layout.of_role("training"), each, _TRAIN.value or train),
-        _group("rollout", layout.of_role("rollout"), each, _ROLLOUT.value or rollout),
+        _group("training", layout.of_role("training"), each, train),
+        _group("rollout", layout.of_role("rollout"), each, rollout),
     ]
     return found + ([manifests.Group("cpu", _CPU_HOSTS.value)] if _CPU_HOSTS.value else [])
 

@@ -10,7 +10,8 @@ are the run's own: a Ray that an earlier start left on them is stopped.
 On GKE, launch/kubernetes.py takes TPU hosts.
 
 The script is printed; --nodry_run runs it. No TPU has seen it: not run, neither training on a pod nor rollout on GPUs
-beside it nor on vLLM's TPU build. Its commands were run against doubles of gcloud and ssh.
+beside it nor on vLLM's TPU build. Its commands were run against doubles of gcloud and ssh. The Ray backend still asks
+every host for the accelerators of `trainer.platform`, so GPU machines beside a pod would join and not be used.
 """
 
 from __future__ import annotations
