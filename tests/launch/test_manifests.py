@@ -1,9 +1,12 @@
 """Manifests against the API as others published it: Kubernetes' and JobSet's, in kubeflow-trainer-api's models."""
 
 import dataclasses
+import os
+import pathlib
 from collections.abc import Iterator
 from typing import Any
 
+import crds
 import manifests
 import pytest
 
@@ -134,3 +137,11 @@ def test_the_driver_decides_when_a_jobset_is_done_and_a_lost_host_starts_it_anew
     assert (training["replicas"], training["template"]["spec"]["parallelism"]) == (2, 4), "a job a slice"
     assert manifests.EXCLUSIVE in training["template"]["metadata"]["annotations"]
     assert (jobs["rollout"]["replicas"], jobs["rollout"]["template"]["spec"]["parallelism"]) == (1, 3)
+
+
+@pytest.mark.parametrize(("kind", "file"), [("rayjob", "rayjobs.yaml"), ("jobset", "jobsets.yaml")])
+def test_a_manifest_is_as_the_definitions_of_a_cluster_have_it(kind, file):
+    folder = os.environ.get("LIBRA_JAX_CRDS")
+    if not folder:
+        pytest.skip("LIBRA_JAX_CRDS names no folder with rayjobs.yaml and jobsets.yaml (kubectl get crd ... -o yaml)")
+    crds.check(rendered(kind), pathlib.Path(folder) / file)
