@@ -30,6 +30,7 @@ until [ "$(state)" = ACTIVE ]; do
   sleep 20
 done
 
+worker 0 true # the first time, gcloud makes a key, and may ask for a passphrase: not where the token goes in
 if [ -n "$setup" ]; then
   worker all "$setup"
   for host in "${rollout_hosts[@]}"; do ssh "$host" "$setup"; done
