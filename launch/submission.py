@@ -82,7 +82,9 @@ def workdir(folder: Path, name: str, config: libra_config.RunConfig) -> Path:
     return folder / f"{title}-seed{config.seed}-{libra_config.digest(config)}"
 
 
-def run(runs: Sequence[Run], folder: Path, launcher: str, flags: str, *, jobs: int, again: bool) -> None:
+def run(
+    runs: Sequence[Run], folder: Path, launcher: str, flags: str, *, jobs: int, again: bool, dry_run: bool = False
+) -> None:
     """Submits the runs that neither are done nor were submitted before; prints a table of all.
 
     Args:
@@ -92,20 +94,29 @@ def run(runs: Sequence[Run], folder: Path, launcher: str, flags: str, *, jobs: i
       flags: further ones for the launcher, as a shell would have them.
       jobs: runs at a time, where they run here.
       again: submit what was submitted before, too, unless it is done.
+      dry_run: print the launcher's commands instead.
 
     Raises:
-      ConfigError: the flags cannot be read.
+      ConfigError: the flags cannot be read, or have the launcher submit nothing.
       LibraError: some could not be submitted, or failed here; the others were.
     """
     try:
         extra = shlex.split(flags)
     except ValueError as error:
         raise protocols.ConfigError(f"--launcher_flags: cannot be read as a shell would ({error})") from error
+    if {"--dry_run", "--dry_run=true"} & set(extra):
+        raise protocols.ConfigError(
+            "--launcher_flags: has --dry_run, with which nothing is submitted; give it by itself"
+        )
     answers = dict(_recorded(folder / RECORD))
     unfinished = [entry for entry in runs if not entry.done]
     left = [entry for entry in unfinished if again or entry.workdir.name not in answers]
     done, before = len(runs) - len(unfinished), len(unfinished) - len(left)
     _say(f"{len(runs)} runs: {done} done, {before} submitted before, {len(left)} now")
+    if dry_run:
+        for entry in left:
+            print(shlex.join(entry.command(launcher, extra)))
+        return
     failed = {}
     with concurrent.futures.ThreadPoolExecutor(jobs if launcher == "here" else 1) as pool:
         doing = {pool.submit(_launch, entry, launcher, extra): entry for entry in left}

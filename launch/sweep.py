@@ -49,6 +49,7 @@ _JOBS = flags.DEFINE_integer(
 )
 _LAUNCHER = flags.DEFINE_enum("launcher", None, list(submission.LAUNCHERS), "Submit real runs with this launcher.")
 _LAUNCHER_FLAGS = flags.DEFINE_string("launcher_flags", "", "Further flags of the launcher, in one string.")
+_DRY_RUN = flags.DEFINE_bool("dry_run", False, "With --launcher: print its commands, and submit nothing.")
 _AGAIN = flags.DEFINE_bool("again", False, "Submit runs that were submitted before, too: their jobs are gone.")
 
 
@@ -108,7 +109,9 @@ def _submit(names: Sequence[str], folder: Path) -> None:
             config = libra_config.parse(libra_config.RunConfig, values)
             workdir = submission.workdir(folder, name, config)
             runs.append(submission.Run(name, text, config, _STEPS.value, workdir))
-    submission.run(runs, folder, _LAUNCHER.value, _LAUNCHER_FLAGS.value, jobs=_JOBS.value or 1, again=_AGAIN.value)
+    jobs, again, dry_run = _JOBS.value or 1, _AGAIN.value, _DRY_RUN.value
+    launcher, launcher_flags = _LAUNCHER.value, _LAUNCHER_FLAGS.value
+    submission.run(runs, folder, launcher, launcher_flags, jobs=jobs, again=again, dry_run=dry_run)
 
 
 def _values(name: str, seed: int) -> tuple[str, dict[str, Any]]:

@@ -1,6 +1,7 @@
 """launch/sweep.py --launcher: real runs are submitted once each, those that are done never again, and one table."""
 
 import json
+import shlex
 import stat
 
 import pytest
@@ -115,6 +116,17 @@ def test_a_launcher_that_does_not_answer_is_given_up(sweep, monkeypatch):
     monkeypatch.setattr(submission, "SUBMIT_SECONDS", 0.01)
     with pytest.raises(LibraError, match=r"did not submit it within 0\.01 s"):
         submit(runs[:1], folder, "slurm")
+
+
+def test_a_dry_run_prints_commands_and_submits_nothing(sweep, capsys):
+    runs, folder, _ = sweep
+    submit(runs, folder, "slurm", "--comment='two words'", dry_run=True)
+    first, second = capsys.readouterr().out.splitlines()
+    assert shlex.split(first)[2:5] == ["--config=configs/a.py", "--config.seed=3", "--config.steps=2"]
+    assert shlex.split(second)[-1] == "--comment=two words"
+    assert not folder.exists()
+    with pytest.raises(ConfigError, match="--launcher_flags: has --dry_run"):
+        submit(runs, folder, "slurm", "--dry_run")
 
 
 def test_flags_that_no_shell_would_read_are_refused(sweep):
