@@ -105,9 +105,7 @@ def run(
     except ValueError as error:
         raise protocols.ConfigError(f"--launcher_flags: cannot be read as a shell would ({error})") from error
     if {"--dry_run", "--dry_run=true"} & set(extra):
-        raise protocols.ConfigError(
-            "--launcher_flags: has --dry_run, with which nothing is submitted; give it by itself"
-        )
+        raise protocols.ConfigError("--launcher_flags: has --dry_run, with which nothing is submitted; give it apart")
     answers = dict(_recorded(folder / RECORD))
     unfinished = [entry for entry in runs if not entry.done]
     left = [entry for entry in unfinished if again or entry.workdir.name not in answers]

@@ -79,6 +79,8 @@ def main() -> None:
     if _LAUNCHER.value:
         _submit(names, folder)
         return
+    if _DRY_RUN.value:
+        raise protocols.ConfigError("--dry_run: prints what a --launcher would be given; simulated runs have none")
     jobs = [_job(name, seed, folder) for name in names for seed in cli.seeds(_SEEDS.value)]
     if _SENSITIVITY.value:
         jobs += [moved for job in list(jobs) for moved in _moves(job, folder)]
