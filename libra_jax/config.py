@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import hashlib
+import ipaddress
 import json
 import math
 import os
@@ -679,6 +680,24 @@ class TelemetryConfig:
     tensorboard: bool = True
     wandb_project: str = ""  # empty is off
     report: bool = True  # report.html at the end
+    port: int = 0  # of the health page and of Prometheus's metrics, in the coordinator's process; 0: off, -1: a free one
+    host: str = "127.0.0.1"  # the address of this host that it listens at; beyond the loopback it needs a token
+    token_env: str = ""  # environment variable that holds the token; readers send "Authorization: Bearer <token>"
+
+    def __post_init__(self) -> None:
+        check(-1 <= self.port <= 65535, "telemetry.port", f"must be a port, 0 (off) or -1 (any), not {self.port}")
+        try:
+            address = ipaddress.ip_address(self.host)
+        except ValueError:
+            raise ConfigError(
+                f"config.telemetry.host: {self.host!r} is no address; give one of this host's, such as 127.0.0.1"
+            ) from None
+        check(
+            not self.port or address.is_loopback or bool(self.token_env),
+            "telemetry.host",
+            f"{self.host} is reached from other hosts: name an environment variable that holds a token in "
+            "telemetry.token_env, or leave it at 127.0.0.1",
+        )
 
 
 @dataclass(frozen=True)
@@ -696,6 +715,7 @@ class DeadlineConfig:
     checkpoint: float = 1800.0
     transition: float = 120.0  # each state of a hybrid worker's way between rollout and training
     shutdown: float = 60.0
+    grace: float = 60.0  # from SIGTERM to the end: what the scheduler gives before it kills (coordinator/stopping.py)
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):

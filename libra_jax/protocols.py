@@ -42,6 +42,14 @@ class PeerLost(WorkerLost):
     """What a process says that works together with a lost one and cannot tell which it was."""
 
 
+class CheckpointFailed(LibraError):
+    """A checkpoint that a disk does not take; the one before it still counts."""
+
+
+class StepGivenUp(LibraError):
+    """A training step that was given up when asked to, because the run has to end; the state is as before it."""
+
+
 class EnvironmentCrashed(LibraError):
     """The environment itself broke (not a tool that returned a failure): infrastructure, never a reward of zero."""
 
@@ -699,7 +707,8 @@ class Snapshot:
 class Trainer(Protocol):
     """The trainer as the coordinator sees it. One call at a time; the caller sets deadlines.
 
-    Only `listen`, `connect` and `dismiss` may come at any time, for members that a step under way has no share of.
+    Only `give_up_step` may come at any time, and `listen`, `connect` and `dismiss` for members that a step under way
+    has no share of.
     """
 
     async def start(self) -> TrainerInfo:
@@ -718,6 +727,13 @@ class Trainer(Protocol):
           shares: parts that replicas compute meanwhile (`Replica.contribute`, with the same arguments). A share that
             is not there in time, or cannot be used, is computed here, and the member's channel is closed: `shares/late`
             counts these, and `shares/late/<member>` is there for each.
+        """
+        ...
+
+    async def give_up_step(self) -> bool:
+        """Asks the step under way to end between two micro-batches, raising StepGivenUp; False: it will not.
+
+        The trainer's state is then as before the step. With no step under way nothing happens.
         """
         ...
 

@@ -5,7 +5,8 @@
                                         manifest.json     names the parts; without it the directory is no checkpoint
 
 A kill at any point leaves either the old newest checkpoint or the new one, and rubbish that the next save removes. A
-second checkpoint of the same step gives its parts other names, and counts from the renaming of its manifest.
+second checkpoint of the same step gives its parts other names, and counts from the renaming of its manifest. From a
+run's second start on, parts have its epoch in their names and the manifest holds it (`fencing`).
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from libra_jax import protocols
+from libra_jax.coordinator import fencing
 
 FOLDER, MANIFEST, COORDINATOR, TRAINER = "checkpoints", "manifest.json", "coordinator.json", "trainer"
 FORMAT = 4
@@ -29,7 +31,7 @@ FORMAT = 4
 
 def newest_step(workdir: Path) -> int:
     """The step of the newest checkpoint in a run's folder, -1 if there is none."""
-    return max(_complete(workdir / FOLDER), default=-1)
+    return max(_complete(workdir), default=-1)
 
 
 def is_exported(workdir: Path, step: int, model: Path) -> bool:
@@ -69,16 +71,19 @@ class Checkpoints:
     Args:
       workdir: the run's folder.
       keep: newest checkpoints kept.
+      epoch: the run's own, looked at before each write; None: nobody else can be in that folder.
     """
 
-    def __init__(self, workdir: Path, keep: int) -> None:
+    def __init__(self, workdir: Path, keep: int, epoch: fencing.Epoch | None = None) -> None:
+        self._workdir = workdir
         self._folder = workdir / FOLDER
         self._keep = keep
+        self._epoch = epoch
         self._parts: dict[str, str] = {}  # names of the parts of the checkpoint begun last
 
     def newest(self) -> int:
         """The step of the newest checkpoint, -1 if there is none."""
-        return max(_complete(self._folder), default=-1)
+        return newest_step(self._workdir)
 
     def trainer_path(self, step: int) -> Path:
         """Where the trainer's part of the checkpoint is."""
@@ -91,17 +96,20 @@ class Checkpoints:
         One of the same step counts until this one is committed.
 
         Raises:
-          LibraError: it cannot be written; the message names its directory.
+          CheckpointFailed: it cannot be written; the message names its directory.
+          Superseded: the workdir has been taken over.
         """
         directory = _directory(self._folder, step)
         with _writing(directory):
-            if (directory / MANIFEST).exists():
+            self._check_epoch()
+            if step in _complete(self._workdir):
                 _remove_strangers(directory)
             else:
                 _remove(directory)  # an earlier run was killed while it wrote this one
                 directory.mkdir(parents=True)
-            suffix = "-again" if (directory / COORDINATOR).exists() else ""
+            suffix = f"-{self._epoch.number}" if self._epoch is not None and self._epoch.number > 1 else ""
             path = directory / COORDINATOR
+            suffix += "-again" if (directory / f"{path.stem}{suffix}{path.suffix}").exists() else ""
             self._parts = {"coordinator": f"{path.stem}{suffix}{path.suffix}", "trainer": f"{TRAINER}{suffix}"}
             _write_durably(directory / self._parts["coordinator"], json.dumps(state))
         return directory / self._parts["trainer"]
@@ -110,17 +118,34 @@ class Checkpoints:
         """Makes the checkpoint count, once all its parts are durable, and removes those that are too old.
 
         Raises:
-          LibraError: it cannot be written; the message names its directory.
+          CheckpointFailed: it cannot be written; the message names its directory.
+          Superseded: the workdir has been taken over.
         """
-        manifest = {"format": FORMAT, "step": step, **self._parts}
+        epoch = {} if self._epoch is None else {"epoch": self._epoch.number}
+        manifest = {"format": FORMAT, "step": step, **self._parts, **epoch}
         directory = _directory(self._folder, step)
         with _writing(directory):
-            _write_durably(directory / MANIFEST, json.dumps(manifest))
+            _write_durably(directory / MANIFEST, json.dumps(manifest), check=self._check_epoch)
             _remove_strangers(directory)
-            kept = {_directory(self._folder, item) for item in sorted(_complete(self._folder))[-self._keep :]}
+            kept = {_directory(self._folder, item) for item in sorted(_complete(self._workdir))[-self._keep :]}
             for other in self._folder.iterdir():
                 if other not in kept:
                     _remove(other)
+
+    def discard(self, step: int) -> None:
+        """Removes what has been written of the checkpoint begun last, which is given up; another of its step stays."""
+        if self._epoch is not None and not self._epoch.may_write():
+            return
+        directory = _directory(self._folder, step)
+        with contextlib.suppress(OSError, ValueError):
+            if step in _complete(self._workdir):
+                _remove_strangers(directory)
+            else:
+                _remove(directory)
+
+    def _check_epoch(self) -> None:
+        if self._epoch is not None:
+            self._epoch.check()
 
     def load(self, step: int) -> dict[str, Any]:
         """The coordinator's part of a checkpoint.
@@ -154,22 +179,42 @@ def _writing(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise protocols.LibraError(
+        raise protocols.CheckpointFailed(
             f"The checkpoint {directory} cannot be written ({error.strerror or error}): see to the disk, and the same "
             "command goes on from the checkpoint before it."
         ) from error
 
 
-def _complete(folder: Path) -> list[int]:
-    return [int(manifest.parent.name.removeprefix("step-")) for manifest in folder.glob(f"step-*/{MANIFEST}")]
+def _complete(workdir: Path) -> list[int]:
+    """Steps of the checkpoints that count: with a manifest, and not void (`fencing`)."""
+    limits, found = fencing.limits(workdir), []
+    for manifest in (workdir / FOLDER).glob(f"step-*/{MANIFEST}"):
+        step = int(manifest.parent.name.removeprefix("step-"))
+        if not limits or not _is_void(step, _epoch_of(manifest), limits):
+            found.append(step)
+    return found
 
 
-def _write_durably(path: Path, text: str) -> None:
+def _is_void(step: int, epoch: int, limits: Mapping[int, int]) -> bool:
+    """Whether a run wrote this manifest that had been superseded by one which had gone on before this step."""
+    return any(later > epoch and step > went_on_at for later, went_on_at in limits.items())
+
+
+def _epoch_of(manifest: Path) -> int:
+    """0 for one written before there were epochs, or that cannot be read: its reader will say so."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return int(json.loads(manifest.read_text()).get("epoch", 0))
+    return 0
+
+
+def _write_durably(path: Path, text: str, check: Callable[[], None] = lambda: None) -> None:
+    """Writes a file under another name and renames it into place; `check` may refuse right before."""
     partial = path.with_suffix(".partial")
     with open(partial, "w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+    check()
     os.replace(partial, path)
     _sync_directory(path.parent)
     _sync_directory(path.parent.parent)

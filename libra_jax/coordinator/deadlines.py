@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from libra_jax import protocols, turns
@@ -12,6 +13,31 @@ T = TypeVar("T")
 
 SLICES = 8
 """A deadline is waited for in this many slices, so that a stall of the event loop uses up one of them at most."""
+
+
+@dataclass(slots=True, eq=False)
+class Wait:
+    """A wait that is under way.
+
+    Attributes:
+      subject: who is waited for, and in what.
+      seconds: the deadline.
+      began: seconds on the event loop's clock.
+      turn: whether the work waits for its turn, which does not count.
+    """
+
+    subject: str
+    seconds: float
+    began: float
+    turn: turns.Turn
+
+
+_waits: set[Wait] = set()
+
+
+def waits() -> list[Wait]:
+    """The waits under way in this process, for whoever watches the run; from any thread."""
+    return list(_waits)
 
 
 async def within(seconds: float, awaitable: Awaitable[T], worker_and_what: str, field: str) -> T:
@@ -35,6 +61,8 @@ async def within(seconds: float, awaitable: Awaitable[T], worker_and_what: str, 
         task = asyncio.ensure_future(awaitable)
     length = seconds / SLICES
     left = SLICES
+    wait = Wait(worker_and_what, seconds, loop.time(), turn)
+    _waits.add(wait)
     try:
         while left:
             before, queued = loop.time(), turn.queued
@@ -44,6 +72,7 @@ async def within(seconds: float, awaitable: Awaitable[T], worker_and_what: str, 
             if loop.time() - before < 2 * length and not (queued or turn.queued):
                 left -= 1
     finally:
+        _waits.discard(wait)
         abandon(task)
     raise protocols.DeadlineMissed(
         f"{worker_and_what} did not finish within {seconds:g} s: look at its log in the workdir, or raise "

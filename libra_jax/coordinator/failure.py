@@ -31,12 +31,23 @@ class Ending:
     def __init__(self) -> None:
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._end.add_done_callback(lambda end: end.exception())
+        self._hurry: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
     def called(self) -> bool:
         """Whether the run is to end."""
         return self._end.done()
+
+    @property
+    def hurried(self) -> bool:
+        """Whether nothing is awaited to its end any more."""
+        return self._hurry.done()
+
+    def hurry(self) -> None:
+        """What is awaited to its end because a person stops the run is left behind from now on."""
+        if not self._hurry.done():
+            self._hurry.set_result(None)
 
     def call(self, error: BaseException) -> None:
         """Ends the run with `error`; the first call counts."""
@@ -53,14 +64,15 @@ class Ending:
 
         Args:
           work: what to await.
-          through_stop: if a person stops the run meanwhile, `work` is awaited to its end first.
+          through_stop: if a person or a scheduler stops the run meanwhile, `work` is awaited to its end first, unless
+            there is no time for that (`hurry`).
         """
         task = asyncio.ensure_future(work)
         either: set[asyncio.Future[Any]] = {task, self._end}
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not task.done() and through_stop and isinstance(self._end.exception(), Stopped):
-                await asyncio.wait({task})
+                await asyncio.wait({task, self._hurry}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 self._end.result()
             return task.result()

@@ -73,6 +73,12 @@ class Groups:
         """Removes finished groups, to train on them."""
         return tuple(self.finished.pop(group_id) for group_id in group_ids)
 
+    def put_back(self, groups: Sequence[protocols.Group]) -> None:
+        """Groups that were taken and then not trained on wait again, before those that finished after them."""
+        later = dict(self.finished)
+        self.finished.clear()
+        self.finished.update({group.group_id: group for group in groups} | later)
+
     def replace(self, group_id: int, reason: str, why: str) -> None:
         """Gives a group up, running or finished, and counts it; what its attempts hold is aborted and closed."""
         group = self.finished.pop(group_id, None)

@@ -25,6 +25,7 @@ from libra_jax.coordinator import (
     elasticity,
     evaluation,
     failure,
+    fencing,
     groups,
     handover,
     instances,
@@ -33,6 +34,7 @@ from libra_jax.coordinator import (
     reports,
     saving,
     signals,
+    stopping,
     warm_start,
     workers,
 )
@@ -49,7 +51,8 @@ class RunSummary:
       replaced: groups replaced, by reason.
       rewards: mean reward of each step of this session, by step.
       accuracies: held-out accuracy of each evaluation of this session, by version.
-      stopped: a person stopped it before its last step.
+      stopped: a person or a scheduler stopped it before its last step.
+      terminated: it was a scheduler, with SIGTERM: given again, the command goes on.
       sentence: what to tell that person.
     """
 
@@ -60,6 +63,7 @@ class RunSummary:
     rewards: dict[int, float] = field(default_factory=dict)
     accuracies: dict[int, float] = field(default_factory=dict)
     stopped: bool = False
+    terminated: bool = False
     sentence: str = ""
 
 
@@ -88,6 +92,7 @@ class Coordinator:
       replica_specs: each makes a `protocols.Replica`: the training side of the hybrid workers (`elastic.hybrid`), which
         are the last engines, in their order.
       relay_specs: host to what makes its `protocols.Relay`, where the run is laid out over several.
+      epoch: the run's own in its workdir; it ends once a later one has been taken. None: nobody else can be in there.
     """
 
     def __init__(
@@ -112,7 +117,9 @@ class Coordinator:
         make_trainer: elasticity.MakeTrainer | None = None,
         replica_specs: Sequence[protocols.ActorSpec] = (),
         relay_specs: Mapping[int, protocols.ActorSpec] | None = None,
+        epoch: fencing.Epoch | None = None,
     ) -> None:
+        self._epoch = epoch
         self._config = config
         self._cluster = cluster
         self._trainer_name = trainer_spec.name
@@ -153,7 +160,7 @@ class Coordinator:
     async def run(self) -> RunSummary:
         """Trains from the newest checkpoint, or from the start, to the last step, and closes everything it opened.
 
-        SIGINT and SIGTERM stop it after the training step under way, with a checkpoint.
+        SIGINT stops it after the training step under way, with a checkpoint; SIGTERM within `deadlines.grace`.
 
         Raises:
           LibraError: what ended the run, in one sentence.
@@ -161,7 +168,13 @@ class Coordinator:
         self._loop = asyncio.get_running_loop()
         self._ending = failure.Ending()
         self._workers = self._make_workers(ending=self._ending)
-        handover.remove_snapshot(self._workdir)  # of a run that was killed
+        self._stopping = stopping.Stopping(
+            self._config.deadlines.grace,
+            ending=self._ending,
+            recorder=self._recorder,
+            give_up_step=lambda: self._trainer.give_up_step(),
+        )
+        self._remove_snapshot()  # of a run that was killed
         newest = checkpoints.newest_step(self._workdir)
         if newest >= self._config.steps and (
             self._export is None or checkpoints.is_exported(self._workdir, newest, self._export)
@@ -172,17 +185,18 @@ class Coordinator:
                 "there."
             )
             return self._summary
-        with signals.caught(self.request_stop) as catch_again:
+        with signals.caught(self._stopping.by_signal) as catch_again:
             try:
+                if self._epoch is not None:
+                    self._ending.start(fencing.watch(self._epoch), "epoch")
                 await self._run(newest, catch_again)
             finally:
                 await self._close()
         return self._summary
 
     def request_stop(self) -> None:
-        """Stops the run after the training step under way, with a checkpoint; what a signal does."""
-        self._recorder.note("Stopping after the training step under way; a second signal ends at once.")
-        self._ending.call(failure.Stopped())
+        """Stops the run after the training step under way, with a checkpoint; what Ctrl-C does."""
+        self._stopping.request()
 
     async def _run(self, newest: int, catch_again: Callable[[], None]) -> None:
         try:
@@ -213,6 +227,7 @@ class Coordinator:
             workdir=self._workdir,
             recorder=recorder,
             state=self._state,
+            epoch=self._epoch,
         )
         self._publisher = publication.Publisher(
             config,
@@ -326,7 +341,7 @@ class Coordinator:
         batch = await self._ending.race(self._batches.next())
         begin = self._loop.time()
         times.wait = begin - waiting_since
-        metrics = await self._ending.race(self._train(batch), through_stop=True)
+        metrics = await self._train_unless_stopped(batch)
         times.train = self._loop.time() - begin
         report = reports.StepReport(self._step - 1, batch, metrics, times)
         try:
@@ -336,6 +351,19 @@ class Coordinator:
             self._record(report)
         await self._saver.at_step(self._step)
         self._ending.check()
+
+    async def _train_unless_stopped(self, batch: tuple[protocols.Group, ...]) -> Mapping[str, float]:
+        """Takes the step; a person's stop waits for its end, a scheduler's has it given up where there is no time."""
+        self._stopping.in_step = True
+        try:
+            return await self._ending.race(self._train(batch), through_stop=True)
+        except protocols.StepGivenUp:
+            self._groups.put_back(batch)
+            self._recorder.note(f"The step after {self._step} was given up: its {len(batch)} groups wait again.")
+            self._ending.check()
+            raise
+        finally:
+            self._stopping.in_step = False
 
     async def _train(self, batch: tuple[protocols.Group, ...]) -> Mapping[str, float]:
         name, begin = self._trainer_name, self._loop.time()
@@ -394,6 +422,8 @@ class Coordinator:
     async def _finish(self) -> None:
         await self._saver.now(self._step)
         if self._export is not None:
+            if self._epoch is not None:
+                self._epoch.check()
             async with self._trainer_lock:
                 work = self._trainer.export(str(self._export))
                 await self._ask_trainer("checkpoint", work, "export its parameters")
@@ -401,13 +431,20 @@ class Coordinator:
         self._summarise(f"Trained {self._step} step{plural} on {self._groups.trained} groups.")
 
     async def _stop(self) -> None:
-        self._summary.stopped = True
+        self._summary.stopped, self._summary.terminated = True, self._stopping.terminated
         if not self._ready:
             self._summarise("Stopped before training began or went on; nothing is lost.")
-        elif await self._saver.now(self._step):
+        elif not self._config.checkpoint.every:
+            self._summarise(f"Stopped at step {self._step} without a checkpoint: config.checkpoint.every is 0.")
+        elif await self._stopping.saved_in_time(self._saver.now(self._step)):
             self._summarise(f"Stopped at step {self._step}; the same command goes on from the checkpoint there.")
         else:
-            self._summarise(f"Stopped at step {self._step} without a checkpoint: config.checkpoint.every is 0.")
+            newest = checkpoints.newest_step(self._workdir)
+            goes_on = f"goes on from the checkpoint at step {newest}" if newest >= 0 else "begins anew: there is none"
+            self._summarise(
+                f"Stopped at step {self._step}, whose checkpoint did not fit into config.deadlines.grace = "
+                f"{self._config.deadlines.grace:g} s; the same command {goes_on}."
+            )
 
     def _summarise(self, sentence: str) -> None:
         summary = self._summary
@@ -423,13 +460,18 @@ class Coordinator:
 
     async def _close(self) -> None:
         """Ends everything, whatever state it is in; what fails here is noted and hides nothing."""
+        self._stopping.close()
+        limit = min(self._config.deadlines.shutdown, self._stopping.seconds_until(1.0))
         if self._ready:
             try:
                 ending = self._elastic.close()
-                limit = self._config.deadlines.shutdown
                 await deadlines.within(limit, ending, "The end of what was changing sides or size", "shutdown")
             except protocols.LibraError as error:
                 self._recorder.note(f"Not everything ended cleanly: {error}")
-        await self._ending.cancel_background(self._config.deadlines.shutdown)
-        await self._workers.shut_down()
-        handover.remove_snapshot(self._workdir)  # nobody writes it any more
+        await self._ending.cancel_background(limit)
+        await self._workers.shut_down(max(1.0, self._stopping.seconds_until(1.0)))
+        self._remove_snapshot()  # nobody writes it any more
+
+    def _remove_snapshot(self) -> None:
+        if self._epoch is None or self._epoch.may_write():
+            handover.remove_snapshot(self._workdir)

@@ -1,15 +1,20 @@
-"""When a checkpoint is taken: the trainer saves while the run goes on, and the manifest follows at the next step."""
+"""When a checkpoint is taken: the trainer saves while the run goes on, and the manifest follows at the next step.
+
+One that the disk does not take is noted and removed, the last good one stays, and the next is tried when it is due: a
+full disk costs no run that somebody makes room for. Only the last one, which ends a run, has to succeed.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.coordinator import checkpoints, deadlines
+from libra_jax.coordinator import checkpoints, deadlines, fencing
 
 
 class Saver:
@@ -20,8 +25,9 @@ class Saver:
       trainer: a `protocols.Trainer`, or its proxy.
       trainer_lock: held by whoever calls the trainer.
       workdir: the run's folder.
-      recorder: gets a span for each checkpoint.
+      recorder: gets a span for each checkpoint, and is told of those that fail.
       state: the coordinator's part, as it is when called.
+      epoch: the run's own; None: it has none.
     """
 
     def __init__(
@@ -33,16 +39,18 @@ class Saver:
         workdir: Path,
         recorder: protocols.Recorder,
         state: Callable[[], Mapping[str, Any]],
+        epoch: fencing.Epoch | None = None,
     ) -> None:
         self._every = config.checkpoint.every
         self._deadline = config.deadlines.checkpoint
         self._trainer = trainer
         self._lock = trainer_lock
-        self._files = checkpoints.Checkpoints(workdir, config.checkpoint.keep)
+        self._files = checkpoints.Checkpoints(workdir, config.checkpoint.keep, epoch)
         self._recorder = recorder
         self._state = state
         self._pending: int | None = None
         self._held: list[int] = []  # the progress that the newest checkpoint, restored or begun, holds
+        self._durable: list[int] = []  # that of the newest one that counts
         self._seconds = 0.0
 
     def take_seconds(self) -> float:
@@ -61,49 +69,91 @@ class Saver:
         version = await self._ask(self._trainer.restore(path), "restore a checkpoint")
         if version != step:
             raise protocols.DataError(f"{path} holds version {version}, not {step}: remove that checkpoint.")
-        self._held = _progress(state)
+        self._held = self._durable = _progress(state)
         return state
 
     async def at_step(self, step: int) -> None:
-        """Commits the last checkpoint, and begins one if `step` is due."""
+        """Commits the last checkpoint, and begins one if `step` is due; a disk that refuses either is noted."""
         await self.commit()
         if self._every and step % self._every == 0:
-            await self.begin(step)
+            with self._noted(step):
+                await self._begin(step)
 
     async def now(self, step: int) -> bool:
-        """Takes a checkpoint and commits it; returns False if the config turns checkpoints off."""
-        await self.commit()
-        if self._every:
-            await self.begin(step)
-            await self.commit()
-        return bool(self._every)
+        """Takes a checkpoint and commits it; returns False if the config turns checkpoints off.
 
-    async def begin(self, step: int) -> None:
-        """Begins a checkpoint, unless the newest one holds the same progress."""
-        begin, state = asyncio.get_running_loop().time(), self._state()
-        if _progress(state) == self._held:
-            return
-        path = self._files.begin(step, state)
-        async with self._lock:
-            await self._ask(self._trainer.save(str(path)), "begin a save")
-        self._pending, self._held = step, _progress(state)
-        self._count(begin, "save", step)
+        Raises:
+          CheckpointFailed: the disk does not take it.
+        """
+        await self.commit()
+        if not self._every:
+            return False
+        try:
+            await self._begin(step)
+            async with self._lock:
+                await self._commit_held()
+        except protocols.CheckpointFailed:
+            self._give_up(step)
+            raise
+        return True
 
     async def commit(self) -> None:
-        """Waits until the checkpoint begun last is durable, and writes its manifest."""
+        """Waits until the checkpoint begun last is durable, and writes its manifest; a disk that refuses is noted."""
         if self._pending is not None:
             async with self._lock:
                 await self.commit_held()
 
     async def commit_held(self) -> None:
         """Likewise, by whoever holds the trainer's lock."""
+        if self._pending is not None:
+            with self._noted(self._pending):
+                await self._commit_held()
+
+    async def _begin(self, step: int) -> None:
+        """Begins a checkpoint, unless the newest one holds the same progress."""
+        begin, state = asyncio.get_running_loop().time(), self._state()
+        if _progress(state) == self._held:
+            return
+        path = self._files.begin(step, state)
+        async with self._lock:
+            await self._ask_to_write(self._trainer.save(str(path)), "begin a save")
+        self._pending, self._held = step, _progress(state)
+        self._count(begin, "save", step)
+
+    async def _commit_held(self) -> None:
         if self._pending is None:
             return
         begin, step = asyncio.get_running_loop().time(), self._pending
-        await self._ask(self._trainer.wait_saved(), "finish a save")
+        await self._ask_to_write(self._trainer.wait_saved(), "finish a save")
         self._files.commit(step)
-        self._pending = None
+        self._pending, self._durable = None, self._held
         self._count(begin, "commit", step)
+
+    async def _ask_to_write(self, work: Any, what: str) -> None:
+        try:
+            await self._ask(work, what)
+        except protocols.CheckpointFailed as error:
+            if self._trainer.processes > 1:  # they write together: where one failed, the others wait for it
+                raise protocols.LibraError(str(error)) from error
+            raise
+
+    @contextlib.contextmanager
+    def _noted(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except protocols.CheckpointFailed as error:
+            self._give_up(step)
+            newest = self._files.newest()
+            before = f"from the one at step {newest}" if newest >= 0 else "anew, as there is none before it"
+            self._recorder.note(
+                f"The checkpoint at step {step} failed, and the run goes on without it; killed before the next one, it "
+                f"would begin {before}. {error}"
+            )
+
+    def _give_up(self, step: int) -> None:
+        """Removes what has been written of it; the next one is tried whatever it holds."""
+        self._pending, self._held = None, self._durable
+        self._files.discard(step)
 
     async def _ask(self, work: Any, what: str) -> Any:
         return await deadlines.within(self._deadline, work, f"The trainer, asked to {what},", "checkpoint")

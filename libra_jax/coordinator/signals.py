@@ -9,8 +9,11 @@ from collections.abc import Callable, Iterator
 
 
 @contextlib.contextmanager
-def caught(stop: Callable[[], None]) -> Iterator[Callable[[], None]]:
-    """Calls `stop` at the first signal of each kind; a second one has its usual effect.
+def caught(stop: Callable[[signal.Signals], None]) -> Iterator[Callable[[], None]]:
+    """Calls `stop` with the signal: at the first SIGINT, of which a second one has its usual effect, and at each SIGTERM.
+
+    A person who presses Ctrl-C twice means it. Schedulers send SIGTERM to a job's processes and to a script that passes
+    it on, so that a second one says nothing new.
 
     Yields what is to be called after libraries have been started that put handlers of their own in the place of these
     (Ray's prints a stack trace at SIGTERM, and aborts at the second).
@@ -23,9 +26,10 @@ def caught(stop: Callable[[], None]) -> Iterator[Callable[[], None]]:
     def once(number: signal.Signals) -> None:
         if number not in numbers:  # two of a kind came before the first was handled
             return
-        loop.remove_signal_handler(number)
-        numbers.remove(number)
-        stop()
+        if number == signal.SIGINT:
+            loop.remove_signal_handler(number)
+            numbers.remove(number)
+        stop(number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):

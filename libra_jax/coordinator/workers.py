@@ -143,12 +143,12 @@ class Workers:
         specs = (*self._engine_specs, *self._replica_specs.values())
         return {spec.host for spec in specs if spec.host is not None and hosts.serve(spec.host)}
 
-    async def shut_down(self) -> None:
-        """Ends them all; what does not end as it should is noted."""
-        seconds = self._config.deadlines.shutdown
+    async def shut_down(self, most: float) -> None:
+        """Ends them all, within so many seconds at most; what does not end as it should is noted."""
+        seconds = min(most, self._config.deadlines.shutdown * self.count)
         try:
             ending = self._cluster.shutdown()
-            await deadlines.within(seconds * self.count, ending, "The shutdown of the workers", "shutdown")
+            await deadlines.within(seconds, ending, "The shutdown of the workers", "shutdown")
         except protocols.LibraError as error:
             self._recorder.note(f"Not everything ended cleanly: {error}")
 

@@ -63,7 +63,7 @@ class Checkpointer:
           host: what the trainer keeps beside it, JSON-able; `host_state` reads it.
 
         Raises:
-          LibraError: `path` holds a whole checkpoint, or cannot be written.
+          LibraError: `path` holds a whole checkpoint; CheckpointFailed where it cannot be written.
         """
         self.wait()
         target = pathlib.Path(path).absolute()
@@ -76,7 +76,9 @@ class Checkpointer:
             else:
                 self._saves.save(target, args=ocp.args.PyTreeSave(_tree(state)), force=True)
         except (OSError, ValueError) as error:
-            raise protocols.LibraError(f"{target}: the checkpoint cannot be written ({_line(error)}).") from error
+            raise protocols.CheckpointFailed(
+                f"{target}: the checkpoint cannot be written ({_line(error)}): see to the disk."
+            ) from error
         self._target = target
         self._finishing = threading.Thread(target=self._finish, args=(dict(host or {}),), name="seal", daemon=True)
         self._finishing.start()
@@ -92,14 +94,16 @@ class Checkpointer:
         """Returns when the last `save` is durable and sealed.
 
         Raises:
-          LibraError: it could not be written.
+          CheckpointFailed: it could not be written.
         """
         if self._finishing is None:
             return
         self._finishing.join()
         error, self._finishing, self._error = self._error, None, None
         if error is not None:
-            raise protocols.LibraError(f"{self._target}: the checkpoint cannot be written ({_line(error)}).") from error
+            raise protocols.CheckpointFailed(
+                f"{self._target}: the checkpoint cannot be written ({_line(error)}): see to the disk."
+            ) from error
 
     def restore(self, path: str, structure: state_lib.TrainState) -> state_lib.TrainState:
         """Restores the state saved at `path`, each shard straight onto its device.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -25,6 +26,10 @@ from libra_jax.training import state as state_lib
 POLICY = "policy"
 SUPERVISED = "supervised"
 
+AHEAD = 4
+"""Micro-batches, at most, that the host has handed to the devices beyond the one that they have finished last: enough
+to keep them busy, and few enough that a step can be given up in the time of so many."""
+
 Rest = Callable[[float], Iterable["range | step.Received"]]
 """Given the seconds that this learner took for its own micro-batches: what is to be added for the others, either
 micro-batches to compute here after all, or their sums."""
@@ -38,6 +43,8 @@ class Learner:
       layout: shapes and shardings of the state.
       state: the train state; replaced by each update, the old one consumed.
       programs: the compiled programs.
+      give_up: set by any thread while a step of a trainer of one process is under way, it ends that step between two
+        micro-batches; `update` clears it.
     """
 
     def __init__(
@@ -87,6 +94,7 @@ class Learner:
             compiler_options=compiler_options,
             helped=config.elastic.hybrid > 0,
         )
+        self.give_up = threading.Event()
         self.state: state_lib.TrainState | None = None
         self._accumulator: state_lib.Accumulator | None = None
 
@@ -184,7 +192,7 @@ class Learner:
         own: Iterable[int] | None = None,
         rest: Rest | None = None,
     ) -> dict[str, float]:
-        """One step over all micro-batches. Unless others help, host and devices meet once, at its end.
+        """One step over all micro-batches. Unless others help, host and devices meet at its end.
 
         Args:
           loss: `POLICY` or `SUPERVISED`.
@@ -201,6 +209,7 @@ class Learner:
         Raises:
           LibraError: the devices ran out of memory.
           PeerLost: another process of the trainer is gone.
+          StepGivenUp: `give_up` was set; the state is as it was.
         """
         accumulator = self._accumulator or self.programs.zeros()
         self._accumulator = None  # consumed by the first program; kept again only when the step has ended well
@@ -225,6 +234,8 @@ class Learner:
             if world.is_loss(error):
                 raise world.lost(error) from error
             raise protocols.LibraError(_explain(error)) from error
+        finally:
+            self.give_up.clear()
         self._accumulator = accumulator
         return {**{name: float(value) for name, value in report.items()}, **_merge(parts)}
 
@@ -240,6 +251,10 @@ class Learner:
     ) -> state_lib.Accumulator:
         """Adds micro-batches to an accumulator, which is consumed, and what they report to `parts`."""
         for index in indices:
+            if len(parts) >= AHEAD:
+                jax.block_until_ready(parts[-AHEAD])
+            if self.give_up.is_set():
+                raise protocols.StepGivenUp(f"the step was given up after {len(parts)} of its micro-batches.")
             arrays = self.programs.put({**vars(packed.micro_batches[index]), **extras[index]})
             accumulator, part = self.programs.grad_step(loss, params, accumulator, arrays)
             parts.append(part)

@@ -199,7 +199,18 @@ class TrainerActor:
             metrics |= collection.metrics()
         return self._finish(metrics, prepared.packed, rate)
 
-    # These three are async: they touch no JAX, so they run on the actor's event loop, beside a training step.
+    # These four are async: they touch no JAX, so they run on the actor's event loop, beside a training step.
+
+    async def give_up_step(self) -> bool:
+        """Asks the step under way to end between two micro-batches, with StepGivenUp; the state is as before it then.
+
+        Returns False where it will not: several processes would each end it after another micro-batch, and those that
+        went on would wait for the others in a collective for ever.
+        """
+        if self._config.trainer.processes > 1:
+            return False
+        self._started().give_up.set()
+        return True
 
     async def listen(self, member: str, epoch: int) -> dict[str, Any]:
         """Opens a side channel for a replica's gradient sums; returns its address. In the core's first process only."""

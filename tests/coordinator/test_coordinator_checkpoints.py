@@ -160,33 +160,76 @@ def test_a_damaged_checkpoint_is_named_with_the_way_out(tmp_path):
         files.load(5)
 
 
-def test_a_folder_that_cannot_hold_checkpoints_ends_the_run_with_a_sentence(tmp_path):
+def test_a_folder_that_cannot_hold_checkpoints_ends_the_run_with_a_sentence_when_it_needs_the_last_one(tmp_path):
     (tmp_path / "checkpoints").write_text("in the way")
     bench = doubles.Bench(doubles.make_config(checkpoint={"every": 2}), tmp_path)
-    with pytest.raises(protocols.LibraError, match=r"checkpoints/step-00000002 cannot be written \(Not a directory\)"):
+    with pytest.raises(
+        protocols.CheckpointFailed, match=r"checkpoints/step-00000004 cannot be written \(Not a directory\)"
+    ):
         bench.run()
+    assert [step for step, _ in bench.recorder.steps] == [1, 2, 3, 4]
+    assert any("The checkpoint at step 2 failed, and the run goes on without it" in note for note in bench.recorder.notes)
 
 
-@pytest.mark.parametrize("checkpoint", [2, 4])
-def test_a_full_disk_ends_the_run_with_a_sentence_and_the_same_command_goes_on(tmp_path, monkeypatch, checkpoint):
-    """The disk is full when the coordinator's part is written, or when the manifest is."""
+def refusing(patch: pytest.MonkeyPatch, part: str, steps: set[int]) -> None:
+    """A disk that is full whenever this part of one of these checkpoints is written; what had begun is left there."""
+    write = checkpoints._write_durably
+
+    def refuse(path: Path, text: str, **further: Any) -> None:
+        if path.name == part and int(path.parent.name.removeprefix("step-")) in steps:
+            path.with_suffix(".partial").write_text(text[:3])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(path, text, **further)
+
+    patch.setattr(checkpoints, "_write_durably", refuse)
+
+
+@pytest.mark.parametrize("part", [checkpoints.COORDINATOR, checkpoints.MANIFEST])
+def test_a_disk_that_is_full_for_a_while_costs_a_checkpoint_and_not_the_run(tmp_path, monkeypatch, part):
+    config = doubles.make_config(steps=6, checkpoint={"every": 2, "keep": 5})
+    refusing(monkeypatch, part, {4})
+    bench = doubles.Bench(config, tmp_path)
+    assert bench.run().steps == 6
+    assert sorted(item.name for item in (tmp_path / "checkpoints").iterdir()) == ["step-00000002", "step-00000006"]
+    (failed,) = (note for note in bench.recorder.notes if "failed" in note)
+    assert failed.startswith(
+        "The checkpoint at step 4 failed, and the run goes on without it; killed before the next one, it would begin "
+        "from the one at step 2. "
+    )
+    assert "No space left on device" in failed
+    assert sorted(bench.trained["prompts"]) == sorted(f"task-{index}" for index in range(18))
+
+
+@pytest.mark.parametrize("part", [checkpoints.COORDINATOR, checkpoints.MANIFEST])
+def test_a_last_checkpoint_that_the_disk_refuses_ends_the_run_with_a_sentence_and_the_good_one_stays(
+    tmp_path, monkeypatch, part
+):
     config = doubles.make_config(checkpoint={"every": 2})
-    for full in (checkpoints.COORDINATOR, checkpoints.MANIFEST):
-        workdir = tmp_path / full
-        with monkeypatch.context() as patch:
-            write = checkpoints._write_durably
+    with monkeypatch.context() as patch:
+        refusing(patch, part, {4})
+        with pytest.raises(protocols.CheckpointFailed, match=r"step-0+4 cannot be written \(No space left"):
+            doubles.Bench(config, tmp_path).run()
+    assert [item.name for item in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
+    resumed = doubles.Bench(config, tmp_path)
+    assert resumed.run().steps == 4
+    assert [step for step, _ in resumed.recorder.steps] == [3, 4]
 
-            def refuse(path: Path, text: str, full: str = full, write: Any = write) -> None:
-                if path.name == full and path.parent.name == f"step-{checkpoint:08d}":
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                write(path, text)
 
-            patch.setattr(checkpoints, "_write_durably", refuse)
-            bench = doubles.Bench(config, workdir)
-            with pytest.raises(protocols.LibraError, match=rf"step-0+{checkpoint} cannot be written \(No space left"):
-                bench.run()
-        assert checkpoints.newest_step(workdir) == (-1 if checkpoint == 2 else 2)
-        assert doubles.Bench(config, workdir).run().steps == 4
+def test_a_trainer_whose_save_fails_is_asked_again_at_the_next_one(tmp_path, monkeypatch):
+    class Full(doubles.RecordingTrainer):
+        saves = 0
+
+        async def wait_saved(self):
+            self.saves += 1
+            if self.saves == 2:
+                raise protocols.CheckpointFailed("the trainer's disk is full")
+            await super().wait_saved()
+
+    monkeypatch.setattr(doubles, "make_trainer", lambda log: Full(0.05, 3, log))
+    bench = doubles.Bench(doubles.make_config(steps=6, checkpoint={"every": 1, "keep": 9}), tmp_path)
+    assert bench.run().steps == 6
+    assert sorted(item.name[-1] for item in (tmp_path / "checkpoints").iterdir()) == ["1", "3", "4", "5", "6"]
+    assert sum("the trainer's disk is full" in note for note in bench.recorder.notes) == 1
 
 
 class DiesInStep(doubles.RecordingTrainer):

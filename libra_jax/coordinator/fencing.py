@@ -1,0 +1,189 @@
+"""Never two trainers for one workdir: each start of a run takes the next epoch, and an earlier one writes nothing more.
+
+    <workdir>/epochs/epoch-00000003.json    made by whoever starts third, and by nobody else: its creation is exclusive
+
+Locks do not hold across the hosts of every shared file system, and clocks differ between hosts; the exclusive creation
+of a file is promised by POSIX and by NFS from version 3 on. A run looks for a later epoch before it appends a record,
+writes a part of a checkpoint or renames a manifest into place, and stops with a sentence once there is one.
+
+Between such a look and the writing lie microseconds. A process that is stopped right there for as long as its successor
+needs to start might still rename its manifest afterwards. So an epoch says at which step it went on, a manifest says of
+which epoch it is, and one of an earlier epoch beyond that step is void. Files never meet: parts have the epoch in their
+names (`checkpoints`).
+
+Local file systems were tried, shared ones not: a look lists the folder, which opens it, and NFS asks its server then.
+
+Thread-safety: any thread may look.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from libra_jax import protocols
+
+FOLDER = "epochs"
+
+LOOK_SECONDS = 1.0
+"""Between two looks whether a workdir has been taken over, as long as nothing is written."""
+
+_NAME = re.compile(r"epoch-(\d{8})\.json")
+
+
+class Superseded(protocols.LibraError):
+    """Another start of the same run has taken its workdir over."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who took an epoch.
+
+    Attributes:
+      epoch: its number, from 1.
+      host: its host's name.
+      kernel: tells that host from others of its name, and from itself before it was started again.
+      pid: of the process there.
+      step: of the checkpoint that it goes on from; -1 is none.
+      taken: when, in seconds since 1970 by that host's clock; to be shown, never to be compared.
+    """
+
+    epoch: int
+    host: str
+    kernel: str
+    pid: int
+    step: int
+    taken: float
+
+
+class Epoch:
+    """A run's own epoch.
+
+    Attributes:
+      number: from 1.
+    """
+
+    def __init__(self, workdir: Path, number: int) -> None:
+        self._workdir = workdir
+        self.number = number
+        self._superseded = False
+
+    def superseded(self) -> bool:
+        """Whether a later epoch has been taken.
+
+        Raises:
+          OSError: the workdir cannot be reached.
+        """
+        self._superseded = self._superseded or max(_numbers(self._workdir), default=0) > self.number
+        return self._superseded
+
+    def may_write(self) -> bool:
+        """Whether none has, as far as can be seen: where the workdir cannot be reached, writing will say so."""
+        try:
+            return not self.superseded()
+        except OSError:
+            return True
+
+    def check(self) -> None:
+        """Raises Superseded if a later epoch has been taken, OSError where the workdir cannot be reached."""
+        if self.superseded():
+            holder = newest(self._workdir)
+            who = f"the run of process {holder.pid} on {holder.host}" if holder is not None else "a later run"
+            raise Superseded(
+                f"{self._workdir} has been taken over by {who} (epoch {max(_numbers(self._workdir))}; this is epoch "
+                f"{self.number}): this one stops and writes nothing more; nothing is lost, the other goes on."
+            )
+
+
+async def watch(epoch: Epoch) -> None:
+    """Looks again and again, for as long as the run lives; where the workdir cannot be reached, it looks again later.
+
+    Raises:
+      Superseded: a later epoch has been taken.
+    """
+    while True:
+        with contextlib.suppress(OSError):
+            await asyncio.to_thread(epoch.check)
+        await asyncio.sleep(LOOK_SECONDS)
+
+
+def take(workdir: Path, newest_step: Callable[[], int]) -> Epoch:
+    """Takes the next epoch of a workdir: from then on, every earlier run in it is superseded.
+
+    Args:
+      workdir: the run's folder.
+      newest_step: the step of its newest checkpoint (`checkpoints.newest_step`), asked once earlier runs are fenced off.
+
+    Raises:
+      OSError: the folder cannot be written.
+    """
+    folder = workdir / FOLDER
+    folder.mkdir(exist_ok=True)
+    number = max(_numbers(workdir), default=0) + 1
+    while True:
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(_file(workdir, number), os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644))
+            break
+        number += 1
+    epoch = Epoch(workdir, number)
+    _write(workdir, Holder(number, socket.gethostname(), kernel(), os.getpid(), newest_step(), time.time()))
+    return epoch
+
+
+def newest(workdir: Path) -> Holder | None:
+    """Who took the newest epoch; None if nobody has, or has not yet said who it is."""
+    number = max(_numbers(workdir), default=0)
+    return _read(workdir, number) if number else None
+
+
+def limits(workdir: Path) -> Mapping[int, int]:
+    """Epoch to the step at which it went on: manifests of earlier epochs beyond that step are void."""
+    holders = (_read(workdir, number) for number in _numbers(workdir))
+    return {holder.epoch: holder.step for holder in holders if holder is not None}
+
+
+def kernel() -> str:
+    """What tells this host from any other and from itself before it was started again; its name where that is unknown.
+
+    Hosts that are emulated on one machine share it, as they share locks and process ids.
+    """
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _file(workdir: Path, number: int) -> Path:
+    return workdir / FOLDER / f"epoch-{number:08d}.json"
+
+
+def _numbers(workdir: Path) -> list[int]:
+    try:
+        names = os.listdir(workdir / FOLDER)
+    except FileNotFoundError:
+        return []
+    return [int(found[1]) for name in names if (found := _NAME.fullmatch(name))]
+
+
+def _write(workdir: Path, holder: Holder) -> None:
+    file = _file(workdir, holder.epoch)
+    partial = file.with_suffix(".partial")
+    with partial.open("w") as written:
+        json.dump(asdict(holder), written)
+        written.flush()
+        os.fsync(written.fileno())
+    partial.replace(file)
+
+
+def _read(workdir: Path, number: int) -> Holder | None:
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return Holder(**json.loads(_file(workdir, number).read_text()))
+    return None
