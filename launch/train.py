@@ -2,12 +2,14 @@
 
   python launch/train.py --config=configs/quickstart.py --config.steps=20 --workdir=runs/mine
 
-Started again with the same workdir, a run goes on from its last checkpoint.
+Started again with the same workdir, a run goes on from its last checkpoint. Exit status 75 (`EX_TEMPFAIL`) says that
+SIGTERM stopped it before its last step, and that the same command is to be given again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 from absl import flags
@@ -22,6 +24,7 @@ from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.agents import factories
 from libra_jax.agents.tools import toolkit
+from libra_jax.coordinator import run as coordinator
 from libra_jax.planning import plans
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -30,9 +33,12 @@ _CONFIG = config_flags.DEFINE_config_file(
 _PLAN = flags.DEFINE_string("plan", None, "Plan of launch/plan.py to lay the run out by.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run writes; default runs/<config>-<hash of config>.")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print the resolved config, tasks, mesh and partition; stop.")
+_TAKE_OVER = flags.DEFINE_bool(
+    "take_over", False, "End a run that still lives in the workdir, on whatever host, and go on in its place."
+)
 
 
-def main() -> None:
+def main() -> int:
     values = _CONFIG.value.to_dict()
     if "simulation" in values:
         file = config_flags.get_config_filename(flags.FLAGS["config"])
@@ -43,19 +49,21 @@ def main() -> None:
     if _DRY_RUN.value:
         checks.validate(config, need_weights=False)
         print(dry_run.describe(config))
-        return
+        return 0
     checks.validate(config, need_weights=True)
-    asyncio.run(_train(config))
+    summary = asyncio.run(_train(config))
+    return os.EX_TEMPFAIL if summary.terminated else 0
 
 
-async def _train(config: libra_config.RunConfig) -> None:
+async def _train(config: libra_config.RunConfig) -> coordinator.RunSummary:
     # An environment that cannot be made is found out before anything is written.
     async with (
         toolkit.Toolkit(config.tools, config.sandbox, config.task.call_seconds) as tools,
         factories.demonstrator(config.task, tools, needed=config.warm_start.steps > 0) as demonstrator,
     ):
-        workdir = workdirs.open_workdir(config, _WORKDIR.value)
-        await wiring.train(config, workdir, tools, demonstrator)
+        workdir = workdirs.open_workdir(config, _WORKDIR.value, take_over=_TAKE_OVER.value)
+        epoch = workdirs.take_epoch(workdir, take_over=_TAKE_OVER.value)
+        return await wiring.train(config, workdir, tools, demonstrator, epoch)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import functools
 import shutil
 from pathlib import Path
 
+import observing
 import placement
 
 from libra_jax import config as libra_config
@@ -18,14 +19,14 @@ from libra_jax.agents.rewards import composition
 from libra_jax.agents.tools import toolkit
 from libra_jax.cluster import create as cluster
 from libra_jax.cluster import hosts
-from libra_jax.coordinator import checkpoints, process_set, signals
+from libra_jax.coordinator import checkpoints, fencing, process_set, signals
 from libra_jax.coordinator import run as coordinator
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, forecast, planner, plans, profiles
 from libra_jax.scheduling import costs as scheduling_costs
 from libra_jax.scheduling import registry as schedulers
+from libra_jax.telemetry import files, report, resume, status
 from libra_jax.telemetry import recorder as telemetry
-from libra_jax.telemetry import report, resume
 
 TRAINER = "libra_jax.training.trainer:create"
 REPLICA = "libra_jax.training.replica:create"
@@ -212,7 +213,8 @@ async def train(
     workdir: Path,
     tools: toolkit.Toolkit,
     demonstrator: protocols.Demonstrator | None = None,
-) -> None:
+    epoch: fencing.Epoch | None = None,
+) -> coordinator.RunSummary:
     """Builds the run on the running event loop, carries it to its end, and writes the report.
 
     Args:
@@ -220,12 +222,36 @@ async def train(
       workdir: the run's directory, opened.
       tools: what the policy may call, open.
       demonstrator: solves tasks for the warm start; None only where it takes no steps.
+      epoch: the run's own in the workdir; None: nobody else can be in there.
     """
+    with observing.observed(config, workdir, epoch) as watcher:
+        summary = await _train(config, workdir, tools, demonstrator, epoch, watcher)
+        watcher.end("stopped" if summary.stopped else "done", summary.sentence)
+    if config.telemetry.report and not summary.terminated:  # a scheduler leaves no time for it
+        with signals.caught(lambda _: None):  # the run is over: one signal more does not lose its report
+            try:
+                print(f"Report: {report.write_report(workdir)}")
+            except protocols.DataError as error:  # a run stopped before it began has recorded nothing
+                print(f"No report: {error}")
+    return summary
+
+
+async def _train(
+    config: libra_config.RunConfig,
+    workdir: Path,
+    tools: toolkit.Toolkit,
+    demonstrator: protocols.Demonstrator | None,
+    epoch: fencing.Epoch | None,
+    watcher: status.RunStatus,
+) -> coordinator.RunSummary:
     shape = policy_shape(config, need_weights=True)
     loop = asyncio.get_running_loop()
+    if epoch is not None:
+        epoch.check()
     # What a killed run recorded after its last checkpoint will be done again, so it goes before the recorder opens.
     resume.cut_back(workdir, checkpoints.newest_step(workdir))
-    recorder = telemetry.create(config, workdir, loop.time)
+    guard = files.always if epoch is None else epoch.may_write
+    recorder = telemetry.create(config, workdir, loop.time, guard=guard, watcher=watcher)
     limits = config.deadlines
     actors = cluster.create(
         config.cluster,
@@ -260,19 +286,15 @@ async def train(
             export=workdir / "model",
             planner=global_planner(_keeping_profile(config, workdir), shape),
             make_engine=engines.add,
+            epoch=epoch,
         )
-        await run.run()
+        summary = await run.run()
         _add_tokenizer(config, workdir / "model")
     finally:
         await rewards.aclose()
         await actors.shutdown()
         recorder.close()
-    if config.telemetry.report:
-        with signals.caught(lambda: None):  # the run is over: one signal more does not lose its report
-            try:
-                print(f"Report: {report.write_report(workdir)}")
-            except protocols.DataError as error:  # a run stopped before it began has recorded nothing
-                print(f"No report: {error}")
+    return summary
 
 
 def _add_tokenizer(config: libra_config.RunConfig, model: Path) -> None:

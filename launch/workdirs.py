@@ -1,17 +1,29 @@
-"""A run's workdir: made for one config, refused to another, held by one process at a time."""
+"""A run's workdir: made for one config, refused to another, held by one process at a time.
+
+On one host a lock tells whether a run is in there. On others, whose file system may not pass locks on, it is watched
+whether that run still writes its `status.json`. Either may be wrong where a machine hangs; then epochs keep the two
+apart (`coordinator.fencing`).
+"""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import os
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from libra_jax import config as libra_config
 from libra_jax import protocols
-from libra_jax.coordinator import checkpoints
-from libra_jax.telemetry import metrics
+from libra_jax.coordinator import checkpoints, fencing
+from libra_jax.telemetry import metrics, status
+
+END_SECONDS = 60.0
+"""How long a run that is taken over may take to end before the other begins beside it: it can write nothing more."""
+
+LOOK_SECONDS = 0.2
 
 
 def default(config: libra_config.RunConfig) -> Path:
@@ -19,28 +31,69 @@ def default(config: libra_config.RunConfig) -> Path:
     return Path(f"runs/{config.name}-{libra_config.digest(config)}")
 
 
-def open_workdir(config: libra_config.RunConfig, workdir: str | None) -> Path:
-    """Makes the workdir and writes `config.json`; refuses one that belongs to another config.
+def open_workdir(config: libra_config.RunConfig, workdir: str | None, *, take_over: bool = False) -> Path:
+    """Makes the workdir and writes `config.json`; refuses one that belongs to another config, or to a run that lives.
 
     How many steps a run takes may change from one start to the next, but not to fewer than it has taken; so may the
     cluster's address, because a cluster that is started again is somewhere else.
 
+    Args:
+      config: the run's configuration.
+      workdir: where; None is the config's own place.
+      take_over: a run that lives in there is no reason to refuse: `take_epoch` will fence it off.
+
     Raises:
-      ConfigError: the workdir's config differs; the fields are named.
+      ConfigError: the workdir's config differs; the fields are named. Or a run lives in there; its process is named.
     """
     path = Path(workdir) if workdir else default(config)
     try:
-        return _open(path, config)
+        return _open(path, config, take_over)
     except OSError as error:
         raise protocols.ConfigError(
             f"--workdir={path} cannot be used ({error.strerror or error}); choose a folder that can be written"
         ) from error
 
 
-def _open(path: Path, config: libra_config.RunConfig) -> Path:
+def take_epoch(workdir: Path, *, take_over: bool = False) -> fencing.Epoch:
+    """Takes the workdir's next epoch, which ends every earlier run in it; call it last before the run begins.
+
+    Args:
+      workdir: opened.
+      take_over: a run may live in there; its end is waited for, because it holds ports, memory and accelerators.
+
+    Raises:
+      ConfigError: the folder cannot be written.
+    """
+    try:
+        epoch = fencing.take(workdir, lambda: checkpoints.newest_step(workdir))
+    except OSError as error:
+        raise protocols.ConfigError(
+            f"--workdir={workdir} cannot be used ({error.strerror or error}); choose a folder that can be written"
+        ) from error
+    if take_over and not _has_ended(workdir):
+        print(
+            f"The run before has not ended within {END_SECONDS:g} s. It can write nothing more, but may still hold "
+            "accelerators: look after its processes.",
+            file=sys.stderr,
+        )
+    return epoch
+
+
+def _has_ended(workdir: Path) -> bool:
+    """Waits for the end of a run that has been fenced off; False if it did not come."""
+    deadline = time.monotonic() + END_SECONDS
+    while time.monotonic() < deadline:
+        if _lock(workdir):
+            record = _status(workdir)
+            return record is None or not _lives_elsewhere(workdir, record)
+        time.sleep(LOOK_SECONDS)
+    return False
+
+
+def _open(path: Path, config: libra_config.RunConfig, take_over: bool) -> Path:
     existed = path.exists()
-    if existed:  # locked before it is read; a refused config leaves no new folder behind
-        _lock(path)
+    if existed and not take_over:  # locked before it is read; a refused config leaves no new folder behind
+        _refuse_if_in_use(path)
     resolved = json.loads(json.dumps(libra_config.to_dict(config), default=list))
     stored_file = path / "config.json"
     if stored_file.exists():
@@ -50,7 +103,8 @@ def _open(path: Path, config: libra_config.RunConfig) -> Path:
             return path
     if not existed:
         path.mkdir(parents=True, exist_ok=True)
-        _lock(path)
+        if not take_over:
+            _refuse_if_in_use(path)
     partial = stored_file.with_suffix(".partial")
     partial.write_text(json.dumps(resolved, indent=2))
     partial.rename(stored_file)
@@ -94,16 +148,48 @@ def _check_same_run(path: Path, stored: dict[str, Any], resolved: dict[str, Any]
         )
 
 
-def _lock(workdir: Path) -> None:
-    """Holds the workdir for as long as this process lives: two runs in it would cut each other's records back."""
+def _refuse_if_in_use(workdir: Path) -> None:
+    """Takes the workdir's lock for as long as this process lives, and raises ConfigError if a run lives in there."""
+    locked, record = _lock(workdir), _status(workdir)
+    if locked and (record is None or not _lives_elsewhere(workdir, record)):
+        return
+    who = "a run that has just been started"
+    if record is not None and not record["ended"]:
+        who = f"the run of process {record['pid']} on {record['host']} (step {record['step']} of {record['steps']})"
+    raise protocols.ConfigError(
+        f"--workdir={workdir} is in use by {who}; wait for its end, use another workdir, or end it by giving this "
+        "command with --take_over"
+    )
+
+
+def _lock(workdir: Path) -> bool:
+    """Holds the workdir until this process ends, unless another process of this host does."""
     descriptor = os.open(workdir / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise protocols.ConfigError(
-            f"--workdir={workdir} is in use by a run that has not ended; wait for it, or use another workdir"
-        ) from None
+        return False
+    return True
+
+
+def _status(workdir: Path) -> dict[str, Any] | None:
+    try:
+        return status.read(workdir)
+    except protocols.DataError:  # somebody else's file, or damaged: the lock and the epochs are left
+        return None
+
+
+def _lives_elsewhere(workdir: Path, record: dict[str, Any]) -> bool:
+    """Whether the run that wrote this lives where our lock may not reach: on another host."""
+    if record["ended"] or record["place"].split("/")[0] == status.place().split("/")[0]:
+        return False
+    print(
+        f"A run of process {record['pid']} on {record['host']} has been in {workdir}; looking for "
+        f"{status.WATCH_SECONDS:g} s whether it lives.",
+        file=sys.stderr,
+    )
+    return status.changes_within(workdir, status.WATCH_SECONDS)
 
 
 def _differences(stored: Any, resolved: Any, name: str = "config") -> list[str]:

@@ -680,7 +680,7 @@ class TelemetryConfig:
     tensorboard: bool = True
     wandb_project: str = ""  # empty is off
     report: bool = True  # report.html at the end
-    port: int = 0  # of the health page and of Prometheus's metrics, in the coordinator's process; 0: off, -1: a free one
+    port: int = 0  # of the health page and of Prometheus's metrics, in the coordinator's process; 0: off, -1: any
     host: str = "127.0.0.1"  # the address of this host that it listens at; beyond the loopback it needs a token
     token_env: str = ""  # environment variable that holds the token; readers send "Authorization: Bearer <token>"
 

@@ -1162,6 +1162,10 @@ POOLS = ("core training", "hybrid in training", "hybrid in transition", "hybrid 
 """Names of the pools of devices, in the order in which pictures stack them."""
 
 
+LOST = "lost"
+"""The status of a worker that has failed and is out of service."""
+
+
 class Recorder(Protocol):
     """Where a run writes what happened. Never raises for a full disk or a lost viewer: it warns once and goes on."""
 

@@ -72,7 +72,8 @@ class Ending:
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not task.done() and through_stop and isinstance(self._end.exception(), Stopped):
-                await asyncio.wait({task, self._hurry}, return_when=asyncio.FIRST_COMPLETED)
+                either = {task, self._hurry}
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 self._end.result()
             return task.result()

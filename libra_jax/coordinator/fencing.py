@@ -120,7 +120,7 @@ def take(workdir: Path, newest_step: Callable[[], int]) -> Epoch:
 
     Args:
       workdir: the run's folder.
-      newest_step: the step of its newest checkpoint (`checkpoints.newest_step`), asked once earlier runs are fenced off.
+      newest_step: gives the step of its newest checkpoint (`checkpoints.newest_step`) once earlier runs are fenced off.
 
     Raises:
       OSError: the folder cannot be written.

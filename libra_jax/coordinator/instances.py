@@ -155,7 +155,7 @@ class Instances:
         engine.state = "lost"
         self.losses += not engine.hybrid
         self._take_out(engine)
-        self._recorder.status(engine.name, "lost")
+        self._recorder.status(engine.name, protocols.LOST)
         self.changed()
         if self._ending.called:  # nothing asks for tokens any more
             return

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def caught(stop: Callable[[signal.Signals], None]) -> Iterator[Callable[[], None]]:
-    """Calls `stop` with the signal: at the first SIGINT, of which a second one has its usual effect, and at each SIGTERM.
+    """Calls `stop` with the signal: at the first SIGINT (a second one has its usual effect), and at each SIGTERM.
 
     A person who presses Ctrl-C twice means it. Schedulers send SIGTERM to a job's processes and to a script that passes
     it on, so that a second one says nothing new.

@@ -154,6 +154,10 @@ class Trainer(_Wrapped):
             await asyncio.sleep(self._rng.expovariate(1.0 / self._config.late_seconds))
         return await self._inner.stage_weights(policy_version, index)
 
+    async def give_up_step(self) -> bool:
+        """Nothing to fail in."""
+        return await self._inner.give_up_step()
+
     async def listen(self, member: str, epoch: int) -> Mapping[str, Any]:
         """Opens a channel, or fails."""
         self._perhaps_fail("listen")

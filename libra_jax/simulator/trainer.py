@@ -194,6 +194,10 @@ class Trainer:
         await asyncio.sleep(seconds)
         self._log.busy_seconds += seconds
 
+    async def give_up_step(self) -> bool:
+        """It will not: no scheduler stops a simulation."""
+        return False
+
     async def listen(self, member: str, epoch: int) -> Mapping[str, Any]:
         """Opens a channel."""
         self._channels.close(member)

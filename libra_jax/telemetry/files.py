@@ -17,6 +17,15 @@ from typing import Any
 Warn = Callable[[str, str], None]
 """`warn(key, sentence)`: shows the sentence, once for each key."""
 
+Guard = Callable[[], bool]
+"""Whether this run may write into its workdir: False once another start of it has taken that over. From any thread."""
+
+
+def always() -> bool:
+    """Nobody else can be in that workdir."""
+    return True
+
+
 PLANS_FILE = "plans.jsonl"
 """The planner's decisions, one a line: what it looked at, what it found, and why it moved or not."""
 
@@ -53,11 +62,13 @@ class RecordFile:
     Args:
       path: the file; made on the first flush. It must end with a whole record (see `open_lines`).
       warn: receives the one warning.
+      guard: asked before each append; records that may not be written are dropped.
     """
 
-    def __init__(self, path: Path, warn: Warn) -> None:
+    def __init__(self, path: Path, warn: Warn, guard: Guard = always) -> None:
         self.path = path
         self._warn = warn
+        self._guard = guard
         self._pending: list[bytes] = []
         self._pending_bytes = 0
         self._descriptor: int | None = None
@@ -78,7 +89,8 @@ class RecordFile:
         if not self._pending:
             return
         try:
-            self._append(b"".join(self._pending))
+            if self._guard():
+                self._append(b"".join(self._pending))
         except OSError as error:
             self._warn(
                 str(self.path),
@@ -127,7 +139,7 @@ class RecordFile:
             self._descriptor = None
 
 
-def open_lines(path: Path, warn: Warn) -> RecordFile:
+def open_lines(path: Path, warn: Warn, guard: Guard = always) -> RecordFile:
     """Opens a file of lines for appending; a last line torn by a killed process is removed first."""
     try:
         end = whole_lines_end(path)
@@ -135,7 +147,7 @@ def open_lines(path: Path, warn: Warn) -> RecordFile:
             os.truncate(path, end)
     except OSError as error:
         warn(str(path), f"{path.name} cannot be opened ({error.strerror or error}); the run goes on without it.")
-    return RecordFile(path, warn)
+    return RecordFile(path, warn, guard)
 
 
 def finite(value: Any) -> Any:

@@ -74,8 +74,8 @@ def read(path: Path) -> dict[int, dict[str, float]]:
 class MetricsFile:
     """Writes `metrics.jsonl`."""
 
-    def __init__(self, workdir: Path, warn: files.Warn) -> None:
-        self._file = files.open_lines(workdir / METRICS_FILE, warn)
+    def __init__(self, workdir: Path, warn: files.Warn, guard: files.Guard = files.always) -> None:
+        self._file = files.open_lines(workdir / METRICS_FILE, warn, guard)
 
     def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
         """Appends one step's object."""
@@ -115,9 +115,10 @@ class TensorBoardSink:
     Args:
       workdir: the run's folder; events go to its `tensorboard` folder, one file a session.
       warn: receives the warning of a disk that is full.
+      guard: whether this run may still write there.
     """
 
-    def __init__(self, workdir: Path, warn: files.Warn) -> None:
+    def __init__(self, workdir: Path, warn: files.Warn, guard: files.Guard = files.always) -> None:
         self._events, self._records = _import_tensorboardx()
         folder = workdir / TENSORBOARD_FOLDER
         try:
@@ -128,7 +129,7 @@ class TensorBoardSink:
             earlier = []
         # TensorBoard reads a folder's files in the order of their names, so sessions are numbered.
         number = max(earlier, default=-1) + 1
-        self._file = files.RecordFile(folder / f"events.out.tfevents.{number:010d}.libra", warn)
+        self._file = files.RecordFile(folder / f"events.out.tfevents.{number:010d}.libra", warn, guard)
         self._write(self._events.Event(wall_time=time.time(), file_version="brain.Event:2"))
         self._purge = number > 0
 

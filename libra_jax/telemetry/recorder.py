@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -69,7 +69,7 @@ class RunRecorder:
       plans_file: takes the planner's decisions.
       transitions_file: takes changes of sides and of meshes.
       metrics_sinks: take steps, in this order.
-      watched: the console, or None.
+      watchers: the console, and whoever else tells what happens now.
     """
 
     def __init__(
@@ -80,15 +80,15 @@ class RunRecorder:
         plans_file: files.RecordFile,
         transitions_file: files.RecordFile,
         metrics_sinks: list[MetricsSink],
-        watched: Console | None,
+        watchers: Sequence[Console],
     ) -> None:
         self._clock = clock
         self._trace = trace_file
         self._timeline = timeline_file
         self._plans = plans_file
         self._transitions = transitions_file
-        self._console = watched
-        self._metrics_sinks = metrics_sinks + ([watched] if watched else [])
+        self._watchers = watchers
+        self._metrics_sinks = [*metrics_sinks, *watchers]
         self._sinks: list[Sink] = [trace_file, timeline_file, plans_file, transitions_file, *self._metrics_sinks]
         self._flushed_at = clock()
         self._closed = False
@@ -134,14 +134,16 @@ class RunRecorder:
             self._flush_if_due()
 
     def status(self, worker: str, text: str) -> None:
-        """What a worker is doing now, for the console."""
-        if not self._closed and self._console is not None:
-            self._console.status(worker, text)
+        """What a worker is doing now, for whoever watches."""
+        if not self._closed:
+            for watcher in self._watchers:
+                watcher.status(worker, text)
 
     def note(self, text: str) -> None:
         """A sentence for the person watching."""
-        if not self._closed and self._console is not None:
-            self._console.note(text)
+        if not self._closed:
+            for watcher in self._watchers:
+                watcher.note(text)
 
     def flush(self) -> None:
         """Hands everything recorded so far to the operating system, whose cache outlives a killed process."""
@@ -162,13 +164,22 @@ class RunRecorder:
             self.flush()
 
 
-def create(config: config_lib.RunConfig, workdir: Path, clock: Callable[[], float]) -> RunRecorder:
+def create(
+    config: config_lib.RunConfig,
+    workdir: Path,
+    clock: Callable[[], float],
+    *,
+    guard: files.Guard = files.always,
+    watcher: Console | None = None,
+) -> RunRecorder:
     """Makes the recorder of a run or of its resumption (which calls `resume.cut_back` before it records a step).
 
     Args:
       config: the run's config; `telemetry` says which sinks.
       workdir: the run's folder, made if it is missing.
       clock: seconds now, on the clock that spans are given in (the event loop's).
+      guard: whether this run may still write there.
+      watcher: told of everything that the console is told of.
 
     Raises:
       ConfigError: the folder cannot be made, or W&B is asked for and cannot start.
@@ -178,16 +189,17 @@ def create(config: config_lib.RunConfig, workdir: Path, clock: Callable[[], floa
     except OSError as error:
         raise ConfigError(f"--workdir: {workdir} cannot be made ({error.strerror or error})") from error
     warn = _Warnings()
-    sinks: list[MetricsSink] = [metrics.MetricsFile(workdir, warn)]
+    sinks: list[MetricsSink] = [metrics.MetricsFile(workdir, warn, guard)]
     if config.telemetry.tensorboard:
-        sinks.append(metrics.TensorBoardSink(workdir, warn))
+        sinks.append(metrics.TensorBoardSink(workdir, warn, guard))
     if config.telemetry.wandb_project:
         sinks.append(metrics.WandbSink(config, workdir, warn))
-    trace_file = trace.TraceFile(workdir, warn)
-    timeline_file = timeline.TimelineFile(workdir, clock, warn)
-    plans_file = files.open_lines(workdir / files.PLANS_FILE, warn)
-    transitions_file = files.open_lines(workdir / files.TRANSITIONS_FILE, warn)
+    trace_file = trace.TraceFile(workdir, warn, guard)
+    timeline_file = timeline.TimelineFile(workdir, clock, warn, guard)
+    plans_file = files.open_lines(workdir / files.PLANS_FILE, warn, guard)
+    transitions_file = files.open_lines(workdir / files.TRANSITIONS_FILE, warn, guard)
     if config.telemetry.console:
         make = live.LiveConsole if sys.stdout.isatty() else console.PlainConsole
         warn.console = make(config.name, config.steps, sys.stdout, clock, warn)
-    return RunRecorder(clock, trace_file, timeline_file, plans_file, transitions_file, sinks, warn.console)
+    watchers = [item for item in (watcher, warn.console) if item is not None]
+    return RunRecorder(clock, trace_file, timeline_file, plans_file, transitions_file, sinks, watchers)

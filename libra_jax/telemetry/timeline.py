@@ -97,9 +97,12 @@ class TimelineFile:
       workdir: the run's folder.
       clock: seconds now; the same clock that spans are given in.
       warn: receives the warning of a disk that is full.
+      guard: whether this run may still write there.
     """
 
-    def __init__(self, workdir: Path, clock: Callable[[], float], warn: files.Warn) -> None:
+    def __init__(
+        self, workdir: Path, clock: Callable[[], float], warn: files.Warn, guard: files.Guard = files.always
+    ) -> None:
         path = workdir / TIMELINE_FILE
         self._clock = clock
         self._origin = clock()
@@ -111,7 +114,7 @@ class TimelineFile:
         except OSError as error:
             warn(str(path), f"{path.name} cannot be read ({error.strerror or error}); its timeline starts anew.")
         self._offset = self._end
-        self._file = files.RecordFile(path, warn)
+        self._file = files.RecordFile(path, warn, guard)
         if resumed:
             self._instant("session resumed", self._offset)
         else:

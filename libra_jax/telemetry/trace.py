@@ -23,9 +23,9 @@ STATUSES = ("success", "failure", "timeout")
 class TraceFile:
     """Writes `trace.jsonl`."""
 
-    def __init__(self, workdir: Path, warn: files.Warn) -> None:
+    def __init__(self, workdir: Path, warn: files.Warn, guard: files.Guard = files.always) -> None:
         self._warn = warn
-        self._file = files.open_lines(workdir / TRACE_FILE, warn)
+        self._file = files.open_lines(workdir / TRACE_FILE, warn, guard)
 
     def trajectory(self, record: Mapping[str, Any]) -> None:
         """Appends one trajectory."""

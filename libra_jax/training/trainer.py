@@ -182,6 +182,7 @@ class TrainerActor:
           DataError: a trajectory holds a number that cannot be trained on; the message names it.
           ConfigError: the shares leave the core nothing.
           LibraError: the batch is another version's, or `trainer.max_skipped_steps` steps in a row were not finite.
+          StepGivenUp: `give_up_step` asked for it; the version and the state are as before.
         """
         learner = self._started()
         if batch.policy_version != self._version:

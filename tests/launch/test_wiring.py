@@ -15,6 +15,7 @@ from libra_jax.agents.rewards import scoring
 from libra_jax.agents.tools import toolkit
 from libra_jax.cluster import granted, hosts
 from libra_jax.coordinator import checkpoints
+from libra_jax.coordinator import run as coordinator
 
 
 def test_the_clusters_deadlines_and_hosts_are_the_configs_and_what_it_grants_is_kept(tmp_path, monkeypatch):
@@ -52,9 +53,10 @@ def test_the_runs_scorer_is_made_of_the_configs_functions_and_weights(tmp_path, 
         def __init__(self, config: config.RunConfig, *, reward: scoring.Scorer, **_: Any) -> None:
             self.reward = reward
 
-        async def run(self) -> None:
+        async def run(self) -> coordinator.RunSummary:
             transcript = scoring.Transcript("five!", environment_reward=1.0)
             scores.append(await self.reward(protocols.Task("t", {}), transcript))
+            return coordinator.RunSummary()
 
     monkeypatch.setattr(wiring.coordinator, "Coordinator", Scoring)
     length = {"factory": "reward_functions:counting", "weight": 0.1, "arguments": {"factor": 2.0}}

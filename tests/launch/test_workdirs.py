@@ -29,7 +29,7 @@ def settings(**changes: Any) -> config.RunConfig:
 @pytest.fixture(autouse=True)
 def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lock is held until its process ends, and here one process stands for several."""
-    monkeypatch.setattr(workdirs, "_lock", lambda workdir: None)
+    monkeypatch.setattr(workdirs, "_lock", lambda workdir: True)
 
 
 def test_cores_go_to_the_instances_in_order_and_ones_that_are_not_there_are_refused_early(tmp_path):

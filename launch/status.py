@@ -1,0 +1,87 @@
+"""One screen of what a run does, or of how it ended: its step, its workers, what it waits for.
+
+  python launch/status.py runs/mine
+  python launch/status.py --watch            # the run that wrote last under runs/, again and again
+
+It reads `status.json`, from any host that sees the workdir. Exit status 0: the run lives or has ended as it should; 1:
+it failed, or is dead without having said so.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+from rich.console import Console
+from rich.live import Live
+
+import cli
+from libra_jax import protocols
+from libra_jax.telemetry import screen, status
+
+_WORKDIR = flags.DEFINE_string("workdir", None, "The run's folder; default the one under runs/ that was written last.")
+_WATCH = flags.DEFINE_bool("watch", False, "Draw it anew every second, until the run ends.")
+
+RUNS = "runs"
+REDRAW_SECONDS = 1.0
+
+
+def main() -> int:
+    workdir = Path(_WORKDIR.value) if _WORKDIR.value else newest(Path(RUNS))
+    record = _read(workdir)
+    alive = status.is_alive(workdir, record)
+    if not _WATCH.value:
+        Console().print(screen.picture(record, verdict(record, alive)))
+        return int(not _is_well(record, alive))
+    with Live(screen.picture(record, verdict(record, alive)), console=Console(), auto_refresh=False) as live:
+        while alive:
+            time.sleep(REDRAW_SECONDS)
+            record = _read(workdir)
+            alive = status.is_alive(workdir, record)
+            live.update(screen.picture(record, verdict(record, alive)), refresh=True)
+    return int(not _is_well(record, alive))
+
+
+def newest(runs: Path) -> Path:
+    """The workdir whose run wrote last.
+
+    Raises:
+      DataError: there is none.
+    """
+    found = {file.parent: file.stat().st_mtime_ns for file in runs.glob(f"*/{status.STATUS_FILE}")}
+    if not found:
+        raise protocols.DataError(f"{runs}/ holds no run with a {status.STATUS_FILE}; give the workdir of one")
+    return max(found, key=lambda workdir: found[workdir])
+
+
+def verdict(record: Mapping[str, Any], alive: bool) -> str:
+    """Whether the run lives, a sentence."""
+    if record["ended"]:
+        return f"It has ended ({record['ended']['how']}). {record['ended']['sentence']}"
+    if alive:
+        return "It lives."
+    here = record["place"] == status.place()
+    why = "its process is gone" if here else f"nothing has been written for {status.WATCH_SECONDS:g} s"
+    return f"DEAD: {why}, and it has not said why. The same command goes on from the last checkpoint."
+
+
+def _is_well(record: Mapping[str, Any], alive: bool) -> bool:
+    return alive or bool(record["ended"] and record["ended"]["how"] != "failed")
+
+
+def _read(workdir: Path) -> dict[str, Any]:
+    record = status.read(workdir)
+    if record is None:
+        raise protocols.DataError(f"{workdir} holds no {status.STATUS_FILE}; give the workdir of a run")
+    return record
+
+
+if __name__ == "__main__":
+    # As of `git status` and the like, what it is about needs no flag.
+    if len(sys.argv) > 1 and not sys.argv[1].startswith("-"):
+        sys.argv[1] = f"--workdir={sys.argv[1]}"
+    cli.run(main)

@@ -1,0 +1,209 @@
+"""The health page and Prometheus's metrics over HTTP, from the coordinator's process.
+
+    /         the screen of launch/status.py, as text
+    /health   200 while the event loop answers and no wait is past its deadline, else 503; JSON, as in `status.json`
+    /metrics  the scalars of `metrics.jsonl` of the last step as gauges, workers and what they do, counters
+
+A server of the standard library, as the Prometheus client's own is, on threads of its own: it answers when the event
+loop does not. It listens at the loopback unless `telemetry.host` says otherwise, and asks for a token then. The token
+travels in the clear: beyond hosts that trust each other's network, put a proxy with TLS before it.
+"""
+
+from __future__ import annotations
+
+import collections
+import hmac
+import ipaddress
+import json
+import os
+import re
+import socket
+import socketserver
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+from wsgiref import simple_server
+
+import prometheus_client
+from prometheus_client import core, registry
+
+from libra_jax import config as config_lib
+from libra_jax import protocols
+from libra_jax.telemetry import screen, status
+
+IDLE_SECONDS = 10.0
+"""After which a connection on which nothing comes is closed."""
+
+_TOOL = re.compile(r"tool/(?P<tool>.+)/(?P<what>\w+)")
+_Answer = tuple[str, str, bytes]
+
+
+class Collector(registry.Collector):
+    """Makes Prometheus's metrics of a run's view whenever it is asked for them; what was is not kept."""
+
+    def __init__(self, run: status.RunStatus) -> None:
+        self._run = run
+
+    def collect(self) -> Iterator[core.Metric]:
+        view = self._run.view()
+        yield core.GaugeMetricFamily("libra_healthy", "1 while /health answers 200.", float(_is_well(view)))
+        yield core.GaugeMetricFamily("libra_epoch", "Starts of this run in its workdir.", view["epoch"])
+        yield core.CounterMetricFamily("libra_steps", "Training steps taken, earlier starts' included.", view["step"])
+        yield _labelled(
+            core.CounterMetricFamily("libra_worker_failures", "Times that a worker was lost.", labels=["worker"]),
+            view["failures"],
+        )
+        yield _labelled(
+            core.CounterMetricFamily("libra_groups_replaced", "Groups replaced by this start.", labels=["reason"]),
+            view["replaced"],
+        )
+        yield from _workers(view["workers"])
+        yield from _scalars({name: value for name, value in view["scalars"].items() if value is not None})
+
+
+def _labelled(family: Any, values: Mapping[str, float]) -> core.Metric:
+    for label, value in values.items():
+        family.add_metric([label], value)
+    return family
+
+
+def _workers(workers: Mapping[str, Mapping[str, Any]]) -> Iterator[core.Metric]:
+    """The numbers in what workers say of themselves would make a new series each second: they become N."""
+    doing = core.GaugeMetricFamily("libra_worker_state", "1: what the worker does.", labels=["worker", "state"])
+    seconds = core.GaugeMetricFamily("libra_worker_state_seconds", "Since when.", labels=["worker"])
+    for name, worker in workers.items():
+        doing.add_metric([name, re.sub(r"\d+", "N", worker["doing"])], 1.0)
+        seconds.add_metric([name], worker["seconds"])
+    yield doing
+    yield seconds
+
+
+def _scalars(scalars: Mapping[str, float]) -> Iterator[core.Metric]:
+    """`reward/mean` is libra_reward_mean, `tool/calculator/calls` is libra_tool_calls{tool="calculator"}.
+
+    Where two names become one, each has its own in a label.
+    """
+    named: dict[str, dict[str, float]] = collections.defaultdict(dict)
+    tools: dict[str, dict[str, float]] = collections.defaultdict(dict)
+    for name, value in scalars.items():
+        if found := _TOOL.fullmatch(name):
+            tools[f"libra_tool_{found['what']}"][found["tool"]] = value
+        elif not name.startswith(status.REPLACED):
+            named["libra_" + re.sub(r"\W", "_", name, flags=re.ASCII)][name] = value
+    for family, values in tools.items():
+        yield _labelled(core.GaugeMetricFamily(family, "Of the last step.", labels=["tool"]), values)
+    for family, values in named.items():
+        first, *others = values
+        if others:
+            yield _labelled(core.GaugeMetricFamily(family, "Of the last step.", labels=["name"]), values)
+        else:
+            yield core.GaugeMetricFamily(family, f"{first} of the last step.", values[first])
+
+
+class Endpoint:
+    """The server.
+
+    Args:
+      config: `telemetry`, with a port.
+      run: what it tells of.
+
+    Attributes:
+      url: where it is.
+
+    Raises:
+      ConfigError: the port is taken, the address is not this host's, or the environment holds no token.
+    """
+
+    def __init__(self, config: config_lib.TelemetryConfig, run: status.RunStatus) -> None:
+        self._run = run
+        self._token = _token(config)
+        metrics = registry.CollectorRegistry()
+        metrics.register(Collector(run))
+        self._metrics = prometheus_client.make_wsgi_app(metrics)
+        host = ipaddress.ip_address(config.host)
+        kind = type("_Family", (_Server,), {"address_family": socket.AF_INET6 if host.version == 6 else socket.AF_INET})
+        try:
+            self._server: _Server = kind((config.host, max(0, config.port)), _Quiet)
+        except OSError as error:
+            raise protocols.ConfigError(
+                f"config.telemetry.port: {config.port} at {config.host} cannot be had ({error.strerror or error}); "
+                "choose another, or -1 for any that is free"
+            ) from error
+        self._server.set_app(self._answer)
+        written = f"[{config.host}]" if host.version == 6 else config.host
+        self.url = f"http://{written}:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, name="libra-health", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Closes the port."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def _answer(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        given = environ.get("HTTP_AUTHORIZATION", "").encode()
+        if self._token and not hmac.compare_digest(given, b"Bearer " + self._token):
+            text = b"This page needs the run's token: send the header Authorization: Bearer <token>.\n"
+            return _sent(start_response, ("401 Unauthorized", "text/plain", text))
+        if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
+            return _sent(start_response, ("405 Method Not Allowed", "text/plain", b"There is only GET here.\n"))
+        pages: dict[str, Callable[[], _Answer]] = {"/": self._screen, "/health": self._health}
+        path = environ["PATH_INFO"]
+        if path == "/metrics":
+            return self._metrics(environ, start_response)
+        if path in pages:
+            return _sent(start_response, pages[path]())
+        return _sent(start_response, ("404 Not Found", "text/plain", b"There are /, /health and /metrics.\n"))
+
+    def _screen(self) -> _Answer:
+        return "200 OK", "text/plain; charset=utf-8", screen.text(self._run.view()).encode()
+
+    def _health(self) -> _Answer:
+        view = self._run.view()
+        line = "200 OK" if _is_well(view) else "503 Service Unavailable"
+        return line, "application/json", json.dumps(view, indent=1).encode()
+
+
+def _is_well(view: Mapping[str, Any]) -> bool:
+    return not view["problems"] and (view["ended"] or {}).get("how") != "failed"
+
+
+def _sent(start_response: Callable[..., Any], answer: _Answer) -> Iterable[bytes]:
+    line, kind, body = answer
+    headers = [("Content-Type", kind), ("Content-Length", str(len(body))), ("Cache-Control", "no-store")]
+    if line.startswith("401"):
+        headers.append(("WWW-Authenticate", "Bearer"))
+    start_response(line, headers)
+    return [body]
+
+
+def _token(config: config_lib.TelemetryConfig) -> bytes:
+    """What readers have to send; empty: nothing."""
+    token = os.environ.get(config.token_env, "").strip() if config.token_env else ""
+    if config.token_env and not token:
+        raise protocols.ConfigError(
+            f"config.telemetry.token_env: the environment has no {config.token_env}, or an empty one; set it to a "
+            "secret, e.g. by `openssl rand -hex 32`"
+        )
+    return token.encode()
+
+
+class _Server(socketserver.ThreadingMixIn, simple_server.WSGIServer):
+    daemon_threads = True
+
+    def server_bind(self) -> None:
+        """Like the standard library's, without asking for the host's name, which may take seconds."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.setup_environ()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A reader that went away is no news."""
+
+
+class _Quiet(simple_server.WSGIRequestHandler):
+    timeout = IDLE_SECONDS
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Who reads is not the console's business."""

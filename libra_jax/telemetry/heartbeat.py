@@ -1,0 +1,79 @@
+"""The thread that writes `status.json` about once a second, whatever the event loop does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from libra_jax.telemetry import files, status
+
+BEAT_SECONDS = 1.0
+
+
+class Heartbeat:
+    """Made inside the event loop that it watches; `close` ends it.
+
+    Args:
+      workdir: the run's folder.
+      run: what is written.
+      guard: whether this run may still write there.
+      warn: called on the event loop with the one warning about a disk that refuses.
+    """
+
+    def __init__(
+        self,
+        workdir: Path,
+        run: status.RunStatus,
+        *,
+        guard: files.Guard = files.always,
+        warn: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._file = workdir / status.STATUS_FILE
+        self._run = run
+        self._guard = guard
+        self._warn = warn
+        self._loop = asyncio.get_running_loop()
+        self._beats = 0
+        self._warned = False
+        self._ended = threading.Event()
+        self._write()
+        self._thread = threading.Thread(target=self._beat, name="libra-heartbeat", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Writes a last time, and ends. Idempotent."""
+        if not self._ended.is_set():
+            self._ended.set()
+            self._thread.join(BEAT_SECONDS)  # a file server that hangs holds up the thread, and not the run's end
+            self._write()
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT_SECONDS):
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._run.answered)
+            self._write()
+
+    def _write(self) -> None:
+        if not self._guard():
+            return
+        self._beats += 1
+        partial = self._file.with_suffix(".partial")
+        try:
+            partial.write_bytes(files.json_line({**self._run.view(), "beat": self._beats}))
+            partial.replace(self._file)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                os.utime(self._file)  # which needs no room: whoever watches sees that the run lives
+            self._say(f"{self._file.name} cannot be written ({error.strerror or error}); the run goes on without it.")
+
+    def _say(self, sentence: str) -> None:
+        if not self._warned:
+            self._warned = True
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._warn, sentence)

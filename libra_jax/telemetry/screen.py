@@ -1,0 +1,93 @@
+"""One screen of what a run is doing: launch/status.py, and the health page."""
+
+from __future__ import annotations
+
+import datetime
+import io
+from collections.abc import Mapping
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from libra_jax.telemetry import console
+
+WIDTH = 100
+
+NUMBERS = {
+    "reward/mean": ("reward", ".3f"),
+    "evaluation/accuracy": ("held-out", ".3f"),
+    "tokens_per_second": ("tokens/s", ",.0f"),
+    "staleness/max": ("staleness", ".0f"),
+    "loss": ("loss", ".4g"),
+    "step/seconds": ("step", ".1f"),
+}
+"""The scalars of the last step that are shown, how they are called, and how they are written."""
+
+
+def picture(view: Mapping[str, Any], verdict: str = "") -> RenderableType:
+    """A run's view as one screen.
+
+    Args:
+      view: of `status.RunStatus`, or read from `status.json`.
+      verdict: whether it lives, a sentence; empty where that is out of question.
+    """
+    began = datetime.datetime.fromtimestamp(view["began"]).strftime("%Y-%m-%d %H:%M:%S")
+    lines: list[RenderableType] = [
+        Text.assemble(
+            (f"step {view['step']}/{view['steps']}", "bold"),
+            f"   version {view['policy_version']}   start {view['epoch']} of this run",
+        ),
+        Text(f"process {view['pid']} on {view['host']}, began {began}, {console.seconds_text(view['seconds'])} ago"),
+    ]
+    if verdict:
+        lines.append(Text(verdict, style="bold red" if verdict.startswith("DEAD") else "bold"))
+    lines += [Text(problem, style="bold red") for problem in view["problems"]]
+    if shown := _numbers(view["scalars"]):
+        lines.append(shown)
+    lines.append(_workers(view["workers"]))
+    for title, counts in (("workers lost", view["failures"]), ("groups replaced", view["replaced"])):
+        if any(counts.values()):
+            told = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()) if count)
+            lines.append(Text(f"{title}: {told}"))
+    lines += [
+        Text(f"waits: {wait['subject']} {wait['seconds']:.0f} of {wait['deadline']:g} s", style="dim")
+        for wait in view["waits"]
+    ]
+    lines += [Text(note, style="dim", overflow="fold") for note in view["notes"]]
+    if view["endpoint"]:
+        lines.append(Text(f"{view['endpoint']}/health and /metrics", style="dim"))
+    return Panel(Group(*lines), title=f"libra-jax · {view['run']}", title_align="left", box=box.ROUNDED)
+
+
+def text(view: Mapping[str, Any], verdict: str = "") -> str:
+    """The same as plain text."""
+    stream = io.StringIO()
+    Console(file=stream, width=WIDTH, color_system=None).print(picture(view, verdict))
+    return stream.getvalue()
+
+
+def _numbers(scalars: Mapping[str, float | None]) -> RenderableType | None:
+    cells = [
+        f"[dim]{called}[/] [bold]{value:{form}}[/]"
+        for name, (called, form) in NUMBERS.items()
+        if (value := scalars.get(name)) is not None
+    ]
+    if not cells:
+        return None
+    grid = Table.grid(padding=(0, 3))
+    grid.add_row(*cells)
+    return grid
+
+
+def _workers(workers: Mapping[str, Mapping[str, Any]]) -> RenderableType:
+    table = Table(box=box.SIMPLE_HEAD, expand=True, show_edge=False, header_style="dim", padding=(0, 1))
+    table.add_column("worker", no_wrap=True)
+    table.add_column("doing", ratio=1, overflow="fold")
+    table.add_column("for", justify="right", no_wrap=True)
+    for name, worker in workers.items():
+        table.add_row(Text(name), Text(worker["doing"]), console.seconds_text(worker["seconds"]))
+    return table

@@ -1,0 +1,232 @@
+"""What a run is doing now, for whoever asks: `status.json`, the health page, and whether the run is still alive.
+
+`<workdir>/status.json` is replaced about once a second, for as long as the process lives (`heartbeat`). Whether it does
+is never told by comparing clocks, which differ between hosts: on its own host the process tells, elsewhere whether
+the file changes while it is watched.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from libra_jax import protocols
+from libra_jax.telemetry import files
+
+STATUS_FILE = "status.json"
+
+SILENT_SECONDS = 10.0
+"""Without an answer of the event loop, after which a run is not well."""
+
+WATCH_SECONDS = 10.0
+"""Without a change, after which a file that is watched is taken for a dead run's: ten times what it takes."""
+
+LOOK_SECONDS = 0.25
+"""Between two looks at a file that is watched."""
+
+NOTES = 5
+REPLACED = "groups/replaced_"
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A wait that is under way.
+
+    Attributes:
+      subject: who is waited for, and in what.
+      seconds: so far.
+      deadline: at most, in seconds.
+      queued: it waits for its turn, which does not count.
+    """
+
+    subject: str
+    seconds: float
+    deadline: float
+    queued: bool
+
+
+class RunStatus:
+    """What a run is doing. Fed from the event-loop thread; any thread may ask for the `view`.
+
+    Args:
+      name: the run's.
+      steps: training steps of the whole run.
+      epoch: the run's own in its workdir.
+      clock: seconds now, on the clock of the event loop.
+      waits: those under way.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        steps: int,
+        epoch: int,
+        clock: Callable[[], float],
+        waits: Callable[[], Sequence[Waiting]] = tuple,
+    ) -> None:
+        self._clock = clock
+        self._waits = waits
+        self._began = clock()
+        self._answered = self._began
+        self._fixed = {
+            "run": name,
+            "steps": steps,
+            "epoch": epoch,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "place": place(),
+            "process_began": _process_began(os.getpid()),
+            "began": time.time(),
+        }
+        self._workers: dict[str, tuple[str, float]] = {}
+        self._failures: collections.Counter[str] = collections.Counter()
+        self._replaced: collections.Counter[str] = collections.Counter()
+        self._notes: collections.deque[str] = collections.deque(maxlen=NOTES)
+        self._scalars: dict[str, float] = {}
+        self._step = 0
+        self._ended: dict[str, str] | None = None
+        self.endpoint = ""
+
+    def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
+        """One training step's numbers."""
+        self._step, self._scalars = step, dict(scalars)
+        for name, count in scalars.items():
+            if name.startswith(REPLACED):
+                self._replaced[name.removeprefix(REPLACED)] += int(count)
+
+    def status(self, worker: str, text: str) -> None:
+        """What a worker is doing now."""
+        self._workers[worker] = text, self._clock()
+        self._failures[worker] += text == protocols.LOST
+
+    def note(self, text: str) -> None:
+        """A sentence for the person watching."""
+        self._notes.append(text)
+
+    def answered(self) -> None:
+        """The event loop is there."""
+        self._answered = self._clock()
+
+    def end(self, how: str, sentence: str) -> None:
+        """The run has ended: `done`, `stopped` or `failed`."""
+        self._ended = {"how": how, "sentence": sentence}
+
+    def flush(self) -> None:
+        """Nothing to do: the heartbeat writes."""
+
+    def close(self) -> None:
+        """Nothing to do, likewise."""
+
+    def view(self) -> dict[str, Any]:
+        """Everything as plain values, JSON-able; seconds count from an event until now."""
+        now = self._clock()
+        waits = sorted(self._waits(), key=lambda wait: -wait.seconds / wait.deadline)
+        silent = now - self._answered
+        return {
+            **self._fixed,
+            "step": self._step,
+            "policy_version": int(self._scalars.get("policy_version", self._step)),
+            "seconds": now - self._began,
+            "wall": time.time(),
+            "monotonic": time.monotonic(),
+            "loop_silent_seconds": silent,
+            "workers": {
+                name: {"doing": text, "seconds": max(0.0, now - since)}
+                for name, (text, since) in dict(self._workers).items()
+            },
+            "waits": [vars(wait) for wait in waits[:NOTES]],
+            "failures": dict(+self._failures),
+            "replaced": dict(self._replaced),
+            "scalars": files.finite(self._scalars),
+            "notes": list(self._notes),
+            "endpoint": self.endpoint,
+            "ended": self._ended,
+            "problems": [] if self._ended else _problems(silent, waits),
+        }
+
+
+def _problems(silent: float, waits: Sequence[Waiting]) -> list[str]:
+    """What is wrong with a run that lives, in sentences."""
+    found = []
+    if silent > SILENT_SECONDS:
+        found.append(f"The event loop has not answered for {silent:.0f} s.")
+    found += [
+        f"{wait.subject} has taken {wait.seconds:.0f} s of the {wait.deadline:g} s it may take."
+        for wait in waits
+        if wait.seconds > wait.deadline and not wait.queued
+    ]
+    return found
+
+
+def place() -> str:
+    """What tells where process ids mean the same: the host, since it was started, and its process namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return f"{socket.gethostname()}/{sys.platform}"
+
+
+def _process_began(pid: int) -> int:
+    """Ticks from the host's start to the process's, which no change of a clock changes; -1 where it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return -1
+    fields = stat.rpartition(")")[2].split()
+    return -1 if fields[0] == "Z" else int(fields[19])
+
+
+def read(workdir: Path) -> dict[str, Any] | None:
+    """What `status.json` holds; None without one.
+
+    Raises:
+      DataError: it cannot be read, or is no run's.
+    """
+    file = workdir / STATUS_FILE
+    try:
+        record = json.loads(file.read_text())
+        if not {"run", "place", "pid", "ended"} <= record.keys():
+            raise ValueError("it is not a run's")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, AttributeError) as error:
+        raise protocols.DataError(f"{file} cannot be read ({error}); give the workdir of a run") from error
+    return record
+
+
+def _fingerprint(workdir: Path) -> tuple[Any, ...]:
+    """Differs whenever the heartbeat has been there, also where a full disk lets it touch the file and no more."""
+    try:
+        with (workdir / STATUS_FILE).open("rb") as file:  # opened, so that a network file system asks its server
+            found = os.fstat(file.fileno())
+            return found.st_ino, found.st_mtime_ns, file.read()
+    except OSError:
+        return ()
+
+
+def changes_within(workdir: Path, seconds: float, sleep: Callable[[float], None] = time.sleep) -> bool:
+    """Whether somebody writes the file while it is watched, for at most so long."""
+    before, deadline = _fingerprint(workdir), time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        sleep(LOOK_SECONDS)
+        if _fingerprint(workdir) not in (before, ()):
+            return True
+    return False
+
+
+def is_alive(workdir: Path, record: Mapping[str, Any], seconds: float = WATCH_SECONDS) -> bool:
+    """Whether the run that wrote this lives: by its process where that can be seen, else by watching the file."""
+    if record["ended"]:
+        return False
+    if record["place"] == place():
+        return _process_began(record["pid"]) == record["process_began"] != -1
+    return changes_within(workdir, seconds)
