@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -41,14 +40,10 @@ def observed(config: libra_config.RunConfig, workdir: Path, epoch: fencing.Epoch
             closing.callback(page.close)
             run.endpoint = page.url
             print(f"Health page: {page.url}/health, and {page.url}/metrics for Prometheus")
-        beat = heartbeat.Heartbeat(workdir, run, guard=guard, warn=_warn)
+        beat = heartbeat.Heartbeat(workdir, run, guard=guard)
         closing.callback(beat.close)
         try:
             yield run
         except BaseException as error:
             run.end("failed", str(error) or type(error).__name__)
             raise
-
-
-def _warn(sentence: str) -> None:
-    logging.getLogger(__name__).warning("%s", sentence)

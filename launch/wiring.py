@@ -252,6 +252,7 @@ async def _train(
     resume.cut_back(workdir, checkpoints.newest_step(workdir))
     guard = files.always if epoch is None else epoch.may_write
     recorder = telemetry.create(config, workdir, loop.time, guard=guard, watcher=watcher)
+    watcher.warn = recorder.note
     limits = config.deadlines
     actors = cluster.create(
         config.cluster,

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 from libra_jax.telemetry import files, status
@@ -21,7 +20,6 @@ class Heartbeat:
       workdir: the run's folder.
       run: what is written.
       guard: whether this run may still write there.
-      warn: called on the event loop with the one warning about a disk that refuses.
     """
 
     def __init__(
@@ -30,12 +28,10 @@ class Heartbeat:
         run: status.RunStatus,
         *,
         guard: files.Guard = files.always,
-        warn: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._file = workdir / status.STATUS_FILE
         self._run = run
         self._guard = guard
-        self._warn = warn
         self._loop = asyncio.get_running_loop()
         self._beats = 0
         self._warned = False
@@ -76,4 +72,4 @@ class Heartbeat:
         if not self._warned:
             self._warned = True
             with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._warn, sentence)
+                self._loop.call_soon_threadsafe(self._run.warn, f"warning: {sentence}")

@@ -58,7 +58,7 @@ def picture(view: Mapping[str, Any], verdict: str = "") -> RenderableType:
         for wait in view["waits"]
     ]
     lines += [Text(note, style="dim", overflow="fold") for note in view["notes"]]
-    if view["endpoint"]:
+    if view["endpoint"] and not view["ended"]:
         lines.append(Text(f"{view['endpoint']}/health and /metrics", style="dim"))
     return Panel(Group(*lines), title=f"libra-jax · {view['run']}", title_align="left", box=box.ROUNDED)
 

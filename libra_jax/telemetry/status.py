@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import json
+import logging
 import os
 import socket
 import sys
@@ -62,6 +63,10 @@ class RunStatus:
       epoch: the run's own in its workdir.
       clock: seconds now, on the clock of the event loop.
       waits: those under way.
+
+    Attributes:
+      endpoint: where the health page is; empty without one.
+      warn: told on the event loop of a disk that takes no status.
     """
 
     def __init__(
@@ -94,6 +99,7 @@ class RunStatus:
         self._step = 0
         self._ended: dict[str, str] | None = None
         self.endpoint = ""
+        self.warn: Callable[[str], None] = logging.getLogger(__name__).warning
 
     def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
         """One training step's numbers."""

@@ -13,9 +13,11 @@ Thread-safety: one thread calls; Orbax writes in threads of its own, and one of 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import pathlib
+import shutil
 import tempfile
 import threading
 from collections.abc import Mapping
@@ -70,7 +72,7 @@ class Checkpointer:
         if (target / SEAL).exists():
             raise protocols.LibraError(f"{target}: holds a checkpoint already; save to a new directory.")
         try:
-            _check_writable(target.parent)
+            _check_writable(target.parent, sum(leaf.nbytes for leaf in jax.tree.leaves(_tree(state))))
             if self._saves is self._orbax:
                 self._orbax.save(target, _tree(state), force=True)
             else:
@@ -137,11 +139,20 @@ class Checkpointer:
                 self._saves.close()
 
 
-def _check_writable(directory: pathlib.Path) -> None:
-    """Raises OSError now: Orbax's threads would wait minutes for a directory that nobody can make, at exit too."""
+def _check_writable(directory: pathlib.Path, nbytes: int) -> None:
+    """Raises OSError now: Orbax's threads would wait minutes for a directory that nobody can make, at exit too.
+
+    On a disk that fills up while they write they fail in time (tried), with a page of traces for each array; compressed,
+    a state that has been trained is hardly smaller than its arrays.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=directory):
         pass
+    free = shutil.disk_usage(directory).free
+    if free < nbytes:
+        raise OSError(
+            errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {nbytes / 1e6:,.1f} MB to write, {free / 1e6:,.1f} MB free"
+        )
 
 
 def _tree(state: state_lib.TrainState) -> dict[str, Any]:
