@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -35,6 +36,9 @@ FOLDER = "epochs"
 
 LOOK_SECONDS = 1.0
 """Between two looks whether a workdir has been taken over, as long as nothing is written."""
+
+_UNKNOWN = 2**53
+"""The step of an epoch that has just been taken: no manifest is beyond it."""
 
 _NAME = re.compile(r"epoch-(\d{8})\.json")
 
@@ -52,7 +56,7 @@ class Holder:
       host: its host's name.
       kernel: tells that host from others of its name, and from itself before it was started again.
       pid: of the process there.
-      step: of the checkpoint that it goes on from; -1 is none.
+      step: of the checkpoint that it goes on from; -1 is none, and a huge one stands there until it is known.
       taken: when, in seconds since 1970 by that host's clock; to be shown, never to be compared.
     """
 
@@ -129,13 +133,15 @@ def take(workdir: Path, newest_step: Callable[[], int]) -> Epoch:
     folder.mkdir(exist_ok=True)
     number = max(_numbers(workdir), default=0) + 1
     while True:
+        holder = Holder(number, socket.gethostname(), kernel(), os.getpid(), _UNKNOWN, time.time())
         with contextlib.suppress(FileExistsError):
-            os.close(os.open(_file(workdir, number), os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644))
+            descriptor = os.open(_file(workdir, number), os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+            with os.fdopen(descriptor, "w") as file:
+                json.dump(asdict(holder), file)
             break
         number += 1
-    epoch = Epoch(workdir, number)
-    _write(workdir, Holder(number, socket.gethostname(), kernel(), os.getpid(), newest_step(), time.time()))
-    return epoch
+    _replace(workdir, dataclasses.replace(holder, step=newest_step()))
+    return Epoch(workdir, number)
 
 
 def newest(workdir: Path) -> Holder | None:
@@ -173,7 +179,7 @@ def _numbers(workdir: Path) -> list[int]:
     return [int(found[1]) for name in names if (found := _NAME.fullmatch(name))]
 
 
-def _write(workdir: Path, holder: Holder) -> None:
+def _replace(workdir: Path, holder: Holder) -> None:
     file = _file(workdir, holder.epoch)
     partial = file.with_suffix(".partial")
     with partial.open("w") as written:

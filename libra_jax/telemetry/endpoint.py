@@ -54,7 +54,7 @@ class Collector(registry.Collector):
             view["failures"],
         )
         yield _labelled(
-            core.CounterMetricFamily("libra_groups_replaced", "Groups replaced by this start.", labels=["reason"]),
+            core.CounterMetricFamily("libra_replaced_groups", "Groups replaced by this start.", labels=["reason"]),
             view["replaced"],
         )
         yield from _workers(view["workers"])

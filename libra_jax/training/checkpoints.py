@@ -142,7 +142,7 @@ class Checkpointer:
 def _check_writable(directory: pathlib.Path, nbytes: int) -> None:
     """Raises OSError now: Orbax's threads would wait minutes for a directory that nobody can make, at exit too.
 
-    On a disk that fills up while they write they fail in time (tried), with a page of traces for each array; compressed,
+    On a disk that fills up while they write they fail in time (tried), with a page of traces each. Compressed,
     a state that has been trained is hardly smaller than its arrays.
     """
     directory.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """A run on a small disk that is full for a while and then again at its end: `full_disk.py WORKDIR BYTES_LEFT`.
 
-It runs in a mount namespace of its own (`unshare --mount`), where it mounts a small tmpfs at the workdir, and prints what
-it found as one JSON object.
+It runs in a mount namespace of its own (`unshare --mount`), where it mounts a small tmpfs at the workdir, and prints
+what it found as one JSON object.
 """
 
 from __future__ import annotations

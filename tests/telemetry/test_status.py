@@ -1,0 +1,198 @@
+"""What a run tells of itself while it lives, and how others see whether it does."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from libra_jax import protocols
+from libra_jax.telemetry import heartbeat, screen, status
+
+HOUR = 3600.0
+
+
+class Clock:
+    """Seconds set by hand."""
+
+    now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def run_status(clock: Clock | None = None, **further: Any) -> status.RunStatus:
+    return status.RunStatus("demo", 12, 3, clock or Clock(), **further)
+
+
+def written(workdir: Path, **changes: Any) -> dict[str, Any]:
+    """A status.json as a run wrote it."""
+    record = {**run_status().view(), **changes}
+    (workdir / status.STATUS_FILE).write_text(json.dumps(record))
+    return record
+
+
+def test_the_view_says_what_every_worker_does_and_for_how_long():
+    clock = Clock()
+    run = run_status(clock)
+    run.status("trainer", "training step 4")
+    clock.now += 7.0
+    run.status("rollout-0", protocols.LOST)
+    run.status("rollout-0", "starting")
+    run.metrics(3, {"policy_version": 3, "reward/mean": 0.5, "loss": float("nan"), "groups/replaced_stale": 2})
+    run.metrics(4, {"policy_version": 4, "reward/mean": 0.6, "loss": float("nan"), "groups/replaced_stale": 1})
+    run.note("One sentence.")
+    view = json.loads(json.dumps(run.view(), allow_nan=False))
+    assert view["workers"] == {
+        "trainer": {"doing": "training step 4", "seconds": 7.0},
+        "rollout-0": {"doing": "starting", "seconds": 0.0},
+    }
+    assert (view["step"], view["policy_version"], view["epoch"], view["pid"]) == (4, 4, 3, os.getpid())
+    assert (view["failures"], view["replaced"], view["notes"]) == ({"rollout-0": 1}, {"stale": 3}, ["One sentence."])
+    assert view["scalars"]["loss"] is None
+    assert (view["ended"], view["problems"]) == (None, [])
+    text = screen.text(view)
+    for part in ("step 4/12", "training step 4", "7.0 s", "workers lost: rollout-0 1", "groups replaced: stale 3"):
+        assert part in text
+
+
+def test_a_silent_event_loop_and_a_wait_past_its_deadline_are_problems_and_a_queue_is_none():
+    clock = Clock()
+    waits = [
+        status.Waiting("The trainer, asked to take a step,", 31.0, 30.0, queued=False),
+        status.Waiting("The start of engine-1", 400.0, 300.0, queued=True),
+        status.Waiting("Engine engine-0", 1.0, 30.0, queued=False),
+    ]
+    run = run_status(clock, waits=lambda: waits)
+    assert run.view()["problems"] == ["The trainer, asked to take a step, has taken 31 s of the 30 s it may take."]
+    clock.now += status.SILENT_SECONDS + 1
+    assert run.view()["problems"][0] == "The event loop has not answered for 11 s."
+    run.answered()
+    assert len(run.view()["problems"]) == 1
+    run.end("stopped", "Stopped at step 3.")
+    assert run.view()["problems"] == []
+
+
+def beat_while(workdir: Path, body: Any, run: status.RunStatus, **further: Any) -> None:
+    async def main() -> None:
+        beat = heartbeat.Heartbeat(workdir, run, **further)
+        try:
+            await body()
+        finally:
+            beat.close()
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.02)
+
+
+async def until(condition: Any) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+def test_the_heart_beats_while_the_event_loop_is_stuck_and_says_so(tmp_path, quick):
+    run = status.RunStatus("demo", 12, 1, time.monotonic)
+    seen: list[float] = []
+
+    async def body() -> None:
+        time.sleep(0.5)  # noqa: ASYNC251  # the loop is stuck
+        seen.append(status.read(tmp_path)["loop_silent_seconds"])
+        await asyncio.sleep(0.1)
+        await until(lambda: status.read(tmp_path)["loop_silent_seconds"] < 0.2)
+
+    beat_while(tmp_path, body, run)
+    assert seen[0] > 0.3
+    assert "libra-heartbeat" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_run_that_was_taken_over_beats_no_more(tmp_path, quick):
+    allowed = [True]
+    run = run_status()
+
+    async def body() -> None:
+        await until(lambda: status.read(tmp_path)["beat"] > 2)
+        allowed[0] = False
+        await asyncio.sleep(0.1)
+        (tmp_path / status.STATUS_FILE).write_text("its successor's")
+        await asyncio.sleep(0.1)
+
+    beat_while(tmp_path, body, run, guard=lambda: allowed[0])
+    assert (tmp_path / status.STATUS_FILE).read_text() == "its successor's"
+
+
+def test_on_a_full_disk_the_file_is_touched_so_that_the_run_is_seen_to_live_and_one_warning_says_so(
+    tmp_path, quick, monkeypatch
+):
+    run, warnings = run_status(), []
+    run.warn = warnings.append
+
+    def full(path: Path, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async def body() -> None:
+        monkeypatch.setattr(Path, "write_bytes", full)
+        await until(lambda: warnings)
+        alive = await asyncio.to_thread(status.changes_within, tmp_path, 10.0)
+        assert alive
+        monkeypatch.undo()
+
+    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.02)
+    beat_while(tmp_path, body, run)
+    assert warnings == ["warning: status.json cannot be written (No space left on device); the run goes on without it."]
+
+
+@pytest.mark.parametrize("skew", [-HOUR, 0.0, HOUR])
+def test_clocks_an_hour_apart_make_neither_a_live_run_look_dead_nor_a_dead_one_alive(tmp_path, skew):
+    """The writer's clock is wrong, on the file as in it; only whether the file changes counts."""
+    elsewhere = {"place": "another-kernel/pid:[1]", "process_began": 1}
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(0.05):
+            partial = tmp_path / "partial"
+            partial.write_text(json.dumps({**run_status().view(), **elsewhere, "wall": time.time() + skew}))
+            os.utime(partial, (time.time() + skew, time.time() + skew))
+            partial.replace(tmp_path / status.STATUS_FILE)
+
+    record = written(tmp_path, **elsewhere, wall=time.time() + skew)
+    os.utime(tmp_path / status.STATUS_FILE, (time.time() + skew, time.time() + skew))
+    assert not status.is_alive(tmp_path, record, seconds=0.6)
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        assert status.is_alive(tmp_path, record, seconds=20.0)
+    finally:
+        ended.set()
+        thread.join()
+    assert not status.is_alive(tmp_path, record, seconds=0.6)
+
+
+def test_on_the_runs_own_host_its_process_tells_at_once(tmp_path):
+    record = written(tmp_path)
+    began = time.monotonic()
+    assert status.is_alive(tmp_path, record)
+    assert not status.is_alive(tmp_path, {**record, "process_began": 1}), "another process has its number"
+    assert not status.is_alive(tmp_path, {**record, "pid": 2**22 + 1})
+    assert not status.is_alive(tmp_path, {**record, "ended": {"how": "done", "sentence": ""}})
+    assert time.monotonic() - began < 1.0
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"loss": 1}', "\xff"])
+def test_a_file_that_is_no_runs_is_named(tmp_path, content):
+    (tmp_path / status.STATUS_FILE).write_bytes(content.encode("latin-1"))
+    with pytest.raises(protocols.DataError, match=r"status\.json cannot be read"):
+        status.read(tmp_path)
+    assert status.read(tmp_path / "nothing") is None
