@@ -23,6 +23,7 @@ import grpc
 import psutil
 import ray
 import ray.exceptions
+from ray._private import ray_constants
 
 from libra_jax.cluster import actors, guard
 from libra_jax.protocols import ConfigError, DeadlineMissed, LibraError
@@ -90,7 +91,7 @@ class RayRuntime:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         before = _ray_children()
         try:
-            with _quiet():
+            with _quiet(), _at_loopback():
                 ray.init(
                     address="local",
                     num_cpus=int(_PLENTY_OF_CPUS),
@@ -210,6 +211,26 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(max(level, logging.ERROR))
+
+
+@contextlib.contextmanager
+def _at_loopback() -> Iterator[None]:
+    """Has the Ray that is started in this block listen at the loopback alone, its workers included.
+
+    Ray 2.60 listens at every address of the host where its node has another address than 127.0.0.1, and gives the node
+    another one when asked for that; unless clusters are turned off, as they are on macOS and Windows. The variable is
+    for the processes that are started, the constant for this one.
+    """
+    name, constants = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants
+    variable, constant = os.environ.get(name), constants.ENABLE_RAY_CLUSTER
+    os.environ[name], constants.ENABLE_RAY_CLUSTER = "0", False
+    try:
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = constant
+        os.environ.pop(name)
+        if variable is not None:
+            os.environ[name] = variable
 
 
 def _short_temporary_directory() -> str:

@@ -56,7 +56,7 @@ class TrainerActor:
 
     def __init__(self, config: config_lib.RunConfig, process: int = 0) -> None:
         self._config = config
-        self._world = world.World(process, config.trainer.processes)
+        self._world = world.World(process, config.trainer.processes, one_host=not config.cluster.address)
         self._model = model_shape(config.model)
         self._schedule = optimizer.schedule(config.optimizer, config.steps)
         self._learner: learner_lib.Learner | None = None

@@ -39,9 +39,11 @@ class World:
     Args:
       process: its id, from 0.
       processes: how many there are; a world of one is joined by doing nothing.
+      one_host: all of them are on this host, and meet at its loopback.
     """
 
-    def __init__(self, process: int, processes: int) -> None:
+    def __init__(self, process: int, processes: int, *, one_host: bool = False) -> None:
+        self._host = addresses.LOOPBACK if one_host else addresses.own()
         self._process = process
         self._processes = processes
         self._port: socket.socket | None = None
@@ -52,9 +54,8 @@ class World:
         self._release()
         self._port = socket.socket()
         self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as JAX's server does: both may be bound
-        host = addresses.own()
-        self._port.bind((host, 0))
-        return f"{host}:{self._port.getsockname()[1]}"
+        self._port.bind((self._host, 0))
+        return f"{self._host}:{self._port.getsockname()[1]}"
 
     def join(self, address: str, seconds: float) -> None:
         """Returns when all processes have joined. Before JAX is first asked for its devices.
