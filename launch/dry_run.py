@@ -16,6 +16,7 @@ from libra_jax import config as libra_config
 from libra_jax.agents import factories
 from libra_jax.cluster import hosts
 from libra_jax.models import config as model_config
+from libra_jax.telemetry import redaction
 
 PROMPT_CHARACTERS = 60
 
@@ -30,7 +31,9 @@ def describe(config: libra_config.RunConfig) -> str:
     per_device = state_bytes / (trainer.fsdp * trainer.tensor) / 2**30
     wire = {"float32": 4, "bfloat16": 2, "float16": 2}[config.rollout.dtype]
     lines = [
-        yaml.safe_dump(json.loads(json.dumps(libra_config.to_dict(config), default=list)), sort_keys=False),
+        yaml.safe_dump(
+            json.loads(json.dumps(redaction.redacted(libra_config.to_dict(config)), default=list)), sort_keys=False
+        ),
         f"policy      {shape.architecture}, {parameters / 1e6:,.1f} M parameters"
         + (
             ""

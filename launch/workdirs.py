@@ -18,7 +18,7 @@ from typing import Any
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.coordinator import checkpoints, fencing
-from libra_jax.telemetry import metrics, status
+from libra_jax.telemetry import metrics, redaction, status
 
 END_SECONDS = 60.0
 """How long a run that is taken over may take to end before the other begins beside it: it can write nothing more."""
@@ -94,11 +94,11 @@ def _open(path: Path, config: libra_config.RunConfig, take_over: bool) -> Path:
     existed = path.exists()
     if existed and not take_over:  # locked before it is read; a refused config leaves no new folder behind
         _refuse_if_in_use(path)
-    resolved = json.loads(json.dumps(libra_config.to_dict(config), default=list))
+    resolved = json.loads(json.dumps(redaction.redacted(libra_config.to_dict(config)), default=list))
     stored_file = path / "config.json"
     if stored_file.exists():
         stored = _stored(stored_file)
-        _check_same_run(path, stored, resolved)
+        _check_same_run(path, redaction.redacted(stored), resolved)
         if stored == resolved:
             return path
     if not existed:

@@ -19,7 +19,7 @@ from typing import Any
 
 from libra_jax import config as config_lib
 from libra_jax.protocols import ConfigError
-from libra_jax.telemetry import files
+from libra_jax.telemetry import files, redaction
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
@@ -181,7 +181,7 @@ class WandbSink:
                 id=id_file.read_text().strip() if id_file.exists() else None,
                 resume="allow",
                 dir=str(workdir),
-                config=config_lib.to_dict(run_config),
+                config=redaction.redacted(config_lib.to_dict(run_config)),
             )
             id_file.write_text(f"{self._run.id}\n")
         except Exception as error:  # the package has no common base class for what init raises

@@ -11,12 +11,13 @@ import pytest
 import scripts
 
 HERE = Path(__file__).parent
+UNSHARE = ("unshare", "--mount", "--map-root-user")
 STEPS, GROUPS, ATTEMPTS = 14, 2, 2
 
 
 def may_mount() -> bool:
     """Whether this machine lets us mount in a namespace of our own."""
-    command = ["unshare", "--mount", "--map-root-user", "mount", "-t", "tmpfs", "none", "/mnt"]
+    command = [*UNSHARE, "mount", "-t", "tmpfs", "none", "/mnt"]
     try:
         return subprocess.run(command, capture_output=True, timeout=20, check=False).returncode == 0
     except OSError:
@@ -29,8 +30,7 @@ def may_mount() -> bool:
 def test_a_full_disk_costs_checkpoints_and_only_the_last_one_ends_the_run(tmp_path, left_free):
     paths = [str(scripts.ROOT), str(HERE), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
-        ["unshare", "--mount", "--map-root-user", sys.executable, str(HERE / "full_disk.py"), str(tmp_path / "run")]
-        + [str(left_free)],
+        [*UNSHARE, sys.executable, str(HERE / "full_disk.py"), str(tmp_path / "run"), str(left_free)],
         cwd=scripts.ROOT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         capture_output=True,
