@@ -39,6 +39,7 @@ setup(
         "numpy>=1.26",
         "optax>=0.2.8",
         "orbax-checkpoint>=0.12.8",
+        "prometheus-client>=0.22",
         "psutil>=6",
         "pyarrow>=17",
         "pyyaml>=6",

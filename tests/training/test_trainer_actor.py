@@ -1,5 +1,6 @@
 """The trainer through its protocol: warm start, steps, metrics, refusals."""
 
+import asyncio
 import dataclasses
 import json
 import os
@@ -239,3 +240,38 @@ def test_one_step_gives_the_golden_metrics(small, start_trainer):
         f"one training step on fixed data gave other metrics (golden, now): {changed}. If that is meant, run this test "
         f"once with LIBRA_UPDATE_GOLDEN=1 in the environment and commit {GOLDEN.name} with the reason."
     )
+
+
+def test_a_step_that_is_given_up_leaves_the_state_as_it_was_and_the_same_batch_trains_afterwards(small, start_trainer):
+    settings = {"trainer": {"rows_per_micro_batch": 1}}
+    actor, untouched = start_trainer(**settings), start_trainer(**settings)
+    before, batch = doubles.params(actor), doubles.batch(small)
+    programs, steps = actor._learner.programs, []
+    grad_step = programs.grad_step
+
+    def counted(*arguments):
+        steps.append(arguments)
+        if len(steps) == 2:
+            assert asyncio.run(actor.give_up_step())
+        return grad_step(*arguments)
+
+    programs.grad_step = counted
+    with pytest.raises(protocols.StepGivenUp, match=r"given up after 2 of its micro-batches"):
+        actor.train_step(batch)
+    assert len(steps) == 2
+    assert actor.policy_version() == 0
+    for now, then in zip(doubles.params(actor), before, strict=True):
+        np.testing.assert_array_equal(now, then)
+    programs.grad_step = grad_step
+    metrics, wanted = actor.train_step(batch), untouched.train_step(batch)
+    assert metrics["loss"] == wanted["loss"]
+    for now, then in zip(doubles.params(actor), doubles.params(untouched), strict=True):
+        np.testing.assert_array_equal(now, then)
+
+
+def test_a_trainer_of_several_processes_gives_no_step_up(small):
+    config = config_lib.to_dict(
+        small.config(trainer={"data": 2, "processes": 2}, cluster=config_lib.ClusterConfig("ray"))
+    )
+    actor = trainer.create({**config, "steps": 4}, workdir="unused")
+    assert not asyncio.run(actor.give_up_step())
