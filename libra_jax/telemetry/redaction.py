@@ -1,8 +1,9 @@
 """Keeps secrets out of what a run writes and prints of its settings.
 
-Settings that need a secret take the name of an environment variable (`api_key_env`, `telemetry.token_env`). Where one is
-given in the clear all the same, as in a header of an MCP server, those who run see it in their own command alone:
-`config.json`, `--dry_run` and Weights & Biases get `SECRET` in its place. So another secret is no other run either.
+Settings that need a secret take the name of an environment variable (`api_key_env`, `telemetry.token_env`). Where one
+is given in the clear all the same, as in a header of an MCP server, `config.json`, `--dry_run` and Weights & Biases get
+`SECRET` in its place: it is seen by whoever sees the config file or the command. Another one in a workdir is no other
+run. What looks like none, by its name or by itself, is not found.
 """
 
 from __future__ import annotations
