@@ -44,8 +44,9 @@ class Heartbeat:
         """Writes a last time, and ends. Idempotent."""
         if not self._ended.is_set():
             self._ended.set()
-            self._thread.join(BEAT_SECONDS)  # a file server that hangs holds up the thread, and not the run's end
-            self._write()
+            self._thread.join(BEAT_SECONDS)
+            if not self._thread.is_alive():  # else a file server hangs, and is not to hold up the run's end
+                self._write()
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_SECONDS):

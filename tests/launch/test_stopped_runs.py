@@ -15,6 +15,8 @@ import pytest
 import real_runs
 import scripts
 
+from libra_jax.telemetry import status
+
 GRACE, GROUPS, ATTEMPTS = 20.0, 4, 2
 LIMIT_SECONDS = 240.0
 SETTINGS = (
@@ -109,3 +111,37 @@ def test_a_second_start_is_refused_and_one_that_takes_over_ends_the_first_and_tr
     assert_each_prompt_trained_once(workdir, steps)
     shown = scripts.run("status.py", str(workdir))
     assert (shown.returncode, "It has ended (done)." in shown.stdout) == (0, True)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.timeout(600)
+def test_a_step_of_jax_that_would_not_end_in_time_is_given_up_and_its_groups_are_trained_later(tmp_path, start):
+    """A step of two thousand micro-batches, which takes from 15 seconds to a minute, and 12 seconds of grace."""
+    workdir, grace, groups, attempts = tmp_path / "run", 12.0, 128, 16
+    settings = (
+        "--config.rollout.engine=fake",
+        "--config.checkpoint.every=1",
+        "--config.steps=2",
+        f"--config.coordinator.groups_per_step={groups}",
+        f"--config.coordinator.group_size={attempts}",
+        "--config.trainer.rows_per_micro_batch=1",
+        "--config.trainer.pack=False",
+        f"--config.deadlines.grace={grace:g}",
+    )
+    first = start(*settings)
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while "training step 2" not in json.dumps((status.read(workdir) or {}).get("workers", {}).get("trainer")):
+        assert first.poll() is None, (tmp_path / "log").read_text()[-3000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    first.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    assert first.wait(timeout=60) == os.EX_TEMPFAIL
+    assert time.monotonic() - began < grace
+    assert f"The step after 1 was given up: its {groups} groups wait again." in (tmp_path / "log").read_text()
+    assert start(*settings).wait(timeout=LIMIT_SECONDS) == 0
+    assert [record["step"] for record in real_runs.lines(workdir / "metrics.jsonl")] == [1, 2]
+    prompts = collections.Counter(record["prompt_id"] for record in real_runs.lines(workdir / "trace.jsonl"))
+    assert len(prompts) == 2 * groups
+    assert set(prompts.values()) == {attempts}
