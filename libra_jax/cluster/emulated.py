@@ -22,6 +22,7 @@ from pathlib import Path
 import psutil
 
 from libra_jax.cluster import guard
+from libra_jax.interop import memfd
 from libra_jax.protocols import LibraError
 
 PREFIX = "libra-ray-"
@@ -94,7 +95,7 @@ class EmulatedHosts:
         deadline = time.monotonic() + self._seconds
         try:
             self.address = self._start_head(deadline)
-            self.environment["RAY_ADDRESS"] = self.address
+            self.environment |= {"RAY_ADDRESS": self.address, **_named(0)}
             for number in range(1, self._count):
                 self.add(number, seconds=0.0)
             for number in range(1, self._count):
@@ -171,7 +172,7 @@ class EmulatedHosts:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C is for the command that uses them
-                env={**os.environ, **self.environment, **self._own.get(number, {})},
+                env={**os.environ, **self.environment, **_named(number), **self._own.get(number, {})},
             )
         folder = str(self._folder) if number == 0 else ""
         self._guards[number] = guard.Guard([-self._hosts[number].pid], folder)
@@ -187,3 +188,8 @@ class EmulatedHosts:
 
     def _log(self, number: int) -> Path:
         return self._folder / f"host-{number}.log"
+
+
+def _named(number: int) -> dict[str, str]:
+    """Has the processes of a host take the memory of others for another host's, which it would be."""
+    return {memfd.HOST_VARIABLE: f"emulated-{number}"}

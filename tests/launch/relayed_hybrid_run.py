@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import emulated_hosts
 import placement
 import restless_run
 
@@ -29,6 +28,7 @@ import workdirs
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.agents.tools import toolkit
+from libra_jax.cluster import emulated
 from libra_jax.coordinator import relays
 from libra_jax.elastic import borrowing
 from libra_jax.interop import memfd
@@ -95,10 +95,10 @@ def main() -> None:
     wiring.TRAINER, wiring.REPLICA = "fast_training:trainer", "fast_training:replica"
     placement.ENGINES["fake"] = "relayed_hybrid_run:engine"
     borrowing.Borrowing = restless_run.Restless  # type: ignore[misc, assignment]
-    emulated_hosts.place()
     kill_relays()
-    with emulated_hosts.hosts(3) as address:
-        run = config(int(sys.argv[2]), address)
+    with emulated.EmulatedHosts(3, accelerators=1) as hosts:
+        os.environ.update(hosts.environment)  # before Ray is imported, which reads it then
+        run = config(int(sys.argv[2]), hosts.address)
         checks.validate(run, need_weights=True)
         tools = toolkit.Toolkit(run.tools, run.sandbox)
         asyncio.run(wiring.train(run, workdirs.open_workdir(run, str(Path(sys.argv[1]))), tools))

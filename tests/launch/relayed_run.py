@@ -10,10 +10,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import os
 import sys
 from typing import Any
-
-import emulated_hosts
 
 import checks
 import wiring
@@ -22,6 +21,7 @@ from configs import quickstart
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.agents.tools import toolkit
+from libra_jax.cluster import emulated
 
 HOSTS = 4
 
@@ -58,10 +58,10 @@ def tell_nodes() -> None:
 
 def main() -> None:
     wiring.TRAINER = "fast_training:trainer"
-    emulated_hosts.place()
-    tell_nodes()
-    with emulated_hosts.hosts(HOSTS) as address:
-        run = config(int(sys.argv[2]), address)
+    with emulated.EmulatedHosts(HOSTS, accelerators=1) as hosts:
+        os.environ.update(hosts.environment)  # before Ray is imported, which reads it then
+        tell_nodes()
+        run = config(int(sys.argv[2]), hosts.address)
         checks.validate(run, need_weights=True)
         tools = toolkit.Toolkit(run.tools, run.sandbox)
         asyncio.run(wiring.train(run, workdirs.open_workdir(run, sys.argv[1]), tools))
