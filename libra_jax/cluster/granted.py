@@ -116,20 +116,40 @@ def by_name(shapes: Sequence[Mapping[str, float]], nodes: Sequence[Node]) -> tup
     return tuple(found[number] for number in range(len(shapes)))
 
 
-def refusal(needs: Sequence[int], resource: str, nodes: Sequence[Node]) -> str:
+def why_not(layout: hosts.Layout, resource: str, nodes: Sequence[Node]) -> str:
     """Why the nodes can never hold the run, whatever else they are busy with; empty if they can.
+
+    Args:
+      layout: of the run over its hosts.
+      resource: Ray's name for its accelerators.
+      nodes: that there are.
+    """
+    if reason := refusal([host.accelerators for host in layout.hosts], resource, nodes):
+        return reason
+    for role, purpose in (("training", " to train"), ("rollout", " to roll out")):
+        needs = [host.accelerators for host in layout.hosts if host.role == role]
+        if reason := refusal(needs, resource, [node for node in nodes if node.role in ("", role)], purpose):
+            return reason
+    return ""
+
+
+def refusal(needs: Sequence[int], resource: str, nodes: Sequence[Node], purpose: str = "") -> str:
+    """Why the nodes cannot hold hosts that need so many accelerators each; empty if they can.
 
     Args:
       needs: accelerators of each host.
       resource: Ray's name for them.
-      nodes: that there are.
+      nodes: that there are; with a purpose, those that are for it.
+      purpose: of the hosts, as " to train"; empty: all of the run.
     """
     have = [(node.name, int(node.resources.get(resource, 0))) for node in nodes]
-    asked = f"the run takes {len(needs)} hosts ({_sizes(needs, resource)})"
+    asked = f"the run takes {len(needs)} hosts{purpose} ({_sizes(needs, resource)})"
     where = "config.cluster.accelerators_per_host"
     mend = "start more with `ray start`, or ask for less (config.trainer, config.rollout.tensor_parallel)"
     if len(have) < len(needs):
-        return f"{where}: {asked}, and the Ray cluster has {len(have)} ({_named(name for name, _ in have)}); {mend}"
+        there = f"{len(have)} ({_named(name for name, _ in have)})" if have else "none"
+        meant = f" that may do that ({ROLE_LABEL})" if purpose else ""
+        return f"{where}: {asked}, and the Ray cluster has {there}{meant}; {mend}"
     pairs = zip(sorted(needs, reverse=True), sorted((count for _, count in have), reverse=True), strict=False)
     if all(need <= count for need, count in pairs):
         return ""

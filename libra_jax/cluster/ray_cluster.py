@@ -183,6 +183,8 @@ class RayCluster:
         finally:
             dead = await actor.kill(self._shutdown_seconds)
         if not dead:
+            if self._placement is not None:
+                self._placement.doubt(actor.spec.host)
             raise DeadlineMissed(
                 f"actor {name!r}: process {actor.birth.pid} still ran {self._shutdown_seconds:g} s after it was killed"
             )

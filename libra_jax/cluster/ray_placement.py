@@ -129,21 +129,22 @@ class Placement:
         """Returns when the group is placed."""
         loop = asyncio.get_running_loop()
         begun = changed = loop.time()
-        needs = [host.accelerators for host in self._layout.hosts]
+        count, taken = len(self._layout.hosts), sum(host.accelerators for host in self._layout.hosts)
+        settle = min(max(SETTLE_SECONDS, self._seconds / 4), self._seconds)
         ready, known = asyncio.ensure_future(self._group.ready()), -1
         try:
             while not (await asyncio.wait({ready}, timeout=_LOOK_SECONDS))[0]:
                 now, nodes = loop.time(), await self._nodes()
                 if len(nodes) != known:
                     changed, known = now, len(nodes)
-                reason = granted.refusal(needs, self._resource, nodes)
-                if reason and now - changed >= max(SETTLE_SECONDS, self._seconds / 4):
+                reason = granted.why_not(self._layout, self._resource, nodes)
+                if reason and now - changed >= settle:
                     raise ConfigError(reason)
                 if now - begun >= self._seconds:
                     free = (await self._thread.submit("free", ray.available_resources)).get(self._resource, 0)
                     raise DeadlineMissed(
-                        f"The Ray cluster's {len(nodes)} nodes had no room for the run's {len(needs)} hosts within "
-                        f"{self._seconds:g} s: it takes {sum(needs)} {self._resource}s, and other programs leave "
+                        f"The Ray cluster's {len(nodes)} nodes had no room for the run's {count} hosts within "
+                        f"{self._seconds:g} s: it takes {taken} {self._resource}s, and other programs leave "
                         f"{free:g}; wait for them to end, ask for less, or raise config.deadlines.cluster_start"
                     )
             ready.result()
@@ -182,6 +183,8 @@ class Placement:
         try:
             said = await asyncio.wait_for(asyncio.ensure_future(asked), self._seconds)
             node = next(node for node in await self._nodes() if node.node_id == said["node_id"])
+        except ray.exceptions.RayTaskError as error:
+            raise LibraError(f"host {host} of the run cannot tell what it is ({actors.summary(error)})") from error
         except (TimeoutError, StopIteration, ray.exceptions.RayError):
             ray.cancel(asked, force=True)
             raise DeadlineMissed(self._silence(host, count)) from None

@@ -64,6 +64,21 @@ def test_a_cluster_that_can_never_hold_the_run_is_refused_with_what_it_has(needs
     assert bool(found) == bool(message)
 
 
+def test_hosts_of_a_role_that_too_few_nodes_may_have_are_refused():
+    layout = hosts.layout(
+        libra_config.RunConfig(
+            trainer=libra_config.TrainerConfig(data=2, processes=2, rows_per_micro_batch=2),
+            rollout=libra_config.RolloutConfig(tensor_parallel=(1,)),
+            cluster=libra_config.ClusterConfig(backend="ray", accelerators_per_host=1),
+        )
+    )
+    a, b, c = (dataclasses.replace(node(name, 1), role="rollout" * (name != "a")) for name in "abc")
+    assert granted.why_not(layout, "GPU", [a, dataclasses.replace(b, role="training"), c]) == ""
+    assert "takes 2 hosts to train (1 GPU each), and the Ray cluster has 1 (a) that may do that (libra-role);" in (
+        granted.why_not(layout, "GPU", [a, b, c])
+    )
+
+
 def test_a_long_list_of_nodes_is_cut_in_the_sentence():
     found = granted.refusal([8] * 200, "GPU", [node(f"node-{number}") for number in range(100)])
     assert "node-7 and 92 more" in found
