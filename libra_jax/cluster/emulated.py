@@ -2,7 +2,8 @@
 
 They are started with `ray start`, as hosts of a real cluster are, and not with Ray's own utility for tests
 (`ray.cluster_utils`), whose nodes share one address and one process, and which tells every program on the machine to
-join them. The token that they ask for is made for them alone. What is emulated is who is where, and who dies with whom;
+join them. Ray 2.60 listens on all networks of a machine unless a node has the address 127.0.0.1, which two cannot have:
+these ask for a token, made for them alone. What is emulated is who is where, and who dies with whom;
 links between hosts are as fast as memory here, and all share the machine's cores. Linux only.
 """
 

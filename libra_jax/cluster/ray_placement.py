@@ -5,6 +5,9 @@ in its bundle and ask Ray for nothing more, because the bundle has reserved it f
 is what the layout says, by the ids that Ray gave the bundle. Actors without a host go to nodes without a bundle, if
 there are any.
 
+Which nodes a larger cluster gives is Ray's choice; among those, hosts of one shape are numbered by name
+(`granted.by_name`).
+
 When a node dies, Ray moves its bundle to a node that has room; an actor that is made anew there follows it.
 Run on CPU, over emulated hosts; no GPU, TPU or second machine has been tried (not run).
 """
