@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from libra_jax.coordinator import checkpoints
+from libra_jax.protocols import LibraError
 
 FIRST_PORT, WINDOWS, WINDOW = 20_000, 600, 20
 """Windows of ports, by job id: 20000 to 31999, below those that Linux chooses from (32768 on)."""
@@ -74,7 +75,7 @@ def free_ports(job: int, address: str, names: Sequence[str], *, half: int) -> di
     """Neighbouring ports that are not in use, by name: in half 0 or 1 of the job's own window, or the next with room.
 
     Raises:
-      SystemExit: there are none in any window.
+      LibraError: there are none in any window.
     """
     for number in range(WINDOWS):
         begin = FIRST_PORT + (job + number) % WINDOWS * WINDOW + half * WINDOW // 2
@@ -82,7 +83,8 @@ def free_ports(job: int, address: str, names: Sequence[str], *, half: int) -> di
             ports = range(first, first + len(names))
             if all(_is_free(address, port) for port in ports):
                 return dict(zip(names, ports, strict=True))
-    sys.exit(f"error: no {len(names)} free ports from {FIRST_PORT} to {FIRST_PORT + WINDOWS * WINDOW - 1} on this host")
+    last = FIRST_PORT + WINDOWS * WINDOW - 1
+    raise LibraError(f"no {len(names)} free ports from {FIRST_PORT} to {last} on this host")
 
 
 def _is_free(address: str, port: int) -> bool:
@@ -116,13 +118,16 @@ def run(arguments: argparse.Namespace) -> int:
     name, attempt = os.environ["SLURMD_NODENAME"], arguments.attempt
     directory = Path(tempfile.mkdtemp(prefix=f"libra-{arguments.job}-", dir="/tmp"))  # Ray's sockets need a short one
     try:
-        with _terminated():
-            status = _keep_ray(arguments, name, directory)
+        why = "Ray did not start here"
+        try:
+            with _terminated():
+                status = _keep_ray(arguments, name, directory)
+        except LibraError as error:
+            status, why = 1, str(error)
         if not (attempt / LOG).exists() and not (attempt / ENDED).exists():
             told = name == arguments.head and (attempt / STOP).exists()
             _write_end(attempt, "stopped" if told else "failed 1")
-            why = "the run was told to stop before the driver began" if told else "error: Ray did not start here"
-            print(f"{name}: {why}", flush=True)
+            print(f"{name}: " + ("told to stop before the driver began" if told else f"error: {why}"), flush=True)
         # Ray's start ends in whatever status it likes: what counts is how the driver did.
         return 0 if _how(attempt) in ("finished", "stopped") else status or 1
     finally:
@@ -184,7 +189,6 @@ def _symmetric_run(arguments: argparse.Namespace, name: str, directory: Path) ->
         "--max-worker-port=0",
         "--node-manager-port=0",
         "--object-manager-port=0",
-        "--disable-usage-stats",
     ]
     agents = free_ports(arguments.job, "", AGENT_PORTS, half=1)
     options += [f"--{option}={port}" for option, port in agents.items()]
@@ -210,7 +214,7 @@ def _alone() -> list[str]:
     """What starts a command with a process table of its own.
 
     Raises:
-      SystemExit: this host does not allow it.
+      LibraError: this host does not allow it.
     """
     start = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
     if os.geteuid():
@@ -221,8 +225,8 @@ def _alone() -> list[str]:
     except OSError as error:
         why = str(error)
     if why:
-        sys.exit(
-            f"error: this host gives a run no process table of its own ({why}), without which two that share it would "
+        raise LibraError(
+            f"this host gives a run no process table of its own ({why}), without which two that share it would "
             "end each other's Ray; submit with --exclusive, for whole hosts"
         )
     return start
@@ -327,4 +331,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 if __name__ == "__main__":
     parsed = _parse(sys.argv[1:])
-    sys.exit(parsed.part(parsed))
+    try:
+        sys.exit(parsed.part(parsed))
+    except LibraError as refused:
+        sys.exit(f"error: {refused}")

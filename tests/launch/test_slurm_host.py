@@ -14,6 +14,8 @@ import pytest
 import scripts
 import slurm_host
 
+from libra_jax import protocols
+
 HOST = [sys.executable, "launch/slurm_host.py"]
 
 
@@ -46,7 +48,7 @@ def test_ports_lie_below_those_that_the_kernel_chooses_from():
 
 def test_a_host_that_is_full_is_told_of_in_a_sentence(monkeypatch):
     monkeypatch.setattr(slurm_host, "_is_free", lambda *_: False)
-    with pytest.raises(SystemExit, match="no 1 free ports from 20000 to 31999 on this host"):
+    with pytest.raises(protocols.LibraError, match="no 1 free ports from 20000 to 31999 on this host"):
         slurm_host.free_ports(1, "127.0.0.1", ("a",), half=0)
 
 
@@ -131,7 +133,7 @@ def wait_for_line(log: pathlib.Path) -> None:
 def test_a_process_table_of_ones_own_hides_others_and_leaves_nothing_alive():
     try:
         alone = slurm_host._alone()
-    except SystemExit as refused:
+    except protocols.LibraError as refused:
         pytest.skip(str(refused))
     marked = "0.6180339887"
     program = f"sleep 1000{marked} & echo /proc/[0-9]*; exit 5"
@@ -149,7 +151,9 @@ def test_a_host_without_process_tables_is_refused_in_a_sentence(monkeypatch, tmp
     unshare.write_text("#!/bin/sh\necho 'unshare failed: Operation not permitted' >&2; exit 1\n")
     unshare.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    with pytest.raises(SystemExit, match=r"Operation not permitted\), .*submit with --exclusive, for whole hosts"):
+    with pytest.raises(
+        protocols.LibraError, match=r"Operation not permitted\), .*submit with --exclusive, for whole hosts"
+    ):
         slurm_host._alone()
 
 
