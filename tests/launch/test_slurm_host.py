@@ -166,14 +166,15 @@ class TestAHostWhoseRay:
     def run(self, attempt, tmp_path, monkeypatch):
         started: list[subprocess.Popen[str]] = []
 
-        def run(ray: str, node: str) -> subprocess.Popen[str]:
-            (tmp_path / "ray").write_text(f"#!/bin/sh\n{ray}\n")
-            (tmp_path / "ray").chmod(0o755)
+        def run(ray: str, node: str, *flags: str, unshare: str = "") -> subprocess.Popen[str]:
+            for program, text in (("ray", ray), ("unshare", unshare)):
+                (tmp_path / program).write_text(f"#!/bin/sh\n{text}\n")
+                (tmp_path / program).chmod(0o755)
             monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
             monkeypatch.setenv("SLURMD_NODENAME", node)
-            job = f"--job={self.JOB}", "--head=n1", "--address=127.0.0.1:20000", "--hosts=2", "--exclusive"
+            job = f"--job={self.JOB}", "--head=n1", "--address=127.0.0.1:20000", "--hosts=2"
             folders = f"--attempt={attempt}", f"--workdir={attempt.parents[1]}"
-            started.append(start("run", *job, *folders, command=["driver"]))
+            started.append(start("run", *job, *folders, *flags, command=["driver"]))
             return started[0]
 
         yield run
@@ -183,30 +184,37 @@ class TestAHostWhoseRay:
         assert not list(pathlib.Path("/tmp").glob(f"libra-{self.JOB}-*"))
 
     def test_does_not_start_ends_the_attempt(self, run, attempt):
-        process = run("exit 0", "n2")
+        process = run("exit 0", "n2", "--exclusive")
         said, _ = process.communicate(timeout=60)
         assert (process.returncode, said) == (1, "n2: error: Ray did not start here\n")
         assert (attempt / "ended").read_text() == "failed 1\n"
 
     def test_has_no_driver_yet_ends_when_another_host_has_failed(self, run, attempt):
         (attempt / "ended").write_text("failed 1\n")
-        process = run("exec sleep 600", "n1")
+        process = run("exec sleep 600", "n1", "--exclusive")
         assert process.wait(60) != 0
 
     def test_has_no_driver_yet_ends_when_it_is_told_to_stop(self, run, attempt):
         (attempt / "stop").touch()
-        process = run("exec sleep 600", "n1")
+        process = run("exec sleep 600", "n1", "--exclusive")
         assert process.wait(60) == 0
         assert (attempt / "ended").read_text() == "stopped\n"
 
     def test_serves_others_ends_with_the_driver(self, run, attempt):
-        process = run("exec sleep 600", "n2")
+        process = run("exec sleep 600", "n2", "--exclusive")
         (attempt / "train.log").touch()
         (attempt / "ended").write_text("finished\n")
         assert process.wait(60) == 0
 
     def test_is_lost_while_the_driver_runs_leaves_the_rest_to_the_driver(self, run, attempt):
         (attempt / "train.log").touch()
-        process = run("exit 0", "n2")
+        process = run("exit 0", "n2", "--exclusive")
         assert process.wait(60) == 1
         assert not (attempt / "ended").exists()
+
+    def test_would_be_seen_by_others_ends_the_attempt(self, run, attempt):
+        process = run("exec sleep 600", "n1", unshare="echo not permitted >&2; exit 1")
+        said, _ = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert said.startswith("n1: error: this host gives a run no process table of its own (not permitted), ")
+        assert (attempt / "ended").read_text() == "failed 1\n"
