@@ -27,6 +27,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import overrides
 import slurm_job
 from absl import flags
 from ml_collections import config_flags
@@ -112,11 +113,11 @@ def _config() -> libra_config.RunConfig:
 
 def _arguments() -> list[str]:
     """Of launch/train.py: as they were given here, and the job's Ray, which each attempt finds by RAY_ADDRESS."""
-    flag = flags.FLAGS["config"]
-    values = {**config_flags.get_override_values(flag), "cluster.backend": "ray", "cluster.address": "auto"}
+    flag, ours = flags.FLAGS["config"], {"cluster.backend": "ray", "cluster.address": "auto"}
+    given = [argument for argument in overrides.arguments(flag) if not argument.startswith("--config.cluster.backend=")]
+    settings = sorted([*given, *(f"--config.{name}={value}" for name, value in ours.items())])
     plan = [f"--plan={Path(_PLAN.value).resolve()}"] if _PLAN.value is not None else []
-    overrides = [f"--config.{name}={value}" for name, value in sorted(values.items())]
-    return [f"--config={config_flags.get_config_filename(flag)}", *overrides, *plan]
+    return [f"--config={config_flags.get_config_filename(flag)}", *settings, *plan]
 
 
 def _settings() -> slurm_job.Settings:

@@ -9,9 +9,9 @@ Ports that one process binds for itself (raylet, object manager, workers) are ch
 that nobody can come between. Those that others have to know beforehand come from the job's own window, below the
 kernel's, and are seen to be free. (Left to the kernel too, agents tell theirs by files, for which Ray waits 15 s.)
 
-How the run ended is in the file `ended` of the attempt's folder: `finished`, `stopped` (it was told to, and there are
-steps left) or `failed STATUS`. A host on which Ray does not start before the driver does ends the attempt; one that is
-lost later is the driver's to see to.
+How the run ended is in the file `ended` of the attempt's folder: `finished`, `stopped` (it was told to, and goes on when
+it is started again) or `failed STATUS`. A host on which Ray does not start ends the attempt, as long as there is no
+driver; one that is lost later is the driver's to see to.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import argparse
 import contextlib
 import functools
 import importlib.util
-import json
 import os
 import shutil
 import signal
@@ -32,7 +31,6 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from libra_jax.coordinator import checkpoints
 from libra_jax.protocols import LibraError
 
 FIRST_PORT, WINDOWS, WINDOW = 20_000, 600, 20
@@ -199,7 +197,7 @@ def _symmetric_run(arguments: argparse.Namespace, name: str, directory: Path) ->
     return [
         *([] if arguments.exclusive else [*here, "reap", "--"]),
         *("ray", "symmetric-run", f"--address={arguments.address}", f"--min-nodes={arguments.hosts}", *options, "--"),
-        *(*here, "drive", f"--attempt={arguments.attempt}", f"--workdir={arguments.workdir}", "--", *arguments.command),
+        *(*here, "drive", f"--attempt={arguments.attempt}", "--", *arguments.command),
     ]
 
 
@@ -268,15 +266,9 @@ def drive(arguments: argparse.Namespace) -> int:
     with open(arguments.attempt / LOG, "ab") as log:
         driver = subprocess.Popen(arguments.command, stdout=log, stderr=log)
         status = _wait(driver, stop.exists, once=tell)
-    ended = f"failed {status if status > 0 else 128 - status}"
-    if status == 0:
-        ended = "stopped" if told and _steps_left(arguments.workdir) else "finished"
-    _write_end(arguments.attempt, ended)
+    how = {0: "finished", os.EX_TEMPFAIL: "stopped"}.get(status, f"failed {status if status > 0 else 128 - status}")
+    _write_end(arguments.attempt, how)
     return status
-
-
-def _steps_left(workdir: Path) -> int:
-    return int(json.loads((workdir / "config.json").read_text())["steps"]) - max(0, checkpoints.newest_step(workdir))
 
 
 def _wait(process: subprocess.Popen[bytes], condition: Callable[[], bool], *, once: Callable[[], None]) -> int:
@@ -325,7 +317,6 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
             settings.add_argument("--exclusive", action="store_true", help="no other run is on these hosts")
         if part in (run, drive):
             settings.add_argument("--attempt", type=Path, required=True, help="folder of the attempt")
-            settings.add_argument("--workdir", type=Path, required=True, help="of the run")
     return parser.parse_args(own, argparse.Namespace())
 
 

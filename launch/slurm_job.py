@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import cleartext
 import jinja2
 import placement
 
@@ -22,7 +23,6 @@ EXPORTED = ("HOME", "LANG", "LOGNAME", "PATH", "SHELL", "USER")
 """Variables that a job has from whoever submits it, beside those that are asked for by name."""
 
 _TIME = re.compile(r"\d+|\d+:\d+|\d+:\d+:\d+|\d+-\d+|\d+-\d+:\d+|\d+-\d+:\d+:\d+")
-_SECRET = re.compile(r"(?i)key|token|secret|passw|credential")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _GPUS = re.compile(r"gpu(?::[^:,()]+)?:(\d+)")
 
@@ -222,12 +222,9 @@ def _environment(lines: Sequence[str], known: Mapping[str, str]) -> tuple[dict[s
         name, separator, value = line.partition("=")
         if not _NAME.fullmatch(name):
             raise ConfigError(f"--environment={name}: write NAME=VALUE, or the NAME of a variable that you have set")
-        if separator and _SECRET.search(name):
-            raise ConfigError(
-                f"--environment={name}=...: looks like a secret, which the script would hold in the clear; give "
-                f"--environment={name}, and it comes from the environment that you submit from"
-            )
         if separator:
+            instead = f"give --environment={name} alone, and it comes from the environment that you submit from"
+            cleartext.refuse("--environment", name, value, instead)
             values[name] = value
         elif name not in known:
             raise ConfigError(f"--environment={name}: is not set where you submit from; set it, or give {name}=VALUE")
@@ -248,6 +245,11 @@ def _check(config: libra_config.RunConfig, settings: Settings) -> None:
         raise ConfigError(
             f"--grace={settings.grace}: seconds before the end at which the run is told to stop, and --time="
             f"{settings.time} is not longer; lower it, or give the job more time"
+        )
+    if settings.grace < config.deadlines.grace:
+        raise ConfigError(
+            f"--grace={settings.grace}: told to stop, the run takes up to {config.deadlines.grace:g} s "
+            "(config.deadlines.grace); give --grace more, or the run less"
         )
     if bool(settings.train_partition) != bool(settings.rollout_partition):
         raise ConfigError("--train_partition and --rollout_partition go together; for one, give --partition")

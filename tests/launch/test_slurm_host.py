@@ -1,6 +1,5 @@
 """One host's part in a run under Slurm: its ports, the driver's end, and a process table of its own."""
 
-import json
 import os
 import pathlib
 import signal
@@ -60,15 +59,13 @@ def test_the_address_is_one_of_this_host():
 
 @pytest.fixture
 def attempt(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"steps": 3}))
     folder = tmp_path / "logs" / "attempt_1"
     folder.mkdir(parents=True)
     return folder
 
 
 def drive(attempt: pathlib.Path, program: str) -> subprocess.Popen[str]:
-    folders = f"--attempt={attempt}", f"--workdir={attempt.parents[1]}"
-    return start("drive", *folders, command=[sys.executable, "-c", program])
+    return start("drive", f"--attempt={attempt}", command=[sys.executable, "-c", program])
 
 
 def ended(attempt: pathlib.Path, driver: subprocess.Popen[str]) -> str:
@@ -98,23 +95,21 @@ while not came:
     time.sleep(0.05)
 time.sleep(2.5)
 print(f"{len(came)} signal", flush=True)
+raise SystemExit({status})
 """
 
 
-@pytest.mark.parametrize(("saved", "status"), [(2, "stopped"), (3, "finished")])
-def test_a_driver_is_told_once_to_stop_and_steps_that_are_left_are_noticed(attempt, saved, status):
-    manifest = attempt.parents[1] / "checkpoints" / f"step-{saved:08d}" / "manifest.json"
-    manifest.parent.mkdir(parents=True)
-    manifest.write_text("{}")
-    driver = drive(attempt, STOPS_AT_THE_FIRST_SIGNAL)
+@pytest.mark.parametrize(("status", "how"), [(os.EX_TEMPFAIL, "stopped"), (0, "finished")])
+def test_a_driver_is_told_once_to_stop_and_says_whether_there_is_more_to_do(attempt, status, how):
+    driver = drive(attempt, STOPS_AT_THE_FIRST_SIGNAL.replace("{status}", str(status)))
     wait_for_line(attempt / "train.log")
     (attempt / "stop").touch()
-    assert ended(attempt, driver) == status
+    assert ended(attempt, driver) == how
     assert (attempt / "train.log").read_text() == "ready\n1 signal\n"
 
 
 def test_a_signal_to_the_whole_job_is_not_given_to_the_driver_again(attempt):
-    driver = drive(attempt, STOPS_AT_THE_FIRST_SIGNAL)
+    driver = drive(attempt, STOPS_AT_THE_FIRST_SIGNAL.replace("{status}", str(os.EX_TEMPFAIL)))
     wait_for_line(attempt / "train.log")
     for process in [psutil.Process(driver.pid), *psutil.Process(driver.pid).children()]:
         process.send_signal(signal.SIGTERM)
@@ -173,8 +168,7 @@ class TestAHostWhoseRay:
             monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
             monkeypatch.setenv("SLURMD_NODENAME", node)
             job = f"--job={self.JOB}", "--head=n1", "--address=127.0.0.1:20000", "--hosts=2"
-            folders = f"--attempt={attempt}", f"--workdir={attempt.parents[1]}"
-            started.append(start("run", *job, *folders, *flags, command=["driver"]))
+            started.append(start("run", *job, f"--attempt={attempt}", *flags, command=["driver"]))
             return started[0]
 
         yield run

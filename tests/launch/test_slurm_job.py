@@ -153,7 +153,8 @@ def test_times_are_read_as_slurm_reads_them(text, seconds):
         ({"container_mounts": "/a:/b"}, "--container_mounts: .* give --container_image, too"),
         ({"environment": ("A B=1",)}, "--environment=A B: write NAME=VALUE, or the NAME of"),
         ({"environment": ("NOT_SET",)}, "--environment=NOT_SET: is not set where you submit from"),
-        ({"environment": ("HF_TOKEN=hf_1234",)}, r"--environment=HF_TOKEN=\.\.\.: looks like a secret, "),
+        ({"environment": ("HF_TOKEN=hf_1234",)}, "--environment: the value of HF_TOKEN looks like a secret, .* alone"),
+        ({"grace": 30}, r"--grace=30: .* up to 60 s \(config\.deadlines\.grace\)"),
     ],
 )
 def test_a_wrong_setting_is_refused_by_the_name_of_its_flag(settings, problem):

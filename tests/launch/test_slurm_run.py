@@ -143,7 +143,7 @@ def test_two_runs_share_a_node_and_go_on_after_a_signal_and_a_requeue(slurm, cac
         assert not list(pathlib.Path("/tmp").glob(f"libra-{job}-*"))
 
     assert (told / "logs" / "attempt_1" / "ended").read_text() == "stopped\n"
-    assert "Stopping after the training step under way" in (told / "logs" / "attempt_1" / "train.log").read_text()
+    assert "SIGTERM: stopping, with a checkpoint" in (told / "logs" / "attempt_1" / "train.log").read_text()
 
 
 def test_a_run_over_two_partitions_is_taken_with_the_hosts_of_its_layout(slurm, tmp_path):
