@@ -9,9 +9,9 @@ Ports that one process binds for itself (raylet, object manager, workers) are ch
 that nobody can come between. Those that others have to know beforehand come from the job's own window, below the
 kernel's, and are seen to be free. (Left to the kernel too, agents tell theirs by files, for which Ray waits 15 s.)
 
-How the run ended is in the file `ended` of the attempt's folder: `finished`, `stopped` (it was told to, and goes on when
-it is started again) or `failed STATUS`. A host on which Ray does not start ends the attempt, as long as there is no
-driver; one that is lost later is the driver's to see to.
+How the run ended is in the file `ended` of the attempt's folder: `finished`, `stopped` (it was told to, and goes on if
+started again) or `failed STATUS`. A host on which Ray does not start ends the attempt, as long as there is no driver;
+one that is lost later is the driver's to see to.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import emulated_hosts
+import network_hosts
 import psutil
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo", "squeue", "scancel")
@@ -122,7 +122,7 @@ def running(hosts: int = 0) -> Iterator[Slurm]:
 
     try:
         with made:
-            address, emulated = made.enter_context(emulated_hosts.running(folder, hosts)) if hosts else ("", [])
+            address, emulated = made.enter_context(network_hosts.running(folder, hosts)) if hosts else ("", [])
             _configure(folder, address, emulated)
             files = [f"--{kind}-file={munge / kind}" for kind in ("key", "log", "pid", "seed")]
             munged = ["munged", "--foreground", "--force", *files, f"--socket={munge / 'socket'}"]
@@ -155,7 +155,7 @@ def _this() -> str:
     return socket.gethostname().split(".")[0]
 
 
-def _configure(folder: Path, address: str, emulated: Sequence[emulated_hosts.Host]) -> None:
+def _configure(folder: Path, address: str, emulated: Sequence[network_hosts.Host]) -> None:
     for name in ("munge", "state"):
         (folder / name).mkdir(mode=0o755)
     key = folder / "munge" / "key"

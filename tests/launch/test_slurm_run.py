@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 
-import emulated_hosts
+import network_hosts
 import psutil
 import pytest
 import real_runs
@@ -198,7 +198,7 @@ def test_what_slurm_cannot_give_is_refused_in_a_sentence(slurm, tmp_path, flags,
 @pytest.mark.timeout(600)
 def test_a_run_goes_over_the_hosts_of_two_partitions(cache, tmp_path):
     """Two emulated hosts; the driver is on the one that trains."""
-    if lacking := emulated_hosts.missing():
+    if lacking := network_hosts.missing():
         pytest.skip(f"emulated hosts lack {', '.join(lacking)}")
     workdir = tmp_path / "run"
     with slurm_node.running(hosts=2) as two:
