@@ -1,15 +1,68 @@
-"""What tells of a run while it lives, besides its recorder: the heartbeat, and the health page if it is asked for."""
+"""What looks after a run besides its coordinator: heartbeat, health page, and the end of a process that cannot end."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
+import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from libra_jax import config as libra_config
 from libra_jax.coordinator import deadlines, fencing
 from libra_jax.telemetry import endpoint, files, heartbeat, status
+
+END = 0.95
+"""Share of `deadlines.grace` after which a process that SIGTERM has not ended ends all the same."""
+
+LOOK_SECONDS = 0.5
+
+
+class LastResort:
+    """Ends this process where a scheduler's SIGTERM did not: with the status that asks for the same command again.
+
+    A trainer that compiles, an engine that starts and a library that is imported cannot be told to end. As at any kill,
+    workers end with this process (tests/launch/test_killed_runs.py), and the newest checkpoint counts.
+
+    Args:
+      grace: `deadlines.grace`, seconds.
+    """
+
+    def __init__(self, grace: float) -> None:
+        self._grace = grace
+        self._began = float("inf")
+        self._closed = threading.Event()
+        threading.Thread(target=self._look, name="libra-last-resort", daemon=True).start()
+
+    def close(self) -> None:
+        """Everything has ended."""
+        self._closed.set()
+
+    def begin(self, number: signal.Signals) -> None:
+        """A signal has come. It may come in the middle of anything, so that this sets a variable and no more."""
+        if number == signal.SIGTERM:
+            self._began = min(self._began, time.monotonic())
+
+    def _look(self) -> None:
+        while time.monotonic() < self._began + END * self._grace:
+            if self._closed.wait(LOOK_SECONDS):
+                return
+        with contextlib.suppress(OSError, ValueError):
+            print("Not everything ended within config.deadlines.grace, and is killed.", file=sys.stderr)
+        end_process()
+
+
+def end_process() -> NoReturn:
+    """Ends this process at once, with exit status 75: what libraries tidy up at their exit may take many seconds."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(os.EX_TEMPFAIL)
 
 
 @contextlib.contextmanager

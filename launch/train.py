@@ -9,9 +9,9 @@ SIGTERM stopped it before its last step, and that the same command is to be give
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 
+import observing
 from absl import flags
 from ml_collections import config_flags
 
@@ -52,7 +52,9 @@ def main() -> int:
         return 0
     checks.validate(config, need_weights=True)
     summary = asyncio.run(_train(config))
-    return os.EX_TEMPFAIL if summary.terminated else 0
+    if summary.terminated:
+        observing.end_process()
+    return 0
 
 
 async def _train(config: libra_config.RunConfig) -> coordinator.RunSummary:

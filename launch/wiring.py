@@ -228,7 +228,7 @@ async def train(
         summary = await _train(config, workdir, tools, demonstrator, epoch, watcher)
         watcher.end("stopped" if summary.stopped else "done", summary.sentence)
     if config.telemetry.report and not summary.terminated:  # a scheduler leaves no time for it
-        with signals.caught(lambda _: None):  # the run is over: one signal more does not lose its report
+        with signals.caught(lambda *_: None):  # the run is over: one signal more does not lose its report
             try:
                 print(f"Report: {report.write_report(workdir)}")
             except protocols.DataError as error:  # a run stopped before it began has recorded nothing
@@ -265,6 +265,7 @@ async def _train(
     engines = placement.Engines(config, shape, workdir)
     on_ray = config.cluster.backend == "ray"
     rewards = contextlib.AsyncExitStack()
+    last_resort = observing.LastResort(config.deadlines.grace)
     try:
         composed = composition.opened(config.reward, actors, note=recorder.note, start_seconds=limits.reward_start)
         reward = await rewards.enter_async_context(composed)
@@ -288,6 +289,7 @@ async def _train(
             planner=global_planner(_keeping_profile(config, workdir), shape),
             make_engine=engines.add,
             epoch=epoch,
+            at_signal=last_resort.begin,
         )
         summary = await run.run()
         _add_tokenizer(config, workdir / "model")
@@ -295,6 +297,7 @@ async def _train(
         await rewards.aclose()
         await actors.shutdown()
         recorder.close()
+        last_resort.close()
     return summary
 
 

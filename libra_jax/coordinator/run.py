@@ -93,6 +93,7 @@ class Coordinator:
         are the last engines, in their order.
       relay_specs: host to what makes its `protocols.Relay`, where the run is laid out over several.
       epoch: the run's own in its workdir; it ends once a later one has been taken. None: nobody else can be in there.
+      at_signal: told of SIGINT and SIGTERM at once (`signals.AtOnce`).
     """
 
     def __init__(
@@ -118,7 +119,9 @@ class Coordinator:
         replica_specs: Sequence[protocols.ActorSpec] = (),
         relay_specs: Mapping[int, protocols.ActorSpec] | None = None,
         epoch: fencing.Epoch | None = None,
+        at_signal: signals.AtOnce = lambda _: None,
     ) -> None:
+        self._at_signal = at_signal
         self._epoch = epoch
         self._config = config
         self._cluster = cluster
@@ -185,7 +188,7 @@ class Coordinator:
                 "there."
             )
             return self._summary
-        with signals.caught(self._stopping.by_signal) as catch_again:
+        with signals.caught(self._stopping.by_signal, self._at_signal) as catch_again:
             try:
                 if self._epoch is not None:
                     self._ending.start(fencing.watch(self._epoch), "epoch")

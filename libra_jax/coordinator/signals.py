@@ -5,11 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import time
 from collections.abc import Callable, Iterator
+from types import FrameType
+
+Stop = Callable[[signal.Signals, float], None]
+"""Given a signal, and the seconds since it came: while a library is imported, the event loop hears of nothing."""
+
+AtOnce = Callable[[signal.Signals], None]
+"""Given a signal on the main thread as soon as it comes, in the middle of whatever that does: it may set a variable."""
 
 
 @contextlib.contextmanager
-def caught(stop: Callable[[signal.Signals], None]) -> Iterator[Callable[[], None]]:
+def caught(stop: Stop, at_once: AtOnce = lambda _: None) -> Iterator[Callable[[], None]]:
     """Calls `stop` with the signal: at the first SIGINT (a second one has its usual effect), and at each SIGTERM.
 
     A person who presses Ctrl-C twice means it. Schedulers send SIGTERM to a job's processes and to a script that passes
@@ -22,6 +30,11 @@ def caught(stop: Callable[[signal.Signals], None]) -> Iterator[Callable[[], None
     """
     loop = asyncio.get_running_loop()
     numbers: list[signal.Signals] = []
+    came: dict[int, float] = {}
+
+    def heard(number: int, frame: FrameType | None) -> None:
+        came.setdefault(number, time.monotonic())
+        at_once(signal.Signals(number))
 
     def once(number: signal.Signals) -> None:
         if number not in numbers:  # two of a kind came before the first was handled
@@ -29,16 +42,21 @@ def caught(stop: Callable[[signal.Signals], None]) -> Iterator[Callable[[], None
         if number == signal.SIGINT:
             loop.remove_signal_handler(number)
             numbers.remove(number)
-        stop(number)
+        stop(number, time.monotonic() - came.get(number, time.monotonic()))
+
+    def catch(number: signal.Signals) -> None:
+        loop.add_signal_handler(number, once, number)
+        signal.signal(number, heard)  # in the place of asyncio's, which does nothing: its loop hears through a pipe
+        signal.siginterrupt(number, False)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
-            loop.add_signal_handler(number, once, number)
+            catch(number)
             numbers.append(number)
 
     def again() -> None:
         for number in numbers:
-            loop.add_signal_handler(number, once, number)
+            catch(number)
 
     try:
         yield again

@@ -59,10 +59,10 @@ class Stopping:
         self.terminated = False
         self.in_step = False
 
-    def by_signal(self, number: signal.Signals) -> None:
-        """What a signal does; any further SIGTERM does nothing more."""
+    def by_signal(self, number: signal.Signals, late: float) -> None:
+        """What a signal does, `late` seconds after it came; any further SIGTERM does nothing more."""
         if number == signal.SIGTERM:
-            self.terminate()
+            self.terminate(late)
         else:
             self.request()
 
@@ -71,14 +71,14 @@ class Stopping:
         self._recorder.note("Stopping after the training step under way; a second Ctrl-C ends at once.")
         self._ending.call(failure.Stopped())
 
-    def terminate(self) -> None:
-        """Stops the run within the time of grace."""
+    def terminate(self, late: float = 0.0) -> None:
+        """Stops the run within what is left of the time of grace, `late` seconds of which have passed."""
         if self.terminated:
             return
-        self.terminated, self._began = True, self._loop.time()
+        self.terminated, self._began = True, self._loop.time() - late
         self._timers = [
-            self._loop.call_later(STEP * self._grace, self._end_step),
-            self._loop.call_later(ANSWER * self._grace, self._ending.hurry),
+            self._loop.call_at(self._began + STEP * self._grace, self._end_step),
+            self._loop.call_at(self._began + ANSWER * self._grace, self._ending.hurry),
         ]
         self._recorder.note(f"SIGTERM: stopping, with a checkpoint, within config.deadlines.grace = {self._grace:g} s.")
         self._ending.call(failure.Stopped())
