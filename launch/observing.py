@@ -17,7 +17,7 @@ from libra_jax import config as libra_config
 from libra_jax.coordinator import deadlines, fencing
 from libra_jax.telemetry import endpoint, files, heartbeat, status
 
-END = 0.95
+END = 0.9
 """Share of `deadlines.grace` after which a process that SIGTERM has not ended ends all the same."""
 
 LOOK_SECONDS = 0.5
