@@ -15,7 +15,7 @@ from typing import Any
 SECRET = "<secret>"
 
 _NAMES = re.compile(
-    r"(^|[._-])(token|secret|password|passwd|passphrase|credentials?|api[_-]?key|access[_-]?key|private[_-]?key"
+    r"(^|[._-])(token|secret|password|passwd|passphrase|credentials?|api[_-]?key|access[_-]?key|private[_-]?key|secret[_-]?key"
     r"|authorization|cookie)$",
     re.IGNORECASE,
 )
