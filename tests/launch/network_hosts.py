@@ -79,6 +79,8 @@ def running(folder: Path, count: int) -> Iterator[tuple[str, list[Host]]]:
             _ip("-n", host.namespace, "address", "add", f"{host.address}/24", "dev", "eth0")
             for device in ("eth0", "lo"):
                 _ip("-n", host.namespace, "link", "set", device, "up")
+            # By the way out a host knows which address the others reach it at.
+            _ip("-n", host.namespace, "route", "add", "default", "via", f"{net}.254")
         yield f"{net}.254", hosts
 
 

@@ -219,5 +219,6 @@ def test_a_run_goes_over_the_hosts_of_two_partitions(cache, tmp_path):
     logs = workdir / "logs" / "latest"
     assert "Running command on head node" in (logs / "host-host2.log").read_text()
     assert "Connecting to Ray cluster" in (logs / "host-host1.log").read_text()
+    assert "Ray placed the run on 2 hosts: 1-host2 to train" in (logs / "train.log").read_text()
     assert not of_ray(job)
     assert not list(pathlib.Path("/tmp").glob(f"libra-{job}-*"))
