@@ -857,13 +857,19 @@ class RunConfig:
             "elastic.spare_devices",
             f"are one process's, and trainer.processes is {self.trainer.processes}; set it to 0",
         )
+        check(
+            elastic.floor <= instances,
+            "elastic.floor",
+            f"{elastic.floor} instances cannot always roll out, as rollout.tensor_parallel has {instances}; lower it, "
+            "or add instances",
+        )
         if not elastic.hybrid:
             return
         check(
             elastic.hybrid + elastic.floor <= instances,
             "elastic.hybrid",
-            f"{elastic.hybrid} hybrid instances leave fewer than elastic.floor = {elastic.floor} of the {instances} of "
-            "rollout.tensor_parallel; lower it, or add instances",
+            f"of the {instances} instances of rollout.tensor_parallel, {elastic.hybrid} would be hybrid and fewer than "
+            f"elastic.floor = {elastic.floor} left; lower either, or add instances",
         )
         check(
             len(elastic.cores) in (0, elastic.hybrid),

@@ -6,9 +6,12 @@ from collections.abc import Mapping, Sequence
 
 from libra_jax.telemetry import figures, page
 
+WIDTH = 5
+"""Steps that values are means of."""
+
 NOTE = (
-    "Each function's own value before its weight, mean of 5 steps. Seconds are those of calls that were made; values "
-    "that were known already cost none."
+    f"Each function's own value before its weight, mean of {WIDTH} steps (of half of them, where there are fewer than "
+    f"{2 * WIDTH}). Seconds are those of calls that were made; values that were known already cost none."
 )
 
 HEADS = ("function", "first", "last", "seconds a call", "known already")
@@ -29,7 +32,7 @@ def sections(steps: Mapping[int, Mapping[str, float]]) -> list[page.Section]:
     if set(curves) <= {ENVIRONMENT}:
         return []
     told = {name.removeprefix("reward/"): curve for name, curve in curves.items()}
-    smooth = {name: figures.moving_mean(curve) for name, curve in told.items()}
+    smooth = {name: figures.moving_mean(curve, WIDTH) for name, curve in told.items()}
     table = page.table(HEADS, [_row(steps, name, curve) for name, curve in told.items()])
     return [page.Section("What the reward is made of", figures.curves(smooth) + table, NOTE, wide=True)]
 
@@ -47,12 +50,13 @@ def _curve(steps: Mapping[int, Mapping[str, float]], name: str) -> dict[int, flo
 
 def _row(steps: Mapping[int, Mapping[str, float]], name: str, curve: Mapping[int, float]) -> tuple[str, ...]:
     values = list(curve.values())
+    size = min(WIDTH, -(-len(values) // 2))  # as in the report's first sentence
     seconds = list(_curve(steps, f"reward_seconds/{name}").values())
     known = list(_curve(steps, f"reward_cached/{name}").values())
     return (
         name,
-        f"{values[0]:.3f}",
-        f"{values[-1]:.3f}",
+        f"{sum(values[:size]) / size:.3f}",
+        f"{sum(values[-size:]) / size:.3f}",
         f"{sum(seconds) / len(seconds):.3g}" if seconds else "",
         f"{sum(known) / len(known):.0%}" if known else "",
     )

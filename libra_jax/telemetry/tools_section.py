@@ -83,23 +83,26 @@ class Tally:
 
 
 def sections(tally: Tally) -> list[page.Section]:
-    """The tables and pictures; none where no tool was called."""
-    if not tally.tools:
+    """The tables and pictures; where no tool was called, only how attempts ended."""
+    if not tally.ends:
         return []
+    steps = sorted({step for step, _ in tally.turns})
+    early, late = ends_of(steps)
+    ends = page.Section("How attempts ended", _ends_table(tally, early, late or early), ENDS_NOTE, wide=True)
+    if not tally.tools:
+        return [ends]
     pictured = tally.by_calls[:MOST_TOOLS]
     heads = ("tool", "calls", *trace.STATUSES, "seconds", "P90", "longest", "payload tokens", "P90")
     rows = [_row(name, calls) for name, calls in tally.by_calls]
     out = [page.Section("Tools", page.table(heads, rows), NOTE, wide=True)]
-    steps = sorted({step for step, _ in tally.turns})
     outcomes = {name: _by_step(calls, steps) for name, calls in pictured}
     out.append(page.Section("Tool outcomes by step", tools_picture.outcomes(outcomes), _left_out(tally), wide=True))
     spans = {name: _quantiles(calls.seconds) for name, calls in pictured}
     note = "Box: the middle half of the calls; line: 5 to 95 in a hundred; mark: the median."
     out.append(page.Section("Seconds of a call", tools_picture.seconds(spans), note))
-    early, late = ends_of(steps)
     shares = {f"steps {_range(part)}": _shares(tally.turns, part) for part in ((early, late) if late else (early,))}
     out.append(page.Section("Turns of an attempt", tools_picture.turns(shares)))
-    out.append(page.Section("How attempts ended", _ends_table(tally, early, late or early), ENDS_NOTE, wide=True))
+    out.append(ends)
     return out
 
 

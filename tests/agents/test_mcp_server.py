@@ -433,6 +433,10 @@ def test_what_keeps_a_server_from_starting_is_said():
     noisy = "import sys; sys.exit('no key: set API_KEY')"
     for entry, sentence in (
         ({"command": [sys.executable, "-c", noisy]}, begins + ".*no key: set API_KEY"),
+        (
+            {"command": [sys.executable, "-c", "raise SystemExit(3)"]},
+            begins + "its command, .*python.*, ended or speaks no",
+        ),
         ({"command": ["sleep", "60"], "start_seconds": 0.5}, begins + r"it did not start within 0\.5 s"),
         ({"url": f"http://127.0.0.1:{free_port()}/mcp"}, begins + "there is no server at http"),
         ({"only": ["ecco"]}, begins + "the server has no tool 'ecco'; it has echo, fail"),

@@ -359,8 +359,18 @@ def test_a_bad_row_of_the_corpus_is_named(tmp_path, row, problem):
 
 
 def test_a_corpus_that_is_missing_is_offered_its_neighbour(tmp_path, corpus):
-    with pytest.raises(protocols.DataError, match=r"no such file of passages; did you mean .*corpus\.jsonl\?"):
+    with pytest.raises(
+        protocols.DataError, match=r"search\.path: .*no such file of passages; did you mean .*corpus\.jsonl\?"
+    ):
         found("moth", path=str(tmp_path / "corpse.jsonl"))
+
+
+def test_a_corpus_without_passages_is_refused(tmp_path):
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(
+        protocols.DataError, match=r"config\.tools\.arguments\.search\.path: .*empty\.jsonl holds no pass"
+    ):
+        found("moth", path=str(tmp_path / "empty.jsonl"))
 
 
 def test_a_folder_is_no_corpus(tmp_path):

@@ -110,6 +110,15 @@ def test_a_toolbox_that_cannot_be_is_refused(tools, most_characters, sentence):
         toolbox.Toolbox(tools, most_characters)
 
 
+def test_an_object_that_is_no_tool_is_refused():
+    class Nameless:
+        name = "thing"
+        description = "A thing."
+
+    with pytest.raises(protocols.ConfigError, match=r"Nameless has no parameters and no call; tools have name, "):
+        toolbox.Toolbox([Nameless()])
+
+
 def test_a_schema_that_is_none_is_refused():
     with pytest.raises(protocols.ConfigError, match="parameters of 'echo' must be a JSON schema of type object"):
         toolbox.Toolbox([Echo(parameters={"text": "string"})])

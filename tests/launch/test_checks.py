@@ -16,8 +16,8 @@ from libra_jax import config, protocols
     ("rollout", "elastic", "trainer", "backend", "sentence"),
     [
         ({"tensor_parallel": (1, 1)}, {"hybrid": 1}, {}, "inprocess", r"elastic\.hybrid: .*cluster\.backend=ray"),
-        ({"tensor_parallel": (1, 1)}, {"hybrid": 2}, {}, "ray", r"fewer than elastic\.floor = 1 of the 2 .*"),
-        ({"tensor_parallel": (1, 1)}, {"hybrid": 1, "floor": 5}, {}, "ray", r"fewer than elastic\.floor = 5 of the 2"),
+        ({"tensor_parallel": (1, 1)}, {"hybrid": 2}, {}, "ray", r"of the 2 .* fewer than elastic\.floor = 1 left"),
+        ({"tensor_parallel": (1, 1)}, {"hybrid": 1, "floor": 5}, {}, "ray", r"elastic\.floor: 5 instances .* has 2"),
         ({"tensor_parallel": (1, 1)}, {"hybrid": 1}, {"platform": "cuda", "fsdp": 2}, "ray", r"2 devices.* has 1;"),
         (
             {"tensor_parallel": (1, 1)},

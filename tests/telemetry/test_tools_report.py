@@ -89,9 +89,10 @@ def test_the_section_tells_outcomes_seconds_payload_turns_and_ends():
     )
 
 
-def test_a_run_without_tools_has_no_such_section():
+def test_a_run_without_tools_says_how_attempts_ended_alone():
     tally = tallied([record(1, 0, [turn()]), record(2, 0, [turn(), turn()])])
-    assert tools_section.sections(tally) == []
+    assert [section.title for section in tools_section.sections(tally)] == ["How attempts ended"]
+    assert tools_section.sections(tools_section.Tally()) == []
     assert tools_section.sentence(tally) == ""
 
 

@@ -93,7 +93,8 @@ class Judge:
                 extra_body={name: value for name, value in self.request.items() if name != "model"},
             )
         except Exception as error:  # the package's own, and what its transport raises
-            raise RuntimeError(self._safe(f"the judge's endpoint failed: {type(error).__name__}: {error}")) from None
+            where = self._safe(f"the judge's endpoint, {self.client.base_url}, failed: {type(error).__name__}: {error}")
+            raise RuntimeError(f"{where}; is it up, and is that its address?") from None
         said = (reply.choices[0].message.content or "") if reply.choices else ""
         usage = getattr(reply, "usage", None)
         tokens = {"tokens": float(usage.total_tokens)} if usage is not None else {}

@@ -305,5 +305,7 @@ def _reason(error: BaseException, spec: mcp_connection.Spec) -> str:
         return f"it did not start within {spec.start_seconds:g} s"
     if isinstance(error, protocols.LibraError):
         return str(error).partition(": ")[2] or str(error)
-    where = f" at {spec.url}" if spec.url else ""
-    return f"there is no server{where} ({str(error) or type(error).__name__})"
+    said = str(error) or type(error).__name__
+    if spec.url:
+        return f"there is no server at {spec.url} ({said})"
+    return f"its command, {spec.command[0]!r}, ended or speaks no MCP ({said}); try it by hand"

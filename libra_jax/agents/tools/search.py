@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -213,7 +214,10 @@ class Search:
             f"{file} is a folder; name a .jsonl or .parquet file, or a factory of the passages in {FIELD}.source",
         )
         if not file.is_file():
-            next(tables.rows(self._path, of="passages"), None)  # raises what is wrong, with the nearest name
+            try:
+                next(tables.rows(self._path, of="passages"), None)
+            except protocols.DataError as error:  # what is wrong, with the nearest name
+                raise protocols.DataError(f"config.{FIELD}.path: {error}") from error
         state = file.stat()
         about = {
             "version": search_index.VERSION,
@@ -231,9 +235,12 @@ class Search:
             self._build(place, _passages_in(self._path, self._columns), about)
 
     def _build(self, place: Path, passages: Iterable[search_index.Passage], about: Mapping[str, str]) -> None:
-        search_index.build(
-            place, passages, about, stopped=self._stopped.is_set, progress=_teller(self._path or self._source)
-        )
+        corpus, field = (self._path, "path") if self._path else (self._source, "source")
+        first = next(iterated := iter(passages), None)
+        if first is None:
+            raise protocols.DataError(f"config.{FIELD}.{field}: {corpus} holds no passages: nothing could be found")
+        passages = itertools.chain([first], iterated)
+        search_index.build(place, passages, about, stopped=self._stopped.is_set, progress=_teller(corpus))
 
     # As a `toolbox.Tool` --------------------------------------------------------------------------------------------
 

@@ -59,6 +59,18 @@ class Tool(Protocol):
         ...
 
 
+def _check_kind(tool: Any) -> None:
+    """Whether an object is a `Tool`; what its attributes hold is looked at later."""
+    lacking = [name for name in ("name", "description", "parameters", "call") if not hasattr(tool, name)]
+    whose = f"{type(tool).__module__}.{type(tool).__qualname__}"
+    config.check(
+        not lacking,
+        "tools.use",
+        f"a tool of type {whose} has no {' and no '.join(lacking)}; tools have name, description, parameters (a JSON "
+        "schema) and an async call(arguments)",
+    )
+
+
 class Toolbox:
     """The tools of an attempt.
 
@@ -89,6 +101,7 @@ class Toolbox:
         self._tools: dict[str, Tool] = {}
         self._most_characters = most_characters
         for tool in tools:
+            _check_kind(tool)
             config.check(
                 tool.name not in self._tools,
                 "tools",
