@@ -3,8 +3,10 @@
 The policy reads an issue ("f(x) must be x+45-8"), looks at the file in its sandbox, replaces what is wrong and says
 that it is done; hidden tests then judge the file in another sandbox. A short supervised warm start teaches it to copy,
 and leaves most of its slips to reinforcement learning.
-Expected: the warm start leaves a reward of 0.2 to 0.4 (0.23 at a loss of 0.012, run once, while much else ran on the
-cores). How far reinforcement learning takes it at this learning rate has not been measured; at 1e-3 it falls to 0.
+
+Expected (seed 0, from a fresh clone, 2026-11-22, tests running beside it): reward from 0.43 (mean of the first five
+steps) to 0.60 (of the last five) in 30 steps; 11.3 minutes in all, one of them the warm start. A step takes 20 s, nearly
+all of it for the sandboxes of its 128 attempts and of their hidden tests. At a learning rate of 1e-3 it falls to 0.
 
   python launch/train.py --config=configs/repo_repair_cpu.py
 """

@@ -6,7 +6,8 @@
 
 A kill at any point leaves either the old newest checkpoint or the new one, and rubbish that the next save removes. A
 second checkpoint of the same step gives its parts other names, and counts from the renaming of its manifest. From a
-run's second start on, parts have its epoch in their names and the manifest holds it (`fencing`).
+run's second start on, manifest and parts have its epoch in their names (`manifest-2.json`), so that what a superseded
+run still renames meets nothing of its successor's (`fencing`).
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from typing import Any
 from libra_jax import protocols
 from libra_jax.coordinator import fencing
 
-FOLDER, MANIFEST, COORDINATOR, TRAINER = "checkpoints", "manifest.json", "coordinator.json", "trainer"
+FOLDER, MANIFEST, COORDINATOR, TRAINER = "checkpoints", "manifest", "coordinator.json", "trainer"
 FORMAT = 4
 
 
 def newest_step(workdir: Path) -> int:
     """The step of the newest checkpoint in a run's folder, -1 if there is none."""
-    return max(_complete(workdir), default=-1)
+    return max(_counting(workdir), default=-1)
 
 
 def is_exported(workdir: Path, step: int, model: Path) -> bool:
     """Whether `model`, written after the last checkpoint, is of `step`: one from before the run went on is older."""
-    manifest, exported = _directory(workdir / FOLDER, step) / MANIFEST, model / "config.json"
+    manifest, exported = _manifest(workdir, step), model / "config.json"
     return exported.exists() and exported.stat().st_mtime_ns >= manifest.stat().st_mtime_ns
 
 
@@ -87,8 +88,8 @@ class Checkpoints:
 
     def trainer_path(self, step: int) -> Path:
         """Where the trainer's part of the checkpoint is."""
-        directory = _directory(self._folder, step)
-        return directory / json.loads((directory / MANIFEST).read_text())["trainer"]
+        manifest = _manifest(self._workdir, step)
+        return manifest.parent / json.loads(manifest.read_text())["trainer"]
 
     def begin(self, step: int, state: Mapping[str, Any]) -> Path:
         """Writes the coordinator's part of a new checkpoint; the trainer saves to the returned path.
@@ -102,13 +103,12 @@ class Checkpoints:
         directory = _directory(self._folder, step)
         with _writing(directory):
             self._check_epoch()
-            if step in _complete(self._workdir):
-                _remove_strangers(directory)
+            if (manifest := _counting(self._workdir).get(step)) is not None:
+                _remove_strangers(manifest)
             else:
                 _remove(directory)  # an earlier run was killed while it wrote this one
                 directory.mkdir(parents=True)
-            suffix = f"-{self._epoch.number}" if self._epoch is not None and self._epoch.number > 1 else ""
-            path = directory / COORDINATOR
+            suffix, path = self._suffix(), directory / COORDINATOR
             suffix += "-again" if (directory / f"{path.stem}{suffix}{path.suffix}").exists() else ""
             self._parts = {"coordinator": f"{path.stem}{suffix}{path.suffix}", "trainer": f"{TRAINER}{suffix}"}
             _write_durably(directory / self._parts["coordinator"], json.dumps(state))
@@ -124,12 +124,15 @@ class Checkpoints:
         epoch = {} if self._epoch is None else {"epoch": self._epoch.number}
         manifest = {"format": FORMAT, "step": step, **self._parts, **epoch}
         directory = _directory(self._folder, step)
+        path = directory / f"{MANIFEST}{self._suffix()}.json"
         with _writing(directory):
-            _write_durably(directory / MANIFEST, json.dumps(manifest), check=self._check_epoch)
-            _remove_strangers(directory)
-            kept = {_directory(self._folder, item) for item in sorted(_complete(self._workdir))[-self._keep :]}
+            _write_durably(path, json.dumps(manifest), check=self._check_epoch)
+            self._check_epoch()  # again before anything is removed: writing may have taken long
+            _remove_strangers(path)
+            kept = {_directory(self._folder, item) for item in sorted(_counting(self._workdir))[-self._keep :]}
             for other in self._folder.iterdir():
                 if other not in kept:
+                    self._check_epoch()
                     _remove(other)
 
     def discard(self, step: int) -> None:
@@ -138,10 +141,14 @@ class Checkpoints:
             return
         directory = _directory(self._folder, step)
         with contextlib.suppress(OSError, ValueError):
-            if step in _complete(self._workdir):
-                _remove_strangers(directory)
+            if (manifest := _counting(self._workdir).get(step)) is not None:
+                _remove_strangers(manifest)
             else:
                 _remove(directory)
+
+    def _suffix(self) -> str:
+        """Of the names of what this run writes: none at its first start."""
+        return f"-{self._epoch.number}" if self._epoch is not None and self._epoch.number > 1 else ""
 
     def _check_epoch(self) -> None:
         if self._epoch is not None:
@@ -153,12 +160,13 @@ class Checkpoints:
         Raises:
           DataError: it cannot be read, or another version of this program wrote it.
         """
-        directory = _directory(self._folder, step)
+        path = _manifest(self._workdir, step)
+        directory = path.parent
         try:
-            manifest = json.loads((directory / MANIFEST).read_text())
+            manifest = json.loads(path.read_text())
             if manifest["format"] != FORMAT:
                 raise protocols.DataError(
-                    f"{directory / MANIFEST} has format {manifest['format']}, this program reads {FORMAT}: go on with "
+                    f"{path} has format {manifest['format']}, this program reads {FORMAT}: go on with "
                     "the version that wrote it, or choose another --workdir."
                 )
             return json.loads((directory / manifest["coordinator"]).read_text())
@@ -185,14 +193,19 @@ def _writing(directory: Path) -> Iterator[None]:
         ) from error
 
 
-def _complete(workdir: Path) -> list[int]:
-    """Steps of the checkpoints that count: with a manifest, and not void (`fencing`)."""
-    limits, found = fencing.limits(workdir), []
-    for manifest in (workdir / FOLDER).glob(f"step-*/{MANIFEST}"):
-        step = int(manifest.parent.name.removeprefix("step-"))
-        if not limits or not _is_void(step, _epoch_of(manifest), limits):
-            found.append(step)
-    return found
+def _counting(workdir: Path) -> dict[int, Path]:
+    """Manifests of the checkpoints that count, by step: of those that are not void, the latest epoch's (`fencing`)."""
+    limits, found = fencing.limits(workdir), dict[int, tuple[int, Path]]()
+    for manifest in (workdir / FOLDER).glob(f"step-*/{MANIFEST}*.json"):
+        step, epoch = int(manifest.parent.name.removeprefix("step-")), _epoch_of(manifest)
+        if not _is_void(step, epoch, limits):
+            found[step] = max(found.get(step, (-1, manifest)), (epoch, manifest))
+    return {step: manifest for step, (_, manifest) in found.items()}
+
+
+def _manifest(workdir: Path, step: int) -> Path:
+    """That of a step's checkpoint; where there is none, where the first start's would be."""
+    return _counting(workdir).get(step) or _directory(workdir / FOLDER, step) / f"{MANIFEST}.json"
 
 
 def _is_void(step: int, epoch: int, limits: Mapping[int, int]) -> bool:
@@ -230,15 +243,16 @@ def _sync_directory(path: Path) -> None:
 
 def _remove(directory: Path) -> None:
     """Removes a checkpoint or what is left of one; the manifest first, so that half of it never counts."""
-    (directory / MANIFEST).unlink(missing_ok=True)
+    for manifest in directory.glob(f"{MANIFEST}*.json"):
+        manifest.unlink(missing_ok=True)
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def _remove_strangers(directory: Path) -> None:
-    """Removes what a checkpoint's manifest does not name."""
-    manifest = json.loads((directory / MANIFEST).read_text())
-    for path in directory.iterdir():
-        if path.name in (MANIFEST, manifest["coordinator"], manifest["trainer"]):
+def _remove_strangers(manifest: Path) -> None:
+    """Removes what lies beside a checkpoint's manifest and is not named in it."""
+    named = json.loads(manifest.read_text())
+    for path in manifest.parent.iterdir():
+        if path.name in (manifest.name, named["coordinator"], named["trainer"]):
             continue
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)

@@ -149,7 +149,8 @@ class RunStatus:
                 for name, (text, since) in dict(self._workers).items()
             },
             "waits": [vars(wait) for wait in waits[:NOTES]],
-            "failures": dict(+self._failures),
+            # Copied in one go: the event loop's thread may count another meanwhile.
+            "failures": {worker: count for worker, count in dict(self._failures).items() if count},
             "replaced": dict(self._replaced),
             "scalars": files.finite(self._scalars),
             "notes": list(self._notes),

@@ -184,7 +184,7 @@ def refusing(patch: pytest.MonkeyPatch, part: str, steps: set[int]) -> None:
     patch.setattr(checkpoints, "_write_durably", refuse)
 
 
-@pytest.mark.parametrize("part", [checkpoints.COORDINATOR, checkpoints.MANIFEST])
+@pytest.mark.parametrize("part", [checkpoints.COORDINATOR, "manifest.json"])
 def test_a_disk_that_is_full_for_a_while_costs_a_checkpoint_and_not_the_run(tmp_path, monkeypatch, part):
     config = doubles.make_config(steps=6, checkpoint={"every": 2, "keep": 5})
     refusing(monkeypatch, part, {4})
@@ -200,7 +200,7 @@ def test_a_disk_that_is_full_for_a_while_costs_a_checkpoint_and_not_the_run(tmp_
     assert sorted(bench.trained["prompts"]) == sorted(f"task-{index}" for index in range(18))
 
 
-@pytest.mark.parametrize("part", [checkpoints.COORDINATOR, checkpoints.MANIFEST])
+@pytest.mark.parametrize("part", [checkpoints.COORDINATOR, "manifest.json"])
 def test_a_last_checkpoint_that_the_disk_refuses_ends_the_run_with_a_sentence_and_the_good_one_stays(
     tmp_path, monkeypatch, part
 ):

@@ -91,6 +91,30 @@ def test_a_manifest_renamed_after_its_run_was_superseded_is_void(tmp_path, monke
     assert (successor.trainer_path(5) / "state.json").read_text() == "new"
 
 
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_commit_that_comes_late_costs_its_successor_nothing(tmp_path, monkeypatch, keep):
+    """The old process hangs inside its commit, at the disk, until its successor has come further."""
+    old = take(tmp_path)
+    files = checkpoints.Checkpoints(tmp_path, keep, old)
+    save(files, 4, "old")
+    (files.begin(5, {"content": "old"})).mkdir()
+    successors = []
+
+    def late(path: Path) -> None:
+        monkeypatch.undo()
+        successors.append(checkpoints.Checkpoints(tmp_path, keep, take(tmp_path)))
+        save(successors[0], 6, "new")
+        (successors[0].begin(7, {"content": "new"})).mkdir()
+
+    monkeypatch.setattr(checkpoints, "_sync_directory", late)
+    with pytest.raises(fencing.Superseded):
+        files.commit(5)
+    assert successors[0].load(6)["content"] == "new"
+    successors[0].commit(7)
+    assert checkpoints.newest_step(tmp_path) == 7
+    assert successors[0].load(7)["content"] == "new"
+
+
 def test_what_a_superseded_trainer_still_writes_lands_beside_its_successors_part(tmp_path):
     take(tmp_path)
     new = take(tmp_path)
@@ -157,7 +181,7 @@ def test_a_run_that_is_taken_over_stops_with_a_sentence_and_its_successor_trains
     assert successor.run().steps == 6
     assert [step for step, _ in successor.recorder.steps] == list(range(newest + 1, 7))
     assert sorted(successor.trained["prompts"]) == sorted(f"task-{index}" for index in range(18))
-    manifests = sorted((tmp_path / "checkpoints").glob("*/manifest.json"))
+    manifests = sorted((tmp_path / "checkpoints").glob("*/manifest*.json"))
     assert [json.loads(file.read_text())["epoch"] for file in manifests][-3:] == [3, 3, 3]
 
 

@@ -66,7 +66,7 @@ def start(workdir: Path, log: Path) -> subprocess.Popen[bytes]:
 
 
 def manifests(workdir: Path) -> list[int]:
-    return sorted(int(path.parent.name[5:]) for path in workdir.glob("checkpoints/step-*/manifest.json"))
+    return sorted(int(path.parent.name[5:]) for path in workdir.glob("checkpoints/step-*/manifest*.json"))
 
 
 def fill(filler: Path, left_free: int) -> None:

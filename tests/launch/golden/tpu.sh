@@ -29,7 +29,6 @@ command=(
   --config.cluster.accelerators_per_host=4
   --config.cluster.address=auto
   --workdir=/shared/mine
-  --workdir=/shared/mine
 )
 
 # shellcheck shell=bash disable=SC2154,SC2029 # launch/tpu.py writes the variables above; they are meant to be read here
