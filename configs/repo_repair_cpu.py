@@ -5,8 +5,9 @@ that it is done; hidden tests then judge the file in another sandbox. A short su
 and leaves most of its slips to reinforcement learning.
 
 Expected (seed 0, from a fresh clone, 2026-11-22, tests running beside it): reward from 0.43 (mean of the first five
-steps) to 0.60 (of the last five) in 30 steps; 11.3 minutes in all, one of them the warm start. A step takes 20 s, nearly
-all of it for the sandboxes of its 128 attempts and of their hidden tests. At a learning rate of 1e-3 it falls to 0.
+steps) to 0.60 (of the last five) in 30 steps; 11.3 minutes in all, one of them the warm start. A step takes 20 s,
+nearly all of it for the sandboxes of its 128 attempts and of their hidden tests. At a learning rate of 1e-3 it falls
+to 0.
 
   python launch/train.py --config=configs/repo_repair_cpu.py
 """

@@ -108,7 +108,7 @@ def _script(config: libra_config.RunConfig, command: Sequence[str]) -> str:
     lines += [
         _array("create", create),
         _array("rollout_hosts", _ROLLOUT_HOSTS.value),
-        _array("command", command),
+        _array("command", list(command)),
     ]
     return "\n".join([*lines, "", BODY.read_text()])
 
