@@ -134,7 +134,13 @@ def relay_specs(config: libra_config.RunConfig) -> dict[int, protocols.ActorSpec
     seconds = config.deadlines.publish / 2
     names = {host.number: f"relay-{host.number}" for host in layout.hosts}
     return {
-        host: protocols.ActorSpec(name, RELAY, {"name": name, "link_seconds": seconds}, cpus=0.0, host=host)
+        host: protocols.ActorSpec(
+            name,
+            RELAY,
+            {"name": name, "link_seconds": seconds, "cluster": config.cluster.address},
+            cpus=0.0,
+            host=host,
+        )
         for host, name in names.items()
     }
 

@@ -41,17 +41,17 @@ class _Link(NamedTuple):
     thread: futures.ThreadPoolExecutor
 
 
-def create(name: str, link_seconds: float, host: str = "") -> Relay:
+def create(name: str, link_seconds: float, cluster: str = "") -> Relay:
     """Makes the relay of this host.
 
     Args:
       name: its name, as errors show it.
       link_seconds: deadline for a link to stand, and for a bucket to cross it.
-      host: address of this host to listen at, as the others reach it; empty: the one that leads to its network.
+      cluster: address of the cluster's head (`config.cluster.address`), towards which this host's own is looked up.
     """
     # What is sent has been mapped read-only, so that nothing here writes to it; torch could not know.
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-    return Relay(name, link_seconds, host or addresses.own())
+    return Relay(name, link_seconds, addresses.in_cluster(cluster))
 
 
 class Relay:

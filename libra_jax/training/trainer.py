@@ -56,7 +56,8 @@ class TrainerActor:
 
     def __init__(self, config: config_lib.RunConfig, process: int = 0) -> None:
         self._config = config
-        self._world = world.World(process, config.trainer.processes, one_host=not config.cluster.address)
+        host = addresses.in_cluster(config.cluster.address) if config.cluster.address else addresses.LOOPBACK
+        self._world = world.World(process, config.trainer.processes, host)
         self._model = model_shape(config.model)
         self._schedule = optimizer.schedule(config.optimizer, config.steps)
         self._learner: learner_lib.Learner | None = None
@@ -65,7 +66,6 @@ class TrainerActor:
         self._resize: resize.Resize | None = None
         self._snapshots: checkpoints.Checkpointer | None = None
         # Replicas on other hosts come over the network, and over the loopback alone where there are none.
-        host = addresses.own() if config.cluster.accelerators_per_host else addresses.LOOPBACK
         self._members = members.Members(config.elastic, config.deadlines.transition, host)
         self._version = 0
         self._published: int | None = None  # the version published, while the parameters are those of its snapshot

@@ -39,11 +39,11 @@ class World:
     Args:
       process: its id, from 0.
       processes: how many there are; a world of one is joined by doing nothing.
-      one_host: all of them are on this host, and meet at its loopback.
+      host: address of this one, as the others reach it.
     """
 
-    def __init__(self, process: int, processes: int, *, one_host: bool = False) -> None:
-        self._host = addresses.LOOPBACK if one_host else addresses.own()
+    def __init__(self, process: int, processes: int, host: str = addresses.LOOPBACK) -> None:
+        self._host = host
         self._process = process
         self._processes = processes
         self._port: socket.socket | None = None

@@ -46,7 +46,7 @@ def chain(body, count=3, seconds=SECONDS):
     """Runs a body on relays in a row, over the loopback; nothing of theirs is left."""
 
     async def main():
-        relays = [relay.create(f"relay-{number}", seconds, "127.0.0.1") for number in range(count)]
+        relays = [relay.create(f"relay-{number}", seconds, "127.0.0.1:1") for number in range(count)]
         try:
             for number in range(1, count):
                 await link(relays[number - 1], relays[number], f"relay-{number}")
@@ -139,7 +139,7 @@ from libra_jax import protocols
 from libra_jax.interop import memfd, relay, side_channel
 
 async def main(address, nbytes):
-    made = relay.create("relay-0", 20.0, "127.0.0.1")
+    made = relay.create("relay-0", 20.0, "127.0.0.1:1")
     side_channel.PART_BYTES = nbytes // 4
     await made.connect("relay-1", 1, address)
     owner = memfd.Owner(nbytes, "a test")
