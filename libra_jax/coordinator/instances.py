@@ -32,6 +32,10 @@ def make(
     return next(spec for number in numbers if (spec := make_spec(number, degree, others)).name not in taken)
 
 
+class NoRoom(protocols.LibraError):
+    """A plan asks for an engine that no devices are left for, or none that share a host."""
+
+
 @dataclass
 class Engine:
     """One rollout instance, over all its restarts.
@@ -233,6 +237,7 @@ class Instances:
 
         Raises:
           ConfigError: there is nothing to make engines with.
+          NoRoom: one that the plan adds has no place; all are as they were.
         """
         if self._make_spec is None:
             raise protocols.ConfigError("a plan cannot be followed: this run was not told how further engines are made")
@@ -251,11 +256,14 @@ class Instances:
                 kept[degree] += 1
             else:
                 retired.append(engine)
+        lacking = [degree for degree, count in wanted.items() for _ in range(count - kept[degree])]
+        specs = self._specs(lacking, retired)  # before anybody gives devices up for what has no place
         for engine in retired:
             self._retire(engine)
         self.replanned(self.with_hybrid(rollout))
         await failure.together(*(self._stop(engine) for engine in retired))
-        added = [self._add(degree) for degree, count in wanted.items() for _ in range(count - kept[degree])]
+        added = [Engine(spec) for spec in specs]
+        self.engines.update({engine.name: engine for engine in added})
         await failure.together(*(self._start_and_load(engine) for engine in added))
 
     def trainer_holds(self, devices: int) -> None:
@@ -277,18 +285,23 @@ class Instances:
             buckets[degree] = protocols.PlannedBucket(degree, 1, wider[0].max_remaining_tokens)
         return tuple(buckets[degree] for degree in sorted(buckets))
 
+    def _specs(self, degrees: Sequence[int], retired: Sequence[Engine]) -> list[protocols.ActorSpec]:
+        """Of engines to be added, on devices that nobody has once others have retired."""
+        assert self._make_spec is not None
+        kept = [engine.spec for engine in self.engines.values() if engine not in retired]
+        made: list[protocols.ActorSpec] = []
+        try:
+            for degree in degrees:
+                made.append(make(self._make_spec, self._numbers, degree, [*kept, *made, self._trainer]))
+        except protocols.LibraError as error:
+            raise NoRoom(str(error)) from error
+        return made
+
     def _retire(self, engine: Engine) -> None:
         engine.state = "retired"
         self._take_out(engine)
         del self.engines[engine.name]
         self._recorder.status(engine.name, "ended by a plan")
-
-    def _add(self, degree: int) -> Engine:
-        assert self._make_spec is not None
-        others = [*(engine.spec for engine in self.engines.values()), self._trainer]
-        spec = make(self._make_spec, self._numbers, degree, others)
-        engine = self.engines[spec.name] = Engine(spec)
-        return engine
 
     @staticmethod
     def _take_out(engine: Engine) -> None:

@@ -181,6 +181,11 @@ class PlanFollower:
                 handle.go()
                 before = dataclasses.replace(before, rollout=plan.rollout)
                 await handle.done
+        except instances.NoRoom as error:
+            if handle is not None and grows:
+                handle.cancel(str(error))
+            self._stay(self._with_present_mesh(before), str(error))
+            return
         except protocols.LibraError as error:
             if handle is None or not handle.done.done() or handle.done.exception() is not error:
                 raise  # of the engines
@@ -193,9 +198,11 @@ class PlanFollower:
         try:
             await self._resizing.resize(_mesh(plan), "the plan in force at the checkpoint").done
         except protocols.LibraError as error:
-            present = self._resizing.sizes
-            stays = dataclasses.replace(plan, data=present.data, fsdp=present.fsdp, tensor=present.tensor)
-            self._stay(stays, str(error))
+            self._stay(self._with_present_mesh(plan), str(error))
+
+    def _with_present_mesh(self, plan: protocols.Plan) -> protocols.Plan:
+        present = self._resizing.sizes
+        return dataclasses.replace(plan, data=present.data, fsdp=present.fsdp, tensor=present.tensor)
 
     def _stay(self, plan: protocols.Plan, why: str) -> None:
         """What was decided could not be carried out: this is the plan in force."""

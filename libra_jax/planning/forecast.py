@@ -71,7 +71,7 @@ class Setting:
         profile = profiles.read(Path(run.planner.profile)) if run.planner.profile else None
         if profile is not None:
             model = profile.cost_model(model)
-        most, context = model.sheet.devices_per_node, run.rollout.max_context
+        most, context = _devices_together(run, model), run.rollout.max_context
         possible = [
             degree for degree in sorted(set(run.planner.degrees)) if degree <= most and _divides(model.shape, degree)
         ]
@@ -100,6 +100,11 @@ class Setting:
         )
 
 
+def _devices_together(run: configuration.RunConfig, model: costs.CostModel) -> int:
+    """Devices that an instance may have at most: those of a node, or of one of the run's hosts."""
+    return min(model.sheet.devices_per_node, run.cluster.accelerators_per_host or model.sheet.devices_per_node)
+
+
 def _divides(shape: model_config.TransformerConfig, degree: int) -> bool:
     try:
         feasibility.check_tensor_parallel(shape, degree)
@@ -124,8 +129,8 @@ def check_layout(run: configuration.RunConfig, setting: Setting) -> None:
             reason = f"config.planner.profile has measured {known}; record a run with it (launch/calibrate.py)"
         elif degree not in run.planner.degrees:
             reason = f"config.planner.degrees: {run.planner.degrees} leave it out; add it"
-        elif degree > model.sheet.devices_per_node:
-            reason = f"a node of {model.sheet.name} has {model.sheet.devices_per_node} devices; take narrower instances"
+        elif degree > (most := _devices_together(run, model)):
+            reason = f"a node of {model.sheet.name} has {most} devices; take narrower instances"
         else:
             room = max(0, model.kv_tokens(degree))
             reason = (

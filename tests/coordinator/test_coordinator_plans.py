@@ -64,8 +64,11 @@ class Makes:
     def __init__(self, config: Any) -> None:
         self.config = config
         self.made: list[tuple[int, int, list[str]]] = []
+        self.refuses = ""
 
     def __call__(self, number: int, degree: int, others: Sequence[protocols.ActorSpec]) -> protocols.ActorSpec:
+        if self.refuses:
+            raise protocols.LibraError(self.refuses)
         self.made.append((number, degree, [other.name for other in others]))
         (spec,) = doubles.engine_specs(self.config, 1)
         name = f"engine-{number}"
@@ -106,6 +109,16 @@ def test_a_plan_ends_and_begins_instances_and_nothing_is_lost(tmp_path):
     assert [step["staleness/max"] <= 1 for step in steps] == [True] * 6
     assert any("plan/step_seconds" in step for step in steps)
     assert all(measured.step > 0 and measured.slots > 0 for measured in planner.measured)
+
+
+def test_a_plan_whose_instance_finds_no_place_is_given_up_before_anybody_gives_devices_up(tmp_path):
+    bench, planner, makes = make_bench(tmp_path, {2: WIDE})
+    makes.refuses = "2 devices are free, too few of them on one host"
+    bench.run()
+    check_whole(bench)
+    assert bench.cluster.spawned == ["trainer", "engine-0", "engine-1"]
+    assert planner.plan == BEGIN
+    assert any("The plan is given up: 2 devices are free" in note for note in bench.recorder.notes)
 
 
 def test_other_bounds_alone_restart_nothing(tmp_path):
