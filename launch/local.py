@@ -69,7 +69,7 @@ def _run(command: Sequence[str], hosts: emulated.EmulatedHosts) -> int:
         signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: running.terminate()),
         signal.SIGINT: signal.signal(signal.SIGINT, lambda *_: None),
     }
-    timer = threading.Timer(_AFTER.value, _cut_power, (hosts, _KILL.value))
+    timer = threading.Timer(_AFTER.value, _cut_power, (hosts, _KILL.value, running))
     timer.daemon = True
     if _KILL.value is not None:
         timer.start()
@@ -77,14 +77,18 @@ def _run(command: Sequence[str], hosts: emulated.EmulatedHosts) -> int:
         status = running.wait()
     finally:
         timer.cancel()
+        if timer.is_alive():  # a host's end is not to meet that of all of them
+            timer.join()
         for number, handler in before.items():
             signal.signal(number, handler)
         watching.fire(10.0)
     return status if status >= 0 else 128 - status
 
 
-def _cut_power(hosts: emulated.EmulatedHosts, number: int) -> None:
+def _cut_power(hosts: emulated.EmulatedHosts, number: int, command: subprocess.Popen[bytes]) -> None:
     _say(f"host-{number} loses its power.")
+    if number == 0:  # which the command runs on
+        command.kill()
     hosts.kill(number)
 
 

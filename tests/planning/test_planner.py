@@ -196,6 +196,13 @@ def test_a_layout_with_instances_that_no_plan_may_have_is_refused(name, layout, 
         forecast.check_layout(run, setting)
 
 
+def test_no_plan_has_an_instance_that_a_host_of_the_run_does_not_hold():
+    values = {"planner": {"degrees": (1, 2, 4, 8)}, "cluster": {"backend": "ray", "accelerators_per_host": 2}}
+    run = configuration.parse(configuration.RunConfig, values)
+    model = costs.CostModel(hardware.sheet("a800"), MODEL.shape)
+    assert forecast.Setting.of_run(run, model, 16).degrees == (1, 2)
+
+
 def test_a_context_that_no_instance_holds_is_refused_before_the_run():
     values = {"rollout": {"max_context": 900_000, "max_tokens": 100}, "trainer": {"row_tokens": 900_000}}
     run = configuration.parse(configuration.RunConfig, values)
