@@ -266,6 +266,8 @@ def drive(arguments: argparse.Namespace) -> int:
     with open(arguments.attempt / LOG, "ab") as log:
         driver = subprocess.Popen(arguments.command, stdout=log, stderr=log)
         status = _wait(driver, stop.exists, once=tell)
+    if told and status == -signal.SIGTERM:  # it was still being imported, and heard nothing
+        status = os.EX_TEMPFAIL
     how = {0: "finished", os.EX_TEMPFAIL: "stopped"}.get(status, f"failed {status if status > 0 else 128 - status}")
     _write_end(arguments.attempt, how)
     return status

@@ -9,6 +9,10 @@ SIGTERM stopped it before its last step, and that the same command is to be give
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import sys
+import types
 from pathlib import Path
 
 import observing
@@ -39,6 +43,7 @@ _TAKE_OVER = flags.DEFINE_bool(
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, _leave)  # until the run is there, which stops as it should
     values = _CONFIG.value.to_dict()
     if "simulation" in values:
         file = config_flags.get_config_filename(flags.FLAGS["config"])
@@ -55,6 +60,12 @@ def main() -> int:
     if summary.terminated:
         observing.end_process()
     return 0
+
+
+def _leave(*_: int | types.FrameType | None) -> None:
+    """A scheduler ends what has not begun: what is open is closed, and the status asks for the command again."""
+    print("stopped before the run began; the same command begins it.", file=sys.stderr)
+    raise SystemExit(os.EX_TEMPFAIL)
 
 
 async def _train(config: libra_config.RunConfig) -> coordinator.RunSummary:
