@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         why = "Ray did not start here"
         try:
-            with _terminated():
+            with _terminated(attempt if name == arguments.head else None):
                 status = _keep_ray(arguments, name, directory)
         except LibraError as error:
             status, why = 1, str(error)
@@ -285,15 +285,23 @@ def _wait(process: subprocess.Popen[bytes], condition: Callable[[], bool], *, on
 
 
 @contextlib.contextmanager
-def _terminated() -> Iterator[None]:
-    """SIGTERM as an end that cleans up."""
+def _terminated(attempt: Path | None) -> Iterator[None]:
+    """SIGTERM to the step asks the driver to stop; what is here stays until it has, or Slurm's SIGKILL comes.
 
-    def end(*_: int | types.FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        sys.exit(128 + signal.SIGTERM)
+    Args:
+      attempt: the attempt's folder, on the head; the other hosts wait for what becomes of it there.
+    """
 
-    signal.signal(signal.SIGTERM, end)
-    yield
+    def told(*_: int | types.FrameType | None) -> None:
+        if attempt is not None:
+            with contextlib.suppress(OSError):
+                (attempt / STOP).touch()
+
+    before = signal.signal(signal.SIGTERM, told)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
