@@ -17,11 +17,15 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 ENGINES = ("cluster", "launch", "rollout")
-"""Folders whose tests start engines, whole runs or a Ray cluster: one at a time, or they crowd each other out."""
+"""Folders with tests that start engines, whole runs or a Ray cluster: one at a time, or they crowd each other out."""
+
+HEAVY = ("vllm", "ray", "slow", "multiprocess")
+"""Marks of those tests."""
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of one file run on one worker (pytest-xdist) and share what its fixtures made; all engines on one."""
     for item in items:
-        item.add_marker(pytest.mark.xdist_group("engines" if item.path.parent.name in ENGINES else item.path.stem))
+        alone = item.path.parent.name in ENGINES and any(map(item.get_closest_marker, HEAVY))
+        item.add_marker(pytest.mark.xdist_group("engines" if alone else item.path.stem))
