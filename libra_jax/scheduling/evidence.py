@@ -7,8 +7,7 @@ n / (n + prior_count) of the say, what lies behind it the rest: empirical-Bayes 
   had been generated, the state before the last. Each is a level of one tree, so that what is not known backs off;
 - how this prompt's siblings fare, finished and running: a gamma frailty (Vaupel, Manton and Stallard, 1979). With H
   the cumulative hazard of a length over all prompts, a prompt whose siblings have got through hazards H_1, H_2, ...
-  and of which d have finished is (sum H + a) / (d + a) times as long as the typical one. What the path's end has told
-  already the siblings cannot tell again: the factor counts as far as the path leaves lengths open;
+  and of which d have finished is (sum H + a) / (d + a) times as long as the typical one;
 - this prompt's finished siblings that came the very same path.
 Tokens generated since the last tool return condition all of it: only samples that lasted as long count.
 """
@@ -30,9 +29,6 @@ FRAILTY = 4.0
 
 FRAILTY_RANGE = (0.25, 4.0)
 """How far a prompt may be from the typical one."""
-
-LOW, HIGH = 1, 3
-"""Of `prefix_tree.LEVELS`: between them lies a distribution's middle, where it does not hang on a few samples."""
 
 UNKNOWN_TOKENS = 1024.0
 """Mean of the exponential distribution that is assumed before anything has finished."""
@@ -177,7 +173,6 @@ class Evidence:
             sketch = tuple(share * since for share in LINDY) if since and tree.clock else UNKNOWN
         factor = self._frailty(track)
         if factor != 1.0:
-            factor **= self._openness(sketch)
             sketch = tuple([factor * tokens for tokens in sketch])
         same = self.by_prompt.below(track.prompt_id, track.path)
         if same is not None:
@@ -225,16 +220,6 @@ class Evidence:
         low, high = FRAILTY_RANGE
         factor = (siblings + FRAILTY) / (track.prompt.finished + FRAILTY)
         return low if factor < low else high if factor > high else factor
-
-    def _openness(self, sketch: prefix_tree.Sketch) -> float:
-        """How far the path leaves open what is left: its spread over that of all lengths, on a logarithmic scale.
-
-        The factor is one of lengths as a whole: where a tool's return settles what is left, prompts do not differ in
-        it, and where whole lengths do not differ, there is nothing that siblings could tell.
-        """
-        root = self.by_suffix.root
-        spread = _spread(root.sketch()) if root.samples else 0.0
-        return min(1.0, _spread(sketch) / spread) if spread else 0.0
 
     def _renew(self, tree: prefix_tree.PrefixTree, node: prefix_tree.Node) -> None:
         """Makes the node's blend anew: its own sketch, shrunk towards the blend of the node behind it."""
@@ -293,8 +278,3 @@ def _shrunk(mine: prefix_tree.Sketch, behind: prefix_tree.Sketch, weight: float,
         return mine or behind
     share = weight / (weight + prior)
     return tuple([old + share * (new - old) for old, new in zip(behind, mine, strict=True)])
-
-
-def _spread(sketch: prefix_tree.Sketch) -> float:
-    """Logarithm of the ratio of the quantiles that have two fifths of the mass between them."""
-    return math.log((sketch[HIGH] + 1.0) / (sketch[LOW] + 1.0))

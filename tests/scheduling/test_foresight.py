@@ -44,24 +44,6 @@ def test_an_outcome_that_decides_everything_is_found_to():
     assert found.by_path > found.majority + 0.15
 
 
-def test_siblings_do_not_blur_what_an_outcome_settles():
-    """Attempts of a prompt finish one after the other, which says how long the others are; but not after an outcome
-    that leaves one length alone."""
-    rng = random.Random(3)
-    left = {"edit": 5, "shell": 40, "python": 90}
-    attempts = []
-    for step in range(30):
-        for prompt in range(4):
-            for _ in range(16):
-                tool = rng.choice(sorted(left))
-                turns = [(rng.randint(5, 200), tool, "success", 30), (left[tool], None, None, 0)]
-                attempts.append(attempt(f"{step}/{prompt}", step, turns))
-    found = foresight.measure(attempts)
-    assert found.by_state == 1.0
-    assert found.by_path > 0.96
-    assert found.path_explained > 0.99
-
-
 def test_an_outcome_that_says_nothing_is_found_to():
     found = foresight.measure(world(lambda rng, status: rng.randint(1, 300), steps=40))
     assert abs(found.explained) < 0.02
