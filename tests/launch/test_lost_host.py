@@ -53,6 +53,7 @@ def wait_until(done, run: subprocess.Popen, log: pathlib.Path, deadline: float) 
 def test_a_spare_host_takes_the_place_of_one_that_dies_and_nothing_is_lost(tmp_path):
     workdir, log = tmp_path / "run", tmp_path / "log"
     deadline = time.monotonic() + DEADLINE_SECONDS
+    others = set(psutil.Process().children(recursive=True))  # a Ray that other tests of this process share
     with emulated.EmulatedHosts(4) as nodes, log.open("wb") as out:
         command = [sys.executable, "launch/train.py", *SETTINGS, f"--workdir={workdir}"]
         command.append(f"--config.cluster.address={nodes.address}")
@@ -81,4 +82,4 @@ def test_a_spare_host_takes_the_place_of_one_that_dies_and_nothing_is_lost(tmp_p
     trained = collections.Counter(record["prompt_id"] for record in real_runs.lines(workdir / "trace.jsonl"))
     assert (len(trained), set(trained.values())) == (STEPS * GROUPS, {ATTEMPTS})
     assert [record["step"] for record in real_runs.lines(metrics)][-STEPS:] == list(range(1, STEPS + 1))
-    assert real_runs.still_alive_after(30.0, family) == []
+    assert real_runs.still_alive_after(30.0, set(family) - others) == []
