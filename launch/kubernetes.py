@@ -97,12 +97,10 @@ _APPLY = flags.DEFINE_bool("apply", False, "Give it to the cluster with kubectl.
 
 
 def main() -> None:
-    values = _CONFIG.value.to_dict()
-    file = config_flags.get_config_filename(flags.FLAGS["config"])
-    if "simulation" in values:
-        raise protocols.ConfigError(f"--config={file}: is a config for launch/simulate.py, which needs no cluster")
-    config = libra_config.parse(libra_config.RunConfig, values)
-    given = overrides.arguments(flags.FLAGS["config"])  # first: what is wrong with a secret would be told in an error
+    flag = flags.FLAGS["config"]
+    file = config_flags.get_config_filename(flag)
+    config = libra_config.parse(libra_config.RunConfig, overrides.values(flag))
+    given = overrides.arguments(flag)  # first: what is wrong with a secret would be told in an error
     checks.validate(config, need_weights=False)
     command = ["python", "launch/train.py", f"--config={file}", *given, "--config.cluster.address=auto"]
     objects = manifests.documents(_job(config, command), _KIND.value)

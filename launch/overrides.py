@@ -1,16 +1,36 @@
-"""The `--config.` settings of a command line, to be given to launch/train.py elsewhere."""
+"""A run's config as a command line gives it: read, or its settings passed on to launch/train.py elsewhere."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import cleartext
 from ml_collections import config_flags
 
+from libra_jax.planning import plans
 from libra_jax.protocols import ConfigError
 
 _OWN = ("cluster.address",)
 """Settings that a launcher decides."""
+
+
+def values(flag: Any, plan: str | None = None) -> dict[str, Any]:
+    """The settings of a real run, as `libra_config.parse` takes them.
+
+    Args:
+      flag: the config flag, `flags.FLAGS["config"]`.
+      plan: file of launch/plan.py to lay the run out by; None: as the config says.
+
+    Raises:
+      ConfigError: the config is a simulation's.
+      DataError: the plan cannot be read.
+    """
+    found: dict[str, Any] = flag.value.to_dict()
+    if "simulation" in found:
+        file = config_flags.get_config_filename(flag)
+        raise ConfigError(f"--config={file}: is a config for launch/simulate.py; give it to that script")
+    return found if plan is None else plans.applied(found, plans.read(Path(plan)))
 
 
 def arguments(flag: Any) -> list[str]:

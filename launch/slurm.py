@@ -25,7 +25,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import overrides
 import slurm_job
@@ -37,7 +36,6 @@ import cli
 import workdirs
 from libra_jax import config as libra_config
 from libra_jax import protocols
-from libra_jax.planning import plans
 
 COMMAND_SECONDS = 30.0
 
@@ -97,16 +95,9 @@ def main() -> None:
 
 def _config() -> libra_config.RunConfig:
     """The run's, with the job's Ray for its cluster."""
-    values: dict[str, Any] = _CONFIG.value.to_dict()
-    if "simulation" in values:
-        file = config_flags.get_config_filename(flags.FLAGS["config"])
-        raise protocols.ConfigError(
-            f"--config={file}: is a simulation, which launch/simulate.py runs; nothing to submit"
-        )
+    values = overrides.values(flags.FLAGS["config"], _PLAN.value)
     if values["cluster"]["address"]:
         raise protocols.ConfigError("config.cluster.address: the job starts a Ray of its own; leave it empty")
-    if _PLAN.value is not None:
-        values = plans.applied(values, plans.read(Path(_PLAN.value)))
     values["cluster"].update(backend="ray", address="auto")
     return libra_config.parse(libra_config.RunConfig, values)
 

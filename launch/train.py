@@ -13,9 +13,9 @@ import os
 import signal
 import sys
 import types
-from pathlib import Path
 
 import observing
+import overrides
 from absl import flags
 from ml_collections import config_flags
 
@@ -25,11 +25,9 @@ import dry_run
 import wiring
 import workdirs
 from libra_jax import config as libra_config
-from libra_jax import protocols
 from libra_jax.agents import factories
 from libra_jax.agents.tools import toolkit
 from libra_jax.coordinator import run as coordinator
-from libra_jax.planning import plans
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "The run's config file; configs/quickstart.py.", lock_config=True
@@ -44,13 +42,7 @@ _TAKE_OVER = flags.DEFINE_bool(
 
 def main() -> int:
     signal.signal(signal.SIGTERM, _leave)  # until the run is there, which stops as it should
-    values = _CONFIG.value.to_dict()
-    if "simulation" in values:
-        file = config_flags.get_config_filename(flags.FLAGS["config"])
-        raise protocols.ConfigError(f"--config={file}: is a config for launch/simulate.py; give it to that script")
-    if _PLAN.value is not None:
-        values = plans.applied(values, plans.read(Path(_PLAN.value)))
-    config = libra_config.parse(libra_config.RunConfig, values)
+    config = libra_config.parse(libra_config.RunConfig, overrides.values(flags.FLAGS["config"], _PLAN.value))
     if _DRY_RUN.value:
         checks.validate(config, need_weights=False)
         print(dry_run.describe(config))

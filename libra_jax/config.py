@@ -655,7 +655,7 @@ class ClusterConfig:
     backend: str = "inprocess"  # inprocess: embedded on this machine; ray: placed by Ray
     address: str = ""  # ray: cluster to join; empty starts one embedded
     # ray: accelerators that a host has, and by which the run's are laid out over hosts (cluster/hosts.py); on CPU, that
-    # stand for them. 0: no layout; all are on one host.
+    # stand for them. 0: no layout; workers go where Ray has room, and those that share weights must be on one host.
     accelerators_per_host: int = 0
 
     def __post_init__(self) -> None:

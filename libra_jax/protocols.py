@@ -733,7 +733,7 @@ class Trainer(Protocol):
     async def give_up_step(self) -> bool:
         """Asks the step under way to end between two micro-batches, raising StepGivenUp; False: it will not.
 
-        The trainer's state is then as before the step. With no step under way nothing happens.
+        The trainer's state is then as before the step. Without a step under way the next one ends so: ask only in one.
         """
         ...
 

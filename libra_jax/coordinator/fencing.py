@@ -54,7 +54,6 @@ class Holder:
     Attributes:
       epoch: its number, from 1.
       host: its host's name.
-      kernel: tells that host from others of its name, and from itself before it was started again.
       pid: of the process there.
       step: of the checkpoint that it goes on from; -1 is none, and a huge one stands there until it is known.
       taken: when, in seconds since 1970 by that host's clock; to be shown, never to be compared.
@@ -62,7 +61,6 @@ class Holder:
 
     epoch: int
     host: str
-    kernel: str
     pid: int
     step: int
     taken: float
@@ -133,7 +131,7 @@ def take(workdir: Path, newest_step: Callable[[], int]) -> Epoch:
     folder.mkdir(exist_ok=True)
     number = max(_numbers(workdir), default=0) + 1
     while True:
-        holder = Holder(number, socket.gethostname(), kernel(), os.getpid(), _UNKNOWN, time.time())
+        holder = Holder(number, socket.gethostname(), os.getpid(), _UNKNOWN, time.time())
         with contextlib.suppress(FileExistsError):
             descriptor = os.open(_file(workdir, number), os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
             with os.fdopen(descriptor, "w") as file:
@@ -154,17 +152,6 @@ def limits(workdir: Path) -> Mapping[int, int]:
     """Epoch to the step at which it went on: manifests of earlier epochs beyond that step are void."""
     holders = (_read(workdir, number) for number in _numbers(workdir))
     return {holder.epoch: holder.step for holder in holders if holder is not None}
-
-
-def kernel() -> str:
-    """What tells this host from any other and from itself before it was started again; its name where that is unknown.
-
-    Hosts that are emulated on one machine share it, as they share locks and process ids.
-    """
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()
 
 
 def _file(workdir: Path, number: int) -> Path:

@@ -2,6 +2,7 @@
 
 One that the disk does not take is noted and removed, the last good one stays, and the next is tried when it is due: a
 full disk costs no run that somebody makes room for. Only the last one, which ends a run, has to succeed.
+Several processes of a trainer write together and wait for each other: where one of them fails, the run ends.
 """
 
 from __future__ import annotations

@@ -47,7 +47,10 @@ def test_the_drivers_arguments_give_the_config_that_was_checked(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "fragments"),
     [
-        (("--config=configs/simulate.py",), ("--config=configs/simulate.py: is a simulation", "launch/simulate.py")),
+        (
+            ("--config=configs/simulate.py",),
+            ("--config=configs/simulate.py: is a config for launch/simulate.py", "give it to that script"),
+        ),
         (("--config.cluster.backend=ray", "--config.cluster.address=here:1"), ("config.cluster.address: ", "empty")),
         (("--config.rollout.slots=0",), ("config.rollout.slots", "must be positive")),
         (("--grace=0",), ("flag --grace=0: ",)),
