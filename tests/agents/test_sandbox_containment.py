@@ -5,6 +5,7 @@ After each one the next call works, and once its session is closed no process an
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import secrets
 import socket
@@ -22,6 +23,14 @@ from libra_jax.agents.sandbox import backends, pool
 
 PLACES = ("/", "/tmp", "/var/tmp", "/dev", "/dev/shm", "/etc", "/usr/bin", os.path.expanduser("~"), os.getcwd())
 PATIENT = 20.0  # seconds of a call that is not about its deadline: the machine may be busy
+FIRST_THREAD_ENDED = """
+import ctypes, os, threading, time
+def begin(work):  # in a process that /proc shows as ended, as its first thread is
+  if os.fork() == 0:
+    os.setsid()
+    threading.Thread(target=work).start()
+    ctypes.CDLL(None).syscall(60, 0)
+"""
 RESTING = 4  # processes of a sandbox between two calls: bubblewrap's, the first one, an interpreter and a shell
 
 
@@ -217,6 +226,8 @@ def test_sessions_see_nothing_of_each_other(sandbox, host, loop):
     [
         "for place in ('/workspace', '/tmp', '/dev/shm'): open(place + '/left', 'w').write('TOKEN')",
         "import os, time\nif os.fork() == 0:\n  os.setsid()\n  time.sleep(1)\n  open('/tmp/late', 'w').write('TOKEN')",
+        "import os, time\nfor _ in range(6):\n  if os.fork() == 0:\n    os.setsid()\n    time.sleep(60)",
+        f"{FIRST_THREAD_ENDED}\nbegin(lambda: (time.sleep(1), open('/tmp/late', 'w').write('TOKEN')))",
         "import os\nopen('f', 'w').write('TOKEN')\nos.mkdir('shut')\nopen('shut/f', 'w')\nos.chmod('shut', 0)",
         "import os\nfor _ in range(450):\n  os.mkdir('d')\n  os.chdir('d')\nopen('f', 'w').write('TOKEN')",
         "import os\nfor place in ('/workspace', '/tmp', '/dev/shm'): os.chmod(place, 0o555)",
@@ -224,7 +235,18 @@ def test_sessions_see_nothing_of_each_other(sandbox, host, loop):
         "import sys, builtins\nbuiltins.left = sys.left = 'TOKEN'",
         "print('TOKEN' * 10)",
     ],
-    ids=["files", "a-process", "a-shut-folder", "a-deep-folder", "modes", "attributes", "variables", "memory"],
+    ids=[
+        "files",
+        "a-process",
+        "processes",
+        "a-thread",
+        "a-shut-folder",
+        "a-deep-folder",
+        "modes",
+        "attributes",
+        "variables",
+        "memory",
+    ],
 )
 def test_a_stateless_call_finds_nothing_of_the_one_before(loop, code):
     """Both calls run in the one sandbox that there is, or in a fresh one if it could not be cleaned."""
@@ -248,6 +270,24 @@ def test_a_stateless_call_finds_nothing_of_the_one_before(loop, code):
             assert (seen.status, seen.text) == ("success", "[]\n")
 
     loop.run(work())
+
+
+@pytest.mark.parametrize(
+    ("work", "note"),
+    [
+        ("begin(lambda: any(iter(int, 1)))", "more than 1 s of processor time"),
+        ("for _ in range(2): begin(lambda: (b'x' * 2**27, time.sleep(60)))", "more than 256 MiB of memory"),
+    ],
+    ids=["processor", "memory"],
+)
+def test_a_process_whose_first_thread_ended_is_held_to_the_limits(loop, work, note):
+    async def body():
+        async with pool.Sandbox(dataclasses.replace(sandboxes.SMALL, seconds=PATIENT), warm=1) as sandbox:
+            return await sandbox.run(f"{FIRST_THREAD_ENDED}\n{work}\ntime.sleep(60)")
+
+    outcome = loop.run(body())
+    assert outcome.status == "failure"
+    assert note in outcome.text
 
 
 def test_a_sandbox_of_root_has_another_user_on_the_host(sandbox, loop):

@@ -64,6 +64,11 @@ class Process(NamedTuple):
     ticks: int
     threads: int
 
+    @property
+    def runs(self) -> bool:
+        """Whether any thread is left of it: its first one may end before the others, and the state is that one's."""
+        return self.state not in "ZX" or self.threads > 1
+
 
 def processes() -> dict[int, Process]:
     """Every process there is, by its id."""
@@ -88,12 +93,16 @@ def descendants(found: dict[int, Process], ancestor: int) -> dict[int, Process]:
 
 def memory(pid: int) -> int:
     """Bytes that a process holds and no file backs; 0 once it is gone."""
-    total = 0
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/status", "rb") as file:
-        for line in file:
-            if line.startswith((b"RssAnon:", b"RssShmem:")):
-                total += 1024 * int(line.split()[1])
-    return total
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            total = 0
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/status", "rb") as file:
+                for line in file:
+                    if line.startswith((b"RssAnon:", b"RssShmem:")):
+                        total += 1024 * int(line.split()[1])
+            if total:  # else this thread has ended, as the first may before the others
+                return total
+    return 0
 
 
 def reap() -> None:

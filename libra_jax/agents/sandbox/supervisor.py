@@ -301,7 +301,7 @@ class Supervisor:
 
     def _excess(self) -> tuple[str, str]:
         """Which limit the call has met, in a few words, and what goes with it; empty: none."""
-        found = {pid: process for pid, process in self._processes().items() if process.state not in "ZX"}
+        found = {pid: process for pid, process in self._processes().items() if process.runs}
         limits = self.limits
         if sum(process.threads for process in found.values()) > limits["processes"] + len(self.interpreters):
             return f"more than {limits['processes']} processes and threads", ""
@@ -333,7 +333,7 @@ class Supervisor:
         while time.monotonic() < until:
             children.reap()
             found = self._processes()
-            if all(process.state in ("TtZX" if pid in kept else "ZX") for pid, process in found.items()):
+            if all(_settled(pid, process, kept) for pid, process in found.items()):
                 self.cpu_before = self._cpu(found)
                 return True
             for pid in found.keys() - kept:
@@ -365,6 +365,16 @@ _FORGED = Verdict("failure", "the interpreter's answer was no answer", "state")
 
 
 _LONGEST_ANSWER = 16
+
+
+def _settled(pid: int, process: children.Process, kept: set[int]) -> bool:
+    """Whether it may still be there when the next call begins: a kept one, if it stands still, and its ended children.
+
+    Any other that has ended is for this process to reap, if not at this look then at the next.
+    """
+    if pid in kept:
+        return process.state in "TtZX"
+    return process.parent in kept and not process.runs
 
 
 def _line(command: bytes, nonce: int) -> bytes:
