@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import re
 import signal
 
 import pytest
@@ -11,7 +12,7 @@ import sandboxes
 from sandboxes import with_session
 
 from libra_jax import protocols
-from libra_jax.agents.sandbox import pool
+from libra_jax.agents.sandbox import ends, pool
 
 
 @pytest.fixture
@@ -124,6 +125,48 @@ def test_a_sandbox_that_is_killed_from_outside_is_a_failure_and_its_session_star
     assert (outcome.status, outcome.lost) == ("failure", "all")
     assert pool.ALL_LOST in outcome.text
     assert following.text == "4\n"
+
+
+def test_a_sandbox_that_is_killed_while_it_is_kept_ready_is_told_and_another_takes_its_place(bubblewrap, caplog):
+    async def work():
+        async with pool.Sandbox(warm=1) as sandbox:
+            found = sandboxes.descendants(sandbox._idle[0].process.pid)
+            os.kill(found[0].pid, signal.SIGKILL)
+            assert not await sandboxes.gone(found)
+            await sandbox._idle[0].process.wait()
+            return (await sandbox.run("6 * 7")).text
+
+    assert asyncio.run(work()) == "42\n"
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert re.fullmatch(r"The sandbox of process \d+ ended of itself; another takes its place\.", told)
+
+
+def test_a_sandbox_that_is_killed_after_its_sessions_last_call_is_told(bubblewrap, caplog):
+    async def work(_, session):
+        await session.python("x = 1")
+        process = session._worker.process
+        await killed(session)
+        await process.wait()
+        await session.close()
+
+    with_session(work)
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.endswith(" ended of itself; another takes its place.")
+
+
+def test_sandboxes_that_end_again_and_again_are_told_of_so_often_and_no_more(bubblewrap, caplog, monkeypatch):
+    monkeypatch.setattr(ends, "MOST", 2)
+
+    async def work(_, session):
+        for _ in range(3):
+            await session.python("x = 1")
+            await killed(session)
+            assert (await session.python("x")).lost == "all"
+
+    with_session(work)
+    first, second = [record.getMessage() for record in caplog.records]
+    assert first.endswith(" ended of itself; another takes its place.")
+    assert second.endswith("; further ones are not told of.")
 
 
 def test_a_sandbox_that_stands_still_is_killed_from_outside(bubblewrap, monkeypatch):

@@ -1,9 +1,8 @@
 """Answers compared by `math-verify`, in processes that an answer may hang or blow up without harm.
 
 What an answer costs is its own doing, so it is counted in processor seconds: past them its process is killed and
-replaced, and the answer counts as one that cannot be verified. So it does where a busy machine has not let it spend
-them by the deadline, though it was computing. A process that ends otherwise, or stands still, is infrastructure, and
-raises.
+replaced, and the answer counts as one that cannot be verified. So it does where a busy machine has let it spend half of
+them by the deadline. A process that ends otherwise, or got less than that, is infrastructure, and raises.
 """
 
 from __future__ import annotations
@@ -31,8 +30,9 @@ START_SECONDS = 60.0
 WALL_SECONDS = 60.0
 """How long a comparison may take by the clock on the wall, at most, on a machine that has other work to do."""
 
-_COMPUTING = 0.1
-"""Share of the time on the wall that a process which computes gets of a processor, at least."""
+_ENOUGH = 0.5
+"""Share of an answer's processor time (or of the deadline on the wall, if shorter) after which that deadline ends it as
+the processor time would: with less, a busy machine has kept it from computing, and that is no answer's fault."""
 
 _REAP_SECONDS = 10.0
 _WORKER = "libra_jax.agents.environments.verifier_worker"
@@ -186,12 +186,13 @@ class _Process:
                 await self._process.stdin.drain()
             told = await self._told(wall_seconds)
         except deadlines.Overdue:
-            computing = self._spent() - spent >= _COMPUTING * wall_seconds
+            judged = self._spent() - spent >= _ENOUGH * min(seconds, wall_seconds)
             self.kill()
-            if computing:
+            if judged:
                 return Finding(right=False, overran=True)
             raise protocols.EnvironmentCrashed(
-                f"the verifier of answers stood still for {wall_seconds:g} s as it compared one"
+                f"the verifier of answers stood still for {wall_seconds:g} s, or hardly got to compute, as it compared "
+                "one"
             ) from None
         except BaseException:
             self.kill()

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from libra_jax import config, protocols
-from libra_jax.agents.sandbox import archives, backends, cgroups, worker
+from libra_jax.agents.sandbox import archives, backends, cgroups, ends, worker
 from libra_jax.agents.sandbox import limits as limits_module
 
 STATE_LOST = "[a new interpreter begins: variables are lost, files are kept]"
@@ -78,6 +78,7 @@ class Sandbox:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._parent: Path | None = None
         self._closed = False
+        self._ends = ends.Ends()
 
     async def __aenter__(self) -> Sandbox:
         await self.start()
@@ -253,6 +254,8 @@ class Sandbox:
             self._spawn(self._refill(), "refill")
 
     def _retire(self, dead: worker.Worker) -> None:
+        if dead.ended or (dead.alive and dead.process.returncode is not None):  # and nobody has ended it
+            self._ends.tell(f"The sandbox of process {dead.process.pid} ended of itself; another takes its place")
         dead.kill()
         if not self._closed:  # else `close` waits for it
 
@@ -268,8 +271,8 @@ class Sandbox:
 
         def ended(_: object) -> None:
             self._tasks.discard(task)
-            if not task.cancelled():
-                task.exception()  # who needs a sandbox then starts it, and hears why that fails
+            if not task.cancelled() and (error := task.exception()) is not None and name == "refill":
+                self._ends.tell(f"A sandbox that was to be kept ready did not start ({error}); who needs one starts it")
 
         task.add_done_callback(ended)
 

@@ -30,13 +30,14 @@ _TOLD_BYTES = 65536
 class Worker:
     """A running sandbox. `alive` until it is killed, breaks the protocol or ends; it is then of no more use.
 
-    `served` tells whether it was ever called.
+    `served` tells whether it was ever called, `ended` that it was gone of itself when a call wanted its answer.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, launch: backends.Launch, limits: limits_module.Limits):
         self.process, self._launch, self._limits = process, launch, limits
         self.alive = True
         self.served = False
+        self.ended = False
         self._first = -1
         self._group: cgroups.Group | None = None
 
@@ -132,7 +133,8 @@ class Worker:
             return limits_module.Outcome("timeout", f"[no end after {seconds:g} s]", loop.time() - began, "all", True)
         except (EOFError, OSError, wire.Malformed) as error:
             self.kill()
-            how = "sent what is no answer" if isinstance(error, wire.Malformed) else "ended"
+            self.ended = not isinstance(error, wire.Malformed)
+            how = "ended" if self.ended else "sent what is no answer"
             return limits_module.Outcome("failure", f"[the sandbox {how}]", loop.time() - began, "all", True)
         except BaseException:
             self.kill()
