@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ LIVE = 100_000
 AWAY = 60_000
 RETURNS = 1_000_000
 TURNS = 20
-LAYOUT = {1: 126, 2: 63, 4: 42, 8: 21}
+LAYOUT: Mapping[int, int] = {1: 126, 2: 63, 4: 42, 8: 21}
 SLOTS = 32
 BOUNDS = (3_000, 8_000, 20_000)
 SECONDS = 3_600.0
@@ -51,11 +51,23 @@ Times = dict[str, "array.array[int]"]
 class Load:
     """Requests that go round: waiting, decoding, away, back; the event loop's part of a run without anything else.
 
-    At any time `LIVE` requests are live and `AWAY` of them have a tool running; each lasts `TURNS` turns in the mean.
+    Args:
+      scheduler: measured.
+      live: requests that are live at any time; each lasts `TURNS` turns in the mean.
+      away: those of them that have a tool running.
+      layout: degree to instances.
     """
 
-    def __init__(self, scheduler: protocols.Scheduler) -> None:
+    def __init__(
+        self,
+        scheduler: protocols.Scheduler,
+        *,
+        live: int = LIVE,
+        away: int = AWAY,
+        layout: Mapping[int, int] = LAYOUT,
+    ) -> None:
         self.scheduler = scheduler
+        self._most_away = away
         self.nanoseconds: Times = {}
         self.now = 0.0
         self._random = random.Random(0)
@@ -65,11 +77,11 @@ class Load:
         self._away: deque[str] = deque()
         instances = [
             protocols.Instance(f"{degree}-{index}", degree, SLOTS)
-            for degree, count in LAYOUT.items()
+            for degree, count in layout.items()
             for index in range(count)
         ]
         self._decide(scheduler.on_instance_change, instances)
-        for _ in range(LIVE):
+        for _ in range(live):
             self._arrive()
 
     def returns(self, count: int) -> None:
@@ -83,7 +95,7 @@ class Load:
             else:
                 self._away.append(request)
                 self._decide(self.scheduler.on_tool_call, request, self._generated[request])
-            while len(self._away) > AWAY and count:
+            while len(self._away) > self._most_away and count:
                 request = self._away.popleft()
                 draw = self._random
                 causal = protocols.CausalState("bash", draw.randrange(1, 16_000), draw.choice(STATUSES))

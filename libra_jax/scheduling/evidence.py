@@ -7,7 +7,9 @@ n / (n + prior_count) of the say, what lies behind it the rest: empirical-Bayes 
   had been generated, the state before the last. Each is a level of one tree, so that what is not known backs off;
 - how this prompt's siblings fare, finished and running: a gamma frailty (Vaupel, Manton and Stallard, 1979). With H
   the cumulative hazard of a length over all prompts, a prompt whose siblings have got through hazards H_1, H_2, ...
-  and of which d have finished is (sum H + a) / (d + a) times as long as the typical one;
+  and of which d have finished is (sum H + a) / (d + a) times as long as the typical one. What a return leaves open may
+  depend less on the prompt than whole lengths do, or not at all, so after a return that factor is taken to a power,
+  which is fitted as returns' foretold and true remainders are compared (least squares through the origin, of logs);
 - this prompt's finished siblings that came the very same path.
 Tokens generated since the last tool return condition all of it: only samples that lasted as long count.
 """
@@ -15,6 +17,7 @@ Tokens generated since the last tool return condition all of it: only samples th
 from __future__ import annotations
 
 import math
+import operator
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -29,6 +32,12 @@ FRAILTY = 4.0
 
 FRAILTY_RANGE = (0.25, 4.0)
 """How far a prompt may be from the typical one."""
+
+SIBLINGS_BELIEF = 1.0
+"""Belief that the factor holds after returns as well, in returns whose siblings made a factor of e and were right."""
+
+SIBLINGS_FORGOTTEN = 1e-3
+"""Of what has been learnt of the factor's power, the share that each further return has forgotten."""
 
 UNKNOWN_TOKENS = 1024.0
 """Mean of the exponential distribution that is assumed before anything has finished."""
@@ -80,6 +89,7 @@ class Track:
       failures: causal states other than successes, up to `MOST_FAILURES`.
       largest: size class of the largest payload.
       hazard: its own part of the prompt's hazard.
+      foretold: by return, the logarithm of the siblings' factor, and the mean of what was foretold without it.
     """
 
     prompt_id: str
@@ -90,6 +100,7 @@ class Track:
     failures: int = 0
     largest: int = 0
     hazard: float = 0.0
+    foretold: dict[int, tuple[float, float]] = field(default_factory=dict)
 
 
 class Evidence:
@@ -108,6 +119,7 @@ class Evidence:
         self._prompts: OrderedDict[str, Prompt] = OrderedDict()
         self._keys: dict[tuple[str, int, str], causal.Key] = {}  # by tool, bits of the payload's size, status
         self._lessons: deque[tuple[tuple[Any, ...], int]] = deque()  # of the suffixes: path and sample
+        self._siblings = (0.0, 0.0)  # sums over returns, of factor x error and of factor squared, all logarithms
 
     def start(self, prompt_id: str, generated_tokens: int) -> Track:
         """A request has arrived."""
@@ -147,6 +159,8 @@ class Evidence:
         remaining = [generated_tokens, *(generated_tokens - mark for mark in track.marks)]
         self.by_prompt.add((track.prompt_id, *track.path), (generated_tokens, *remaining))
         self.by_suffix.add((), (generated_tokens,))
+        for place, (factor, mean) in track.foretold.items():
+            self._compare(factor, mean, generated_tokens - track.marks[place])
         before, failures, largest = None, 0, 0
         for key, mark in zip(track.path[: 2 * self._depth], track.marks, strict=False):
             failures, largest = _counted(key, failures, largest)
@@ -154,7 +168,10 @@ class Evidence:
             before = key
 
     def predict(self, track: Track, generated_tokens: int) -> prefix_tree.Sketch:
-        """Quantiles at `prefix_tree.LEVELS` of the tokens it has still to generate."""
+        """Quantiles at `prefix_tree.LEVELS` of the tokens it has still to generate.
+
+        What it foretells at a tool return is kept in `track`, to be compared when the request is over.
+        """
         tree, path, marks = self.by_suffix, track.path, track.marks
         if path:
             mark, before = marks[-1], path[-2] if len(path) > 1 else None
@@ -173,17 +190,32 @@ class Evidence:
             sketch = tuple(share * since for share in LINDY) if since and tree.clock else UNKNOWN
         factor = self._frailty(track)
         if factor != 1.0:
-            sketch = tuple([factor * tokens for tokens in sketch])
+            if path:
+                if not since:
+                    track.foretold[len(path) - 1] = math.log(factor), sum(map(operator.mul, sketch, prefix_tree.MASSES))
+                factor **= self.siblings_say
+            # Tokens are whole: a factor next to 1 leaves a length that all have as it is.
+            sketch = tuple([round(factor * tokens) for tokens in sketch])
         same = self.by_prompt.below(track.prompt_id, track.path)
         if same is not None:
             self.by_prompt.use(same)
             sketch = self._blend(sketch, [same], self.by_prompt, since)
         return sketch
 
+    @property
+    def siblings_say(self) -> float:
+        """Power of the siblings' factor after a return: 0, where they tell nothing of what is left then, to 1."""
+        errors, factors = self._siblings
+        return min(1.0, max(0.0, (errors + SIBLINGS_BELIEF) / (factors + SIBLINGS_BELIEF)))
+
     def snapshot(self) -> dict[str, Any]:
         """JSON-able statistics; live requests arrive anew after a restart."""
         self._learn(len(self._lessons))
-        return {"by_prompt": self.by_prompt.snapshot(), "by_suffix": self.by_suffix.snapshot()}
+        return {
+            "by_prompt": self.by_prompt.snapshot(),
+            "by_suffix": self.by_suffix.snapshot(),
+            "siblings": list(self._siblings),
+        }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Takes a snapshot's statistics in place of its own."""
@@ -191,6 +223,9 @@ class Evidence:
             self.by_suffix.restore(snapshot["by_suffix"])
         if "by_prompt" in snapshot:
             self.by_prompt.restore(snapshot["by_prompt"])
+        if "siblings" in snapshot:
+            errors, factors = snapshot["siblings"]
+            self._siblings = float(errors), float(factors)
 
     def merge(self, other: Evidence) -> None:
         """Adds what another coordinator has learnt."""
@@ -198,6 +233,8 @@ class Evidence:
             known._learn(len(known._lessons))
         self.by_prompt.merge(other.by_prompt)
         self.by_suffix.merge(other.by_suffix)
+        mine, theirs = self._siblings, other._siblings
+        self._siblings = mine[0] + theirs[0], mine[1] + theirs[1]
 
     def _learn(self, count: int) -> None:
         """Takes so many samples in."""
@@ -205,6 +242,12 @@ class Evidence:
         while count and lessons:
             add(*lessons.popleft())
             count -= 1
+
+    def _compare(self, factor: float, mean: float, remaining: int) -> None:
+        """What was foretold without siblings, the logarithm of their factor, and what came."""
+        error, kept = math.log((remaining + 1.0) / (mean + 1.0)), 1.0 - SIBLINGS_FORGOTTEN
+        errors, factors = self._siblings
+        self._siblings = kept * errors + factor * error, kept * factors + factor**2
 
     def _oldest(self) -> Prompt:
         return next(iter(self._prompts.values()))
