@@ -1,8 +1,12 @@
-"""Coordinator time a request: everything between an attempt's start and its last token that is not the engine's."""
+"""Coordinator time a request: everything between an attempt's start and its last token that is not the engine's.
+
+Engines of any shape of load: `launch/scale.py` learns from several what each turn, delta and token costs.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -20,23 +24,49 @@ from libra_jax.telemetry import memory
 
 REQUESTS = 2000
 CONCURRENT = 64
-DELTAS = 8
+MAX_CONTEXT = 65_536
 NAME = "instant"
 
 
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What each request asks for.
+
+    Attributes:
+      turns: model outputs.
+      deltas: in which the tokens of one come.
+      tokens: of one.
+      payload: tokens that the tool returns between two.
+    """
+
+    turns: int = 1
+    deltas: int = 8
+    tokens: int = 128
+    payload: int = 0
+
+    @property
+    def sent(self) -> int:
+        """Tokens of context that its turns send, prompt and template apart."""
+        return (self.tokens + self.payload) * self.turns * (self.turns - 1) // 2
+
+
 class Instant:
-    """An engine that costs nothing: a request of 128 tokens in eight deltas, at once."""
+    """An engine that costs nothing: a turn's tokens come at once, in so many deltas; the last one ends the turn."""
+
+    def __init__(self, deltas: int) -> None:
+        self._deltas = deltas
 
     async def start(self) -> protocols.EngineInfo:
-        return protocols.EngineInfo(NAME, 1, CONCURRENT, 4096, ())
+        return protocols.EngineInfo(NAME, 1, CONCURRENT, MAX_CONTEXT, ())
 
     async def init_weight_transfer(self, transport: Any) -> None: ...
 
     async def generate(self, request: protocols.GenerationRequest) -> AsyncIterator[protocols.TokenDelta]:
-        size = request.sampling.max_tokens // DELTAS
-        for index in range(DELTAS):
-            finish: protocols.FinishReason | None = "length" if index == DELTAS - 1 else None
-            yield protocols.TokenDelta((65,) * size, (-1.0,) * size, (0,) * size, finish)
+        size, last = request.sampling.max_tokens // self._deltas, self._deltas - 1
+        for index in range(self._deltas):
+            end = (request.sampling.stop_token_ids[0],) if index == last else (65,)
+            finish: protocols.FinishReason | None = "stop" if index == last else None
+            yield protocols.TokenDelta((65,) * (size - 1) + end, (-1.0,) * size, (0,) * size, finish)
 
     async def health(self) -> dict[str, float]:
         return {}
@@ -44,47 +74,69 @@ class Instant:
     async def shutdown(self) -> None: ...
 
 
-def instant() -> Instant:
+def instant(deltas: int) -> Instant:
     """Factory of the actor."""
-    return Instant()
+    return Instant(deltas)
 
 
 async def measure() -> dict[str, Any]:
     """2,000 single-turn requests, 64 at a time, through agent loop, dispatcher, scheduler and actor proxy."""
+    (seconds,) = await cpu_seconds(Shape(), REQUESTS)
+    return {"requests": REQUESTS, "microseconds_per_request": 1e6 * seconds}
+
+
+async def cpu_seconds(shape: Shape, requests: int, *, backend: str = "inprocess", rounds: int = 1) -> list[float]:
+    """CPU seconds of this process for a request, of each round.
+
+    Args:
+      shape: of every request.
+      requests: of a round.
+      backend: of the cluster, which makes the engine.
+      rounds: measured one after the other; with more than one, another goes before and is not counted.
+    """
     config = configuration.RunConfig(
-        rollout=configuration.RolloutConfig(slots=CONCURRENT, max_context=256, max_tokens=128)
+        rollout=configuration.RolloutConfig(slots=CONCURRENT, max_context=MAX_CONTEXT, max_tokens=shape.tokens),
+        trainer=configuration.TrainerConfig(row_tokens=MAX_CONTEXT),
+        cluster=configuration.ClusterConfig(backend=backend),
     )
     cluster = cluster_create.create(config.cluster)
     recorder = memory.MemoryRecorder()
     ending = failure.Ending()
-    spec = protocols.ActorSpec(NAME, f"{__name__}:instant", {})
+    spec = protocols.ActorSpec(NAME, f"{__name__}:instant", {"deltas": shape.deltas})
     engines = instances.Instances(config, cluster=cluster, specs=[spec], recorder=recorder, ending=ending)
+    seconds = []
     try:
         await engines.start()
         engines.engines[NAME].state = "serving"
         scheduler = registry.create(config.scheduler)
         dispatcher = dispatch.Dispatcher(config, scheduler=scheduler, engines=engines, recorder=recorder, ending=ending)
         engines.changed()
-        start = time.process_time()
-        await asyncio.gather(*(_attempt(dispatcher) for _ in range(REQUESTS)))
-        seconds = time.process_time() - start
+        for _ in range(rounds + (rounds > 1)):
+            start = time.process_time()
+            await asyncio.gather(*(_attempt(dispatcher, shape) for _ in range(requests)))
+            seconds.append((time.process_time() - start) / requests)
     finally:
         await ending.cancel_background(config.deadlines.shutdown)
         await cluster.shutdown()
-    return {"requests": REQUESTS, "microseconds_per_request": 1e6 * seconds / REQUESTS}
+    return seconds[-rounds:]
 
 
-async def _attempt(dispatcher: dispatch.Dispatcher) -> None:
+async def _attempt(dispatcher: dispatch.Dispatcher, shape: Shape) -> None:
     name = uuid.uuid4().hex
     dispatcher.open(name, group_id=0, dispatch_version=0)
+    limits = agent_loop.Limits(
+        max_turns=shape.turns, max_tokens=shape.tokens, max_context=MAX_CONTEXT, tool_seconds=10.0, temperature=1.0
+    )
     try:
-        await agent_loop.run_attempt(
+        made = await agent_loop.run_attempt(
             trajectory=protocols.Trajectory(trajectory_id=name, prompt_id=name),
             task=protocols.Task(name, {"prompt": "1+1"}),
-            environment=workload.single_turn(),
+            environment=workload.Turns(shape.turns, shape.payload),
             tokenizer=tokenizers.CharacterTokenizer(),
             sampler=dispatcher,
-            limits=agent_loop.Limits(max_turns=1, max_tokens=128, max_context=256, tool_seconds=10.0, temperature=1.0),
+            limits=limits,
         )
     finally:
         dispatcher.finish(name)
+    if len(made.turns) != shape.turns or made.finish != "answered":
+        raise protocols.LibraError(f"an attempt of {shape} took {len(made.turns)} turns and ended by {made.finish}")

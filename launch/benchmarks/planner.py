@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from libra_jax import config as configuration
-from libra_jax.planning import forecast
-from libra_jax.simulator import comparison, settings
+from libra_jax.planning import forecast, search
+from libra_jax.simulator import comparison, scripts, settings
 
 ACCELERATORS = (48, 128, 1_024, 10_240)
 REPEATS = {48: 9, 128: 5, 1_024: 3, 10_240: 1}
@@ -26,23 +27,10 @@ def measure(picture: Path | None = None) -> dict[str, Any]:
     Args:
       picture: where the growth is drawn, as .svg; None draws nothing.
     """
-    from configs import simulate  # found from where scripts are launched, once they run
-
-    run = configuration.parse(settings.SimulatedRun, simulate.get_config("swe").to_dict())
-    workload, groups = comparison.workload(run), run.steps * run.coordinator.groups_per_step
-    drawn = [workload.script(task, sample) for task in range(groups) for sample in range(run.coordinator.group_size)]
-    prompts, turns = [script.prompt_tokens for script in drawn], [script.turns for script in drawn]
+    run, drawn = sample()
     found: dict[int, tuple[float, float]] = {}
     for devices in ACCELERATORS:
-        setting = forecast.Setting.of_run(run, run.simulation.cost_model(), devices, slots=run.simulation.slots)
-        setting = dataclasses.replace(setting, requests=setting.requests * devices // ACCELERATORS[0])
-        spent = []
-        for _ in range(REPEATS[devices]):
-            began = time.perf_counter()
-            search = forecast.Work(setting, prompts, turns).search
-            built = time.perf_counter()
-            search.best(devices)
-            spent.append((time.perf_counter() - built, time.perf_counter() - began))
+        spent = [_spent(run, drawn, devices, time.perf_counter) for _ in range(REPEATS[devices])]
         found[devices] = statistics.median(item[0] for item in spent), statistics.median(item[1] for item in spent)
     if picture is not None:
         _draw(picture, found)
@@ -52,6 +40,41 @@ def measure(picture: Path | None = None) -> dict[str, Any]:
         **figures,
         **{f"whole_seconds_{devices}": found[devices][1] for devices in ACCELERATORS},
     }
+
+
+def sample() -> tuple[settings.SimulatedRun, list[scripts.Script]]:
+    """The run of configs/simulate.py, and all of its attempts."""
+    from configs import simulate  # found from where scripts are launched, once they run
+
+    run = configuration.parse(settings.SimulatedRun, simulate.get_config("swe").to_dict())
+    workload, groups = comparison.workload(run), run.steps * run.coordinator.groups_per_step
+    return run, [
+        workload.script(task, sample) for task in range(groups) for sample in range(run.coordinator.group_size)
+    ]
+
+
+def searched(run: settings.SimulatedRun, drawn: Sequence[scripts.Script], devices: int) -> search.Search:
+    """The search for so many accelerators, whose work is as much for each as the run's."""
+    setting = forecast.Setting.of_run(run, run.simulation.cost_model(), devices, slots=run.simulation.slots)
+    setting = dataclasses.replace(setting, requests=setting.requests * devices // ACCELERATORS[0])
+    return forecast.Work(setting, [one.prompt_tokens for one in drawn], [one.turns for one in drawn]).search
+
+
+def cpu_seconds(devices: int) -> float:
+    """Of CPU time that a search takes, with what it is built from; the median of some."""
+    run, drawn = sample()
+    return statistics.median(_spent(run, drawn, devices, time.process_time)[1] for _ in range(REPEATS[devices]))
+
+
+def _spent(
+    run: settings.SimulatedRun, drawn: Sequence[scripts.Script], devices: int, now: Callable[[], float]
+) -> tuple[float, float]:
+    """Seconds of the search alone, and with what it is built from."""
+    began = now()
+    made = searched(run, drawn, devices)
+    built = now()
+    made.best(devices)
+    return now() - built, now() - began
 
 
 def _draw(path: Path, found: dict[int, tuple[float, float]]) -> None:

@@ -1,4 +1,4 @@
-"""The engines of benchmarks, and what their attempts do: one turn of a fixed number of tokens, no tool."""
+"""The engines of benchmarks, and what their attempts do: turns of a fixed number of tokens, whatever they say."""
 
 from __future__ import annotations
 
@@ -26,21 +26,33 @@ def engine_spec(
     return protocols.ActorSpec(name, "libra_jax.rollout.vllm_engine:create", arguments)
 
 
-class SingleTurn:
-    """An environment whose attempt is one model output, whatever it says."""
+class Turns:
+    """An environment whose attempt is so many model outputs, whatever they say.
+
+    Args:
+      turns: model outputs.
+      payload: characters that its tool returns after each but the last.
+    """
+
+    def __init__(self, turns: int = 1, payload: int = 0) -> None:
+        self._left = turns
+        self._payload = "x" * payload
 
     async def reset(self, task: protocols.Task) -> Sequence[protocols.Message]:
         return [protocols.Message("user", str(task.payload["prompt"]))]
 
     async def step(self, output: str) -> protocols.StepResult:
+        self._left -= 1
+        if self._left:
+            return protocols.StepResult(tool_returns=[protocols.ToolReturn("tool", "success", self._payload)])
         return protocols.StepResult(done=True, reward=0.0)
 
     async def close(self) -> None: ...
 
 
-def single_turn() -> SingleTurn:
-    """A fresh environment."""
-    return SingleTurn()
+def single_turn() -> Turns:
+    """A fresh environment of one output."""
+    return Turns()
 
 
 class NeverStops(tokenizers.CharacterTokenizer):

@@ -52,6 +52,7 @@ class Setting:
         slots: Sequence[int] = (),
         mesh: tuple[int, int, int] | None = None,
         reach: int | None = None,
+        together: int | None = None,
     ) -> Setting:
         """The setting of a run.
 
@@ -62,6 +63,7 @@ class Setting:
           slots: of its instances, in the order of `rollout.tensor_parallel`; empty: as `rollout` says.
           mesh: the trainer's, if it has to stay.
           reach: devices of the largest mesh that the trainer can change to, if it runs.
+          together: devices that it has on one host, at most, if it runs: a host may have granted fewer than it has.
 
         Raises:
           ConfigError: no instance that plans may use holds a whole context, or the profile is not of this model and
@@ -72,6 +74,7 @@ class Setting:
         if profile is not None:
             model = profile.cost_model(model)
         most, context = _devices_together(run, model), run.rollout.max_context
+        most = most if together is None else min(most, together)
         possible = [
             degree for degree in sorted(set(run.planner.degrees)) if degree <= most and _divides(model.shape, degree)
         ]

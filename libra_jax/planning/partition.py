@@ -14,6 +14,7 @@ O(requests log requests) an attempt however many devices there are, where dynami
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,9 @@ NONE = 2**62
 
 MOST_EDGES = 513
 """Edges between which all runs' times are written down beforehand; of more, they are computed as they are asked for."""
+
+REMEMBERED = 32
+"""Limits, the latest, whose answers narrow down where to look for the next one's: a search closes in on its limit."""
 
 FEW_PARTS = 16
 """Parts for which computing an instance's time costs about as much as for one."""
@@ -118,6 +122,9 @@ class Partitions:
         self._edges = np.asarray(edges, np.int64)
         self._degrees = tuple(sorted(degrees))
         self._tables: dict[int, Values] = {}
+        self._begun: dict[int, collections.deque[tuple[float, Places]]] = {
+            degree: collections.deque(maxlen=REMEMBERED) for degree in self._degrees
+        }
         if len(self._edges) <= MOST_EDGES:
             begin, end = self._edges[:, None], self._edges[None, :]
             shape = np.broadcast(begin, end).shape
@@ -211,13 +218,24 @@ class Partitions:
             over = self._tables[degree][::-1] > limit
             back = over.argmax(axis=0)
             return np.where(over[back, last], len(last) - back, 0)
-        low, high = np.zeros_like(last), last.copy()  # the answer is in [low, high]
-        for _ in range(len(last).bit_length()):
-            middle = (low + high) // 2
-            within = self._seconds(degree, self._edges[middle], self._edges[last]) <= limit
-            high = np.where(within, middle, high)
-            low = np.where(within, low, np.minimum(middle + 1, high))
+        low, high = self._bracket(degree, limit, last)
+        unsure = np.flatnonzero(low < high)  # those whose answer is not known yet; it is in [low, high]
+        while len(unsure):
+            middle = (low[unsure] + high[unsure]) // 2
+            within = self._seconds(degree, self._edges[middle], self._edges[unsure]) <= limit
+            high[unsure] = np.where(within, middle, high[unsure])
+            low[unsure] = np.where(within, low[unsure], middle + 1)
+            unsure = unsure[low[unsure] < high[unsure]]
+        self._begun[degree].append((limit, high))
         return high
+
+    def _bracket(self, degree: int, limit: float, last: Places) -> tuple[Places, Places]:
+        """Between which places the first edges lie: a longer time lets runs begin earlier, a shorter one later."""
+        known = self._begun[degree]
+        longer = min((found for found in known if found[0] >= limit), key=lambda found: found[0], default=None)
+        shorter = max((found for found in known if found[0] <= limit), key=lambda found: found[0], default=None)
+        low = np.zeros_like(last) if longer is None else longer[1].copy()
+        return low, last.copy() if shorter is None else shorter[1].copy()
 
     def _partition(self, runs: Sequence[tuple[int, int, int]]) -> Partition:
         """Of these degrees, first and last edges."""

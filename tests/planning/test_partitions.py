@@ -150,6 +150,26 @@ def test_the_fewest_devices_within_a_time_are_those_with_which_it_can_be_met(tra
         assert fewer is None or fewer.seconds > limit
 
 
+@hypothesis.settings(deadline=None, max_examples=40)
+@hypothesis.given(
+    st.lists(LIKE_THEIR_LENGTH, min_size=1, max_size=40),
+    st.lists(st.floats(1.0, 20_000.0), min_size=2, max_size=40),
+    st.booleans(),
+)
+def test_what_was_asked_before_makes_no_answer_another_one(trajectories, limits, ordered):
+    """Beyond `MOST_EDGES`, limits asked for before narrow down where to look; and more are asked than are kept."""
+    made = serve(trajectories)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(partition, "MOST_EDGES", 0)
+        patch.setattr(partition, "REMEMBERED", 4)
+        asked = partitions(made, ordered=ordered)
+        assert [asked.within(limit) for limit in limits] == [
+            partitions(made, ordered=ordered).within(limit) for limit in limits
+        ]
+    by_table = partitions(made, ordered=ordered)  # which looks every run's time up
+    assert [asked.within(limit) for limit in limits] == [by_table.within(limit) for limit in limits]
+
+
 @hypothesis.settings(deadline=None, max_examples=60)
 @hypothesis.given(
     st.lists(LIKE_THEIR_LENGTH, min_size=2, max_size=20), st.integers(0, 2), st.sampled_from(DEGREES), st.data()

@@ -1,0 +1,250 @@
+"""What start-up, publication and the one coordinator come to on many accelerators, and what holds them up first.
+
+  python launch/scale.py [--accelerators=48,1024,10240] [--output=scale.json]
+  python launch/scale.py --measure --simulate=48,1024 --output=mine.json   # the costs of this machine
+  python launch/scale.py --costs=mine.json --stream_interval=256
+
+Without --costs and --measure, costs are those that launch/benchmarks/costs.json has, with their date. The work is that
+of configs/simulate.py, or of another simulated run by --config: as many trajectories for each accelerator on any
+number of them, so that a step takes as long, by its hardware sheet. Nothing here runs on more than this machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+from ml_collections import config_flags
+from rich import console, table
+
+import cli
+from libra_jax import config as libra_config
+from libra_jax import protocols
+from libra_jax.planning import forecast, remedies, scale, search
+from libra_jax.simulator import comparison, scripts, settings
+
+KEPT = Path(__file__).parent / "benchmarks" / "costs.json"
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "A simulated run's config file.", lock_config=True)
+_ACCELERATORS = flags.DEFINE_list("accelerators", ["48", "1024", "10240"], "Sizes of clusters, separated by commas.")
+_COSTS = flags.DEFINE_string("costs", None, "File of costs, as --output writes it; default: those that come along.")
+_MEASURE = flags.DEFINE_bool("measure", False, "Measure the costs on this machine instead (minutes; starts Ray).")
+_ROUNDS = flags.DEFINE_integer("rounds", 5, "Measurements of each cost, of which the median counts.", lower_bound=1)
+_SIMULATE = flags.DEFINE_list("simulate", [], "Sizes, from 48 on, at which the coordinator's load is simulated, too.")
+_OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
+_INTERVAL = flags.DEFINE_integer(
+    "stream_interval", None, "rollout.stream_interval; default: as any run has it.", lower_bound=1
+)
+_BUCKET = flags.DEFINE_integer("bucket_mib", None, "rollout.bucket_mib; default: the config's.", lower_bound=1)
+_LINK = flags.DEFINE_float(
+    "link_bytes_per_second", None, "Between two hosts; default: an accelerator's by the sheet.", lower_bound=1.0
+)
+_START = flags.DEFINE_float(
+    "engine_start_seconds", 20.0, "Until an engine is up; here, vLLM with a tiny model took 20.", lower_bound=0.0
+)
+_MEMORY = flags.DEFINE_float("memory_bytes", 1e12, "Of the coordinator's host.", lower_bound=1.0)
+
+
+def main() -> None:
+    sizes, simulated = (_sizes(name) for name in ("accelerators", "simulate"))
+    if any(size < 48 for size in simulated):
+        raise protocols.ConfigError(
+            "--simulate: the layout of configs/simulate.py has 48 accelerators; give 48 or more"
+        )
+    if _MEASURE.value and _COSTS.value is not None:
+        raise protocols.ConfigError("--costs: costs are either measured or read; leave --costs or --measure out")
+    output = None if _OUTPUT.value is None else Path(_OUTPUT.value)
+    if output is not None:
+        cli.check_output(output)
+    values = _CONFIG.value.to_dict()
+    if "simulation" not in values:
+        raise protocols.ConfigError("--config: is no simulated run (it has no config.simulation), whose work is known")
+    work, around = _of_run(comparison.prepare(libra_config.parse(settings.SimulatedRun, values), ["cmlfq"]))
+    record = _measured() if _MEASURE.value else _read(KEPT if _COSTS.value is None else Path(_COSTS.value))
+    costs = _costs(record["costs"])
+    if simulated:
+        record["simulated"] = [_simulated(record["embedded"], costs, size) for size in sorted(simulated)]
+    found = [scale.loads(costs, work, around, size) for size in sizes]
+    _print(record, costs, work, around, found)
+    if output is not None:
+        record |= {"work": dataclasses.asdict(work), "settings": dataclasses.asdict(around)}
+        record["loads"] = [
+            {**dataclasses.asdict(one), "bottleneck": one.bottleneck, "remedies": _remedies(costs, work, around, one)}
+            for one in found
+        ]
+        output.write_text(json.dumps(record, indent=2) + "\n")
+        print(f"wrote {output}")
+
+
+def _sizes(flag: str) -> list[int]:
+    given = flags.FLAGS[flag].value
+    if not all(text.strip().isdecimal() and int(text) for text in given):
+        raise protocols.ConfigError(f"--{flag}: {','.join(given)!r} are no sizes; give numbers from 1, like 48,1024")
+    return [int(text) for text in given]
+
+
+def _of_run(run: settings.SimulatedRun) -> tuple[scale.Work, scale.Settings]:
+    """The work of a mean step of a simulated run with the layout that the planner finds for it, and its settings."""
+    workload, groups = comparison.workload(run), run.steps * run.coordinator.groups_per_step
+    drawn = [workload.script(task, sample) for task in range(groups) for sample in range(run.coordinator.group_size)]
+    model = run.simulation.cost_model()
+    devices = run.simulation.train_devices + sum(run.rollout.tensor_parallel)
+    setting = forecast.Setting.of_run(run, model, devices, slots=run.simulation.slots)
+    made = forecast.Work(setting, [one.prompt_tokens for one in drawn], [one.turns for one in drawn])
+    best: search.Split = made.search.best(devices)
+    mean = statistics.fmean
+    work = scale.Work(
+        accelerators=devices,
+        engines=sum(bucket.count for bucket in best.rollout),
+        rollout_accelerators=best.plan.rollout_devices,
+        trajectories=setting.requests,
+        turns=mean(len(one.turns) for one in drawn),
+        generated_tokens=mean(one.generated_tokens for one in drawn),
+        payload_tokens=mean(sum(turn.payload_tokens for turn in one.turns[:-1]) for one in drawn),
+        sent_tokens=mean(map(_sent, drawn)),
+        trained_tokens=mean(one.context_tokens for one in drawn),
+        step_seconds=best.step_seconds,
+        weight_bytes=2.0 * model.parameters,
+    )
+    usual = libra_config.RolloutConfig()  # a simulation looks at its engines seldom, for its own speed
+    by_sheet = model.sheet.network_bytes_per_second * model.coefficients.network_share
+    around = scale.Settings(
+        stream_interval=usual.stream_interval if _INTERVAL.value is None else _INTERVAL.value,
+        bucket_mib=run.rollout.bucket_mib if _BUCKET.value is None else _BUCKET.value,
+        health_seconds=usual.health_seconds,
+        staleness=run.coordinator.staleness,
+        accelerators_per_host=model.sheet.devices_per_node,
+        link_bytes_per_second=by_sheet if _LINK.value is None else _LINK.value,
+        load_seconds=model.coefficients.load_overhead,
+        engine_start_seconds=_START.value,
+        start_limit=run.deadlines.engine_start,
+        memory_bytes=_MEMORY.value,
+    )
+    return work, around
+
+
+def _sent(script: scripts.Script) -> int:
+    """Tokens of context that its turns send, each from the attempt's beginning on."""
+    held, sent = script.prompt_tokens, 0
+    for turn in script.turns:
+        sent += held
+        held += max(1, turn.generated_tokens) + turn.payload_tokens
+    return sent
+
+
+def _measured() -> dict[str, Any]:
+    from benchmarks import calls  # starts what is measured; a table alone needs none of it
+
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    return {"date": today, **calls.as_values(calls.measure(_ROUNDS.value, _progress))}
+
+
+def _progress(text: str) -> None:
+    print(f"measuring: {text}", file=sys.stderr, flush=True)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_text())
+        date, _, _ = record["date"], record["costs"], record["embedded"]
+    except OSError as error:
+        raise protocols.DataError(f"--costs: {path} cannot be read ({error.strerror or error})") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise protocols.DataError(
+            f"--costs: {path} has no costs ({type(error).__name__}: {error}); write one by --measure --output=FILE"
+        ) from error
+    kept = {name: record[name] for name in ("costs", "embedded", "checks", "simulated") if name in record}
+    return {"date": date, **kept}
+
+
+def _costs(values: Mapping[str, Any]) -> scale.Costs:
+    try:
+        by_size = {
+            name: {int(size): seconds for size, seconds in values[name].items()} for name in ("decisions", "planner")
+        }
+        return scale.Costs(**{**values, **by_size})
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise protocols.DataError(
+            f"--costs: its costs are not those of launch/scale.py ({error}); write them by --measure --output=FILE"
+        ) from error
+
+
+def _simulated(embedded: Mapping[str, float], costs: scale.Costs, accelerators: int) -> dict[str, Any]:
+    """A simulated coordinator's CPU time, and what its calls should have taken."""
+    from benchmarks import simulated_load
+
+    _progress(f"a simulated coordinator's load with {accelerators:,} accelerators")
+    load = simulated_load.measure(accelerators, min(16, max(1, round(2_048 / accelerators))))
+    live = 2 * load.requests / load.steps
+    more = scale.grown(costs.decisions, live) - scale.grown(costs.decisions, 1)
+    predicted = load.requests * embedded["request"] + load.deltas * embedded["delta"]
+    predicted += load.turns * (embedded["turn"] + 2.0 * max(0.0, more))
+    off = {"predicted_seconds": predicted, "error": predicted / load.coordinator_seconds - 1.0}
+    return {**dataclasses.asdict(load), **off}
+
+
+def _remedies(costs: scale.Costs, work: scale.Work, around: scale.Settings, found: scale.Loads) -> dict[str, str]:
+    return {name: remedies.remedy(costs, work, around, found.accelerators, name) for name in found.parts}
+
+
+def _print(
+    record: Mapping[str, Any],
+    costs: scale.Costs,
+    work: scale.Work,
+    around: scale.Settings,
+    found: Sequence[scale.Loads],
+) -> None:
+    print(
+        f"Costs of {record['date']}. Each {work.accelerators} accelerators, a step: {work.trajectories} trajectories, "
+        f"{work.turns:.1f} turns, {work.generated_tokens:,.0f} generated and {work.trained_tokens:,.0f} trained tokens "
+        f"each, {work.step_seconds:.0f} s; {work.engines} engines on {work.rollout_accelerators}; "
+        f"{work.weight_bytes / 1e9:.1f} GB published. A delta every {around.stream_interval} tokens, buckets of "
+        f"{around.bucket_mib} MiB, staleness {around.staleness}."
+    )
+    rows = table.Table("accelerators", *(f"{one.accelerators:,}" for one in found))
+    for name in ("engines", "requests", "turns", "deltas", "tokens"):
+        values = [one.engines if name == "engines" else one.rates[name] for one in found]
+        rows.add_row(name if name == "engines" else f"{name} a second", *(f"{value:,.1f}" for value in values))
+    for name in found[0].coordinator:
+        rows.add_row(f"coordinator: {name}, cores", *(f"{one.coordinator[name]:.4f}" for one in found))
+    for name in found[0].publication:
+        rows.add_row(f"publication: {name}, s", *(f"{one.publication[name]:.2f}" for one in found))
+    rows.add_section()
+    for name, part in found[0].parts.items():
+        cells = (f"{one.parts[name].value:,.3g}" + (" !" if one.parts[name].ratio >= 1.0 else "") for one in found)
+        rows.add_row(f"{name} (limit {part.limit:,.3g} {part.unit})", *cells)
+    rows.add_row("nearest to its limit", *(one.bottleneck for one in found))
+    console.Console(width=110).print(rows)
+    for name in found[0].parts:
+        at = scale.reached(costs, work, around, name)
+        print(f"{name}: " + ("its limit is out of reach." if at is None else f"at its limit with {at:,} accelerators."))
+    if (first := scale.first(costs, work, around)) is not None:
+        print(f"The first bottleneck is {first[0]}, from {first[1]:,} accelerators on.")
+    for one in found:
+        for name, sentence in _remedies(costs, work, around, one).items():
+            if not sentence.startswith("none"):
+                print(f"Remedy at {one.accelerators:,}, {name}: {sentence}.")
+    for check in record.get("checks", ()):
+        print(
+            f"Check: {check['what']}: {1e3 * check['predicted']:.2f} ms predicted, {1e3 * check['measured']:.2f} ms "
+            f"measured ({check['error']:+.0%})."
+        )
+    for load in record.get("simulated", ()):
+        share = load["coordinator_seconds"] / load["virtual_seconds"]
+        print(
+            f"Simulated, {load['accelerators']:,} accelerators: {load['requests']:,} requests of {load['turns']:,} "
+            f"turns took the coordinator {load['coordinator_seconds']:.1f} s of CPU time in "
+            f"{load['virtual_seconds']:,.0f} virtual seconds ({share:.2%} of a core); predicted "
+            f"{load['predicted_seconds']:.1f} s ({load['error']:+.0%})."
+        )
+
+
+if __name__ == "__main__":
+    cli.run(main, settings.SimulatedRun, default_config="configs/simulate.py")
