@@ -26,7 +26,8 @@ loads differ (sticky), as conversations do in verl's agent loop:
 
 What the pool of hybrid workers adds to the best plan that stays:
 
-* planned: the layout of libra, which never changes.
+* planned: the layout of libra, which never changes: 24 train.
+* train16, train20, train28: other splits that never change; 2 instances of degree 2, the others of degree 4.
 * pool: of the same 48, 16 train, 16 roll out, and 16 are four hybrid workers of degree 4, which train as data-parallel
   replicas while rollout is ahead.
 
@@ -66,6 +67,9 @@ AHEAD = 4
 """Versions that a trajectory may be behind where asynchronous systems are compared: AReaL's for code (arXiv
 2505.24298), and max_head_offpolicyness of the production runs of Libra's authors."""
 
+SPLITS = {"train16": (2, 2, 4), "train20": (1, 5, 4), "train28": (1, 7, 4)}
+"""(data, fsdp, tensor) of those that stay beside `planned`."""
+
 HALVES = (3, 2, 4)
 """(data, fsdp, tensor) of the 24 accelerators that train in a split in halves."""
 
@@ -89,6 +93,7 @@ NAMES = (
     "libra",
     "free",
     "planned",
+    *SPLITS,
     "pool",
 )
 
@@ -113,7 +118,7 @@ def get_config(variant: str = "cmlfq") -> ml_collections.ConfigDict:
         config.planner.degrees = (DEGREE,) if name == "homogeneous" else (1, 2, 4, 8)
     if name in ("homogeneous", "heterogeneous", "cmlfq"):
         config.planner.cooldown = NEVER
-    if name in ("cmlfq", "elastic", "libra", "free", "planned", "pool"):
+    if name in ("cmlfq", "elastic", "libra", "free", "planned", "pool", *SPLITS):
         config.scheduler.policy = "cmlfq"
     if name == "free":
         config.planner.update({"period": 1, "cooldown": 0, "least_gain": 0.0})
@@ -126,6 +131,8 @@ def get_config(variant: str = "cmlfq") -> ml_collections.ConfigDict:
         _static_optimal(config, workload)
     if name in ("libra", "planned"):
         _libra(config, workload)
+    if name in SPLITS:
+        _split(config, SPLITS[name])
     if name == "pool":
         _pool(config)
     return config
@@ -166,6 +173,14 @@ def _libra(config: ml_collections.ConfigDict, workload: str) -> None:
     config.simulation.train_devices, config.simulation.train_mesh = math.prod(mesh), mesh
     config.rollout.tensor_parallel = tuple(degree for degree, (count, _) in instances.items() for _ in range(count))
     config.scheduler.max_remaining_tokens = tuple(bound for _, bound in instances.values() if bound is not None)
+    config.coordinator.staleness = AHEAD
+
+
+def _split(config: ml_collections.ConfigDict, mesh: tuple[int, int, int]) -> None:
+    """Two instances of degree 2, and as many of degree 4 as the mesh leaves devices for."""
+    config.simulation.train_devices, config.simulation.train_mesh = math.prod(mesh), mesh
+    config.rollout.tensor_parallel = (2, 2) + (4,) * ((44 - math.prod(mesh)) // 4)
+    config.scheduler.max_remaining_tokens = (8_360,)
     config.coordinator.staleness = AHEAD
 
 

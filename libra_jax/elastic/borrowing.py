@@ -6,6 +6,9 @@ does between two batches stays. A change has to shorten the step by `elastic.gai
 `planner.horizon` steps, to be what `elastic.patience` looks in a row say, and to come `elastic.cooldown` steps after
 the worker's last.
 
+Several workers change together only where they have few of the slots: what the others take then is no matter of slots
+alone (fuller engines are slower, and who waits for the longest request waits no less), and is best seen on the way.
+
 Times that err by less than half of `elastic.gain` cannot make a worker go to and fro: every change then makes the step
 truly shorter. Where a change brings less than was promised, because times do not scale like that or because work
 drifts, how much less is remembered, and the same change has to promise so much more the next time. This fades: by half
@@ -25,6 +28,9 @@ from libra_jax import config as configuration
 
 WAITED = 0.15
 """Share of a step for which the trainer waited, above which the step was as long as rollout made it."""
+
+NEAR = 0.2
+"""Share of the slots that roll out up to which several workers change together; one alone may have more."""
 
 Kind = Literal["borrow", "release", "stay"]
 
@@ -223,6 +229,7 @@ class Borrowing:
     def _changes(self, sight: Sight) -> list[_Change]:
         """Those that there are, of one worker or several that have waited for long enough, and what each promises."""
         before, changes = sight.training, []
+        most = NEAR * sight.slots(before)
         free = [
             worker
             for worker in sight.workers
@@ -237,7 +244,9 @@ class Borrowing:
                 reverse=kind == "release",
             )
             names = [worker.name for worker in able]
-            several = (tuple(names[:count]) for count in range(2, len(names) + 1))
+            moved = itertools.accumulate(worker.slots for worker in able)
+            together = sum(slots <= most for slots in moved)
+            several = (tuple(names[:count]) for count in range(2, together + 1))
             for workers in itertools.chain(((name,) for name in names), several):
                 after = before ^ set(workers)
                 if kind == "borrow" and sight.instances(after) < self._config.floor:

@@ -140,9 +140,19 @@ def test_of_several_workers_it_borrows_first_who_helps_most_and_as_many_as_help(
     world = World(train=20.0, rollout=150.0, hybrids=((8, 0.5), (2, 1.0), (8, 1.0)))  # 20 s; 10 and 7.5 s with one
     assert [made for made in kinds(world, decider(world), 2) if made != "stay"] == ["borrow"]
     assert world.training == {"engine-1"}
-    world = World(train=100.0, rollout=40.0, hybrids=((8, 0.5), (2, 1.0), (8, 1.0)))
+    world = World(train=100.0, rollout=40.0, hybrids=((8, 0.5), (2, 1.0), (8, 1.0)), core_slots=100)
     kinds(world, decider(world), 2)
     assert world.training == {"engine-0", "engine-1", "engine-2"}
+
+
+@pytest.mark.parametrize(("slots", "together"), [(90, 3), (89, 2), (60, 2), (59, 1), (19, 1)])
+def test_a_fifth_of_the_slots_at_most_change_sides_together_and_one_worker_always_may(slots, together):
+    rules, hybrids = dataclasses.replace(RULES, patience=1), ((6, 1.0),) * 3
+    slow_training = World(1_000.0, 1.0, hybrids=hybrids, core_slots=slots - 18)
+    slow_rollout = World(1.0, 1e6, hybrids=hybrids, core_slots=slots, training=frozenset(slow_training.names))
+    for world, kind in ((slow_training, "borrow"), (slow_rollout, "release")):
+        decision = decider(world, rules).look(world.sight())
+        assert (decision.kind, len(decision.workers)) == (kind, together)
 
 
 def test_a_floor_of_instances_always_rolls_out():
