@@ -454,6 +454,10 @@ class TrainerConfig:
     pack: bool = True  # several trajectories a row, kept apart by segment ids
     cores: tuple[int, ...] = ()  # CPU cores that the trainer's threads are pinned to; empty: not pinned
     max_skipped_steps: int = 10  # non-finite steps in a row after which the run stops
+    # Times that a trainer which is lost is made anew, from the last checkpoint. The groups trained since that stay in
+    # memory, to be trained again (about 0.1 kB a token); 0, or checkpoint.every=0: its loss ends the run. So it does
+    # where checkpoints have failed for more than 4 times checkpoint.every steps: no more are kept.
+    restarts: int = 3
 
     def __post_init__(self) -> None:
         check_choice(self.platform, ("auto", "cpu", "cuda", "tpu"), "trainer.platform")
@@ -464,6 +468,7 @@ class TrainerConfig:
             "trainer.processes",
             f"the mesh's {self.devices} devices do not divide over {self.processes} processes",
         )
+        check(self.restarts >= 0, "trainer.restarts", f"must not be negative, not {self.restarts}")
         check(self.context == 1, "trainer.context", "is reserved: only 1 is supported")
         lengths = (self.row_tokens, *self.row_buckets)
         check(list(lengths) == sorted(set(lengths)), "trainer.row_buckets", "must ascend and exceed row_tokens")

@@ -42,6 +42,10 @@ class PeerLost(WorkerLost):
     """What a process says that works together with a lost one and cannot tell which it was."""
 
 
+class TrainerLost(WorkerLost):
+    """The trainer that serves is gone, one of its processes or all: what it was asked is asked again of the next."""
+
+
 class CheckpointFailed(LibraError):
     """A checkpoint that a disk does not take; the one before it still counts."""
 
@@ -1146,6 +1150,10 @@ class Cluster(Protocol):
 
     async def stop(self, name: str) -> None:
         """Ends the actor (its `shutdown` is called first, with a deadline) and reaps its processes."""
+        ...
+
+    async def kill(self, name: str) -> None:
+        """Ends the actor without asking it, where that can be done, and reaps its processes: what it holds is lost."""
         ...
 
     async def shutdown(self) -> None:

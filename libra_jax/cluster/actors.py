@@ -368,13 +368,22 @@ def check_name_free(name: str, taken: Collection[str]) -> None:
 
 
 async def stop_all(stop: Callable[[str], Awaitable[None]], names: Collection[str]) -> None:
-    """Stops the named actors, last first, all of them even if some fail; then raises one error for those."""
-    errors = []
+    """Stops the named actors, last first, all of them even if some fail; then raises one error for those.
+
+    Processes of one set (`<name>.0`, `<name>.1`, ...: `coordinator.process_set`) stop together: each waits for the
+    others before it leaves, and asked alone would do so until it gives up.
+    """
+    sets: dict[str, list[str]] = {}
     for name in reversed(list(names)):
-        try:
-            await stop(name)
-        except LibraError as error:
-            errors.append(error)
+        stem, dot, number = name.rpartition(".")
+        sets.setdefault(stem if dot and number.isdecimal() else name, []).append(name)
+    errors = []
+    for together in sets.values():
+        for error in await asyncio.gather(*map(stop, together), return_exceptions=True):
+            if isinstance(error, LibraError):
+                errors.append(error)
+            elif error is not None:
+                raise error
     if len(errors) == 1:
         raise errors[0]
     if errors:

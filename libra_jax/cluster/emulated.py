@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from libra_jax.cluster import guard
+from libra_jax.cluster import granted, guard, hosts, settings
 from libra_jax.interop import memfd
 from libra_jax.protocols import LibraError
 
@@ -35,14 +35,6 @@ MOST = 250
 _OBJECT_STORE_MIB = 100
 _END_SECONDS = 10.0
 _STARTED = "Ray runtime started"
-_SYSTEM = {
-    # An actor's own guard sees to what it started (`cluster.ray_runtime`).
-    "kill_child_processes_on_worker_exit": False,
-    "process_group_cleanup_enabled": False,
-    # Workers nobody has asked for, a hundred MB each.
-    "enable_worker_prestart": False,
-    "prestart_worker_first_driver": False,
-}
 
 
 class EmulatedHosts:
@@ -56,6 +48,7 @@ class EmulatedHosts:
       gpus: Ray is told of as many GPUs as well, which are not there.
       seconds: deadline for all to be up.
       environment: environment variables of single hosts, by number.
+      roles: what single hosts are for, by number; the others are for anything (`granted.ROLE_LABEL`).
 
     Attributes:
       address: of the head, for `config.cluster.address`.
@@ -70,6 +63,7 @@ class EmulatedHosts:
         gpus: bool = False,
         seconds: float = 120.0,
         environment: Mapping[int, Mapping[str, str]] | None = None,
+        roles: Mapping[int, hosts.Role] | None = None,
     ) -> None:
         if not 1 <= count <= MOST:
             raise LibraError(f"{count} hosts cannot be emulated; between 1 and {MOST} can")
@@ -80,6 +74,7 @@ class EmulatedHosts:
         self._gpus = accelerators if gpus else 0
         self._seconds = seconds
         self._own = environment or {}
+        self._roles = roles or {}
         self._folder = Path()
         self._hosts: dict[int, subprocess.Popen[bytes]] = {}
         self._guards: dict[int, guard.Guard] = {}
@@ -135,6 +130,10 @@ class EmulatedHosts:
         if number:  # the head's guard stays: it removes the folder in the end
             self._guards.pop(number).fire(_END_SECONDS)
 
+    def lives(self, number: int) -> bool:
+        """Whether a host is up: it has neither been killed nor ended of itself, as Ray's do that lose their raylet."""
+        return number in self._hosts and self._hosts[number].poll() is None
+
     def end(self) -> None:
         """Ends them all, and removes their files. Idempotent."""
         for host in self._hosts.values():
@@ -149,9 +148,16 @@ class EmulatedHosts:
         self._hosts, self._guards = {}, {}
 
     def _start_head(self, deadline: float) -> str:
-        self._start(0, "--head", "--port=0", "--include-dashboard=false", f"--system-config={json.dumps(_SYSTEM)}")
+        self._start(
+            0, "--head", "--port=0", "--include-dashboard=false", f"--system-config={json.dumps(dict(settings.SYSTEM))}"
+        )
         self._wait(0, deadline)
-        return (self._folder / "0" / "ray_current_cluster").read_text().strip()
+        file = self._folder / "0" / "ray_current_cluster"
+        while not (address := file.read_text().strip() if file.exists() else ""):  # Ray says that it has started first
+            if time.monotonic() > deadline:
+                raise LibraError(f"Ray's head, emulated here, did not tell its address within {self._seconds:g} s")
+            time.sleep(0.1)
+        return address
 
     def _start(self, number: int, *arguments: str) -> None:
         command = [
@@ -164,6 +170,7 @@ class EmulatedHosts:
             f"--object-store-memory={_OBJECT_STORE_MIB << 20}",
             *("--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"),
             "--include-log-monitor=false",
+            *([f"--labels={granted.label(self._roles[number])}"] if number in self._roles else []),
             *arguments,
         ]
         with self._log(number).open("wb") as log:

@@ -67,7 +67,7 @@ class Granted:
         for role, verb in (("training", "to train"), ("rollout", "to roll out")):
             mine = [host for host in self.layout.hosts if host.role == role]
             if mine:
-                names = _named(self.nodes[host.number].name for host in mine)
+                names = listed(self.nodes[host.number].name for host in mine)
                 sizes = _sizes([host.accelerators for host in mine], self.resource)
                 parts.append(f"{names} {verb} ({sizes})")
         versions = ", ".join(f"{package} {version}" for package, version in sorted(self.nodes[0].versions.items()))
@@ -89,6 +89,18 @@ class Granted:
             }
             for host, node in zip(self.layout.hosts, self.nodes, strict=True)
         ]
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first of them, and how many more there are."""
+    known = list(names)
+    more = len(known) - NAMED
+    return ", ".join(known) if more <= 0 else f"{', '.join(known[:NAMED])} and {more} more"
+
+
+def label(role: hosts.Role) -> str:
+    """Of a node that is for one role, as `ray start --labels` takes it."""
+    return f"{ROLE_LABEL}={role}"
 
 
 def natural(name: str) -> list[tuple[bool, int, str]]:
@@ -120,17 +132,36 @@ def why_not(layout: hosts.Layout, resource: str, nodes: Sequence[Node]) -> str:
     """Why the nodes can never hold the run, whatever else they are busy with; empty if they can.
 
     Args:
-      layout: of the run over its hosts.
+      layout: of the run over its hosts, each of which takes as many CPUs as accelerators.
       resource: Ray's name for its accelerators.
       nodes: that there are.
     """
-    if reason := refusal([host.accelerators for host in layout.hosts], resource, nodes):
-        return reason
-    for role, purpose in (("training", " to train"), ("rollout", " to roll out")):
-        needs = [host.accelerators for host in layout.hosts if host.role == role]
-        if reason := refusal(needs, resource, [node for node in nodes if node.role in ("", role)], purpose):
+    for role, purpose in (("", ""), ("training", " to train"), ("rollout", " to roll out")):
+        needs = [host.accelerators for host in layout.hosts if role in ("", host.role)]
+        able = [node for node in nodes if not role or node.role in ("", role)]
+        if reason := refusal(needs, resource, able, purpose) or _too_few_cpus(needs, resource, able, purpose):
             return reason
     return ""
+
+
+def short(layout: hosts.Layout, resource: str, free: Mapping[str, float]) -> str:
+    """What the run takes in all, and of which other programs leave too little; the accelerators where it is neither."""
+    taken = sum(host.accelerators for host in layout.hosts)
+    kind = "CPU" if free.get(resource, 0) >= taken > free.get("CPU", 0) else resource
+    return f"it takes {taken} {kind}s, and other programs leave {free.get(kind, 0):g}"
+
+
+def _too_few_cpus(needs: Sequence[int], resource: str, nodes: Sequence[Node], purpose: str) -> str:
+    """Why hosts that have the accelerators are short of CPUs; empty if they are not."""
+    both = [min(node.resources.get(resource, 0), node.resources.get("CPU", 0)) for node in nodes]
+    if all(need <= have for need, have in zip(sorted(needs)[::-1], sorted(both)[::-1], strict=False)):
+        return ""
+    counts = listed(f"{node.name} has {node.resources.get('CPU', 0):g}" for node in nodes)
+    return (
+        f"config.cluster.accelerators_per_host: the run takes as many CPUs of its {len(needs)} hosts{purpose} as "
+        f"{resource}s ({_sizes(needs, 'CPU')}), and of the Ray cluster's {len(nodes)}, {counts}; start Ray with more "
+        "there (`ray start --num-cpus`)"
+    )
 
 
 def refusal(needs: Sequence[int], resource: str, nodes: Sequence[Node], purpose: str = "") -> str:
@@ -147,13 +178,13 @@ def refusal(needs: Sequence[int], resource: str, nodes: Sequence[Node], purpose:
     where = "config.cluster.accelerators_per_host"
     mend = "start more with `ray start`, or ask for less (config.trainer, config.rollout.tensor_parallel)"
     if len(have) < len(needs):
-        there = f"{len(have)} ({_named(name for name, _ in have)})" if have else "none"
+        there = f"{len(have)} ({listed(name for name, _ in have)})" if have else "none"
         meant = f" that may do that ({ROLE_LABEL})" if purpose else ""
         return f"{where}: {asked}, and the Ray cluster has {there}{meant}; {mend}"
     pairs = zip(sorted(needs, reverse=True), sorted((count for _, count in have), reverse=True), strict=False)
     if all(need <= count for need, count in pairs):
         return ""
-    counts = _named(f"{name} has {count}" for name, count in have)
+    counts = listed(f"{name} has {count}" for name, count in have)
     return f"{where}: {asked}, {sum(needs)} in all, and of the Ray cluster's {len(have)}, {counts}; {mend}"
 
 
@@ -170,7 +201,7 @@ def differences(here: Mapping[str, str], nodes: Sequence[Node]) -> str:
             if theirs.partition("+")[0] != mine.partition("+")[0]:
                 found.setdefault((package, theirs), []).append(node.name)
     said = [
-        f"{package} is {theirs} on {_named(names)} ({here[package]} here)"
+        f"{package} is {theirs} on {listed(names)} ({here[package]} here)"
         for (package, theirs), names in sorted(found.items())
     ]
     if not said:
@@ -193,14 +224,8 @@ def own(node: Node, local: str) -> str:
     return ",".join(node.accelerators[number] for number in numbers)
 
 
-def _named(names: Iterable[str]) -> str:
-    listed = list(names)
-    more = len(listed) - NAMED
-    return ", ".join(listed) if more <= 0 else f"{', '.join(listed[:NAMED])} and {more} more"
-
-
 def _sizes(counts: Sequence[int], resource: str) -> str:
     """`8 GPUs each`, or how many each has."""
     if len(set(counts)) == 1:
         return f"{counts[0]} {resource}{'s' * (counts[0] != 1)} each"
-    return f"{_named(map(str, counts))} {resource}s"
+    return f"{listed(map(str, counts))} {resource}s"

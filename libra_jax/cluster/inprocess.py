@@ -84,6 +84,10 @@ class InProcessCluster:
         if host is not None:
             await host.stop(self._shutdown_seconds)
 
+    async def kill(self, name: str) -> None:
+        """Ends the actor as `stop` does: nobody can kill a thread."""
+        await self.stop(name)
+
     async def shutdown(self) -> None:
         """Stops every actor, last made first; raises one LibraError for all that failed."""
         await actors.stop_all(self.stop, self._hosts)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import os
 import pathlib
 import sys
@@ -17,7 +18,9 @@ import ray
 import ray.exceptions
 
 from libra_jax.cluster import actors, ray_host, ray_outcome, ray_placement, ray_runtime, ray_streams
-from libra_jax.protocols import ActorSpec, DeadlineMissed, WorkerLost
+from libra_jax.protocols import ActorSpec, ConfigError, DeadlineMissed, WorkerLost
+
+_log = logging.getLogger(__name__)
 
 _CONCURRENT_CALLS = 10_000  # of one actor; each open stream is one, and the verbs must never queue behind them
 
@@ -115,9 +118,12 @@ class RayCluster:
         placement: of actors on the run's hosts; None: wherever there is room.
         """
         self._placement = placement
+        self._embedded = not address
         self._start_seconds = start_seconds
         self._shutdown_seconds = shutdown_seconds
-        self._runtime = ray_runtime.RayRuntime(address, object_store_mib=object_store_mib, start_seconds=start_seconds)
+        self._runtime = ray_runtime.RayRuntime(
+            address, object_store_mib=object_store_mib, start_seconds=start_seconds, hosts=placement is not None
+        )
         self._actors: dict[str, _Actor] = {}
 
     async def spawn(self, spec: ActorSpec) -> actors.Proxy:
@@ -125,7 +131,7 @@ class RayCluster:
 
         Raises:
           ConfigError: the factory cannot be found where the actor runs; no cluster at the address, or one that the
-            run does not fit (`ray_placement.Placement.place`).
+            run does not fit (`ray_placement.Placement.place`); GPUs that this machine does not have.
           DeadlineMissed: Ray did not place the actor in time: its resources are not there, or its host is gone.
           LibraError: the factory failed, or the name is taken.
           WorkerLost: the process died while it made the actor.
@@ -134,22 +140,40 @@ class RayCluster:
             del self._actors[spec.name]
         actors.check_name_free(spec.name, self._actors)
         await self._runtime.ensure()
+        self._check_gpus(spec)
         spec, where = await self._place(spec)
         actors.check_name_free(spec.name, self._actors)
         actor = self._actors[spec.name] = _Actor(spec, where)
-        actor.death.add_done_callback(lambda _: self._doubt(actor))
+        actor.death.add_done_callback(lambda _: self._ended(actor))
         try:
             actor.birth = await self._born(actor)
             methods = await actor.remote(actor.handle.make)
         except BaseException:
             self._doubt(actor)
-            del self._actors[spec.name]
+            if self._actors.get(spec.name) is actor:  # else it was killed meanwhile
+                del self._actors[spec.name]
             await actor.kill(self._shutdown_seconds)
             raise
         return actors.Proxy(spec.name, {name: _bind(actor, name, kind) for name, kind in methods.items()})
 
+    def _check_gpus(self, spec: ActorSpec) -> None:
+        """A Ray of the run's own gets no more GPUs by waiting; one that was joined may."""
+        there = ray.cluster_resources().get("GPU", 0.0)
+        if self._embedded and spec.gpus > there:
+            raise ConfigError(
+                f"config.cluster.address: actor {spec.name!r} asks for {spec.gpus:g} GPUs, and this machine has "
+                f"{there:g}; set config.trainer.platform=cpu if the trainer is to do without, or name a cluster that "
+                "has them"
+            )
+
     async def _place(self, spec: ActorSpec) -> tuple[ActorSpec, dict[str, Any]]:
         return (spec, {}) if self._placement is None else await self._placement.place(spec)
+
+    def _ended(self, actor: _Actor) -> None:
+        """Says so at once if nobody asked for it: who has no use for the actor now may learn of it much later."""
+        if actor.birth.pid and not actor.stopping:
+            _log.warning("Actor %s has ended unasked (process %d).", actor.spec.name, actor.birth.pid)
+        self._doubt(actor)
 
     def _doubt(self, actor: _Actor) -> None:
         """It ended unasked: its host may be gone."""
@@ -182,12 +206,31 @@ class RayCluster:
                 await self._ask_to_stop(actor)
         finally:
             dead = await actor.kill(self._shutdown_seconds)
-        if not dead:
-            if self._placement is not None:
-                self._placement.doubt(actor.spec.host)
-            raise DeadlineMissed(
-                f"actor {name!r}: process {actor.birth.pid} still ran {self._shutdown_seconds:g} s after it was killed"
-            )
+        self._check_dead(actor, dead)
+
+    async def kill(self, name: str) -> None:
+        """Ends the actor without asking it: it may wait for ever for one that is gone. Nothing happens if it is.
+
+        Raises:
+          DeadlineMissed: its process, or what that made, was not gone in time.
+        """
+        actor = self._actors.pop(name, None)
+        if actor is None:
+            return
+        dead = await actor.kill(self._shutdown_seconds)
+        if self._placement is not None:  # its host may be gone, and Ray not know it yet
+            self._placement.doubt(actor.spec.host)
+        self._check_dead(actor, dead)
+
+    def _check_dead(self, actor: _Actor, dead: bool) -> None:
+        if dead:
+            return
+        if self._placement is not None:
+            self._placement.doubt(actor.spec.host)
+        raise DeadlineMissed(
+            f"actor {actor.spec.name!r}: process {actor.birth.pid} still ran {self._shutdown_seconds:g} s after it was "
+            "killed"
+        )
 
     async def _ask_to_stop(self, actor: _Actor) -> None:
         stopping = actor.remote(actor.handle.stop, self._shutdown_seconds)

@@ -132,7 +132,7 @@ class Placement:
         """Returns when the group is placed."""
         loop = asyncio.get_running_loop()
         begun = changed = loop.time()
-        count, taken = len(self._layout.hosts), sum(host.accelerators for host in self._layout.hosts)
+        count = len(self._layout.hosts)
         settle = min(max(SETTLE_SECONDS, self._seconds / 4), self._seconds)
         ready, known = asyncio.ensure_future(self._group.ready()), -1
         try:
@@ -144,11 +144,11 @@ class Placement:
                 if reason and now - changed >= settle:
                     raise ConfigError(reason)
                 if now - begun >= self._seconds:
-                    free = (await self._thread.submit("free", ray.available_resources)).get(self._resource, 0)
+                    free = await self._thread.submit("free", ray.available_resources)
                     raise DeadlineMissed(
                         f"The Ray cluster's {len(nodes)} nodes had no room for the run's {count} hosts within "
-                        f"{self._seconds:g} s: it takes {taken} {self._resource}s, and other programs leave "
-                        f"{free:g}; wait for them to end, ask for less, or raise config.deadlines.cluster_start"
+                        f"{self._seconds:g} s: {granted.short(self._layout, self._resource, free)}; wait for them to "
+                        "end, ask for less, or raise config.deadlines.cluster_start"
                     )
             ready.result()
         finally:

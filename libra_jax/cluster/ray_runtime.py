@@ -25,7 +25,7 @@ import ray
 import ray.exceptions
 from ray._private import ray_constants
 
-from libra_jax.cluster import actors, guard
+from libra_jax.cluster import actors, granted, guard, ray_head, settings
 from libra_jax.protocols import ConfigError, DeadlineMissed, LibraError
 
 _log = logging.getLogger(__name__)
@@ -35,12 +35,6 @@ _LONGEST_TEMPORARY = 16  # our directory and Ray's socket in it add 91 character
 _REACH_SECONDS = 5.0
 _NODE_SECONDS = 10.0  # for a node of this machine that is being started beside us
 _PLENTY_OF_CPUS = 1024.0  # embedded, CPU reservations order nothing: two cores must be able to hold every actor
-_SYSTEM = {
-    "kill_child_processes_on_worker_exit": False,  # the actor's guard does, and spares the resource tracker
-    "process_group_cleanup_enabled": False,  # likewise: it gives the tracker a fifth of a second to unlink
-    "enable_worker_prestart": False,
-    "prestart_worker_first_driver": False,
-}
 
 
 class RayRuntime:
@@ -50,8 +44,10 @@ class RayRuntime:
     thread, not to the process.
     """
 
-    def __init__(self, address: str, *, object_store_mib: int, start_seconds: float) -> None:
+    def __init__(self, address: str, *, object_store_mib: int, start_seconds: float, hosts: bool = True) -> None:
+        """`hosts`: the run is laid out over hosts, and the cluster may have several."""
         self._address = address
+        self._hosts = hosts
         self._object_store_bytes = object_store_mib << 20
         self._start_seconds = start_seconds
         self._thread: actors.ActorThread | None = None
@@ -59,12 +55,13 @@ class RayRuntime:
         self._directory = ""
         self._lock = asyncio.Lock()
         self._started: asyncio.Future[None]
+        self._watching: asyncio.Task[None] | None = None  # of a head that others have started
 
     async def ensure(self) -> None:
         """Starts or joins Ray unless that has happened; a Ray that this process already has is used, and left alone.
 
         Raises:
-          ConfigError: no cluster answers at the address.
+          ConfigError: no cluster answers at the address, or one of several hosts, and the run is laid out over none.
           LibraError: Ray does not start.
           DeadlineMissed: neither happened in time.
         """
@@ -82,6 +79,9 @@ class RayRuntime:
                     f"Ray did not come up with {where} within {self._start_seconds:g} s; see whether it is "
                     "overloaded, or raise config.deadlines.cluster_start"
                 ) from None
+            if self._address and self._watching is None:
+                head = ray.get_runtime_context().gcs_address
+                self._watching = asyncio.get_running_loop().create_task(ray_head.watch(head))
 
     def _start(self) -> None:
         _remove_abandoned_directories()
@@ -100,7 +100,7 @@ class RayRuntime:
                     log_to_driver=False,
                     logging_level=logging.ERROR,
                     _temp_dir=self._directory,
-                    _system_config=_SYSTEM,
+                    _system_config=dict(settings.SYSTEM),
                 )
         except Exception as error:
             shutil.rmtree(self._directory, ignore_errors=True)
@@ -130,6 +130,14 @@ class RayRuntime:
                 "for another token (RAY_AUTH_TOKEN_PATH); start one with `ray start --head`, or leave it empty and one "
                 "is started embedded"
             ) from error
+        names = {node["NodeManagerAddress"]: node["NodeName"] for node in ray.nodes() if node["Alive"]}
+        if len(names) > 1 and not self._hosts:
+            self._end()
+            raise ConfigError(
+                "config.cluster.accelerators_per_host: is 0, which puts the whole run on one host, and the Ray cluster "
+                f"at {address!r} has {len(names)} ({granted.listed(names.values())}); set it to what a host has, or "
+                "leave config.cluster.address empty"
+            )
 
     async def end(self, seconds: float) -> None:
         """Leaves the cluster, or ends it if this started it. Idempotent.
@@ -139,6 +147,8 @@ class RayRuntime:
         """
         if self._thread is None:
             return
+        if self._watching is not None:
+            self._watching.cancel()
         thread, self._thread = self._thread, None
         try:
             await asyncio.wait_for(thread.submit("shutdown", self._end), seconds)

@@ -81,6 +81,7 @@ class Checkpoints:
         self._keep = keep
         self._epoch = epoch
         self._parts: dict[str, str] = {}  # names of the parts of the checkpoint begun last
+        self._disowned = 0
 
     def newest(self) -> int:
         """The step of the newest checkpoint, -1 if there is none."""
@@ -109,6 +110,7 @@ class Checkpoints:
                 _remove(directory)  # an earlier run was killed while it wrote this one
                 directory.mkdir(parents=True)
             suffix, path = self._suffix(), directory / COORDINATOR
+            suffix += f"-anew{self._disowned}" if self._disowned else ""
             suffix += "-again" if (directory / f"{path.stem}{suffix}{path.suffix}").exists() else ""
             self._parts = {"coordinator": f"{path.stem}{suffix}{path.suffix}", "trainer": f"{TRAINER}{suffix}"}
             _write_durably(directory / self._parts["coordinator"], json.dumps(state))
@@ -134,6 +136,10 @@ class Checkpoints:
                 if other not in kept:
                     self._check_epoch()
                     _remove(other)
+
+    def disown(self) -> None:
+        """Who wrote until now is lost, and may write on all the same: parts have other names from now on."""
+        self._disowned += 1
 
     def discard(self, step: int) -> None:
         """Removes what has been written of the checkpoint begun last, which is given up; another of its step stays."""

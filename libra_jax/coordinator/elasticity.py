@@ -138,7 +138,12 @@ class Elasticity:
         else:
             shares, begin = self._hybrid.shares(batch.policy_version), asyncio.get_running_loop().time()
             self._hybrid.begin(batch, shares)
-            metrics = await train(batch, shares)
+            try:
+                metrics = await train(batch, shares)
+            except protocols.TrainerLost:  # who computed a share for it is released
+                late = {f"shares/late/{share.member}": 1.0 for share in shares}
+                await self._hybrid.finish(shares, late, 0.0)
+                raise
             await self._hybrid.finish(shares, metrics, asyncio.get_running_loop().time() - begin)
         return metrics
 
@@ -178,6 +183,13 @@ class Elasticity:
             return mesh_moves.Outside(moving, made, sizes, self._trainer, self._limits)
 
         return successor
+
+    async def trainer_lost(self, step: int) -> None:
+        """The trainer is gone, and is to be made anew; with its lock held."""
+        if self._follower is not None:
+            self._follower.disturb()
+        await self.resizing.trainer_lost(step)
+        await self._trainer_moved()
 
     async def _trainer_moved(self) -> None:
         """Other processes train: channels and snapshots of those before go."""

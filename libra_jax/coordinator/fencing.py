@@ -1,10 +1,11 @@
 """Never two trainers for one workdir: each start of a run takes the next epoch, and an earlier one writes nothing more.
 
-    <workdir>/epochs/epoch-00000003.json    made by whoever starts third, and by nobody else: its creation is exclusive
+    <workdir>/epochs/epoch-00000003.json    made by whoever starts third, and by nobody else: its making is exclusive
 
-Locks do not hold across the hosts of every shared file system, and clocks differ between hosts; the exclusive creation
-of a file is promised by POSIX and by NFS from version 3 on. A run looks for a later epoch before it appends a record,
-writes a part of a checkpoint or renames a manifest into place, and stops with a sentence once there is one.
+Locks do not hold across the hosts of every shared file system, and clocks differ between hosts; that a name is linked
+once, or a file created once, is promised by POSIX and by NFS (creation from its version 3 on). A run looks for a later
+epoch before it appends a record, writes a part of a checkpoint or renames a manifest into place, and stops with a
+sentence once there is one.
 
 Between such a look and the writing lie microseconds. A process that is stopped right there for as long as its successor
 needs to start might still rename its manifest afterwards. So an epoch says at which step it went on, a manifest says of
@@ -21,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -133,9 +135,7 @@ def take(workdir: Path, newest_step: Callable[[], int]) -> Epoch:
     while True:
         holder = Holder(number, socket.gethostname(), os.getpid(), _UNKNOWN, time.time())
         with contextlib.suppress(FileExistsError):
-            descriptor = os.open(_file(workdir, number), os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
-            with os.fdopen(descriptor, "w") as file:
-                json.dump(asdict(holder), file)
+            _make(workdir, holder)
             break
         number += 1
     _replace(workdir, dataclasses.replace(holder, step=newest_step()))
@@ -166,14 +166,36 @@ def _numbers(workdir: Path) -> list[int]:
     return [int(found[1]) for name in names if (found := _NAME.fullmatch(name))]
 
 
+def _make(workdir: Path, holder: Holder) -> None:
+    """The epoch is taken with all that it says, or not at all, wherever its taker dies.
+
+    Raises:
+      FileExistsError: another has taken it.
+    """
+    file, partial = _file(workdir, holder.epoch), _written(workdir, holder)
+    try:
+        os.link(partial, file)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+            raise
+        with file.open("x") as made:  # a file system without links: it may be empty for a moment
+            json.dump(asdict(holder), made)
+    finally:
+        partial.unlink()
+
+
 def _replace(workdir: Path, holder: Holder) -> None:
-    file = _file(workdir, holder.epoch)
-    partial = file.with_suffix(".partial")
+    _written(workdir, holder).replace(_file(workdir, holder.epoch))
+
+
+def _written(workdir: Path, holder: Holder) -> Path:
+    """A file of this process's own that says who holds an epoch."""
+    partial = _file(workdir, holder.epoch).with_suffix(f".{holder.host}.{holder.pid}.partial")
     with partial.open("w") as written:
         json.dump(asdict(holder), written)
         written.flush()
         os.fsync(written.fileno())
-    partial.replace(file)
+    return partial
 
 
 def _read(workdir: Path, number: int) -> Holder | None:

@@ -6,7 +6,7 @@ import asyncio
 import collections
 import dataclasses
 import itertools
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -146,10 +146,16 @@ class Instances:
         """The engines that a weight update goes to."""
         return [engine for engine in self.engines.values() if engine.state in ("loaded", "serving")]
 
-    def serve(self, engine: Engine) -> None:
-        """The engine holds current weights: requests may go there from now on."""
-        if engine.state == "loaded":
+    def serve(self, engines: Iterable[Engine]) -> None:
+        """These engines hold current weights: requests may go there from now on.
+
+        Told once of all of them, because a scheduler takes up all instances anew each time: one by one, 2,560 engines
+        that start together would cost that 2,560 times.
+        """
+        ready = [engine for engine in engines if engine.state == "loaded"]
+        for engine in ready:
             engine.state = "serving"
+        if ready:
             self.changed()
 
     def lost(self, engine: Engine, life: int, error: BaseException) -> None:

@@ -22,18 +22,18 @@ class MeasuredSteps:
     """The last steps under the present arrangement.
 
     Args:
-      staleness: eta. Above 0 long steps and short ones take turns, so that none tells alone.
+      staleness: eta. Groups that were begun before a change are trained for as many steps after it, in which the
+        trainer need not wait for what rollout makes now; and long steps and short ones take turns.
     """
 
     def __init__(self, staleness: int) -> None:
         self._synchronous = staleness == 0
         self._taken: collections.deque[Taken] = collections.deque(maxlen=staleness + 1)
-        self._least = min(2, staleness + 1)
 
     @property
     def enough(self) -> bool:
-        """There have been enough of them to go by."""
-        return len(self._taken) >= self._least
+        """There have been enough of them to go by: one whose groups were all begun under the arrangement, at least."""
+        return len(self._taken) == self._taken.maxlen
 
     @property
     def train_seconds(self) -> float | None:

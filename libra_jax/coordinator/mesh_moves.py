@@ -130,7 +130,8 @@ class Outside:
     async def take_over(self, step: int) -> Taken:
         """The successor serves; the processes before live until `end_former`."""
         self._former = self._serving.set
-        self._serving.set, told = await self._moving.take_over(step, self._limits.transition)
+        successor, told = await self._moving.take_over(step, self._limits.transition)
+        self._serving.hand_over(successor)
         phases = {"start": told.start, "compile": told.compile, "snapshot": told.snapshot, "restore": told.restore}
         return Taken({**phases, "replay": told.replay}, told.stall, told.nbytes)
 

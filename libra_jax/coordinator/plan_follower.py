@@ -99,6 +99,10 @@ class PlanFollower:
         if _mesh(plan) != self._resizing.sizes:
             self._move = self._ending.start(self._take_up(plan), "going on with a plan's mesh")
 
+    def disturb(self) -> None:
+        """Something else touches the step under way, so that it says nothing of those to come."""
+        self._disturbed = True
+
     def after(self, step: int, report: reports.StepReport) -> Mapping[str, float]:
         """Asks the planner; returns the step's metrics of the plan.
 

@@ -1,14 +1,15 @@
 """One trainer of one or several processes: each an actor, all called at once, and what process 0 answers counts.
 
 Calls are collectives, as the processes' programs are: whoever is left out of one leaves the others waiting. So a call
-goes to all processes at once, and where one fails, the set has failed: it is to be stopped, and nothing is retried.
+goes to all processes at once, and where one fails, the set has failed: it is to be ended, and nothing is retried. The
+same set may be made again, from nothing (`recovery`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from libra_jax import protocols
@@ -19,6 +20,9 @@ MakeProcess = Callable[[int, int], protocols.ActorSpec]
 
 ALONE = frozenset({"reserve", "stage_weights", "close_weights", "listen", "is_saved"})
 """Methods that concern process 0 alone: what it holds for others to read, and where it listens."""
+
+AT_ANY_TIME = frozenset({"give_up_step", "listen", "connect", "dismiss"})
+"""Methods that whoever calls them holds no lock for (`protocols.Trainer`)."""
 
 VERDICT_SECONDS = 5.0
 """How long an error of one process waits for the others': where one was killed, its peers fail of that before its end
@@ -54,7 +58,7 @@ class ProcessSet:
         self._actors: list[Any] = []
 
     async def make(self) -> None:
-        """Makes the actors, all at once.
+        """Makes the actors, all at once; those of a set that was killed, again.
 
         Raises:
           LibraError: one cannot be made (`protocols.Cluster.spawn`); `stop` reaps the others.
@@ -77,8 +81,19 @@ class ProcessSet:
         Raises:
           LibraError: one did not end as it should; the others have been seen to.
         """
-        ending = [self._cluster.stop(spec.name) for spec in self._specs]
-        ended = await asyncio.gather(*ending, return_exceptions=True)
+        await self._end(self._cluster.stop)
+
+    async def kill(self) -> None:
+        """Ends and reaps every process without asking it: those that are left wait for the lost one, or soon would.
+
+        Raises:
+          LibraError: one did not end as it should; the others have been seen to.
+        """
+        self._actors = []
+        await self._end(self._cluster.kill)
+
+    async def _end(self, end: Callable[[str], Coroutine[Any, Any, None]]) -> None:
+        ended = await asyncio.gather(*(end(spec.name) for spec in self._specs), return_exceptions=True)
         for error in ended:
             if error is not None:
                 raise error
@@ -126,10 +141,14 @@ class Serving:
 
     Attributes:
       set: the one that serves.
+      lost: the error by which it is known to be gone; None while it is not. Nothing is asked of it then.
     """
 
     def __init__(self, first: ProcessSet, end: Callable[[ProcessSet], None]) -> None:
         self.set = first
+        self.lost: BaseException | None = None
+        self._catching_up = False
+        self._life = 0
         self._end = end
 
     @property
@@ -137,14 +156,45 @@ class Serving:
         """Of the set that serves."""
         return self.set.processes
 
+    def made_anew(self) -> None:
+        """The set that was lost has been made again, and is to catch up: it is asked by who sees to that alone."""
+        self.lost, self._catching_up, self._life = None, True, self._life + 1
+
+    def caught_up(self) -> None:
+        """Whoever has a call for it may ask it again."""
+        self._catching_up = False
+
+    def hand_over(self, successor: ProcessSet) -> None:
+        """Another set serves from now on; what befell the one before is none of its concern."""
+        self.set, self.lost, self._life = successor, None, self._life + 1
+
     def retire(self, before: ProcessSet) -> None:
         """Ends a set that has served."""
         self._end(before)
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        if method.startswith("_") or method == "set":
+        if method.startswith("_") or method in ("set", "lost"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {method!r}")
-        return getattr(self.set, method)
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            if self.lost is not None:
+                raise protocols.TrainerLost(str(self.lost))
+            if self._catching_up and method in AT_ANY_TIME:
+                raise protocols.TrainerLost(f"{self.set.name} was lost, and is being made anew")
+            asked = self.set, self._life
+            try:
+                return await getattr(self.set, method)(*args, **kwargs)
+            except protocols.WorkerLost as error:
+                if asked == (self.set, self._life):  # else it has handed over, or was made anew
+                    self.lost = self.lost or error
+                raise protocols.TrainerLost(str(error)) from error
+
+        return call
+
+
+def sizes(info: protocols.TrainerInfo) -> protocols.MeshSizes:
+    """Of the mesh that a trainer tells of."""
+    return protocols.MeshSizes(info.mesh["data"], info.mesh.get("fsdp", 1), info.mesh.get("tensor", 1))
 
 
 def _errors(calls: list[asyncio.Future[Any]]) -> list[BaseException]:

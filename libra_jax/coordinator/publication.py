@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from libra_jax import config as configuration
-from libra_jax import protocols
+from libra_jax import protocols, turns
 from libra_jax.coordinator import deadlines, failure, instances, relays, replicas
 
 
@@ -33,6 +33,8 @@ class Publisher:
     Attributes:
       version: the version that the trainer holds; whoever trains sets it while holding the lock.
       served: the version that was published last: what a group dispatched now is dispatched at.
+
+    `catch_up` is what `engines.load_weights` calls, unless whoever made this puts something around it.
     """
 
     def __init__(
@@ -57,22 +59,44 @@ class Publisher:
         self._engines = engines
         self._recorder = recorder
         self.version = self.served = protocols.NO_VERSION
-        engines.load_weights = self._catch_up
+        self._waiting: set[str] = set()
+        engines.load_weights = self.catch_up
 
     async def publish(self, version: int) -> float:
         """Publishes `version`, which the trainer holds now, to every engine that is up; returns the seconds it took."""
         start = asyncio.get_running_loop().time()
         async with self._lock:
             self.version = version
-            await self._send(version, [item for item in self._engines.loadable() if item.policy_version != version])
+            await self._send(version, [item for item in self._up() if item.policy_version != version])
             self.served = version
         return asyncio.get_running_loop().time() - start
 
-    async def _catch_up(self, engine: instances.Engine) -> None:
+    async def renew(self) -> None:
+        """Publishes again what the trainer holds, to every engine: another trainer holds it. With the lock held."""
+        if self.served != protocols.NO_VERSION:
+            await self._send(self.version, self._up())
+
+    def _up(self) -> list[instances.Engine]:
+        """Engines that can be given weights; one whose host's relay is being made catches up by itself after that."""
+        return [item for item in self._engines.loadable() if item.name not in self._waiting]
+
+    async def catch_up(self, engine: instances.Engine) -> None:
         """An engine that starts or wakes gets the published version before it serves.
 
         Where a snapshot's memory keeps what was published last, it is read from there: a training step may be long.
         """
+        if engine.state != "loaded":  # asked again after the trainer's loss, it may be lost meanwhile, or up to date
+            return
+        if self._hosts is not None:
+            life = engine.life
+            self._waiting.add(engine.name)
+            try:
+                error = await self._hosts.ready(engine.spec.host)
+            finally:
+                self._waiting.discard(engine.name)
+            if error is not None:
+                self._engines.lost(engine, life, error)
+                return
         if self._keeps:
             async with self._engines.weights:
                 version, buckets = self._staged
@@ -81,9 +105,13 @@ class Publisher:
                 if version != protocols.NO_VERSION:
                     await self._read(engine, version, buckets)
                     return
-        async with self._lock:
+        with turns.queued():  # a step may be long, and so may be the making of a trainer anew
+            await self._lock.acquire()
+        try:
             if engine.state == "loaded" and self.version != protocols.NO_VERSION:
                 await self._send(self.version, [engine])
+        finally:
+            self._lock.release()
 
     async def _read(self, engine: instances.Engine, version: int, buckets: Sequence[protocols.WeightBucket]) -> None:
         updates = [_Update(engine, version, self._seconds, self._recorder)]
@@ -92,7 +120,7 @@ class Publisher:
             place.set_result(bucket)
         copies = await self._spread(updates, staged)
         if updates[0].going:
-            self._engines.serve(engine)
+            self._engines.serve([engine])
         if self._members is not None:
             self._members.copied(version, copies)
 
@@ -116,14 +144,22 @@ class Publisher:
         count = await self._ask(self._trainer.open_weights(version), "open its weights")
         staged = relays.expected(count)
         try:
-            copies = await self._spread(updates, staged, self._stage(version, staged))
-        finally:
-            await self._ask(self._trainer.close_weights(version), "close its weights")
-        for update in updates:
-            if update.going:
-                self._engines.serve(update.engine)
+            try:
+                copies = await self._spread(updates, staged, self._stage(version, staged))
+            finally:
+                await self._ask(self._trainer.close_weights(version), "close its weights")
+        except protocols.TrainerLost as error:
+            for update in updates:
+                if update.half:  # it holds some of the new weights, and nobody has the rest
+                    self._engines.lost(update.engine, update.life, error)
+            self._serve(update for update in updates if update.ended)
+            raise
+        self._serve(updates)
         self._staged = version, [bucket.result() for bucket in staged]
         return self._staged[1], copies
+
+    def _serve(self, updates: Iterable[_Update]) -> None:
+        self._engines.serve(update.engine for update in updates if update.going)
 
     async def _stage(self, version: int, staged: relays.Buckets) -> None:
         for index, bucket in enumerate(staged):
@@ -148,7 +184,9 @@ class Publisher:
         copies = {host: relays.expected(len(staged)) for host in groups if host is not None}
         work = [self._load(group, staged if host is None else copies[host]) for host, group in groups.items()]
         if self._hosts is not None and copies:
-            work.append(self._hosts.pass_on(staged, copies))
+            needed = {host for host in copies if groups[host]}
+            lent = {item.spec.host for item in self._engines.engines.values() if item.state == "asleep"}
+            work.append(self._hosts.pass_on(staged, copies, needed, {host for host in copies if host in lent}))
         await failure.together(*staging, *work)
         return {
             host: () if any(bucket.exception() for bucket in copy) else [bucket.result() for bucket in copy]
@@ -213,6 +251,12 @@ class _Update:
         self._seconds = seconds
         self._recorder = recorder
         self._start = 0.0
+        self._begun = self.ended = False
+
+    @property
+    def half(self) -> bool:
+        """Whether the engine has begun to take the version and has not got all of it."""
+        return self.going and self._begun and not self.ended
 
     @property
     def going(self) -> bool:
@@ -223,7 +267,7 @@ class _Update:
         await deadlines.within(self._seconds, work, f"Engine {self.engine.name}, asked to {what},", "publish")
 
     async def begin(self) -> None:
-        self._start = asyncio.get_running_loop().time()
+        self._start, self._begun = asyncio.get_running_loop().time(), True
         self.engine.paused = True
         await self.ask(self.proxy.pause(), "pause")
         await self.ask(self.proxy.start_weight_update(self._version), "prepare for new weights")
@@ -231,6 +275,7 @@ class _Update:
     async def end(self) -> None:
         await self.ask(self.proxy.finish_weight_update(self._version), "finish its weight update")
         await self.ask(self.proxy.resume(), "resume")
+        self.ended = True
         if not self.going:
             return
         self.engine.policy_version, self.engine.paused = self._version, False

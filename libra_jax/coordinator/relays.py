@@ -10,7 +10,8 @@ come Ray's for each call. Where hosts are so many, larger buckets (`rollout.buck
 A bucket that does not come as it should, because the one above is gone or slow or it arrived damaged, is asked for once
 more, from the root over a new link. A relay to which it does not come then either, or not within `deadlines.publish`,
 is given up, and made again when its host next needs weights; whoever waits for its copy learns why, and the others go
-on.
+on. Each host sees to its own relay: one that is made anew, on a host that takes a lost one's place perhaps, is in
+nobody's way.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from libra_jax import config as configuration
 from libra_jax import protocols
@@ -26,6 +27,14 @@ from libra_jax.coordinator import deadlines, failure
 
 FAN_OUT = 2
 """Relays, at most, to which one passes a bucket on."""
+
+ANSWER_SECONDS = 15.0
+"""For a relay to say that it is there, where nobody waits for what it brings."""
+
+MAKE_SECONDS = 60.0
+"""For a relay to be made anew, where a replica waits for what it brings, and no engine."""
+
+T = TypeVar("T")
 
 Buckets = Sequence["asyncio.Future[protocols.WeightBucket]"]
 """The buckets of a version, in order, as they come."""
@@ -36,10 +45,10 @@ def expected(count: int) -> list[asyncio.Future[protocols.WeightBucket]]:
     return [asyncio.get_running_loop().create_future() for _ in range(count)]
 
 
-async def came(bucket: asyncio.Future[protocols.WeightBucket]) -> protocols.WeightBucket:
-    """Awaits a bucket; whoever is cancelled in this leaves it to come for others."""
-    await asyncio.wait({bucket})
-    return bucket.result()
+async def came(awaited: asyncio.Future[T]) -> T:
+    """Awaits a bucket, or what several wait for; whoever is cancelled in this leaves it to come for others."""
+    await asyncio.wait({awaited})
+    return awaited.result()
 
 
 @dataclass
@@ -108,16 +117,56 @@ class Relays:
                 if isinstance(error, protocols.ConfigError):
                     raise error
 
-    async def pass_on(self, staged: Buckets, copies: Mapping[int, Buckets]) -> None:
+    async def ready(self, host: int | None) -> protocols.LibraError | None:
+        """Sees to it that a host's relay is there, before anybody waits for what it brings; returns why it is not."""
+        return await self._made(self._relays[host]) if host is not None and self.serve(host) else None
+
+    async def pass_on(
+        self, staged: Buckets, copies: Mapping[int, Buckets], needed: Collection[int], lent: Collection[int] = ()
+    ) -> None:
         """Gives hosts a version; `copies` come as they do, or all with the error for which their host is given up.
 
         Args:
           staged: its buckets on the trainer's host, as they come.
           copies: for each host, its buckets there; none has come yet.
+          needed: hosts that have engines to be given the version. Others get it if their relay is there: one that is
+            not, because its host is being replaced, say, is made when an engine of its host comes back (`ready`).
+          lent: hosts that have engines asleep, whose devices train: their relays are made, too, where that is quick.
         """
-        up = await self._arrange(copies)
         begin = asyncio.get_running_loop().time()
-        await failure.together(*(self._supply(relay, staged, copies, begin) for relay in up))
+        await self._made(self._root)  # if it cannot be, whoever fetches from it learns why
+        hosts = [self._relays[host] for host in sorted(copies)]
+        standing = [relay for relay in hosts if relay.proxy is not None]
+        above = {
+            relay.host: self._root if place < FAN_OUT else standing[place // FAN_OUT - 1]
+            for place, relay in enumerate(standing)
+        }
+        answering = {
+            relay.host: asyncio.ensure_future(self._answers(relay, patient=relay.host in {*needed, *lent}))
+            for relay in hosts
+        }
+
+        async def give(relay: Relay) -> None:
+            error = await came(answering[relay.host])
+            if error is not None and relay.host in needed:
+                error = await self._made(relay)
+            elif error is not None and relay.host in lent:
+                error = await self._made_soon(relay)
+            if error is not None:
+                _fail(copies[relay.host], error)
+                return
+            parent = above.get(relay.host, self._root)
+            if parent is not self._root and await came(answering[parent.host]) is not None:
+                parent = self._root  # whoever is made anew is waited for by its own host alone
+            if relay.link != (parent.host, parent.life):
+                await self._try_to_connect(parent, relay)
+            await self._supply(relay, staged, copies, begin)
+
+        try:
+            await failure.together(*map(give, hosts))
+        finally:
+            for answer in answering.values():
+                deadlines.abandon(answer)
 
     async def _supply(self, relay: Relay, staged: Buckets, copies: Mapping[int, Buckets], begin: float) -> None:
         arrived = 0
@@ -180,24 +229,6 @@ class Relays:
         relay.kept[source.index] = copy
         return copy
 
-    async def _arrange(self, copies: Mapping[int, Buckets]) -> list[Relay]:
-        """Makes what is not there, and links the hosts' relays in a tree; returns those that are up."""
-        hosts = [self._relays[host] for host in sorted(copies)]
-        _, *made = await failure.together(*map(self._made, [self._root, *hosts]))
-        up = []
-        for relay, error in zip(hosts, made, strict=True):
-            if error is None:
-                up.append(relay)
-            else:
-                _fail(copies[relay.host], error)
-        work = []
-        for place, relay in enumerate(up):
-            above = self._root if place < FAN_OUT else up[place // FAN_OUT - 1]
-            if relay.link != (above.host, above.life):
-                work.append(self._try_to_connect(above, relay))
-        await failure.together(*work)
-        return up
-
     async def _try_to_connect(self, above: Relay, relay: Relay) -> None:
         """One that stays without a link is given another when the first bucket is due."""
         try:
@@ -219,16 +250,32 @@ class Relays:
         """Sees to it that a relay's process is there; returns why it is not."""
         async with relay.making:
             try:
-                if relay.proxy is not None:
-                    try:
-                        await self._ask(relay, relay.proxy.health(), "answer")
-                        return None
-                    except protocols.LibraError as error:
-                        self._give_up(relay, error)
-                await self._make(relay)
+                if await self._answers(relay, patient=True) is not None:
+                    await self._make(relay)
+            except protocols.ConfigError as error:  # the cluster does not hold the run, which ends for it and says so
+                return error
             except protocols.LibraError as error:
                 self._recorder.note(f"{relay.spec.name} is not there, and is tried again when it is needed: {error}")
                 return error
+        return None
+
+    async def _made_soon(self, relay: Relay) -> protocols.LibraError | None:
+        try:
+            return await asyncio.wait_for(self._made(relay), MAKE_SECONDS)
+        except TimeoutError:
+            return protocols.WorkerLost(f"{relay.spec.name} could not be made anew within {MAKE_SECONDS:g} s")
+
+    async def _answers(self, relay: Relay, *, patient: bool) -> protocols.LibraError | None:
+        """Whether a relay's process is there; returns why it is not, and one that does not answer is given up."""
+        if relay.proxy is None:
+            return protocols.WorkerLost(f"{relay.spec.name} is not there")
+        seconds = self._limits.publish if patient else min(self._limits.publish, ANSWER_SECONDS)
+        try:
+            what = f"{relay.spec.name}, asked to answer,"
+            await deadlines.within(seconds, relay.proxy.health(), what, "publish")
+        except protocols.LibraError as error:
+            self._give_up(relay, error)
+            return error
         return None
 
     async def _make(self, relay: Relay) -> None:

@@ -294,6 +294,7 @@ class Resizing:
             try:
                 await resize.way.cancel()
             except protocols.WorkerLost:
+                resize.fail(error)
                 raise
             except protocols.LibraError as second:
                 error = protocols.LibraError(f"{error} Nor could it be cancelled: {second}")
@@ -302,6 +303,14 @@ class Resizing:
         self._record(resize, self.sizes, step, taken, outcome, str(error))
         self._recorder.note(f"The trainer stays on its mesh of {self.sizes}: {error}")
         resize.fail(error)
+
+    async def trainer_lost(self, step: int) -> None:
+        """The trainer that was to hand over, or to move, is gone: a resize under way is given up."""
+        if (resize := self._resize) is None:
+            return
+        if isinstance(resize.way, mesh_moves.Inside):
+            resize.way = None  # it went with its process
+        await self._give_up(resize, protocols.LibraError("the trainer was lost meanwhile, and is made anew."), step)
 
     async def close(self) -> None:
         """The run ends: a resize that is not over never will be."""

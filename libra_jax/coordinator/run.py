@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from libra_jax.coordinator import (
     instances,
     plan_follower,
     publication,
+    recovery,
     reports,
     saving,
     signals,
@@ -175,7 +177,7 @@ class Coordinator:
             self._config.deadlines.grace,
             ending=self._ending,
             recorder=self._recorder,
-            give_up_step=lambda: self._trainer.give_up_step(),
+            give_up_step=self._give_up_step,
         )
         self._remove_snapshot()  # of a run that was killed
         newest = checkpoints.newest_step(self._workdir)
@@ -197,6 +199,12 @@ class Coordinator:
                 await self._close()
         return self._summary
 
+    async def _give_up_step(self) -> None:
+        if self._recovery.under_way:  # it takes steps again, without which there is no checkpoint
+            return
+        with contextlib.suppress(protocols.TrainerLost):  # it takes none
+            await self._trainer.give_up_step()
+
     def request_stop(self) -> None:
         """Stops the run after the training step under way, with a checkpoint; what Ctrl-C does."""
         self._stopping.request()
@@ -209,6 +217,7 @@ class Coordinator:
             self._build()
             if newest >= 0:
                 await self._restore(newest)
+            self._recovery.watch()
             if replanned:
                 self._elastic.take_up_plan()
             self._ready = True
@@ -217,6 +226,9 @@ class Coordinator:
                 await self._train_one_step()
             await self._finish()
         except failure.Stopped:
+            await self._stop()
+        except (protocols.WorkerLost, protocols.DeadlineMissed) as error:
+            self._stopping.lost(error)
             await self._stop()
 
     def _build(self) -> None:
@@ -261,7 +273,7 @@ class Coordinator:
             tasks=self._tasks,
             groups=self._groups,
             publisher=self._publisher,
-            saver=self._saver,
+            commit=lambda: self._recovery.through(self._saver.commit),
             recorder=recorder,
         )
         self._elastic = elasticity.Elasticity(
@@ -281,10 +293,26 @@ class Coordinator:
             workdir=self._workdir,
             ending=ending,
         )
+        self._recovery = recovery.Recovery(
+            config,
+            trainer=trainer,
+            trainer_lock=self._trainer_lock,
+            saver=self._saver,
+            publisher=self._publisher,
+            sizes=lambda: self._elastic.resizing.sizes,
+            lost=lambda: self._elastic.trainer_lost(self._step),
+            recorder=recorder,
+            ending=ending,
+            epoch=self._epoch,
+        )
+        engines.load_weights = self._load_weights
+
+    async def _load_weights(self, engine: instances.Engine) -> None:
+        await self._recovery.through(lambda: self._publisher.catch_up(engine))
 
     async def _restore(self, step: int) -> None:
         """Takes up a checkpoint. Groups that were in flight go on; they get tokens once weights are published."""
-        state = await self._saver.restore(step)
+        state = await self._recovery.through(lambda: self._saver.restore(step))
         self._recorder.note(f"Going on from the checkpoint at step {step}.")
         steps, schedule = self._config.steps, self._config.optimizer.schedule
         if schedule != "constant" and state.get("planned_steps", steps) != steps:
@@ -330,36 +358,41 @@ class Coordinator:
         if report:
             self._recorder.metrics(self._step, {"policy_version": self._step, **report})
         if self._step == 0 and self._warm_start.taken:
-            await self._saver.at_step(0)
+            await self._recovery.through(lambda: self._saver.at_step(0))
 
     async def _take_warm_start_step(self, batch: list[protocols.Trajectory]) -> Mapping[str, float]:
-        async with self._trainer_lock:
-            work = self._trainer.warm_start_step(batch)
-            return await self._ask_trainer("train_step", work, "take a warm-start step")
+        async def take() -> Mapping[str, float]:
+            async with self._trainer_lock:
+                work = self._trainer.warm_start_step(batch)
+                metrics = await self._ask_trainer("train_step", work, "take a warm-start step")
+                self._recovery.warmed(self._warm_start.taken, batch)
+                return metrics
+
+        return await self._recovery.through(take)
 
     # One step ---------------------------------------------------------------------------------------------------
 
     async def _train_one_step(self) -> None:
         times, waiting_since = reports.StepTimes(), self._loop.time()
         batch = await self._ending.race(self._batches.next())
-        begin = self._loop.time()
+        begin, before = self._loop.time(), self._recovery.seconds
         times.wait = begin - waiting_since
         metrics = await self._train_unless_stopped(batch)
-        times.train = self._loop.time() - begin
+        times.train = self._loop.time() - begin - (self._recovery.seconds - before)
         report = reports.StepReport(self._step - 1, batch, metrics, times)
         try:
             times.sync = await self._ending.race(self._publish())
             report.evaluation = await self._evaluate_if_due()
         finally:
             self._record(report)
-        await self._saver.at_step(self._step)
+        await self._recovery.through(lambda: self._saver.at_step(self._step))
         self._ending.check()
 
     async def _train_unless_stopped(self, batch: tuple[protocols.Group, ...]) -> Mapping[str, float]:
         """Takes the step; a person's stop waits for its end, a scheduler's has it given up where there is no time."""
         self._stopping.in_step = True
         try:
-            return await self._ending.race(self._train(batch), through_stop=True)
+            return await self._ending.race(self._recovery.through(lambda: self._train(batch)), through_stop=True)
         except protocols.StepGivenUp:
             self._groups.put_back(batch)
             self._recorder.note(f"The step after {self._step} was given up: its {len(batch)} groups wait again.")
@@ -372,9 +405,12 @@ class Coordinator:
         name, begin = self._trainer_name, self._loop.time()
         async with self._trainer_lock:
             await self._elastic.before_step(self._step)
+            if not self._stopping.seconds_until(stopping.STEP):  # who was to give it up has been made anew meanwhile
+                raise protocols.StepGivenUp("a scheduler leaves no time for the step")
             self._recorder.status(name, f"training step {self._step + 1}")
-            work = self._elastic.take_step(protocols.TrainBatch(self._step, batch), self._ask_to_train)
-            metrics = await work
+            taken = protocols.TrainBatch(self._step, batch)
+            metrics = await self._elastic.take_step(taken, self._ask_to_train)
+            self._recovery.trained(taken)
             self._step += 1
             self._publisher.version = self._step
         self._groups.trained += len(batch)
@@ -386,7 +422,7 @@ class Coordinator:
         return await self._ask_trainer("train_step", self._trainer.train_step(*arguments), "take a training step")
 
     async def _publish(self) -> float:
-        seconds = await self._publisher.publish(self._step)
+        seconds = await self._recovery.through(lambda: self._publisher.publish(self._step))
         self._batches.admit()
         return seconds
 
@@ -413,7 +449,7 @@ class Coordinator:
         report.times.rollout = self._groups.busy_seconds()
         report.times.checkpoint = self._saver.take_seconds()
         report.plan = self._elastic.after(self._step, report)
-        metrics = report.metrics()
+        metrics = {**report.metrics(), **self._recovery.take_metrics()}
         for record in report.trace():
             self._recorder.trajectory(record)
         self._recorder.metrics(self._step, metrics)
@@ -423,15 +459,20 @@ class Coordinator:
     # The end ----------------------------------------------------------------------------------------------------
 
     async def _finish(self) -> None:
-        await self._saver.now(self._step)
+        await self._save()
         if self._export is not None:
             if self._epoch is not None:
                 self._epoch.check()
-            async with self._trainer_lock:
-                work = self._trainer.export(str(self._export))
-                await self._ask_trainer("checkpoint", work, "export its parameters")
+            await self._recovery.through(lambda: self._write(str(self._export)))
         plural = "" if self._step == 1 else "s"
         self._summarise(f"Trained {self._step} step{plural} on {self._groups.trained} groups.")
+
+    async def _save(self) -> bool:
+        return await self._recovery.through(lambda: self._saver.now(self._step))
+
+    async def _write(self, path: str) -> None:
+        async with self._trainer_lock:
+            await self._ask_trainer("checkpoint", self._trainer.export(path), "export its parameters")
 
     async def _stop(self) -> None:
         self._summary.stopped, self._summary.terminated = True, self._stopping.terminated
@@ -439,15 +480,12 @@ class Coordinator:
             self._summarise("Stopped before training began or went on; nothing is lost.")
         elif not self._config.checkpoint.every:
             self._summarise(f"Stopped at step {self._step} without a checkpoint: config.checkpoint.every is 0.")
-        elif await self._stopping.saved_in_time(self._saver.now(self._step)):
+        elif not (why := await self._stopping.unsaved(self._save())):
             self._summarise(f"Stopped at step {self._step}; the same command goes on from the checkpoint there.")
         else:
             newest = checkpoints.newest_step(self._workdir)
             goes_on = f"goes on from the checkpoint at step {newest}" if newest >= 0 else "begins anew: there is none"
-            self._summarise(
-                f"Stopped at step {self._step}, whose checkpoint did not fit into config.deadlines.grace = "
-                f"{self._config.deadlines.grace:g} s; the same command {goes_on}."
-            )
+            self._summarise(f"Stopped at step {self._step}, whose checkpoint {why}; the same command {goes_on}.")
 
     def _summarise(self, sentence: str) -> None:
         summary = self._summary

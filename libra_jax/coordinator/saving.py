@@ -29,6 +29,9 @@ class Saver:
       recorder: gets a span for each checkpoint, and is told of those that fail.
       state: the coordinator's part, as it is when called.
       epoch: the run's own; None: it has none.
+
+    Attributes:
+      committed: told the step of each checkpoint that has come to count.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Saver:
         self._held: list[int] = []  # the progress that the newest checkpoint, restored or begun, holds
         self._durable: list[int] = []  # that of the newest one that counts
         self._seconds = 0.0
+        self.committed: Callable[[int], None] = lambda step: None
 
     def take_seconds(self) -> float:
         """Seconds the run spent on checkpoints since the last call."""
@@ -66,12 +70,37 @@ class Saver:
           DataError: the checkpoint cannot be read, or its parts are of different steps.
         """
         state = self._files.load(step)
+        await self._restore_trainer(step)
+        self._held = self._durable = _progress(state)
+        return state
+
+    async def restore_lost(self) -> int:
+        """Restores a trainer that was made in place of a lost one; returns the warm-start steps that this holds.
+
+        With the lock held by the caller.
+
+        Raises:
+          DataError: the checkpoint cannot be read, or its parts are of different steps.
+        """
+        step = self.newest()
+        await self._restore_trainer(step)
+        return self._files.load(step)["warm_start_steps"]
+
+    def newest(self) -> int:
+        """The step of the newest checkpoint that counts, -1 if there is none."""
+        return self._files.newest()
+
+    def lost(self) -> None:
+        """The trainer is gone, and with it what it had not finished writing; the next checkpoint is tried when due."""
+        if self._pending is not None:
+            self._give_up(self._pending)
+        self._files.disown()
+
+    async def _restore_trainer(self, step: int) -> None:
         path = str(self._files.trainer_path(step))
         version = await self._ask(self._trainer.restore(path), "restore a checkpoint")
         if version != step:
             raise protocols.DataError(f"{path} holds version {version}, not {step}: remove that checkpoint.")
-        self._held = self._durable = _progress(state)
-        return state
 
     async def at_step(self, step: int) -> None:
         """Commits the last checkpoint, and begins one if `step` is due; a disk that refuses either is noted."""
@@ -117,7 +146,11 @@ class Saver:
             return
         path = self._files.begin(step, state)
         async with self._lock:
-            await self._ask_to_write(self._trainer.save(str(path)), "begin a save")
+            try:
+                await self._ask_to_write(self._trainer.save(str(path)), "begin a save")
+            except protocols.TrainerLost:
+                self._give_up(step)
+                raise
         self._pending, self._held = step, _progress(state)
         self._count(begin, "save", step)
 
@@ -128,6 +161,7 @@ class Saver:
         await self._ask_to_write(self._trainer.wait_saved(), "finish a save")
         self._files.commit(step)
         self._pending, self._durable = None, self._held
+        self.committed(step)
         self._count(begin, "commit", step)
 
     async def _ask_to_write(self, work: Any, what: str) -> None:

@@ -87,16 +87,30 @@ class Stopping:
         """Seconds that are left until a share of the grace has passed, not below 0; infinite without SIGTERM."""
         return max(0.0, self._began + share * self._grace - self._loop.time())
 
-    async def saved_in_time(self, saving: Coroutine[Any, Any, Any]) -> bool:
-        """Awaits the last checkpoint, as long as a scheduler leaves time for it; False if it did not."""
+    async def unsaved(self, saving: Coroutine[Any, Any, Any]) -> str:
+        """Awaits the last checkpoint, as long as a scheduler leaves time for it; returns why there is none, if so.
+
+        Raises:
+          LibraError: it failed. What a scheduler ends may be ending already, so a worker that is lost is no error then.
+        """
+        late = f"did not fit into config.deadlines.grace = {self._grace:g} s"
         if self._ending.hurried:  # the trainer is in its step, and does not hear
             saving.close()
-            return False
+            return late
         try:
             await asyncio.wait_for(saving, self.seconds_until(SAVE) if self.terminated else None)
         except TimeoutError:
-            return False
-        return True
+            return late
+        except (protocols.WorkerLost, protocols.DeadlineMissed) as error:
+            self.lost(error)
+            return "was not taken, because the trainer is lost or does not answer"
+        return ""
+
+    def lost(self, error: protocols.LibraError) -> None:
+        """A worker is lost, and not brought back: raises that, unless a scheduler is stopping the run anyway."""
+        if not self.terminated:
+            raise error
+        self._recorder.note(f"Lost while the run was being stopped: {error}")
 
     def close(self) -> None:
         """Nothing is waited for any more."""

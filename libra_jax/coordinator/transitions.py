@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -97,6 +98,10 @@ class Transitions:
             work = self._in_state(worker)
             try:
                 await deadlines.within(worker.limit, work, f"Hybrid worker {name}, {worker.state},", "transition")
+            except protocols.TrainerLost as error:  # which it was to join: no fault of the worker's, and no restart
+                if self._pool.worker(name).ticket == ticket:
+                    self.begin(self._pool.cancel(name, str(error), self._loop.time()))
+                return
             except protocols.LibraError as error:
                 await self._broken(ticket, error)
                 return
@@ -148,7 +153,8 @@ class Transitions:
         await self._engines.wake(worker.name, self._limit)
 
     async def _dismiss(self, name: str) -> None:
-        await self._ask(self._trainer.dismiss(name), "close a channel")
+        with contextlib.suppress(protocols.TrainerLost):  # its channels went with it
+            await self._ask(self._trainer.dismiss(name), "close a channel")
 
     async def _ask(self, work: Any, what: str) -> Any:
         return await deadlines.within(self._publish_limit, work, f"The trainer, asked to {what},", "publish")

@@ -162,7 +162,7 @@ class Workers:
         mesh = ", ".join(f"{axis} {size}" for axis, size in info.mesh.items())
         self._recorder.note(f"The trainer holds {info.parameters:,} parameters on {info.platform} ({mesh}).")
         self._recorder.status(name, "idle")
-        self.sizes = protocols.MeshSizes(info.mesh["data"], info.mesh.get("fsdp", 1), info.mesh.get("tensor", 1))
+        self.sizes = process_set.sizes(info)
         self.trainer = process_set.Serving(trainer, self._end_processes)
 
     def _end_processes(self, before: process_set.ProcessSet) -> None:

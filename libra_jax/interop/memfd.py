@@ -10,11 +10,10 @@ import errno
 import hashlib
 import mmap
 import os
-import platform
 from collections.abc import Mapping
 from typing import Any
 
-from libra_jax import protocols
+from libra_jax import machine, protocols
 
 HOST_VARIABLE = "LIBRA_JAX_HOST"
 """Environment variable that names the host where several are emulated on one machine."""
@@ -25,18 +24,8 @@ class SharedMemoryError(protocols.LibraError):
 
 
 def host() -> str:
-    """This host, as addresses name it: what shares its memory and its process ids.
-
-    That is the kernel's boot and the namespace of process ids, which a container has of its own.
-    """
-    if emulated := os.environ.get(HOST_VARIABLE):
-        return emulated
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-    except OSError:  # some sandboxes' kernels have none
-        boot = platform.node()
-    return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    """This host, as addresses name it: what shares its memory and its process ids."""
+    return os.environ.get(HOST_VARIABLE) or machine.identity()
 
 
 def digest(data: memoryview) -> str:

@@ -14,8 +14,6 @@ import logging
 import multiprocessing
 import os
 import re
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -35,7 +33,7 @@ from vllm.v1.engine import async_llm
 from vllm.v1.executor import uniproc_executor
 
 from libra_jax import config, protocols
-from libra_jax.rollout import logprob_contract, vllm_kv_transfer, vllm_plugin
+from libra_jax.rollout import logprob_contract, scratch, vllm_kv_transfer, vllm_plugin
 
 STARTER = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm-start")
 """The thread on which engines start."""
@@ -120,7 +118,7 @@ class Launch:
         # core process spins until it answers. Set for the core process, they do for a worker that lives in there.
         self._in_core = current_platform.is_cpu() and tensor_parallel == 1
         self._log_path = log_path
-        self._directory: Path | None = None
+        self._scratch: scratch.Scratch | None = None
         self._log = Path(os.devnull)
         self._log_start = 0
         self._handler: _LogFile | None = None
@@ -139,7 +137,7 @@ class Launch:
         """
         if self._cancelled:
             raise protocols.WorkerLost(f"engine {self.name} was shut down before it started")
-        self._directory = Path(tempfile.mkdtemp(prefix="libra-jax-"))
+        self._scratch = scratch.Scratch()
         self._log = Path(self._log_path or self._directory / "engine.log").absolute()
         (self._directory / "config.json").write_text(json.dumps(untied(self._model_config)))
         (self._directory / "logging.json").write_text(json.dumps(_logging_config(self._log)))
@@ -160,6 +158,11 @@ class Launch:
             raise protocols.WorkerLost(f"engine {self.name} did not start: {reason}") from None
         return self._engine
 
+    @property
+    def _directory(self) -> Path:
+        assert self._scratch is not None, "start comes first"
+        return self._scratch.path
+
     def cancel(self) -> None:
         """Makes a `start` that runs on its thread fail, by killing what it has made so far."""
         self._cancelled = True
@@ -177,7 +180,6 @@ class Launch:
         return found
 
     def _variables(self) -> dict[str, str]:
-        assert self._directory is not None
         variables = {
             vllm_plugin.PARENT_DEATH_VARIABLE: "1",
             vllm_plugin.LOG_VARIABLE: str(self._log),
@@ -270,8 +272,8 @@ class Launch:
                     resource_tracker.unregister(f"/{segment}", "shared_memory")
         if self._handler is not None:
             self._handler.remove()
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+        if self._scratch is not None:
+            self._scratch.close()
 
     def reason(self) -> str:
         """The last error in the output of the engine's processes, on one line; empty without one."""

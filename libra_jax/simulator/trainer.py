@@ -32,6 +32,13 @@ class TrainingLog:
     generated: int = 0
     busy_seconds: float = 0.0
 
+    def forget(self) -> None:
+        """Training begins anew; the time that it took has been spent."""
+        self.trained.clear()
+        self.parts.clear()
+        self.staleness.clear()
+        self.generated = 0
+
 
 @dataclass(frozen=True)
 class OnMesh:
@@ -119,7 +126,8 @@ class Trainer:
         self._wanted = None
 
     async def start(self) -> protocols.TrainerInfo:
-        """Holds version 0."""
+        """Holds version 0; what one that is lost was given is in no state any more."""
+        self._log.forget()
         sizes = (self._devices, 1, 1) if self._mesh is None else self._mesh.sizes
         mesh = dict(zip(("data", "fsdp", "tensor"), sizes, strict=True))
         return protocols.TrainerInfo(0, self._model.parameters, mesh, "simulated")
@@ -193,6 +201,10 @@ class Trainer:
             seconds = self._mesh.train_seconds(lengths)
         await asyncio.sleep(seconds)
         self._log.busy_seconds += seconds
+
+    async def policy_version(self) -> int:
+        """The version held."""
+        return self._version
 
     async def give_up_step(self) -> bool:
         """It will not: no scheduler stops a simulation."""

@@ -123,6 +123,10 @@ class Cluster:
         if actor is not None:
             await actor.shutdown()
 
+    async def kill(self, name: str) -> None:
+        """Ends the actor; it holds nothing."""
+        await self.stop(name)
+
     async def shutdown(self) -> None:
         """Stops every actor, last made first."""
         for name in reversed(list(self._actors)):

@@ -12,14 +12,13 @@ import json
 import logging
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from libra_jax import protocols
+from libra_jax import machine, protocols
 from libra_jax.telemetry import files
 
 STATUS_FILE = "status.json"
@@ -87,7 +86,7 @@ class RunStatus:
             "epoch": epoch,
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "place": place(),
+            "place": machine.identity(),
             "process_began": _process_began(os.getpid()),
             "began": time.time(),
         }
@@ -173,15 +172,6 @@ def _problems(silent: float, waits: Sequence[Waiting]) -> list[str]:
     return found
 
 
-def place() -> str:
-    """What tells where process ids mean the same: the host, since it was started, and its process namespace."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return f"{socket.gethostname()}/{sys.platform}"
-
-
 def _process_began(pid: int) -> int:
     """Ticks from the host's start to the process's, which no change of a clock changes; -1 where it is gone."""
     try:
@@ -234,6 +224,6 @@ def is_alive(workdir: Path, record: Mapping[str, Any], seconds: float = WATCH_SE
     """Whether the run that wrote this lives: by its process where that can be seen, else by watching the file."""
     if record["ended"]:
         return False
-    if record["place"] == place():
+    if record["place"] == machine.identity():
         return _process_began(record["pid"]) == record["process_began"] != -1
     return changes_within(workdir, seconds)

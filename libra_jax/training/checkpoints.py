@@ -28,6 +28,7 @@ import orbax.checkpoint as ocp
 
 from libra_jax import protocols
 from libra_jax.training import state as state_lib
+from libra_jax.training import world
 
 SEAL = "libra_files.json"
 HOST = "libra_host.json"
@@ -97,11 +98,14 @@ class Checkpointer:
 
         Raises:
           CheckpointFailed: it could not be written.
+          PeerLost: another process of the trainer is gone.
         """
         if self._finishing is None:
             return
         self._finishing.join()
         error, self._finishing, self._error = self._error, None, None
+        if error is not None and world.is_loss(error):
+            raise world.lost(error) from error
         if error is not None:
             raise protocols.CheckpointFailed(
                 f"{self._target}: the checkpoint cannot be written ({_line(error)}): see to the disk."

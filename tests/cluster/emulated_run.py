@@ -21,6 +21,8 @@ from libra_jax.cluster import emulated, granted, hosts
 from libra_jax.protocols import ActorSpec, LibraError, WorkerLost
 
 EACH = 2
+ROLES = {0: "training", 1: "rollout", 2: "training"}
+"""Of hosts: by their names alone, the second would train, and the third roll out."""
 SECONDS = 120.0
 
 
@@ -44,7 +46,9 @@ def spec(name: str, host: int | None) -> ActorSpec:
 
 
 @contextlib.asynccontextmanager
-async def cluster(address: str, laid_out: hosts.Layout, told: list[granted.Granted], platform: str = "cpu") -> Any:
+async def cluster(
+    address: str, laid_out: hosts.Layout | None, told: list[granted.Granted], platform: str = "cpu"
+) -> Any:
     from libra_jax.cluster import create
 
     made = create.create(
@@ -60,14 +64,15 @@ async def cluster(address: str, laid_out: hosts.Layout, told: list[granted.Grant
         await made.shutdown()
 
 
-async def refused(address: str, laid_out: hosts.Layout) -> Mapping[str, Any]:
+async def refused(address: str, laid_out: hosts.Layout | None) -> Mapping[str, Any]:
     """What is said to a run of this layout, and after how many seconds."""
     from libra_jax.cluster import ray_placement
 
     begun = time.monotonic()
     settle, ray_placement.SETTLE_SECONDS = ray_placement.SETTLE_SECONDS, 5.0
     async with cluster(address, laid_out, []) as made:
-        made._placement._seconds = 20.0  # a quarter of it
+        if laid_out is not None:
+            made._placement._seconds = 20.0  # a quarter of it
         try:
             await made.spawn(spec("x", 0))
         except LibraError as error:
@@ -99,7 +104,7 @@ async def live(nodes: emulated.EmulatedHosts) -> Mapping[str, Any]:
         seen["on"] = {name: where[actor.birth.node] for name, actor in made._actors.items()}
 
         before = made._actors["rollout-0"]
-        nodes.kill(2)
+        nodes.kill(1)
         await asyncio.wait({before.death}, timeout=SECONDS)
         await made.stop("rollout-0")
         again = await made.spawn(spec("rollout-0", 2))
@@ -171,15 +176,21 @@ def main() -> None:
             os.environ |= nodes.environment
             print(json.dumps(asyncio.run(gpus(nodes.address))))
         return
-    with emulated.EmulatedHosts(3, accelerators=EACH, environment={4: other_jax(pathlib.Path(sys.argv[1]))}) as nodes:
+    own = {4: other_jax(pathlib.Path(sys.argv[1])), 5: {"RAY_AUTH_MODE": "neither"}}
+    with emulated.EmulatedHosts(3, accelerators=EACH, environment=own, roles=ROLES) as nodes:
         os.environ |= nodes.environment  # before Ray is imported, which reads it then
         print(json.dumps({"up": nodes.address}), flush=True)
         seen: dict[str, Any] = {}
+        seen["not_laid_out"] = asyncio.run(refused(nodes.address, None))
         seen["too_many"] = asyncio.run(refused(nodes.address, layout(processes=3)))
         seen["too_large"] = asyncio.run(refused(nodes.address, layout(each=4, degrees=(1,))))
         seen |= asyncio.run(live(nodes))
         nodes.add(4)
         seen["differing"] = asyncio.run(refused(nodes.address, layout()))
+        try:
+            nodes.add(5)
+        except LibraError as error:
+            seen["broken"] = str(error)
         seen["groups"] = groups(nodes.address)
         print(json.dumps(seen))
 

@@ -38,12 +38,12 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run(str(tmp_path_factory.mktemp("hosts")))
 
 
-def test_workers_are_on_the_hosts_of_the_layout_and_those_that_train_are_neighbours(seen):
+def test_workers_are_on_the_hosts_of_the_layout_each_on_one_that_is_for_what_it_does(seen):
     assert {name: seen["on"][name] for name in ("trainer.0", "trainer.1", "rollout-0", "rollout-1")} == {
         "trainer.0": "host-0",
-        "trainer.1": "host-1",
-        "rollout-0": "host-2",
-        "rollout-1": "host-2",
+        "trainer.1": "host-2",
+        "rollout-0": "host-1",
+        "rollout-1": "host-1",
     }
 
 
@@ -53,9 +53,9 @@ def test_an_actor_without_a_host_goes_to_a_node_that_the_run_takes_nothing_of(se
 
 def test_the_run_is_told_of_its_hosts_and_what_they_have_installed(seen):
     assert seen["sentence"].startswith(
-        "Ray placed the run on 3 hosts: host-0, host-1 to train (2 CPUs each); host-2 to roll out (2 CPUs each). Pyth"
+        "Ray placed the run on 3 hosts: host-0, host-2 to train (2 CPUs each); host-1 to roll out (2 CPUs each). Pyth"
     )
-    assert [host["node"] for host in seen["record"]] == ["host-0", "host-1", "host-2"]
+    assert [host["node"] for host in seen["record"]] == ["host-0", "host-2", "host-1"]
     assert len({host["address"] for host in seen["record"]}) == 3
     assert all({"Python", "jax", "ray", "libra_jax"} <= host["versions"].keys() for host in seen["record"])
 
@@ -63,6 +63,10 @@ def test_the_run_is_told_of_its_hosts_and_what_they_have_installed(seen):
 @pytest.mark.parametrize(
     ("case", "message"),
     [
+        (
+            "not_laid_out",
+            "config.cluster.accelerators_per_host: is 0, which puts the whole run on one host, and the Ray ",
+        ),
         ("too_many", "the run takes 4 hosts (2 CPUs each), and the Ray cluster has 3 (host-"),
         ("too_large", "the run takes 2 hosts (4, 1 CPUs), 5 in all, and of the Ray cluster's 3, host-"),
         ("differing", "jax is 9.9.9 on host-4 (0.10.2 here); install the same on all of them"),
@@ -77,7 +81,7 @@ def test_what_the_cluster_cannot_hold_is_refused_in_a_sentence_within_30_seconds
 def test_an_actor_whose_host_dies_is_made_anew_on_a_spare_host(seen):
     assert seen["again_on"] == "host-3"
     assert seen["answers"] == 3
-    assert seen["told"] == [["host-0", "host-1", "host-2"], ["host-0", "host-1", "host-3"]]
+    assert seen["told"] == [["host-0", "host-2", "host-1"], ["host-0", "host-2", "host-3"]]
 
 
 def test_a_spare_host_that_has_other_versions_takes_no_place(seen):
@@ -101,11 +105,14 @@ def test_workers_see_the_gpus_that_their_host_was_given_by_their_ids_there(tmp_p
     assert run(str(tmp_path), "gpus") == {"trainer": "5,7", "rollout-0": "2", "rollout-1": "3"}
 
 
-def test_a_host_that_does_not_start_is_an_error_that_says_why():
-    broken = {1: {"RAY_AUTH_MODE": "neither"}}
+def test_a_host_that_does_not_start_is_an_error_that_says_why(seen):
+    assert seen["broken"].startswith("host-5, which Ray emulates, ended: ")
+
+
+def test_of_hosts_that_are_not_up_in_time_nothing_is_left():
     folders = f"{emulated.PREFIX}{os.getpid()}-*"
     before = set(pathlib.Path("/tmp").glob(folders))  # other tests of this process may have a Ray of their own
-    with pytest.raises(LibraError, match="host-1, which Ray emulates, ended: "):  # noqa: SIM117
-        with emulated.EmulatedHosts(2, environment=broken):
+    with pytest.raises(LibraError, match="host-0, which Ray emulates, was not up within 0 s: "):  # noqa: SIM117
+        with emulated.EmulatedHosts(1, seconds=0.0):
             pass
     assert set(pathlib.Path("/tmp").glob(folders)) == before

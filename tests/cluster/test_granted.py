@@ -12,7 +12,7 @@ from libra_jax.protocols import LibraError
 
 
 def node(name: str, gpus: float = 8, **versions: str) -> granted.Node:
-    return granted.Node(f"id-{name}", name, f"10.0.0.{name}", {"GPU": gpus}, ("0",), versions)
+    return granted.Node(f"id-{name}", name, f"10.0.0.{name}", {"GPU": gpus, "CPU": 64.0}, ("0",), versions)
 
 
 def test_hosts_of_one_shape_follow_the_names_of_the_nodes_as_people_sort_them():
@@ -77,6 +77,25 @@ def test_hosts_of_a_role_that_too_few_nodes_may_have_are_refused():
     assert "takes 2 hosts to train (1 GPU each), and the Ray cluster has 1 (a) that may do that (libra-role);" in (
         granted.why_not(layout, "GPU", [a, b, c])
     )
+
+
+def test_a_shortage_of_cpus_is_told_as_such_and_not_as_one_of_accelerators():
+    layout = hosts.layout(
+        libra_config.RunConfig(
+            trainer=libra_config.TrainerConfig(data=2, rows_per_micro_batch=2),
+            rollout=libra_config.RolloutConfig(tensor_parallel=(2,)),
+            cluster=libra_config.ClusterConfig(backend="ray", accelerators_per_host=2),
+        )
+    )
+    enough, few = ({"GPU": 2.0, "CPU": cpus} for cpus in (2.0, 1.0))
+    nodes = [granted.Node(name, name, name, has) for name, has in (("a", enough), ("b", few))]
+    assert granted.why_not(layout, "GPU", [nodes[0], dataclasses.replace(nodes[1], resources=enough)]) == ""
+    assert granted.why_not(layout, "GPU", nodes) == (
+        "config.cluster.accelerators_per_host: the run takes as many CPUs of its 2 hosts as GPUs (2 CPUs each), and of "
+        "the Ray cluster's 2, a has 2, b has 1; start Ray with more there (`ray start --num-cpus`)"
+    )
+    assert granted.short(layout, "GPU", {"GPU": 4.0, "CPU": 3.0}) == "it takes 4 CPUs, and other programs leave 3"
+    assert granted.short(layout, "GPU", {"CPU": 3.0}) == "it takes 4 GPUs, and other programs leave 0"
 
 
 def test_a_long_list_of_nodes_is_cut_in_the_sentence():

@@ -54,6 +54,11 @@ def runs(pid: int) -> bool:
         return False
 
 
+def threads(pid: int) -> set[str]:
+    """Names of the threads of a process."""
+    return {file.read_text().strip() for file in pathlib.Path(f"/proc/{pid}/task").glob("*/comm")}
+
+
 def gone(path: pathlib.Path, seconds: float = 30.0) -> None:
     """Asserts that the path goes within so many seconds."""
     deadline = time.monotonic() + seconds
@@ -106,7 +111,37 @@ def test_all_of_an_actors_process_and_what_it_starts_keeps_to_its_cores(ray_sess
     asyncio.run(body())
 
 
-def test_an_actor_that_is_killed_is_lost_to_every_call_and_takes_its_children_along(ray_session):
+def test_gpus_that_this_machine_lacks_are_refused_without_a_wait(ray_session):
+    async def body():
+        cluster = ray_cluster.RayCluster(start_seconds=600)
+        async with asyncio.timeout(60):
+            with pytest.raises(ConfigError, match="'trainer' asks for 3 GPUs, and this machine has 0"):
+                await cluster.spawn(ActorSpec("trainer", "cluster_actors:Counter", {}, gpus=3))
+
+    asyncio.run(body())
+
+
+def test_an_actor_is_killed_without_being_asked_and_its_name_is_free(ray_session):
+    async def body():
+        cluster = ray_cluster.RayCluster(start_seconds=120, shutdown_seconds=60)
+        spec = ActorSpec("sleeper", "cluster_actors:Counter", {})
+        sleeper = await cluster.spawn(spec)
+        pid = await sleeper.pid()
+        sleeping = asyncio.ensure_future(sleeper.sleep(600))  # its thread hears of nothing
+        await asyncio.sleep(0.5)
+        async with asyncio.timeout(30):
+            await cluster.kill("sleeper")
+            await cluster.kill("sleeper")
+        assert left({pid}, 1.0) == set()
+        with pytest.raises(WorkerLost):
+            await sleeping
+        assert await (await cluster.spawn(spec)).pid() != pid
+        await cluster.stop("sleeper")
+
+    asyncio.run(body())
+
+
+def test_an_actor_that_is_killed_is_lost_to_every_call_and_takes_its_children_along(ray_session, caplog):
     async def body():
         cluster = ray_cluster.RayCluster(start_seconds=120)
         streamer = await cluster.spawn(ActorSpec("engine", "cluster_actors:Streamer", {}))
@@ -116,6 +151,7 @@ def test_an_actor_that_is_killed_is_lost_to_every_call_and_takes_its_children_al
         assert await anext(stream) == 1
         reading = asyncio.ensure_future(anext(stream))
         await streamer.count_closed()
+        assert "engine" in threads(pid), "whoever looks for an actor from outside finds it by a thread's name"
         os.kill(pid, signal.SIGKILL)
         for call in (waiting, reading, streamer.pid(), anext(streamer.forever())):
             with pytest.raises(WorkerLost, match=rf"^actor 'engine' is lost: its process {pid} died;"):
@@ -129,6 +165,8 @@ def test_an_actor_that_is_killed_is_lost_to_every_call_and_takes_its_children_al
         child, memory = await again.child()
         await cluster.stop("engine")
         assert not runs(replacement)
+        told = [record.getMessage() for record in caplog.records if "unasked" in record.getMessage()]
+        assert told == [f"Actor engine has ended unasked (process {pid})."], "and not of the one that was stopped"
         assert left({child}) == set()
         gone(SHARED_MEMORY / memory)
         await cluster.shutdown()

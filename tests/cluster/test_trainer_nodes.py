@@ -15,7 +15,7 @@ from libra_jax import protocols
 from libra_jax.cluster import inprocess
 from libra_jax.coordinator import process_set
 
-pytestmark = [pytest.mark.ray, pytest.mark.multiprocess, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.drill]
 HERE = pathlib.Path(__file__).parent
 
 

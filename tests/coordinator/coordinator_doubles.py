@@ -41,6 +41,9 @@ class DirectCluster:
         if actor is not None:
             await actor.shutdown()
 
+    async def kill(self, name: str) -> None:
+        self.actors.pop(name, None)
+
     async def shutdown(self) -> None:
         for name in list(self.actors):
             await self.stop(name)
@@ -121,6 +124,12 @@ class RecordingTrainer:
 
     async def start(self) -> protocols.TrainerInfo:
         return protocols.TrainerInfo(0, 1, {"data": 1}, "cpu")
+
+    async def stand_by(self) -> protocols.TrainerInfo:
+        return protocols.TrainerInfo(0, 1, {"data": 1}, "cpu")
+
+    async def policy_version(self) -> int:
+        return self.state["version"]
 
     async def _one_call(self) -> None:
         assert not self.busy, "the trainer takes one call at a time"
@@ -236,6 +245,9 @@ class _Handed:
     async def stop(self, name: str) -> None:
         pass
 
+    async def kill(self, name: str) -> None:
+        pass
+
     async def shutdown(self) -> None:
         pass
 
@@ -304,6 +316,7 @@ class Bench:
         make_environment: Callable[[], protocols.Environment] = TwoTurns,
         specs: Sequence[protocols.ActorSpec] | None = None,
         trainer: Mapping[str, Any] | None = None,
+        trainer_factory: str = "coordinator_doubles:make_trainer",
         recorder: protocols.Recorder | None = None,
         **further: Any,
     ) -> None:
@@ -315,9 +328,7 @@ class Bench:
         self.coordinator = run_module.Coordinator(
             config,
             cluster=self.cluster,
-            trainer_spec=protocols.ActorSpec(
-                "trainer", "coordinator_doubles:make_trainer", {"log": str(log), **(trainer or {})}
-            ),
+            trainer_spec=protocols.ActorSpec("trainer", trainer_factory, {"log": str(log), **(trainer or {})}),
             engine_specs=engine_specs(config) if specs is None else specs,
             make_environment=make_environment,
             scheduler=registry.create(config.scheduler),

@@ -47,6 +47,10 @@ class Cluster:
         if actor is not None:
             await self.faulty.meet(name, "stop")
 
+    async def kill(self, name: str) -> None:
+        if self.alive.pop(name, None) is not None:
+            await self.faulty.meet(name, "kill")
+
     async def shutdown(self) -> None:
         self.alive.clear()
 

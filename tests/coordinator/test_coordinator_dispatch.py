@@ -52,7 +52,7 @@ def with_dispatcher(
             entry = live.engines[engine.name]
             entry.info, entry.proxy, entry.state = await engine.start(), engine, "loaded"
             engine._version = entry.policy_version = 0
-            live.serve(entry)
+            live.serve([entry])
         try:
             return await ending.race(test(dispatcher, live))
         finally:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import coordinator_doubles as doubles
+import mortal_trainers
 import pytest
 
 from libra_jax import protocols
@@ -217,6 +218,15 @@ def test_a_lost_instance_is_told_to_the_planner(tmp_path):
     check_whole(bench)
     assert sum(measured.lost for measured in planner.measured) > 0
     assert any(measured.disturbed for measured in planner.measured)
+
+
+def test_a_step_in_which_the_trainer_was_made_anew_is_told_to_be_like_no_other(tmp_path):
+    fate, planner = mortal_trainers.Fate(mortal_trainers.at(("train_step", 6, "before"))), Scripted({})
+    further = {"planner": planner, "make_engine": Makes(doubles.make_config())}
+    bench = mortal_trainers.bench(tmp_path, fate, further, steps=9)
+    bench.run()
+    assert fate.lives == 2
+    assert [measured.disturbed for measured in planner.measured] == [step == 6 for step in range(1, 9)]
 
 
 def test_a_planner_that_cannot_plan_leaves_the_run_alone(tmp_path):

@@ -304,7 +304,7 @@ class AtOnce(mesh_moves.Outside):
         return protocols.ResizeProgress(0, 0, ready=True)
 
     async def take_over(self, step):
-        self.serving.set = self.made
+        self.serving.hand_over(self.made)
         return mesh_moves.Taken({}, 0.0, 0)
 
     def end_former(self):
@@ -418,6 +418,24 @@ def test_processes_that_die_on_the_way_leave_the_trainer_training(tmp_path):
         assert run.cluster.alive["trainer"].taken == list(range(30))
         assert run.recorder.transitions[0]["outcome"] == "failed"
         assert run.mesh.sizes == sizes()
+
+    doubles.run_on_clock(main())
+
+
+@pytest.mark.parametrize("steps", [1, 6, 12])
+def test_a_trainer_that_is_lost_meanwhile_ends_the_move_and_the_processes_that_were_to_take_over(tmp_path, steps):
+    async def main():
+        run = Elsewhere(tmp_path)
+        await run.open()
+        handle = run.mesh.resize(sizes(data=2), "", processes=2)
+        await run.steps(steps)
+        assert {"trainer-2.0", "trainer-2.1"} & set(run.cluster.alive)
+        await run.mesh.trainer_lost(steps)
+        with pytest.raises(protocols.LibraError, match="lost meanwhile"):
+            await handle.done
+        await run.steps(10)
+        assert list(run.cluster.alive) == ["trainer"]
+        assert not (tmp_path / handover.FOLDER).exists()
 
     doubles.run_on_clock(main())
 

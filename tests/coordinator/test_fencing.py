@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
+import os
 import shutil
 from pathlib import Path
 
@@ -58,6 +60,28 @@ def test_no_two_processes_get_the_same_epoch(tmp_path):
         process.join(30)
         assert process.exitcode == 0
     assert taken == list(range(1, 61))
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_an_epoch_says_who_took_it_from_its_first_moment_and_is_taken_once(tmp_path, monkeypatch, links):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, "no links here")
+
+    if not links:
+        monkeypatch.setattr(os, "link", refuse)
+
+    def killed() -> int:
+        raise KeyboardInterrupt  # before it knows where it goes on
+
+    with pytest.raises(KeyboardInterrupt):
+        fencing.take(tmp_path, killed)
+    assert (fencing.newest(tmp_path).epoch, fencing.newest(tmp_path).pid) == (1, os.getpid())
+    assert take(tmp_path).number == 2
+    monkeypatch.setattr(fencing, "_numbers", lambda workdir: [])  # it looked before the other two were there
+    assert take(tmp_path).number == 3
+    assert sorted(path.name for path in (tmp_path / fencing.FOLDER).iterdir()) == [
+        f"epoch-0000000{number}.json" for number in (1, 2, 3)
+    ]
 
 
 def test_a_superseded_run_neither_begins_nor_commits_a_checkpoint(tmp_path):

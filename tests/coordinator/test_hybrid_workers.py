@@ -107,6 +107,7 @@ class Bench:
             coordinator={"staleness": 1},
             elastic={"hybrid": 2},
         )
+        self.trainer = Obliging()
         with pytest.MonkeyPatch.context() as patch:
             self.told, self.members = Told(decisions), Obliging()
             patch.setattr(borrowing, "Borrowing", lambda *_, **__: self.told)
@@ -114,7 +115,7 @@ class Bench:
                 config,
                 engines=self.engines,
                 members=self.members,
-                trainer=Obliging(),
+                trainer=self.trainer,
                 core_devices=1,
                 recorder=self.recorder,
                 ending=failure.Ending(),
@@ -209,6 +210,30 @@ def test_a_borrow_that_was_decided_for_other_processes_is_called_off():
         assert await bench.take_step() == []
 
     run(body, STAY, BORROW)
+
+
+@pytest.mark.parametrize("method", ["listen", "connect"])
+def test_a_trainer_that_is_lost_when_a_worker_joins_is_no_failure_of_the_workers(method):
+    async def body(bench: Bench) -> None:
+        async def lost(*arguments: Any) -> None:
+            raise protocols.TrainerLost("the trainer is gone")
+
+        async def end(worker: str) -> None:
+            raise AssertionError("its replica is warm, and was ended")
+
+        bench.members.end = end
+        setattr(bench.trainer, method, lost)
+        await bench.take_step()
+        await bench.take_step()
+        assert await bench.take_step() == [("rollout-1", IN_TIME)]
+        (worker,) = (worker for worker in bench.workers.pool.workers if worker.name == "rollout-1")
+        assert (worker.state, worker.restarts) == (State.ROLLOUT, 0)
+        assert bench.engines.engines["rollout-1"].state == "serving"
+        delattr(bench.trainer, method)
+        await bench.take_step()
+        assert set(bench.workers.pool.members()) == {"rollout-1"}
+
+    run(body, STAY, BORROW, BORROW)
 
 
 def test_a_step_that_a_loss_or_a_moving_trainer_touched_says_nothing_of_those_to_come():

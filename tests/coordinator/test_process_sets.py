@@ -46,6 +46,32 @@ def test_one_process_is_the_actor_itself_with_its_own_name():
     assert not {"reserve", "join"} & {method for _, method in cluster.faulty.calls}
 
 
+def test_what_befell_a_set_that_has_handed_over_is_not_held_against_its_successor():
+    async def body(first: Any) -> None:
+        serving = process_set.Serving(first, lambda before: None)
+        under_way = asyncio.ensure_future(serving.wait_saved())
+        await asyncio.sleep(0)
+        with pytest.raises(protocols.TrainerLost, match="its process 7 died"):
+            await serving.policy_version()
+        successor = process_set.ProcessSet(first._cluster, doubles.maker(), name="trainer-1")
+        await successor.make()
+        serving.hand_over(successor)
+        with pytest.raises(protocols.TrainerLost, match="its process 7 died"):
+            await under_way
+        assert await serving.policy_version() == 0
+        assert serving.lost is None
+
+    class Both(doubles.Trainer):
+        async def _asked(self, method: str, seconds: float = 0.01) -> None:
+            await asyncio.sleep(1.0 if method == "wait_saved" else seconds)
+            if self._name == "trainer":
+                raise LOST
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(doubles, "Trainer", Both)
+        run(body, 1)
+
+
 def test_processes_meet_where_the_first_one_says_before_they_start():
     async def body(trainer: Any) -> Any:
         return await trainer.start()

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import relay_doubles as doubles
 from relay_doubles import Hosts, on_clock
 
+from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.coordinator import relays, replicas
+from libra_jax.scheduling import registry
 
 BUCKETS = 4
 WHOLE = [(1, index) for index in range(BUCKETS)]
@@ -31,6 +34,36 @@ def test_the_bytes_come_to_each_host_once_however_many_engines_it_has_and_the_tr
     assert copies[0] == relays.FAN_OUT * BUCKETS
     assert max(copies.values()) == relays.FAN_OUT * BUCKETS
     assert len(hosts.loaded) == 8 * 2 * BUCKETS
+
+
+def test_engines_that_get_their_first_weights_together_are_told_of_once():
+    told: list[list[str]] = []
+
+    async def body(hosts: Hosts) -> None:
+        hosts.engines.changed = lambda: told.append([instance.name for instance in hosts.engines.serving()])
+        await hosts.publish(1)
+        await hosts.publish(2)
+        assert told == [list(hosts.engines.engines)]
+
+    on_clock(body, 3, engines=2)
+    assert len(told[0]) == 6
+
+
+@pytest.mark.parametrize("policy", configuration.POLICIES)
+def test_a_scheduler_that_hears_of_all_instances_at_once_places_as_one_that_hears_of_each(policy):
+    every = [protocols.Instance(f"engine-{number}", (1, 1, 2, 4)[number % 4], 2) for number in range(12)]
+
+    def placed(heard: Sequence[Sequence[protocols.Instance]]) -> list[protocols.Placement]:
+        settings = configuration.SchedulerConfig(policy=policy, max_remaining_tokens=(100, 1_000))
+        scheduler = registry.create(settings, remaining=lambda request: 500, degrees=(1, 2, 4))
+        for instances in heard:
+            assert scheduler.on_instance_change(instances, 0.0) == []
+        infos = [protocols.RequestInfo(f"p{n // 2}/{n % 2}", f"p{n // 2}", n // 2, 10 * n, 0) for n in range(20)]
+        return [placement for info in infos for placement in scheduler.on_arrival(info, 1.0)]
+
+    together = placed([every])
+    assert together == placed([every[: count + 1] for count in range(len(every))])
+    assert len(together) >= 10  # some policies keep the wide ones free
 
 
 def test_a_bucket_crosses_while_engines_load_the_one_before_and_the_trainers_host_waits_for_nobody():
@@ -223,6 +256,44 @@ def test_a_replica_on_another_host_reads_its_hosts_copy_though_no_engine_there_t
     on_clock(body, 3)
 
 
+def test_an_engine_that_is_being_started_again_is_not_blamed_for_its_hosts_relay():
+    async def body(hosts: Hosts) -> None:
+        await hosts.publish(1)
+        hosts.unmakable.add(2)
+        hosts.relay(2).kill()
+        engine = hosts.engines.engines["engine-2.0"]
+        engine.state = "starting"
+        await hosts.publisher.catch_up(engine)
+        assert engine.state == "starting"
+        assert hosts.engines.losses == 0
+
+    on_clock(body, 3)
+
+
+@pytest.mark.parametrize("making", [20.0, 500.0])
+def test_a_relay_that_died_where_an_engine_sleeps_costs_its_replica_nothing_if_it_can_be_made_soon(making):
+    async def body(hosts: Hosts) -> None:
+        spec = protocols.ActorSpec("replica-2", f"{__name__}:Reader", {}, host=2)
+        members = replicas.Replicas(
+            hosts.config, cluster=hosts.cluster, specs={"engine-2.0": spec}, recorder=hosts.recorder
+        )
+        await members.ensure("engine-2.0")
+        members.follow("engine-2.0")
+        hosts.publisher = hosts.make_publisher(members=members)
+        hosts.engines.engines["engine-2.0"].state = "asleep"
+        await hosts.publish(1)
+        hosts.relay(2).kill()
+        slowly_made(hosts, 2, making)
+        took = await hosts.publish(2)
+        await asyncio.sleep(1)
+        soon = making < relays.MAKE_SECONDS
+        assert members.holds("engine-2.0", 2) == members.follows("engine-2.0") == soon
+        assert took < min(making, relays.MAKE_SECONDS) + 15.0
+        assert hosts.versions() == [2, 2, protocols.NO_VERSION]
+
+    on_clock(body, 3)
+
+
 @pytest.mark.parametrize("same", [True, False], ids=["bit for bit", "another mesh rounds otherwise"])
 def test_what_another_trainer_publishes_as_the_same_version_crosses_again_only_where_it_differs(same):
     async def body(hosts: Hosts) -> None:
@@ -242,3 +313,52 @@ def test_what_another_trainer_publishes_as_the_same_version_crosses_again_only_w
     hosts = on_clock(body, 3)
     assert hosts.came(1) == WHOLE * (1 if same else 2)
     assert hosts.came(2) == WHOLE
+
+
+def slowly_made(hosts: Hosts, host: int, after: float = 50.0) -> None:
+    """Another machine takes the host's place, and that takes a while."""
+    spawn = hosts.cluster.spawn
+
+    async def later(spec: protocols.ActorSpec) -> Any:
+        if spec.name == f"relay-{host}":
+            await asyncio.sleep(after)
+        return await spawn(spec)
+
+    hosts.cluster.spawn = later
+
+
+def test_a_host_that_is_being_replaced_keeps_nobody_elsewhere_from_the_version_not_even_those_below_it():
+    async def body(hosts: Hosts) -> None:
+        await hosts.publish(1)
+        hosts.relay(1).kill()  # above hosts 3 and 4
+        slowly_made(hosts, 1)
+        began = doubles.seconds()
+        await hosts.publish(2)
+        ends = {name: end - began for name, version, index, _, end in hosts.loaded if (version, index) == (2, 3)}
+        assert ends.pop("engine-1.0") > 50.0
+        assert len(ends) == 4
+        assert max(ends.values()) < 15.0
+        assert hosts.engines.losses == 0
+
+    on_clock(body, 5)
+
+
+def test_a_host_that_is_being_replaced_and_has_no_engine_to_load_does_not_hold_up_a_publication():
+    async def body(hosts: Hosts) -> None:
+        spec = protocols.ActorSpec("replica-2", f"{__name__}:Reader", {}, host=2)
+        members = replicas.Replicas(
+            hosts.config, cluster=hosts.cluster, specs={"engine-2.0": spec}, recorder=hosts.recorder
+        )
+        hosts.publisher = hosts.make_publisher(members=members)
+        await hosts.publish(1)
+        hosts.relay(2).kill()
+        slowly_made(hosts, 2)
+        engine = hosts.engines.engines["engine-2.0"]
+        hosts.engines.lost(engine, engine.life, protocols.WorkerLost("its host lost its power"))
+        for version in (2, 3):
+            assert await hosts.publish(version) < 15.0
+            assert hosts.versions() == [version, version, protocols.NO_VERSION, version]
+        await asyncio.sleep(70)
+        assert hosts.versions() == [3] * 4
+
+    on_clock(body, 4)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import seeds
@@ -90,7 +91,9 @@ def case(seed: int) -> Case:
     return Case(config, broken)
 
 
-def simulate(seed: int, made: Case) -> tuple[results.Result, results.StepRecorder]:
+def simulate(
+    seed: int, made: Case, make_trainer: Callable[..., Any] | None = None
+) -> tuple[results.Result, results.StepRecorder]:
     def scheduler(costs, remaining):
         return registry.create(made.config.scheduler, costs=costs, remaining=remaining, seed=seed, degrees=(1,))
 
@@ -102,7 +105,7 @@ def simulate(seed: int, made: Case) -> tuple[results.Result, results.StepRecorde
         workload = doubles.SeededWorkload(seed, turns=2, tokens=50)
         parts = replace(
             faults.parts(made.faults, seed),
-            trainer=lambda inner: Checked(inner, made.faults, random.Random(f"{seed}/trainer")),
+            trainer=lambda inner: (make_trainer or Checked)(inner, made.faults, random.Random(f"{seed}/trainer")),
         )
         result = world.run(made.config, simulation, workload, scheduler, parts=parts, recorder=recorder)
     return result, recorder
