@@ -17,15 +17,28 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 ENGINES = ("cluster", "launch", "rollout")
-"""Folders with tests that start engines, whole runs or a Ray cluster: one at a time, or they crowd each other out."""
+"""Folders with tests that start engines, whole runs or a Ray cluster: of those with vLLM one at a time, and one of the
+others beside it, or they crowd each other out."""
 
 HEAVY = ("vllm", "ray", "slow", "multiprocess")
 """Marks of those tests."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--drills", action="store_true", help="Also the longer runs, most of them hit: some ten minutes on two cores."
+    )
+
+
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests of one file run on one worker (pytest-xdist) and share what its fixtures made; all engines on one."""
+    if not config.getoption("--drills"):
+        left_out = [item for item in items if item.get_closest_marker("drill")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     for item in items:
-        alone = item.path.parent.name in ENGINES and any(map(item.get_closest_marker, HEAVY))
-        item.add_marker(pytest.mark.xdist_group("engines" if alone else item.path.stem))
+        group = item.path.stem
+        if item.path.parent.name in ENGINES and any(map(item.get_closest_marker, HEAVY)):
+            group = "engines" if item.get_closest_marker("vllm") else "clusters"
+        item.add_marker(pytest.mark.xdist_group(group))
