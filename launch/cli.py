@@ -30,6 +30,7 @@ def run(
     config_type: type[Any] = libra_config.RunConfig,
     default_config: str | None = None,
     interrupted: str = "interrupted",
+    lost: int = 1,
 ) -> None:
     """Runs `main` under absl. A LibraError becomes `error: <sentence>` and exit status 1, a bad flag status 2.
 
@@ -40,6 +41,7 @@ def run(
       main: the script.
       config_type: dataclass of the script's config file, for the nearest field to a mistyped `--config.` flag.
       interrupted: what Ctrl-C is answered with.
+      lost: exit status of a WorkerLost, where that differs from other errors.
       default_config: config file where no --config is given. As the flag's own default it would be read before
         anything here could turn its errors into a sentence.
     """
@@ -47,7 +49,7 @@ def run(
     sys.path.append(os.getcwd())  # where a user's own "module:factory" lives; last, so that it shadows nothing
     logging.set_verbosity(logging.WARNING)  # libraries' own progress is not for the terminal; -v=0 brings it back
     app.run(
-        lambda _: sys.exit(_guarded(main, interrupted)),
+        lambda _: sys.exit(_guarded(main, interrupted, lost)),
         flags_parser=functools.partial(_parse_flags, config_type, default_config),
     )
 
@@ -82,7 +84,7 @@ def check_output(path: Path) -> None:
         raise protocols.DataError(f"--output: {path} cannot be written ({error.strerror or error})") from error
 
 
-def _guarded(main: Callable[[], int | None], interrupted: str) -> int:
+def _guarded(main: Callable[[], int | None], interrupted: str, lost: int = 1) -> int:
     try:
         return main() or 0
     except Exception as error:
@@ -90,7 +92,7 @@ def _guarded(main: Callable[[], int | None], interrupted: str) -> int:
         if traced:
             traceback.print_exc()
         print(f"error: {_sentence(error, traced)}", file=sys.stderr)
-        return 1
+        return lost if isinstance(error, protocols.WorkerLost) else 1
     except KeyboardInterrupt:
         print(f"error: {interrupted}", file=sys.stderr)
         return 130

@@ -1,7 +1,7 @@
-"""Renders a run for Kubernetes: a RayJob (KubeRay) or a JobSet, and with --apply gives it to the cluster.
+"""Gives a run to Kubernetes as a RayJob (KubeRay) or a JobSet; --dry_run prints it instead.
 
-  python launch/kubernetes.py --config=configs/mine.py --image=registry.example/libra-jax:1 --claim=runs >run.yaml
-  python launch/kubernetes.py --config=configs/mine.py --image=... --kind=jobset --ray_token_secret=ray-token --apply
+  python launch/kubernetes.py --config=configs/mine.py --image=registry.example/libra-jax:1 --dry_run >run.yaml
+  python launch/kubernetes.py --config=configs/mine.py --image=... --kind=jobset --ray_token_secret=ray-token
 
 Hosts are those of `config.cluster.accelerators_per_host` (libra_jax/cluster/hosts.py): a group that trains, one that
 rolls out, and a head without accelerators for the driver. `--config.` settings go on to launch/train.py. The image
@@ -27,12 +27,10 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 
-import cleartext
 import crds
+import job_flags
 import manifests
-import overrides
 from absl import flags
-from ml_collections import config_flags
 
 import checks
 import cli
@@ -43,6 +41,9 @@ from libra_jax.cluster import hosts
 APPLY_SECONDS = 120.0
 """In which the cluster has to take a manifest."""
 
+CPUS = 8
+"""Of a host, where --cpus_per_host does not say."""
+
 _BY_PLATFORM: dict[str, tuple[manifests.Accelerator, manifests.Accelerator]] = {
     "cuda": ("gpu", "gpu"),
     "tpu": ("tpu", "gpu"),
@@ -50,13 +51,10 @@ _BY_PLATFORM: dict[str, tuple[manifests.Accelerator, manifests.Accelerator]] = {
 }
 """Accelerators that train and that roll out, by config.trainer.platform."""
 
-_CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "The run's config file, which the image has too.", lock_config=True
-)
 flags.mark_flag_as_required("config")
 _KIND = flags.DEFINE_enum("kind", "rayjob", ["rayjob", "jobset"], "What to render.")
 _NAME = flags.DEFINE_string("name", None, "Name of the object; default <config>-<hash of config>.")
-_IMAGE = flags.DEFINE_string("image", None, "Container image with the repository and its environment.")
+_IMAGE = job_flags.image()
 _REPOSITORY = flags.DEFINE_string("repository", "/libra-jax", "Folder of the repository in the image.")
 _NAMESPACE = flags.DEFINE_string("namespace", "", "Namespace; default: that of whoever applies the manifest.")
 _SERVICE_ACCOUNT = flags.DEFINE_string("service_account", "", "Service account of the pods.")
@@ -66,8 +64,7 @@ _CLAIM = flags.DEFINE_string("claim", "libra-jax-runs", "PersistentVolumeClaim t
 _STORAGE = flags.DEFINE_string("storage", "", "Size of the claim (100Gi), which is then made, too.")
 _STORAGE_CLASS = flags.DEFINE_string("storage_class", "", "Storage class of a claim that is made.")
 _MOUNT = flags.DEFINE_string("mount", "/runs", "Where the pods see the claim.")
-_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run on the claim; default <config>-<hash of config>.")
-_CPUS = flags.DEFINE_string("cpus", "8", "CPUs of a host.")
+_CPUS = job_flags.cpus_per_host(f"{CPUS}")
 _MEMORY = flags.DEFINE_string("memory", "64Gi", "Memory of a host.")
 _HEAD_CPUS = flags.DEFINE_string("head_cpus", "4", "CPUs of the head, where the driver and environments run.")
 _HEAD_MEMORY = flags.DEFINE_string("head_memory", "16Gi", "Memory of the head.")
@@ -82,53 +79,41 @@ _ROLLOUT_SELECTOR = flags.DEFINE_list("rollout_selector", [], "Labels of nodes t
 _TPU_TYPE = flags.DEFINE_string("tpu_type", "", "TPU of GKE's nodes (tpu-v5-lite-podslice).")
 _TRAIN_TOPOLOGY = flags.DEFINE_string("train_topology", "", "Topology of a TPU slice that trains (4x4).")
 _ROLLOUT_TOPOLOGY = flags.DEFINE_string("rollout_topology", "", "Topology of a TPU slice that rolls out (2x2).")
-_ENV = flags.DEFINE_multi_string("env", [], "NAME=VALUE for all containers; no secrets.")
+_ENVIRONMENT = job_flags.environment(" for all containers; no secrets")
 _SECRET = flags.DEFINE_multi_string("secret", [], "NAME=SECRET/KEY: a variable from a key of a secret.")
 _SECRETS_FROM = flags.DEFINE_list("secrets_from", [], "Secrets of which each key becomes a variable.")
 _TOKEN_SECRET = flags.DEFINE_string(
     "ray_token_secret", "", "Secret with Ray's token at auth_token; else KubeRay makes one."
 )
-_GRACE = flags.DEFINE_integer("grace", 120, "Seconds from SIGTERM to SIGKILL: for a checkpoint.", lower_bound=1)
-_RETRIES = flags.DEFINE_integer("retries", 3, "Times that a failed run is started anew.", lower_bound=0)
+_GRACE = job_flags.grace()
+_RETRIES = job_flags.retries("; in a JobSet, pods that are taken away do not count")
 _RAY_VERSION = flags.DEFINE_string("ray_version", "", "In the image; default: the one installed here.")
 _CRD = flags.DEFINE_string("crd", None, "Check against this definition: kubectl get crd rayjobs.ray.io -o yaml.")
-_OUTPUT = flags.DEFINE_string("output", None, "File to write; default: standard output.")
-_APPLY = flags.DEFINE_bool("apply", False, "Give it to the cluster with kubectl.")
+_OUTPUT = job_flags.output()
+flags.adopt_module_key_flags(job_flags)  # so that --help shows them
 
 
 def main() -> None:
-    flag = flags.FLAGS["config"]
-    file = config_flags.get_config_filename(flag)
-    config = libra_config.parse(libra_config.RunConfig, overrides.values(flag))
-    given = overrides.arguments(flag)  # first: what is wrong with a secret would be told in an error
-    checks.validate(config, need_weights=False)
-    command = ["python", "launch/train.py", f"--config={file}", *given, "--config.cluster.address=auto"]
-    objects = manifests.documents(_job(config, command), _KIND.value)
+    run = job_flags.run()
+    checks.validate(run.config, need_weights=False)
+    job_flags.check_grace(_GRACE.value, run.config)
+    objects = manifests.documents(_job(run.config, ["python", "launch/train.py", *run.arguments]), _KIND.value)
     if _CRD.value:
         crds.check(objects[-1], Path(_CRD.value))
     text = manifests.dump(objects)
-    if _OUTPUT.value:
-        cli.check_output(Path(_OUTPUT.value))
-        Path(_OUTPUT.value).write_text(text)
-    elif not _APPLY.value:
-        print(text, end="")
-    if _APPLY.value:
+    job_flags.show(text, _OUTPUT.value)
+    if not job_flags.DRY_RUN.value:
         _apply(text, objects[-1]["metadata"]["name"])
 
 
 def _job(config: libra_config.RunConfig, command: Sequence[str]) -> manifests.Job:
-    if not _IMAGE.value:
-        raise protocols.ConfigError("--image: name the container image of the run; third_party/Dockerfile makes one")
+    job_flags.check_image(_IMAGE.value)
     groups = _groups(config)
-    if config.cluster.address not in ("", "auto"):
-        raise protocols.ConfigError(
-            f"config.cluster.address: {config.cluster.address!r} is another cluster's; leave it empty, a run has one"
-        )
     default = f"{config.name}-{libra_config.digest(config)}"
-    workdir = PurePosixPath(_MOUNT.value) / (_WORKDIR.value or default)
+    workdir = PurePosixPath(_MOUNT.value) / (job_flags.WORKDIR.value or default)
     if not workdir.is_relative_to(_MOUNT.value) or ".." in workdir.parts or str(workdir) == _MOUNT.value:
         raise protocols.ConfigError(
-            f"--workdir={_WORKDIR.value}: must be a folder below --mount={_MOUNT.value}, the claim"
+            f"--workdir={job_flags.WORKDIR.value}: must be a folder below --mount={_MOUNT.value}, the claim"
         )
     return manifests.Job(
         name=_NAME.value or _slug(default),
@@ -142,7 +127,7 @@ def _job(config: libra_config.RunConfig, command: Sequence[str]) -> manifests.Jo
         service_account=_SERVICE_ACCOUNT.value,
         storage=_quantity("storage", _STORAGE.value) if _STORAGE.value else "",
         storage_class=_STORAGE_CLASS.value,
-        cpus=_quantity("cpus", _CPUS.value),
+        cpus=str(_CPUS.value or CPUS),
         head_cpus=_quantity("head_cpus", _HEAD_CPUS.value),
         memory=_quantity("memory", _MEMORY.value),
         head_memory=_quantity("head_memory", _HEAD_MEMORY.value),
@@ -164,8 +149,7 @@ def _groups(config: libra_config.RunConfig) -> list[manifests.Group]:
     layout = hosts.layout(config)
     if layout is None:
         raise protocols.ConfigError(
-            "config.cluster.accelerators_per_host: is 0, so the run has no hosts to ask for; set it to what a host has "
-            "(and config.cluster.backend to ray)"
+            "config.cluster.accelerators_per_host: is 0, so the run has no hosts to ask for; set it to what a host has"
         )
     platform = config.trainer.platform
     if platform not in _BY_PLATFORM and not (_TRAIN.value and _ROLLOUT.value):
@@ -217,10 +201,14 @@ def _group(
 
 
 def _environment() -> dict[str, str]:
-    found = dict(_pair("env", text, "NAME=VALUE") for text in _ENV.value)
-    for name, value in found.items():
-        cleartext.refuse("--env", name, value, f"put it in a secret of the cluster and give --secret={name}=SECRET/KEY")
-    return found
+    instead = "put it in a secret of the cluster and give --secret={name}=SECRET/KEY"
+    values, names = job_flags.variables(_ENVIRONMENT.value, instead)
+    if names:
+        raise protocols.ConfigError(
+            f"--environment={names[0]}: pods have none of your variables; give its value, too, or, where that is a "
+            f"secret, --secret={names[0]}=SECRET/KEY"
+        )
+    return values
 
 
 def _secrets() -> dict[str, tuple[str, str]]:
@@ -262,7 +250,7 @@ def _apply(text: str, name: str) -> None:
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         raise protocols.DataError(
-            "--apply: there is no kubectl on the PATH; install it, or leave --apply out and apply later"
+            "there is no kubectl on the PATH; install it, or give --dry_run and apply what is printed later"
         )
     try:
         done = subprocess.run(
@@ -275,10 +263,10 @@ def _apply(text: str, name: str) -> None:
         )
     except subprocess.TimeoutExpired:
         raise protocols.LibraError(
-            f"--apply: kubectl had no answer from the cluster within {APPLY_SECONDS:g} s; see kubectl cluster-info"
+            f"kubectl had no answer from the cluster within {APPLY_SECONDS:g} s; see kubectl cluster-info"
         ) from None
     if done.returncode:
-        raise protocols.LibraError(f"--apply: kubectl refused it: {' '.join(done.stderr.split())}")
+        raise protocols.LibraError(f"kubectl refused it: {' '.join(done.stderr.split())}")
     print(done.stdout, end="")
     if done.stdout.rstrip().endswith("unchanged"):
         print(

@@ -25,9 +25,13 @@ from absl import flags
 import cli
 from libra_jax import protocols
 from libra_jax.cluster import emulated, guard
+from libra_jax.cluster import hosts as layouts
 
 _HOSTS = flags.DEFINE_integer("hosts", 2, "Hosts; more than the run takes are spare.", lower_bound=1)
 _EACH = flags.DEFINE_integer("accelerators_per_host", 1, "Of each host; CPU cores stand for them.", lower_bound=1)
+_TRAIN = flags.DEFINE_integer(
+    "train_hosts", None, "So many, the first, may only train, and the others only roll out; default: any does either."
+)
 _START = flags.DEFINE_float("start_seconds", 120.0, "Deadline for the hosts to be up.", lower_bound=1.0)
 _KILL = flags.DEFINE_integer("kill_host", None, "Host that loses its power; 0 has the command and Ray's head.")
 _AFTER = flags.DEFINE_float("kill_after", 60.0, "Seconds from the command's start until it does.", lower_bound=0.0)
@@ -42,9 +46,20 @@ def main(command: Sequence[str]) -> int:
         raise protocols.ConfigError(f"{command[0]}, the command after --, is no script and no program that is there")
     if _KILL.value is not None and not 0 <= _KILL.value < _HOSTS.value:
         raise protocols.ConfigError(f"--kill_host={_KILL.value}: the hosts are 0 to {_HOSTS.value - 1} (--hosts)")
-    with emulated.EmulatedHosts(_HOSTS.value, accelerators=_EACH.value, seconds=_START.value) as hosts:
-        _say(f"{_HOSTS.value} hosts are up; Ray's head is at {hosts.address}.")
+    roles = _roles(_HOSTS.value, _TRAIN.value)
+    with emulated.EmulatedHosts(_HOSTS.value, accelerators=_EACH.value, seconds=_START.value, roles=roles) as hosts:
+        _say(f"{_HOSTS.value} host{'s are' if _HOSTS.value > 1 else ' is'} up; Ray's head is at {hosts.address}.")
         return _run(told(command, hosts.address, _EACH.value), hosts)
+
+
+def _roles(count: int, train: int | None) -> dict[int, layouts.Role]:
+    if train is None:
+        return {}
+    if not 0 < train < count:
+        raise protocols.ConfigError(
+            f"--train_hosts={train}: some of the {count} hosts train and some roll out (--hosts)"
+        )
+    return {number: "training" if number < train else "rollout" for number in range(count)}
 
 
 def told(command: Sequence[str], address: str, each: int) -> list[str]:

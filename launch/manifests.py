@@ -6,9 +6,9 @@ Ray joins the hosts and asks every peer for its token. What runs in the pods is 
 all the code, are the image's.
 
 A JobSet, and the pods and claims of both kinds, are valid by the published models (tests/launch/test_manifests.py). A
-RayJob's own fields follow the API reference of KubeRay 1.6 (authOptions came with 1.5.1, its secretName later); its
-CustomResourceDefinition is not in this repository, so `--crd` takes that of your cluster. No manifest has been applied
-to a cluster yet: not run.
+RayJob's own fields follow the API reference of KubeRay 1.6 (groups have labels since 1.5, authOptions came with 1.5.1);
+its CustomResourceDefinition is not in this repository, so `--crd` takes that of your cluster. No manifest has been
+applied to a cluster yet: not run.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import yaml
 
+from libra_jax.cluster import granted, settings
 from libra_jax.protocols import ConfigError
 
 Kind = Literal["rayjob", "jobset"]
@@ -32,12 +33,25 @@ RESOURCES = {"gpu": "nvidia.com/gpu", "tpu": "google.com/tpu"}
 LONGEST_NAME = 40
 """Of a run: KubeRay allows 47 characters; pods have 63, of which a JobSet's add 23 (`-training-10-100-xxxxx`)."""
 
+ROLES = ("training", "rollout")
+"""Groups whose hosts have a role of `libra_jax.cluster.hosts`; Ray's nodes are labelled with it."""
+
 RAY_PORT = 6379
 TOKEN_KEY = "auth_token"
 """In the secret of Ray's token: where KubeRay looks for it."""
 
 EXCLUSIVE = "alpha.jobset.sigs.k8s.io/exclusive-topology"
 """JobSet's annotation: a job has all nodes with the same value of this label to itself."""
+
+_TAKEN_AWAY = {"rules": [{"action": "FailJob", "onPodConditions": [{"status": "True", "type": "DisruptionTarget"}]}]}
+"""Of a job: a pod that was pre-empted, evicted or drained fails it for a reason of its own (`PodFailurePolicy`),"""
+
+_TAKEN_AWAY_IS_FREE = {
+    "action": "RestartJobSetAndIgnoreMaxRestarts",
+    "name": "takenAway",
+    "onJobFailureReasons": ["PodFailurePolicy"],
+}
+"""for which a JobSet starts anew without counting. KubeRay 1.6 has no such rule: a RayJob counts every new start."""
 
 _SCRIPTS = "launch/templates"
 _VOLUME = "runs"  # that holds the workdir
@@ -83,7 +97,8 @@ class Job:
       memory: of each host (`64Gi`); `head_memory` of the head.
       shared_memory: of a host at /dev/shm, where Ray keeps its objects; counts into its memory.
       grace: seconds from SIGTERM to SIGKILL.
-      retries: times that everything is made anew after a failure; the run goes on from its workdir.
+      retries: times that everything is made anew after a failure; the run goes on from its workdir. A JobSet does not
+        count those after which a pod was taken away.
       environment: variables of all containers.
       secrets: variables whose values are in secrets: (secret, key) by variable.
       secrets_from: secrets of which each key becomes a variable.
@@ -184,6 +199,7 @@ def _worker_group(job: Job, group: Group) -> dict[str, Any]:
     replicas = group.count // group.slice_hosts
     return {
         "groupName": group.name,
+        **({"labels": {granted.ROLE_LABEL: group.name}} if group.name in ROLES else {}),  # of Ray's nodes
         "maxReplicas": replicas,
         "minReplicas": replicas,
         "numOfHosts": group.slice_hosts,
@@ -206,7 +222,7 @@ def _jobset(job: Job) -> dict[str, Any]:
         for group in job.groups
     ]
     spec = {
-        "failurePolicy": {"maxRestarts": job.retries},
+        "failurePolicy": {"maxRestarts": job.retries, "rules": [_TAKEN_AWAY_IS_FREE]},
         "network": {"enableDNSHostnames": True},
         "replicatedJobs": [head, *hosts],
         "successPolicy": {"operator": "All", "targetReplicatedJobs": ["head"]},
@@ -223,6 +239,7 @@ def _replicated(
             "completionMode": "Indexed",
             "completions": pods,
             "parallelism": pods,
+            "podFailurePolicy": _TAKEN_AWAY,
             "template": template,
         }
     }
@@ -236,7 +253,7 @@ def _pod(job: Job, where: Group | Literal["head"], *, run: str = "", stop: str =
     group = Group("head", 1) if where == "head" else where
     limits = {"cpu": job.head_cpus, "memory": job.head_memory} if where == "head" else _limits(job, group)
     container: dict[str, Any] = {
-        "env": _environment(job, head=where == "head", operated=not run),
+        "env": _environment(job, group.name, operated=not run),
         "image": job.image,
         "name": f"ray-{group.name}",
         "resources": {"limits": limits, "requests": limits},
@@ -277,15 +294,18 @@ def _limits(job: Job, group: Group) -> dict[str, str]:
     return found
 
 
-def _environment(job: Job, *, head: bool, operated: bool) -> list[dict[str, Any]]:
-    """Variables in the order of their names; `operated`: KubeRay adds those of Ray."""
-    own = {"LIBRA_JAX_GRACE": str(job.grace), "LIBRA_JAX_WORKDIR": job.workdir, "RAY_USAGE_STATS_ENABLED": "0"}
+def _environment(job: Job, group: str, *, operated: bool) -> list[dict[str, Any]]:
+    """Variables in the order of their names; `operated`: KubeRay adds those of Ray, and its labels."""
+    head = group == "head"
+    own = {"LIBRA_JAX_GRACE": str(job.grace), "LIBRA_JAX_WORKDIR": job.workdir, **settings.environment()}
     if head:
         own["LIBRA_JAX_COMMAND"] = "\n".join(job.command)
     secret = dict(job.secrets)
     if not operated:
         own |= {"LIBRA_JAX_HEAD": f"{job.name}-head-0-0.{job.name}", "RAY_AUTH_MODE": "token"}
         secret["RAY_AUTH_TOKEN"] = (job.token_secret, TOKEN_KEY)
+    if group in ROLES and not operated:
+        own["LIBRA_JAX_LABELS"] = f"{granted.ROLE_LABEL}={group}"
     if head and not operated:
         own["LIBRA_JAX_HOSTS"] = str(sum(group.count for group in job.groups))
     # Kubernetes replaces $(NAME) in values; doubled, the dollar stands for itself.

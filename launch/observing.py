@@ -26,8 +26,9 @@ LOOK_SECONDS = 0.5
 class LastResort:
     """Ends this process where a scheduler's SIGTERM did not: with the status that asks for the same command again.
 
-    A trainer that compiles, an engine that starts and a library that is imported cannot be told to end. As at any kill,
-    workers end with this process (tests/launch/test_killed_runs.py), and the newest checkpoint counts.
+    A trainer that compiles, an engine that starts and a library that is imported cannot be told to end, and what
+    libraries tidy up at a process's exit may hang: it looks until the process has ended. As at any kill, workers end
+    with this process (tests/launch/test_killed_runs.py), and the newest checkpoint counts.
 
     Args:
       grace: `deadlines.grace`, seconds.
@@ -36,12 +37,7 @@ class LastResort:
     def __init__(self, grace: float) -> None:
         self._grace = grace
         self._began = float("inf")
-        self._closed = threading.Event()
         threading.Thread(target=self._look, name="libra-last-resort", daemon=True).start()
-
-    def close(self) -> None:
-        """Everything has ended."""
-        self._closed.set()
 
     def begin(self, number: signal.Signals) -> None:
         """A signal has come. It may come in the middle of anything, so that this sets a variable and no more."""
@@ -50,8 +46,7 @@ class LastResort:
 
     def _look(self) -> None:
         while time.monotonic() < self._began + END * self._grace:
-            if self._closed.wait(LOOK_SECONDS):
-                return
+            time.sleep(LOOK_SECONDS)
         with contextlib.suppress(OSError, ValueError):
             print("Not everything ended within config.deadlines.grace, and is killed.", file=sys.stderr)
         end_process()

@@ -59,9 +59,17 @@ def place(config: libra_config.RunConfig, devices: Sequence[int]) -> tuple[int |
     return found.host, found.devices
 
 
-def record(workdir: Path, note: Callable[[str], None], found: granted.Granted) -> None:
-    """Writes which nodes are the run's hosts into `hosts.json`, and tells it in a line."""
+def together(config: libra_config.RunConfig) -> int | None:
+    """Devices that the cluster grants the run on one host, at most; None: all are on one."""
+    layout = hosts.layout(config)
+    return None if layout is None else max(host.accelerators for host in layout.hosts)
+
+
+def record(workdir: Path, note: Callable[[str], None], guard: Callable[[], bool], found: granted.Granted) -> None:
+    """Writes which nodes are the run's hosts into `hosts.json`, if this run may still write, and tells it in a line."""
     note(found.sentence())
+    if not guard():
+        return
     partial = workdir / f"{HOSTS_FILE}.partial"
     try:
         partial.write_text(json.dumps(found.record(), indent=1) + "\n")

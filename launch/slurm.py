@@ -8,9 +8,10 @@ How many hosts, and what of each, comes from the config (`cluster.accelerators_p
 goes to standard output, and everything else to standard error. The workdir, the folder it is submitted from and this
 repository have to be where all hosts see them.
 
-Told by Slurm that it has to end (--grace seconds before that), a run saves a checkpoint and the job queues up again;
-killed without notice, it goes on from the last one. `<workdir>/logs/latest` has the logs of the last attempt: the
-driver's in train.log, each host's, and Ray's own where the run did not finish.
+Told by Slurm that it has to end (--grace seconds before that), a run saves a checkpoint and the job queues up again, as
+it does --retries times where the run lost a host that it needs; killed without notice, it goes on from the last one.
+`<workdir>/logs/latest` has the logs of the last attempt: the driver's in train.log, each host's, and Ray's own where
+the run did not finish.
 
 Run with Slurm 22.05, without GPUs: on one node, and over two partitions (a heterogeneous job) on two hosts emulated by
 network namespaces. Not run: GPUs, several machines, pyxis.
@@ -26,10 +27,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import overrides
+import job_flags
 import slurm_job
 from absl import flags
-from ml_collections import config_flags
 
 import checks
 import cli
@@ -39,10 +39,6 @@ from libra_jax import protocols
 
 COMMAND_SECONDS = 30.0
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "The run's config file.", lock_config=True)
-_PLAN = flags.DEFINE_string("plan", None, "Plan of launch/plan.py to lay the run out by.")
-_WORKDIR = flags.DEFINE_string("workdir", None, "Where the run writes; default runs/<config>-<hash of config>.")
-_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print the script; submit nothing.")
 _PARTITION = flags.DEFINE_string("partition", "", "Partition of all hosts; default: Slurm's own.")
 _TRAIN = flags.DEFINE_string("train_partition", "", "Partition of the hosts that train; with --rollout_partition.")
 _ROLLOUT = flags.DEFINE_string("rollout_partition", "", "Partition of the hosts that roll out.")
@@ -53,30 +49,31 @@ _CONSTRAINT = flags.DEFINE_string("constraint", "", "Features that hosts must ha
 _NODELIST = flags.DEFINE_string("nodelist", "", "Hosts to take.")
 _EXCLUDE = flags.DEFINE_string("exclude", "", "Hosts to leave out.")
 _SBATCH = flags.DEFINE_multi_string("sbatch", [], "Another option of sbatch, like --sbatch=--mem=64G; may be repeated.")
-_CPUS = flags.DEFINE_integer("cpus_per_host", 0, "Cores of each host; 0: as the partition has it.", lower_bound=0)
+_CPUS = job_flags.cpus_per_host("as the partition has it")
 _EXCLUSIVE = flags.DEFINE_bool("exclusive", False, "Take whole hosts, which no other job shares.")
-_REQUEUE = flags.DEFINE_bool("requeue", True, "Queue up again after a pre-emption, or when the time was over.")
-_GRACE = flags.DEFINE_integer(
-    "grace", 120, "Seconds before its end at which the run is told to stop.", lower_bound=1, upper_bound=65_535
+_REQUEUE = flags.DEFINE_bool(
+    "requeue", True, "Queue up again after a pre-emption, a lost host, or the end of the time."
 )
-_ENVIRONMENT = flags.DEFINE_multi_string(
-    "environment", [], "NAME=VALUE, or the NAME of a variable that is taken from yours (a secret); may be repeated."
-)
-_IMAGE = flags.DEFINE_string("container_image", "", "Image that pyxis runs each host's part in.")
+_GRACE = job_flags.grace()
+_RETRIES = job_flags.retries("; pre-emptions and the end of its time do not count")
+_ENVIRONMENT = job_flags.environment(", or the NAME of a variable that is taken from yours (a secret)")
+_IMAGE = job_flags.image()
 _MOUNTS = flags.DEFINE_string("container_mounts", "", "What pyxis mounts there, as SOURCE:TARGET,...")
-_SETUP = flags.DEFINE_string("setup", "", "Shell line before the run, like 'module load cuda'.")
+_SETUP = job_flags.setup()
 _PYTHON = flags.DEFINE_string("python", "", "Python of the hosts; default: this one, and in a container python3.")
+flags.adopt_module_key_flags(job_flags)  # so that --help shows them
 
 
 def main() -> None:
-    config = _config()
-    folder = Path.cwd()
-    workdir = folder / (_WORKDIR.value or workdirs.default(config))
-    job = slurm_job.make(config, _settings(), arguments=_arguments(), folder=folder, workdir=workdir, known=os.environ)
+    run = job_flags.run()
+    config, folder = run.config, Path.cwd()
+    workdir = folder / (job_flags.WORKDIR.value or workdirs.default(config))
+    workdirs.check_place(workdir)
+    job = slurm_job.make(config, _settings(), arguments=run.arguments, folder=folder, workdir=workdir, known=os.environ)
     checks.validate(config, need_weights=False)
     _check_partitions(job)
     script = slurm_job.render(job)
-    if _DRY_RUN.value:
+    if job_flags.DRY_RUN.value:
         print(script, end="")
         return
     if not shutil.which("sbatch"):
@@ -84,31 +81,29 @@ def main() -> None:
             "sbatch is not on PATH: this machine cannot submit to Slurm. Go to a login node of the cluster, or give "
             "--dry_run to see the script"
         )
-    workdirs.open_workdir(config, str(workdir))  # refuses one that another config or a running job has
-    file = workdir / "slurm.sbatch"
-    (workdir / "logs").mkdir(exist_ok=True)
-    file.write_text(script)
-    number = _run("sbatch", "--parsable", str(file)).strip().split(";")[0]
+    number = _submit(config, workdir, script)
     print(f"{config.name} is submitted: {job.title}. Logs: {workdir / 'logs' / 'latest'}", file=sys.stderr)
     print(number)
 
 
-def _config() -> libra_config.RunConfig:
-    """The run's, with the job's Ray for its cluster."""
-    values = overrides.values(flags.FLAGS["config"], _PLAN.value)
-    if values["cluster"]["address"]:
-        raise protocols.ConfigError("config.cluster.address: the job starts a Ray of its own; leave it empty")
-    values["cluster"].update(backend="ray", address="auto")
-    return libra_config.parse(libra_config.RunConfig, values)
+def _submit(config: libra_config.RunConfig, workdir: Path, script: str) -> str:
+    """The job's number. A workdir that was made for a job that is refused is gone again.
 
-
-def _arguments() -> list[str]:
-    """Of launch/train.py: as they were given here, and the job's Ray, which each attempt finds by RAY_ADDRESS."""
-    flag, ours = flags.FLAGS["config"], {"cluster.backend": "ray", "cluster.address": "auto"}
-    given = [argument for argument in overrides.arguments(flag) if not argument.startswith("--config.cluster.backend=")]
-    settings = sorted([*given, *(f"--config.{name}={value}" for name, value in ours.items())])
-    plan = [f"--plan={Path(_PLAN.value).resolve()}"] if _PLAN.value is not None else []
-    return [f"--config={config_flags.get_config_filename(flag)}", *settings, *plan]
+    Raises:
+      ConfigError: another config or a running job has the workdir.
+      LibraError: Slurm refuses.
+    """
+    existed = workdir.exists()
+    workdirs.open_workdir(config, str(workdir))
+    file = workdir / "slurm.sbatch"
+    (workdir / "logs").mkdir(exist_ok=True)
+    file.write_text(script)
+    try:
+        return _run("sbatch", "--parsable", str(file)).strip().split(";")[0]
+    except protocols.LibraError:
+        if not existed:
+            shutil.rmtree(workdir, ignore_errors=True)
+        raise
 
 
 def _settings() -> slurm_job.Settings:
@@ -129,8 +124,9 @@ def _settings() -> slurm_job.Settings:
         exclusive=_EXCLUSIVE.value,
         requeue=_REQUEUE.value,
         grace=_GRACE.value,
+        retries=_RETRIES.value,
         environment=tuple(_ENVIRONMENT.value),
-        container_image=_IMAGE.value,
+        image=_IMAGE.value,
         container_mounts=_MOUNTS.value,
         setup=_SETUP.value,
         python=_PYTHON.value or ("python3" if _IMAGE.value else sys.executable),

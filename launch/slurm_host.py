@@ -10,8 +10,10 @@ that nobody can come between. Those that others have to know beforehand come fro
 kernel's, and are seen to be free. (Left to the kernel too, agents tell theirs by files, for which Ray waits 15 s.)
 
 How the run ended is in the file `ended` of the attempt's folder: `finished`, `stopped` (it was told to, and goes on if
-started again) or `failed STATUS`. A host on which Ray does not start ends the attempt, as long as there is no driver;
-one that is lost later is the driver's to see to.
+started again), `lost` (it ended with status 75 without having been told: started again, it goes on, too) or `failed
+STATUS`. A host on which Ray does not start ends the attempt, as long as there is no driver; one that is lost later is
+the driver's to see to. Where the head itself is cut off under its driver, nobody can write that; the job's script takes
+it for `lost`.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from libra_jax.cluster import granted, settings
 from libra_jax.protocols import LibraError
 
 FIRST_PORT, WINDOWS, WINDOW = 20_000, 600, 20
@@ -59,13 +62,8 @@ UNREACHABLE = "192.0.2.1"
 """Of TEST-NET-1 (RFC 5737). A datagram socket that is connected to it sends nothing, and knows this host's address."""
 
 RAY_ENVIRONMENT = {
-    "RAY_USAGE_STATS_ENABLED": "0",
+    **settings.environment(),
     "RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT": "300",  # seconds; imports from a shared file system take their time
-    # As cluster/ray_runtime.py starts Ray: no idle workers, one a CPU, and actors' children are their guard's.
-    "RAY_enable_worker_prestart": "false",
-    "RAY_prestart_worker_first_driver": "false",
-    "RAY_kill_child_processes_on_worker_exit": "false",
-    "RAY_process_group_cleanup_enabled": "false",
 }
 
 
@@ -122,10 +120,12 @@ def run(arguments: argparse.Namespace) -> int:
                 status = _keep_ray(arguments, name, directory)
         except LibraError as error:
             status, why = 1, str(error)
-        if not (attempt / LOG).exists() and not (attempt / ENDED).exists():
-            told = name == arguments.head and (attempt / STOP).exists()
+        told = name == arguments.head and (attempt / STOP).exists()
+        driven = (attempt / LOG).exists()
+        if not (attempt / ENDED).exists() and (told or not driven):
             _write_end(attempt, "stopped" if told else "failed 1")
-            print(f"{name}: " + ("told to stop before the driver began" if told else f"error: {why}"), flush=True)
+            before = "the driver could save" if driven else "the driver began"
+            print(f"{name}: " + (f"told to stop, and ended before {before}" if told else f"error: {why}"), flush=True)
         # Ray's start ends in whatever status it likes: what counts is how the driver did.
         return 0 if _how(attempt) in ("finished", "stopped") else status or 1
     finally:
@@ -144,9 +144,11 @@ def _keep_ray(arguments: argparse.Namespace, name: str, directory: Path) -> int:
     end = functools.partial(_signal, host, signal.SIGKILL if alone else signal.SIGINT)
 
     def over() -> bool:
-        """The others end after the head; it ends by itself, unless there is no driver yet that could."""
+        """All end after the driver; the head before there is one, too. Without a process table, it ends by itself."""
         ended, stop, driven = ((arguments.attempt / file).exists() for file in (ENDED, STOP, LOG))
-        return not driven and (ended or stop) if name == arguments.head else ended
+        if name != arguments.head:
+            return ended
+        return ended and bool(alone) if driven else ended or stop
 
     try:
         return _wait(host, over, once=end)
@@ -181,7 +183,8 @@ def _symmetric_run(arguments: argparse.Namespace, name: str, directory: Path) ->
     here = [sys.executable, os.path.abspath(__file__)]
     options = [
         f"--temp-dir={directory}",
-        f"--node-name={_node_name(name, arguments.training)}",
+        f"--node-name={name}",
+        *_labels(name, arguments.training),
         f"--num-cpus={CPUS}",
         "--min-worker-port=0",
         "--max-worker-port=0",
@@ -201,11 +204,11 @@ def _symmetric_run(arguments: argparse.Namespace, name: str, directory: Path) ->
     ]
 
 
-def _node_name(name: str, training: str) -> str:
-    """Ray's for this host: hosts of one size are taken in the order of their names, and those that train come first."""
+def _labels(name: str, training: str) -> list[str]:
+    """What this host's partition is for; any host is for anything where there is but one."""
     if not training:
-        return name
-    return f"1-{name}" if name in training.split(",") else f"2-{name}"
+        return []
+    return [f"--labels={granted.label('training' if name in training.split(',') else 'rollout')}"]
 
 
 def _alone() -> list[str]:
@@ -261,14 +264,16 @@ def drive(arguments: argparse.Namespace) -> int:
             told.append(True)
             driver.send_signal(signal.SIGTERM)
 
-    # Sent to all of the job, the signal has reached the driver, too: a second one would end it at once.
+    # Slurm tracks processes by cgroups or otherwise. By cgroups, a signal to a step reaches what it started itself, and
+    # comes here by the file; otherwise the driver has it, too, and a second one would end it at once.
     signal.signal(signal.SIGTERM, lambda *_: told.append(True))
     with open(arguments.attempt / LOG, "ab") as log:
         driver = subprocess.Popen(arguments.command, stdout=log, stderr=log)
         status = _wait(driver, stop.exists, once=tell)
     if told and status == -signal.SIGTERM:  # it was still being imported, and heard nothing
         status = os.EX_TEMPFAIL
-    how = {0: "finished", os.EX_TEMPFAIL: "stopped"}.get(status, f"failed {status if status > 0 else 128 - status}")
+    again = "stopped" if told else "lost"
+    how = {0: "finished", os.EX_TEMPFAIL: again}.get(status, f"failed {status if status > 0 else 128 - status}")
     _write_end(arguments.attempt, how)
     return status
 
@@ -313,20 +318,20 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="One host's part in a run under Slurm; see the file's docstring.")
     parts = parser.add_subparsers(required=True)
     for part in (print_address, run, reap, drive):
-        settings = parts.add_parser(part.__name__.removeprefix("print_"), help=part.__doc__)
-        settings.set_defaults(part=part, command=command)
+        given = parts.add_parser(part.__name__.removeprefix("print_"), help=part.__doc__)
+        given.set_defaults(part=part, command=command)
         if part in (print_address, run):
-            settings.add_argument("--job", type=int, required=True, help="id of the Slurm job")
+            given.add_argument("--job", type=int, required=True, help="id of the Slurm job")
         if part is print_address:
-            settings.add_argument("--toward", required=True, help="another host of the job, or this one")
+            given.add_argument("--toward", required=True, help="another host of the job, or this one")
         if part is run:
-            settings.add_argument("--head", required=True, help="Slurm's name of the host on which the driver is")
-            settings.add_argument("--address", required=True, help="host:port of the Ray")
-            settings.add_argument("--hosts", type=int, required=True, help="how many the job has")
-            settings.add_argument("--training", default="", help="the hosts that train, where they have a partition")
-            settings.add_argument("--exclusive", action="store_true", help="no other run is on these hosts")
+            given.add_argument("--head", required=True, help="Slurm's name of the host on which the driver is")
+            given.add_argument("--address", required=True, help="host:port of the Ray")
+            given.add_argument("--hosts", type=int, required=True, help="how many the job has")
+            given.add_argument("--training", default="", help="the hosts that train, where they have a partition")
+            given.add_argument("--exclusive", action="store_true", help="no other run is on these hosts")
         if part in (run, drive):
-            settings.add_argument("--attempt", type=Path, required=True, help="folder of the attempt")
+            given.add_argument("--attempt", type=Path, required=True, help="folder of the attempt")
     return parser.parse_args(own, argparse.Namespace())
 
 

@@ -9,8 +9,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import cleartext
 import jinja2
+import job_flags
 import placement
 
 from libra_jax import config as libra_config
@@ -23,7 +23,6 @@ EXPORTED = ("HOME", "LANG", "LOGNAME", "PATH", "SHELL", "USER")
 """Variables that a job has from whoever submits it, beside those that are asked for by name."""
 
 _TIME = re.compile(r"\d+|\d+:\d+|\d+:\d+:\d+|\d+-\d+|\d+-\d+:\d+|\d+-\d+:\d+:\d+")
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _GPUS = re.compile(r"gpu(?::[^:,()]+)?:(\d+)")
 
 
@@ -42,8 +41,9 @@ class Settings:
       exclusive: hosts are the job's alone.
       requeue: it goes on after it was pre-empted, or its time was over.
       grace: seconds between the signal to stop and the end.
+      retries: times that it goes on after it lost a host that it needs.
       environment: `NAME=VALUE`, or `NAME` of a variable of whoever submits.
-      container_image: pyxis'.
+      image: that pyxis runs each host's part in.
       container_mounts: likewise.
       setup: shell line before anything of ours.
       python: of every host.
@@ -59,8 +59,9 @@ class Settings:
     exclusive: bool = False
     requeue: bool = True
     grace: int = 120
+    retries: int = 3
     environment: tuple[str, ...] = ()
-    container_image: str = ""
+    image: str = ""
     container_mounts: str = ""
     setup: str = ""
     python: str = "python3"
@@ -101,6 +102,7 @@ class Job:
     requeue: bool
     exclusive: bool
     grace: int
+    retries: int
     setup: str
     container: tuple[str, ...]
     hosts: int
@@ -161,8 +163,9 @@ def make(
         requeue=settings.requeue,
         exclusive=settings.exclusive,
         grace=settings.grace,
+        retries=settings.retries,
         setup=settings.setup,
-        container=(f"--container-image={settings.container_image}", *mounts) if settings.container_image else (),
+        container=(f"--container-image={settings.image}", *mounts) if settings.image else (),
         hosts=sum(part.hosts for part in found),
         parts=found,
     )
@@ -217,19 +220,11 @@ def _options(part: Part, settings: Settings) -> tuple[str, ...]:
 
 def _environment(lines: Sequence[str], known: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     """Variables with the values that the script gives them, and the names of those that come from who submits."""
-    values, names = {}, []
-    for line in lines:
-        name, separator, value = line.partition("=")
-        if not _NAME.fullmatch(name):
-            raise ConfigError(f"--environment={name}: write NAME=VALUE, or the NAME of a variable that you have set")
-        if separator:
-            instead = f"give --environment={name} alone, and it comes from the environment that you submit from"
-            cleartext.refuse("--environment", name, value, instead)
-            values[name] = value
-        elif name not in known:
+    instead = "give --environment={name} alone, and it comes from the environment that you submit from"
+    values, names = job_flags.variables(lines, instead)
+    for name in names:
+        if name not in known:
             raise ConfigError(f"--environment={name}: is not set where you submit from; set it, or give {name}=VALUE")
-        else:
-            names.append(name)
     return values, names
 
 
@@ -246,11 +241,10 @@ def _check(config: libra_config.RunConfig, settings: Settings) -> None:
             f"--grace={settings.grace}: seconds before the end at which the run is told to stop, and --time="
             f"{settings.time} is not longer; lower it, or give the job more time"
         )
-    if settings.grace < config.deadlines.grace:
-        raise ConfigError(
-            f"--grace={settings.grace}: told to stop, the run takes up to {config.deadlines.grace:g} s "
-            "(config.deadlines.grace); give --grace more, or the run less"
-        )
+    job_flags.check_grace(settings.grace, config)
+    instead = "give the NAME of a variable that you have set by --environment"
+    for flag, text in (("setup", settings.setup), *(("sbatch", option) for option in settings.options)):
+        job_flags.check_text(flag, text, instead)
     if bool(settings.train_partition) != bool(settings.rollout_partition):
         raise ConfigError("--train_partition and --rollout_partition go together; for one, give --partition")
     if settings.train_partition:
@@ -262,8 +256,8 @@ def _check(config: libra_config.RunConfig, settings: Settings) -> None:
                 "config.cluster.accelerators_per_host: is 0, which puts the whole run on one host; two partitions need "
                 "to know how many accelerators a host has"
             )
-    if settings.container_mounts and not settings.container_image:
-        raise ConfigError("--container_mounts: are those of a container; give --container_image, too")
+    if settings.container_mounts and not settings.image:
+        raise ConfigError("--container_mounts: are those of a container; give --image, too")
     if settings.requeue and not config.checkpoint.every:
         raise ConfigError(
             "config.checkpoint.every: is 0, so that a run that was pre-empted would begin anew; set it, or give "
@@ -310,7 +304,7 @@ def check_partitions(asked: Sequence[Part], there: Sequence[Partition]) -> None:
         if not named and part.partition:
             names = [one.name for one in there]
             near = difflib.get_close_matches(part.partition, names, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names)}"
+            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names) or 'none that you may use'}"
             raise ConfigError(f"--partition: Slurm has no partition {part.partition!r}; {hint}")
         for one in named:
             nodes, most = sum(count for count, gpus in one.nodes if gpus >= part.gpus), max(g for _, g in one.nodes)
@@ -322,6 +316,6 @@ def check_partitions(asked: Sequence[Part], there: Sequence[Partition]) -> None:
             if part.hosts > nodes:
                 which = f" with {part.gpus} GPUs" if part.gpus else ""
                 raise ConfigError(
-                    f"--partition: the run takes {part.hosts} hosts ({part.comment}), and partition {one.name!r} has "
-                    f"{nodes}{which}; take a smaller run, or another partition"
+                    f"--partition: the run takes {part.hosts} host{'s' * (part.hosts > 1)} ({part.comment}), and "
+                    f"partition {one.name!r} has {nodes}{which}; take a smaller run, or another partition"
                 )

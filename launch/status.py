@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.live import Live
 
 import cli
-from libra_jax import protocols
+from libra_jax import machine, protocols
 from libra_jax.telemetry import screen, status
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run's folder; default the one under runs/ that was written last.")
@@ -64,7 +64,7 @@ def verdict(record: Mapping[str, Any], alive: bool) -> str:
         return f"It has ended ({record['ended']['how']}). {record['ended']['sentence']}"
     if alive:
         return "It lives."
-    here = record["place"] == status.place()
+    here = record["place"] == machine.identity()
     why = "its process is gone" if here else f"nothing has been written for {status.WATCH_SECONDS:g} s"
     return f"DEAD: {why}, and it has not said why. The same command goes on from the last checkpoint."
 

@@ -56,9 +56,8 @@ class Run:
         """Of the launcher, for this run."""
         settings = [f"--config={self.file}", f"--config.seed={self.config.seed}"]
         settings += [f"--config.steps={self.steps}"] if self.steps else []
-        apply = ["--apply"] if launcher == "kubernetes" else []
         script = Path(__file__).parent / LAUNCHERS[launcher]
-        return [sys.executable, str(script), *settings, f"--workdir={self.workdir}", *apply, *extra]
+        return [sys.executable, str(script), *settings, f"--workdir={self.workdir}", *extra]
 
     def rewards(self) -> list[float]:
         """Of the training steps that are recorded."""

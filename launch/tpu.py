@@ -1,7 +1,7 @@
-"""Renders a run that trains on a pod of Cloud TPU VMs: a script for gcloud, from the queued resource to the driver.
+"""Runs a script for gcloud that trains on a pod of Cloud TPU VMs, from the queued resource to the driver.
 
   python launch/tpu.py --config=configs/mine.py --project=P --zone=us-east5-b --accelerator_type=v6e-16 \\
-      --runtime_version=v2-alpha-tpuv6e --rollout_hosts=gpu-0,gpu-1 --workdir=/shared/mine
+      --runtime_version=v2-alpha-tpuv6e --rollout_hosts=gpu-0,gpu-1 --workdir=/shared/mine --dry_run   # the script
 
 Rollout is on the hosts that --rollout_hosts names, in the order of their use, reached by ssh: GPU machines, or TPU VMs
 with vLLM's own TPU build. Hosts are those of `config.cluster.accelerators_per_host`; every one has the repository, with
@@ -9,9 +9,9 @@ its environment in .venv, at --repository (--setup may put it there), and sees -
 are the run's own: a Ray that an earlier start left on them is stopped.
 On GKE, launch/kubernetes.py takes TPU hosts.
 
-The script is printed; --nodry_run runs it. No TPU has seen it: not run, neither training on a pod nor rollout on GPUs
-beside it nor on vLLM's TPU build. Its commands were run against doubles of gcloud and ssh. The Ray backend still asks
-every host for the accelerators of `trainer.platform`, so GPU machines beside a pod would join and not be used.
+No TPU has seen it: not run, neither training on a pod nor rollout on GPUs beside it nor on vLLM's TPU build. Its
+commands were run against doubles of gcloud and ssh. The Ray backend still asks every host for the accelerators of
+`trainer.platform`, so GPU machines beside a pod would join and not be used.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-import overrides
+import job_flags
 from absl import flags
-from ml_collections import config_flags
 
 import checks
 import cli
@@ -38,7 +37,6 @@ BODY = Path(__file__).parent / "templates" / "tpu.sh"
 ONE_CORE = ("v5litepod", "v6e")
 """Generations whose types count chips; the others' count TensorCores, two a chip (Cloud TPU's documentation)."""
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "The config file; the hosts have it too.", lock_config=True)
 flags.mark_flag_as_required("config")
 _NAME = flags.DEFINE_string("name", None, "Of the queued resource and its node; default <config>-<hash of config>.")
 _PROJECT = flags.DEFINE_string("project", None, "Google Cloud project.")
@@ -48,42 +46,36 @@ _RUNTIME = flags.DEFINE_string("runtime_version", None, "TPU software version (v
 _CREATE = flags.DEFINE_string("create_flags", "", "Further flags of queued-resources create, in one string (--spot).")
 _ROLLOUT_HOSTS = flags.DEFINE_list("rollout_hosts", [], "Hosts that roll out, as ssh knows them.")
 _REPOSITORY = flags.DEFINE_string("repository", "libra-jax", "Folder of the repository on every host.")
-_SETUP = flags.DEFINE_string("setup", "", "Shell command run on every host first.")
-_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run, which every host sees.")
+_SETUP = job_flags.setup()
 _WAIT_MINUTES = flags.DEFINE_integer("wait_minutes", 720, "Minutes to wait for the pod.", lower_bound=1)
 _DELETE = flags.DEFINE_bool("delete", False, "Give the pod back at the end, however it ends.")
-_OUTPUT = flags.DEFINE_string("output", None, "File to write; default: standard output.")
-_DRY_RUN = flags.DEFINE_bool("dry_run", True, "Only print the script.")
+_OUTPUT = job_flags.output()
+flags.adopt_module_key_flags(job_flags)  # so that --help shows them
 
 
 def main() -> int | None:
-    flag = flags.FLAGS["config"]
-    file = config_flags.get_config_filename(flag)
-    config = libra_config.parse(libra_config.RunConfig, overrides.values(flag))
-    given = overrides.arguments(flag)  # first: what is wrong with a secret would be told in an error
-    checks.validate(config, need_weights=False)
-    command = ["python", "launch/train.py", f"--config={file}", *given, "--config.cluster.address=auto"]
-    command.append(f"--workdir={_WORKDIR.value}")
-    script = _script(config, command)
-    if _OUTPUT.value:
-        cli.check_output(Path(_OUTPUT.value))
-        Path(_OUTPUT.value).write_text(script)
-    elif _DRY_RUN.value:
-        print(script, end="")
-    if _DRY_RUN.value:
+    run = job_flags.run()
+    checks.validate(run.config, need_weights=False)
+    workdir = f"--workdir={job_flags.WORKDIR.value}"
+    script = _script(run.config, ["python", "launch/train.py", *run.arguments, workdir])
+    job_flags.show(script, _OUTPUT.value)
+    if job_flags.DRY_RUN.value:
         return None
     for program in ("gcloud", "ssh", "openssl"):
         if shutil.which(program) is None:
-            raise protocols.DataError(f"--nodry_run: there is no {program} on the PATH; install it")
+            raise protocols.DataError(f"there is no {program} on the PATH; install it, or give --dry_run")
     return subprocess.run(["bash", "-c", script], check=False).returncode  # the script bounds its own waits
 
 
 def _script(config: libra_config.RunConfig, command: Sequence[str]) -> str:
-    for flag in (_PROJECT, _ZONE, _TYPE, _RUNTIME, _WORKDIR):
+    for flag in (_PROJECT, _ZONE, _TYPE, _RUNTIME, job_flags.WORKDIR):
         if not flag.value:
             raise protocols.ConfigError(f"--{flag.name}: is needed: {flags.FLAGS[flag.name].help}")
-    if not Path(_WORKDIR.value).is_absolute():
-        raise protocols.ConfigError(f"--workdir={_WORKDIR.value}: must be absolute: every host sees it there")
+    workdir = job_flags.WORKDIR.value
+    if not Path(workdir).is_absolute():
+        raise protocols.ConfigError(f"--workdir={workdir}: must be absolute: every host sees it there")
+    for name, text in (("setup", _SETUP.value), ("create_flags", _CREATE.value)):
+        job_flags.check_text(name, text, "have each host read it from a file of its own")
     name = _NAME.value or re.sub(r"[^a-z0-9]+", "-", f"{config.name}-{libra_config.digest(config)}".lower())
     variables = {
         "name": name,
@@ -127,8 +119,9 @@ def _check_hosts(config: libra_config.RunConfig) -> int:
     wanted = len(training) * config.cluster.accelerators_per_host
     if chips != wanted:
         raise protocols.ConfigError(
-            f"--accelerator_type={_TYPE.value}: has {chips} chips, and the run's mesh takes {len(training)} hosts of "
-            f"{config.cluster.accelerators_per_host} (config.trainer, config.cluster.accelerators_per_host): {wanted}"
+            f"--accelerator_type={_TYPE.value}: has {chips} chips, and the run's mesh takes {len(training)} "
+            f"host{'s' * (len(training) > 1)} of {config.cluster.accelerators_per_host} (config.trainer, "
+            f"config.cluster.accelerators_per_host): {wanted}"
         )
     if len(_ROLLOUT_HOSTS.value) != len(rollout):
         raise protocols.ConfigError(

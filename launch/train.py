@@ -3,12 +3,14 @@
   python launch/train.py --config=configs/quickstart.py --config.steps=20 --workdir=runs/mine
 
 Started again with the same workdir, a run goes on from its last checkpoint. Exit status 75 (`EX_TEMPFAIL`) says that
-SIGTERM stopped it before its last step, and that the same command is to be given again.
+the same command is to be given again: SIGTERM stopped it before its last step, or it lost a worker that it cannot do
+without, a process or a whole host, more often than it may be made anew (`trainer.restarts`, `rollout.restarts`, ...).
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
 import sys
@@ -41,34 +43,43 @@ _TAKE_OVER = flags.DEFINE_bool(
 
 
 def main() -> int:
-    signal.signal(signal.SIGTERM, _leave)  # until the run is there, which stops as it should
     config = libra_config.parse(libra_config.RunConfig, overrides.values(flags.FLAGS["config"], _PLAN.value))
+    last_resort = observing.LastResort(config.deadlines.grace)
+    # Until the run is there, which stops as it should.
+    signal.signal(signal.SIGTERM, functools.partial(_leave, last_resort))
     if _DRY_RUN.value:
         checks.validate(config, need_weights=False)
         print(dry_run.describe(config))
         return 0
     checks.validate(config, need_weights=True)
-    summary = asyncio.run(_train(config))
+    summary = asyncio.run(_train(config, last_resort))
     if summary.terminated:
         observing.end_process()
     return 0
 
 
-def _leave(*_: int | types.FrameType | None) -> None:
+def _leave(last_resort: observing.LastResort, number: int, _: types.FrameType | None) -> None:
     """A scheduler ends what has not begun: what is open is closed, and the status asks for the command again."""
+    last_resort.begin(signal.Signals(number))
     print("stopped before the run began; the same command begins it.", file=sys.stderr)
     raise SystemExit(os.EX_TEMPFAIL)
 
 
-async def _train(config: libra_config.RunConfig) -> coordinator.RunSummary:
+async def _train(config: libra_config.RunConfig, last_resort: observing.LastResort) -> coordinator.RunSummary:
     # An environment that cannot be made is found out before anything is written.
     async with (
         toolkit.Toolkit(config.tools, config.sandbox, config.task.call_seconds) as tools,
         factories.demonstrator(config.task, tools, needed=config.warm_start.steps > 0) as demonstrator,
     ):
         workdir = workdirs.open_workdir(config, _WORKDIR.value, take_over=_TAKE_OVER.value)
-        epoch = workdirs.take_epoch(workdir, take_over=_TAKE_OVER.value)
-        return await wiring.train(config, workdir, tools, demonstrator, epoch)
+        return await wiring.train(
+            config,
+            workdir,
+            tools,
+            demonstrator,
+            take_epoch=functools.partial(workdirs.take_epoch, workdir, take_over=_TAKE_OVER.value),
+            at_signal=last_resort.begin,
+        )
 
 
 if __name__ == "__main__":
@@ -76,4 +87,5 @@ if __name__ == "__main__":
         main,
         default_config="configs/quickstart.py",
         interrupted="interrupted; the same command goes on from the last checkpoint, if there is one.",
+        lost=os.EX_TEMPFAIL,
     )

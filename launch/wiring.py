@@ -7,7 +7,9 @@ import contextlib
 import dataclasses
 import functools
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import observing
 import placement
@@ -197,21 +199,27 @@ def global_planner(
         planned_devices(config),
         mesh=None if resize else mesh,
         reach=reach(config) if resize else None,
+        together=placement.together(config),
     )
     forecast.check_layout(config, setting)
     return planner.GlobalPlanner(config.planner, setting, plans.of_run(config, mesh))
 
 
-def _keeping_profile(config: libra_config.RunConfig, workdir: Path) -> libra_config.RunConfig:
-    """The run goes by its own copy of `planner.profile`: resumed, it plans by what it began with."""
-    if not config.planner.profile or not config.planner.period:
-        return config
+def _by_kept_profile(config: libra_config.RunConfig, workdir: Path) -> libra_config.RunConfig:
+    """The run goes by its own copy of `planner.profile`, if it has one: resumed, it plans by what it began with."""
     kept = workdir / profiles.KEPT_FILE
-    if not kept.exists():
+    if not config.planner.profile or not kept.exists():
+        return config
+    return dataclasses.replace(config, planner=dataclasses.replace(config.planner, profile=str(kept)))
+
+
+def _keep_profile(config: libra_config.RunConfig, workdir: Path) -> None:
+    """Gives the run its copy of `planner.profile`."""
+    kept = workdir / profiles.KEPT_FILE
+    if config.planner.profile and config.planner.period and not kept.exists():
         partial = kept.with_suffix(".partial")
         shutil.copyfile(config.planner.profile, partial)
         partial.rename(kept)
-    return dataclasses.replace(config, planner=dataclasses.replace(config.planner, profile=str(kept)))
 
 
 async def train(
@@ -219,7 +227,9 @@ async def train(
     workdir: Path,
     tools: toolkit.Toolkit,
     demonstrator: protocols.Demonstrator | None = None,
-    epoch: fencing.Epoch | None = None,
+    *,
+    take_epoch: Callable[[], fencing.Epoch | None] = lambda: None,
+    at_signal: signals.AtOnce = lambda _: None,
 ) -> coordinator.RunSummary:
     """Builds the run on the running event loop, carries it to its end, and writes the report.
 
@@ -228,13 +238,18 @@ async def train(
       workdir: the run's directory, opened.
       tools: what the policy may call, open.
       demonstrator: solves tasks for the warm start; None only where it takes no steps.
-      epoch: the run's own in the workdir; None: nobody else can be in there.
+      take_epoch: takes the run's own in the workdir, which ends whatever runs in there: once all that may be wrong
+        with this one, and that can be known without workers, is known. None: nobody else can be in there.
+      at_signal: told of SIGINT and SIGTERM at once.
     """
+    parts = _parts(config, workdir, tools)
+    epoch = take_epoch()
     with observing.observed(config, workdir, epoch) as watcher:
-        summary = await _train(config, workdir, tools, demonstrator, epoch, watcher)
+        make = functools.partial(coordinator.Coordinator, **parts, demonstrator=demonstrator, at_signal=at_signal)
+        summary = await _train(config, workdir, make, epoch, watcher)
         watcher.end("stopped" if summary.stopped else "done", summary.sentence)
     if config.telemetry.report and not summary.terminated:  # a scheduler leaves no time for it
-        with signals.caught(lambda *_: None):  # the run is over: one signal more does not lose its report
+        with signals.caught(lambda *_: None, at_signal):  # the run is over: one signal more does not lose its report
             try:
                 print(f"Report: {report.write_report(workdir)}")
             except protocols.DataError as error:  # a run stopped before it began has recorded nothing
@@ -242,18 +257,38 @@ async def train(
     return summary
 
 
+def _parts(config: libra_config.RunConfig, workdir: Path, tools: toolkit.Toolkit) -> dict[str, Any]:
+    """What the run's coordinator is made of, as far as making it changes nothing in the workdir."""
+    shape = policy_shape(config, need_weights=True)
+    engines = placement.Engines(config, shape, workdir)
+    on_ray = config.cluster.backend == "ray"
+    return {
+        "trainer_spec": trainer_spec(config, workdir),
+        "make_trainer": functools.partial(trainer_processes, config, workdir) if on_ray else None,
+        "replica_specs": replica_specs(config, workdir),
+        "relay_specs": relay_specs(config),
+        "engine_specs": engines.specs(),
+        "make_engine": engines.add,
+        "tasks": factories.task_source(config.task, config.seed),
+        "make_environment": factories.environment_factory(config.task, tools),
+        "tokenizer": tokenizers.create(config.task, config.model.path),
+        "scheduler": scheduler(config),
+        "planner": global_planner(_by_kept_profile(config, workdir), shape),
+        "export": workdir / "model",
+    }
+
+
 async def _train(
     config: libra_config.RunConfig,
     workdir: Path,
-    tools: toolkit.Toolkit,
-    demonstrator: protocols.Demonstrator | None,
+    make: Callable[..., coordinator.Coordinator],
     epoch: fencing.Epoch | None,
     watcher: status.RunStatus,
 ) -> coordinator.RunSummary:
-    shape = policy_shape(config, need_weights=True)
     loop = asyncio.get_running_loop()
     if epoch is not None:
         epoch.check()
+    _keep_profile(config, workdir)
     # What a killed run recorded after its last checkpoint will be done again, so it goes before the recorder opens.
     resume.cut_back(workdir, checkpoints.newest_step(workdir))
     guard = files.always if epoch is None else epoch.may_write
@@ -266,44 +301,19 @@ async def _train(
         shutdown_seconds=limits.shutdown,
         layout=hosts.layout(config),
         platform=config.trainer.platform,
-        told=functools.partial(placement.record, workdir, recorder.note),
+        told=functools.partial(placement.record, workdir, recorder.note, guard),
     )
-    engines = placement.Engines(config, shape, workdir)
-    on_ray = config.cluster.backend == "ray"
     rewards = contextlib.AsyncExitStack()
-    last_resort = observing.LastResort(config.deadlines.grace)
     try:
         composed = composition.opened(config.reward, actors, note=recorder.note, start_seconds=limits.reward_start)
         reward = await rewards.enter_async_context(composed)
-        run = coordinator.Coordinator(
-            config,
-            cluster=actors,
-            trainer_spec=trainer_spec(config, workdir),
-            make_trainer=functools.partial(trainer_processes, config, workdir) if on_ray else None,
-            replica_specs=replica_specs(config, workdir),
-            relay_specs=relay_specs(config),
-            engine_specs=engines.specs(),
-            tasks=factories.task_source(config.task, config.seed),
-            make_environment=factories.environment_factory(config.task, tools),
-            demonstrator=demonstrator,
-            tokenizer=tokenizers.create(config.task, config.model.path),
-            scheduler=scheduler(config),
-            recorder=recorder,
-            workdir=workdir,
-            reward=reward,
-            export=workdir / "model",
-            planner=global_planner(_keeping_profile(config, workdir), shape),
-            make_engine=engines.add,
-            epoch=epoch,
-            at_signal=last_resort.begin,
-        )
+        run = make(config, cluster=actors, recorder=recorder, workdir=workdir, reward=reward, epoch=epoch)
         summary = await run.run()
         _add_tokenizer(config, workdir / "model")
     finally:
         await rewards.aclose()
         await actors.shutdown()
         recorder.close()
-        last_resort.close()
     return summary
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from libra_jax import config as libra_config
-from libra_jax import protocols
+from libra_jax import machine, protocols
 from libra_jax.coordinator import checkpoints, fencing
 from libra_jax.telemetry import metrics, redaction, status
 
@@ -29,6 +29,15 @@ LOOK_SECONDS = 0.2
 def default(config: libra_config.RunConfig) -> Path:
     """The workdir of a run that is given none."""
     return Path(f"runs/{config.name}-{libra_config.digest(config)}")
+
+
+def check_place(path: Path) -> None:
+    """Raises ConfigError where something that is no folder is in the way: for who does not make the workdir yet."""
+    for folder in (path, *path.parents):
+        if folder.exists():
+            if not folder.is_dir():
+                raise protocols.ConfigError(f"--workdir={path} cannot be used ({folder} is a file); choose a folder")
+            return
 
 
 def open_workdir(config: libra_config.RunConfig, workdir: str | None, *, take_over: bool = False) -> Path:
@@ -56,6 +65,8 @@ def open_workdir(config: libra_config.RunConfig, workdir: str | None, *, take_ov
 
 def take_epoch(workdir: Path, *, take_over: bool = False) -> fencing.Epoch:
     """Takes the workdir's next epoch, which ends every earlier run in it; call it last before the run begins.
+
+    What is wrong with the run, as far as it can be known, has to be known by then: an earlier one does not come back.
 
     Args:
       workdir: opened.
@@ -182,7 +193,7 @@ def _status(workdir: Path) -> dict[str, Any] | None:
 
 def _lives_elsewhere(workdir: Path, record: dict[str, Any]) -> bool:
     """Whether the run that wrote this lives where our lock may not reach: on another host."""
-    if record["ended"] or record["place"].split("/")[0] == status.place().split("/")[0]:
+    if record["ended"] or record["place"].split("/")[0] == machine.identity().split("/")[0]:
         return False
     print(
         f"A run of process {record['pid']} on {record['host']} has been in {workdir}; looking for "

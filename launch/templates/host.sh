@@ -13,7 +13,8 @@ until timeout 5 bash -c 'exec 3<>"/dev/tcp/$LIBRA_JAX_HEAD/6379"' 2>/dev/null; d
   sleep 2
 done
 
-ray start --address="$LIBRA_JAX_HEAD:6379" --disable-usage-stats --block &
+labels=${LIBRA_JAX_LABELS:-} # what its group is for, if it is for one thing
+ray start --address="$LIBRA_JAX_HEAD:6379" ${labels:+"--labels=$labels"} --disable-usage-stats --block &
 ray=$!
 # Told to end, Ray would first ask its head, which is gone by then, for 30 s; what it started ends with the container.
 trap 'bash launch/templates/await_driver.sh; kill -KILL "$ray" 2>/dev/null' TERM

@@ -23,6 +23,7 @@ while kill -0 "$driver" 2>/dev/null; do # the trap ended the wait, not the drive
   wait "$driver"
   status=$?
 done
-rm -f "$running"
+# A driver that has taken the workdir over says so there, and that stays.
+if [ "$(cat "$running" 2>/dev/null)" = "$$ $HOSTNAME" ]; then rm -f "$running"; fi
 if [ -n "$told" ]; then exit 75; fi
 exit "$status"

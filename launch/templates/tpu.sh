@@ -12,9 +12,21 @@ if [ -z "$(state)" ]; then
   tpus queued-resources create "$name" --node-id="$name" --accelerator-type="$accelerator_type" \
     --runtime-version="$runtime_version" "${create[@]}"
 fi
-if [ -n "$delete" ]; then
-  trap 'tpus queued-resources delete "$name" --force --quiet' EXIT
-fi
+
+joined=() # hosts on which there is a Ray of ours, or its token: the pod's by number, the others by name
+finish() { # whatever ended the run, and without hiding its status
+  local host leave="cd $repository && .venv/bin/ray stop --grace-period 20; rm -f ~/.ray/auth_token"
+  for host in "${joined[@]}"; do
+    case $host in
+    [0-9]*) if [ -z "$delete" ]; then worker "${host%:*}" "$leave" || echo "Ray may still run on host $host" >&2; fi ;;
+    *) ssh "${host#ssh:}" "$leave" || echo "Ray may still run on ${host#ssh:}" >&2 ;;
+    esac
+  done
+  if [ -n "$delete" ]; then
+    tpus queued-resources delete "$name" --force --quiet || echo "$name may still be asked for" >&2
+  fi
+}
+trap finish EXIT
 SECONDS=0
 until [ "$(state)" = ACTIVE ]; do
   case "$(state)" in
@@ -41,12 +53,19 @@ echo "Joining $hosts hosts of the pod and ${#rollout_hosts[@]} of rollout ..." >
 token=$(openssl rand -hex 32)
 store='umask 077; mkdir -p ~/.ray; cat >~/.ray/auth_token'
 start="cd $repository && export RAY_AUTH_MODE=token && .venv/bin/ray stop --grace-period 20 && .venv/bin/ray start"
-for ((host = 0; host < hosts; host++)); do worker "$host" "$store" <<<"$token"; done
-for host in "${rollout_hosts[@]}"; do ssh "$host" "$store" <<<"$token"; done
+for ((host = 0; host < hosts; host++)); do
+  joined+=("$host:pod")
+  worker "$host" "$store" <<<"$token"
+done
+for host in "${rollout_hosts[@]}"; do
+  joined+=("ssh:$host")
+  ssh "$host" "$store" <<<"$token"
+done
 head="$(address):6379"
-worker 0 "$start --head --port=6379 --include-dashboard=false --disable-usage-stats"
-for ((host = 1; host < hosts; host++)); do worker "$host" "$start --address=$head --disable-usage-stats"; done
-for host in "${rollout_hosts[@]}"; do ssh "$host" "$start --address=$head --disable-usage-stats"; done
+trains="--labels=libra-role=training" serves="--labels=libra-role=rollout"
+worker 0 "$start --head --port=6379 --include-dashboard=false --disable-usage-stats $trains"
+for ((host = 1; host < hosts; host++)); do worker "$host" "$start --address=$head --disable-usage-stats $trains"; done
+for host in "${rollout_hosts[@]}"; do ssh "$host" "$start --address=$head --disable-usage-stats $serves"; done
 
 driver="cd $repository && export RAY_AUTH_MODE=token && exec .venv/bin/$(printf '%q ' "${command[@]}")"
 # With a terminal there, Ctrl-C reaches the driver.

@@ -140,7 +140,6 @@ def train(run: libra_config.RunConfig, workdir: Path, address: str = "") -> None
 
 def main() -> None:
     workdir = Path(sys.argv[1])
-    wiring.TRAINER, wiring.REPLICA = "fast_training:trainer", "fast_training:replica"
     if len(sys.argv) > 2:
         train(steady(config(int(sys.argv[2]))), workdir)
         return

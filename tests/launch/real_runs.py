@@ -6,13 +6,44 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import psutil
 import scripts
 
 RUN_SECONDS, LOOK_SECONDS, END_SECONDS = 400.0, 0.5, 30.0
+
+
+def small(steps: int, groups: int, attempts: int) -> tuple[str, ...]:
+    """Flags for launch/train.py: the quickstart on the double of an engine, as small as a run gets."""
+    return (
+        "--config=configs/quickstart.py",
+        f"--config.steps={steps}",
+        f"--config.coordinator.groups_per_step={groups}",
+        f"--config.coordinator.group_size={attempts}",
+        "--config.rollout.engine=fake",
+        "--config.rollout.slots=8",
+        "--config.rollout.max_tokens=24",
+        "--config.trainer.rows_per_micro_batch=2",
+        "--config.warm_start.steps=0",
+        "--config.evaluation.every=0",
+        "--config.telemetry.report=False",
+    )
+
+
+def hosts(workdir: Path) -> list[str]:
+    """The nodes that are the run's hosts now."""
+    file = workdir / "hosts.json"
+    return [host["node"] for host in json.loads(file.read_text())] if file.exists() else []
+
+
+def wait_until(done: Callable[[], bool], run: subprocess.Popen[bytes], log: Path, deadline: float) -> None:
+    """Looks again and again while the run lives; its log is the error's text if that or the time ends first."""
+    while not done():
+        assert run.poll() is None, log.read_text()[-3000:]
+        assert time.monotonic() < deadline, log.read_text()[-3000:]
+        time.sleep(0.2)
 
 
 def run(script: str, workdir: Path, *arguments: str, actors: int) -> subprocess.CompletedProcess[str]:
@@ -28,7 +59,7 @@ def run(script: str, workdir: Path, *arguments: str, actors: int) -> subprocess.
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, map(str, paths))),
-        "JAX_COMPILATION_CACHE_DIR": str(workdir.with_suffix(".cache")),
+        **scripts.quick(workdir.with_suffix(".cache")),
     }
     command = [sys.executable, str(Path(__file__).parent / script), str(workdir), *arguments]
     family: dict[psutil.Process, str] = {}
@@ -73,6 +104,21 @@ def is_alive(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def listening(processes: Iterable[psutil.Process]) -> set[tuple[str, str]]:
+    """Process name and address of every port at which one can knock, of those that still run."""
+    found = set()
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            ports = [item for item in process.net_connections() if item.status == psutil.CONN_LISTEN]
+            found |= {(process.name(), port.laddr.ip) for port in ports}
+    return found
+
+
+def beyond_loopback(ports: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
+    """Those of `listening` that other machines could knock at."""
+    return {port for port in ports if port[1].removeprefix("::ffff:") not in ("127.0.0.1", "::1")}
 
 
 def lines(path: Path) -> list[dict]:

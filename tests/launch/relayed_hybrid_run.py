@@ -15,7 +15,6 @@ import dataclasses
 import os
 import signal
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +75,10 @@ def kill_relays() -> None:
 
     pass_on, transfer = relays.Relays.pass_on, relays.Relays._transfer
 
-    async def before(self: relays.Relays, staged: relays.Buckets, copies: Mapping[int, relays.Buckets]) -> None:
+    async def before(self: relays.Relays, staged: relays.Buckets, *further: Any) -> None:
         if (await relays.came(staged[0])).policy_version == BETWEEN:
             kill(self, "relay-1", "between two versions")
-        await pass_on(self, staged, copies)
+        await pass_on(self, staged, *further)
 
     async def during(self: relays.Relays, above: Any, relay: Any, source: protocols.WeightBucket) -> Any:
         if (relay.host, source.policy_version, source.index) == (2, ASLEEP, 1):
@@ -92,7 +91,6 @@ def kill_relays() -> None:
 
 
 def main() -> None:
-    wiring.TRAINER, wiring.REPLICA = "fast_training:trainer", "fast_training:replica"
     placement.ENGINES["fake"] = "relayed_hybrid_run:engine"
     borrowing.Borrowing = restless_run.Restless  # type: ignore[misc, assignment]
     kill_relays()

@@ -57,7 +57,6 @@ def tell_nodes() -> None:
 
 
 def main() -> None:
-    wiring.TRAINER = "fast_training:trainer"
     with emulated.EmulatedHosts(HOSTS, accelerators=1) as hosts:
         os.environ.update(hosts.environment)  # before Ray is imported, which reads it then
         tell_nodes()

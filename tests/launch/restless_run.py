@@ -37,7 +37,7 @@ def config(steps: int) -> libra_config.RunConfig:
     values.coordinator.update({"groups_per_step": GROUPS, "group_size": ATTEMPTS, "staleness": 1})
     values.rollout.update({"tensor_parallel": (1, 1), "slots": 4, "max_tokens": 24, "engine": "fake"})
     values.rollout.restarts = 20
-    values.trainer.update({"rows_per_micro_batch": 1, "row_tokens": 128})
+    values.trainer.update({"rows_per_micro_batch": 1, "row_tokens": 128, "restarts": 0})
     values.warm_start.steps = values.evaluation.every = 0
     values.checkpoint.every = 1
     values.cluster.backend = "ray"

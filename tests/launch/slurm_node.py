@@ -1,8 +1,9 @@
 """A real Slurm (munged, slurmctld and slurmd of Debian's packages) on this machine, for as long as a test.
 
 Everything it has lies in one folder: key, socket, state, spool and logs; its ports are free ones, and it heeds no Slurm
-that the machine may have. It runs as root, without cgroups or accounting. Its node is this machine, and it knows hosts
-with GPUs that are down: jobs for those are taken, checked and never start. Or its nodes are emulated hosts.
+that the machine may have. It runs as root and without accounting, and tracks processes by cgroups, which is Slurm's
+default, where this machine lets it; emulated hosts do not. Its node is this machine, and it knows hosts with GPUs that
+are down: jobs for those are taken, checked and never start. Or its nodes are emulated hosts.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import network_hosts
 import psutil
+
+from drilling import network_hosts
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo", "squeue", "scancel")
 START_SECONDS, END_SECONDS, COMMAND_SECONDS, LOOK_SECONDS = 60.0, 20.0, 30.0, 0.2
@@ -44,7 +46,7 @@ SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
-ProctrackType=proctrack/linuxproc
+ProctrackType=proctrack/{tracks}
 TaskPlugin=task/none
 SwitchType=switch/none
 MpiDefault=none
@@ -61,6 +63,9 @@ PartitionName=train Nodes={train} State=UP
 PartitionName=rollout Nodes={rollout} State=UP
 """
 """`cred_expire` is what a requeued job waits for, 120 s unless told."""
+
+CGROUPS = Path("/sys/fs/cgroup")
+CGROUP = f"CgroupPlugin=cgroup/v1\nCgroupMountpoint={CGROUPS}\nCgroupAutomount=no\n"
 
 DOWN = "NodeName=train[1-4],roll[1-8] NodeAddr=127.0.0.1 Port={port} CPUs=64 Gres=gpu:8 State=DOWN"
 
@@ -105,6 +110,17 @@ def missing() -> list[str]:
     return lacking + ([] if os.geteuid() == 0 else ["to be root"])
 
 
+def tracks_by_cgroups() -> bool:
+    """Whether a Slurm of this machine's own node can: then a signal to a step reaches only what the step started."""
+    tried = CGROUPS / "freezer" / f"libra-{os.getpid()}"
+    try:
+        tried.mkdir()
+        tried.rmdir()
+    except OSError:
+        return False
+    return True
+
+
 @contextlib.contextmanager
 def running(hosts: int = 0) -> Iterator[Slurm]:
     """Starts one. At the end its jobs are cancelled, its daemons reaped and its folder removed.
@@ -137,6 +153,10 @@ def running(hosts: int = 0) -> Iterator[Slurm]:
             yield slurm
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        ours = CGROUPS / "freezer" / f"slurm_{_this()}"
+        for group in sorted([ours, *ours.rglob("*/")], reverse=True):  # those within first
+            with contextlib.suppress(OSError):  # another Slurm's
+                group.rmdir()
 
 
 def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:
@@ -177,7 +197,9 @@ def _configure(folder: Path, address: str, emulated: Sequence[network_hosts.Host
         mine=",".join(names),
         train=names[-1] if emulated else "train[1-4]",
         rollout=",".join(names[:-1]) if emulated else "roll[1-8]",
+        tracks="cgroup" if tracks_by_cgroups() and not emulated else "linuxproc",
     )
+    (folder / "cgroup.conf").write_text(CGROUP)
     (folder / "slurm.conf").write_text(text)
 
 

@@ -10,11 +10,11 @@ import cli
 from libra_jax import protocols
 
 
-def failing(error: BaseException, interrupted: str = "") -> int:
+def failing(error: BaseException, interrupted: str = "", lost: int = 1) -> int:
     def main() -> None:
         raise error
 
-    return cli._guarded(main, interrupted)
+    return cli._guarded(main, interrupted, lost)
 
 
 def test_an_unforeseen_error_is_one_line_that_says_how_to_see_more(capsys, monkeypatch):
@@ -44,6 +44,14 @@ def test_foreseen_errors_interrupts_and_exits_stay_what_they_are(capsys, monkeyp
         failing(SystemExit(3))
     assert cli._guarded(lambda: None, "") == 0
     assert cli._guarded(lambda: 4, "") == 4
+
+
+@pytest.mark.parametrize("error", [protocols.WorkerLost("gone"), protocols.TrainerLost("gone")])
+def test_a_worker_that_is_lost_has_the_status_that_its_script_wants(error, capsys):
+    assert failing(error) == 1
+    assert failing(error, lost=75) == 75
+    assert failing(protocols.DeadlineMissed("late"), lost=75) == 1
+    assert capsys.readouterr().err == "error: gone\nerror: gone\nerror: late\n"
 
 
 def test_an_output_that_cannot_be_written_is_refused_before_any_work(tmp_path):

@@ -25,10 +25,11 @@ def may_mount() -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.drill
 @pytest.mark.skipif(not may_mount(), reason="this machine lets nobody mount a small disk (unshare --mount)")
 @pytest.mark.parametrize("left_free", [0, 400_000], ids=["no_byte", "too_few_for_the_trainers_part"])
 def test_a_full_disk_costs_checkpoints_and_only_the_last_one_ends_the_run(tmp_path, left_free):
-    paths = [str(scripts.ROOT), str(HERE), os.environ.get("PYTHONPATH", "")]
+    paths = [str(scripts.ROOT), str(HERE), str(HERE.parent / "common"), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [*UNSHARE, sys.executable, str(HERE / "full_disk.py"), str(tmp_path / "run"), str(left_free)],
         cwd=scripts.ROOT,

@@ -8,15 +8,8 @@ import real_runs
 import scripts
 from real_runs import lines
 
-KILLS = (
-    "training:replica",
-    "draining:engine",
-    "fetching:replica",
-    "warming:replica",
-    "joining:replica",
-    "leaving:replica",
-    "activating:engine",
-)
+IN_CI = ("fetching:replica", "warming:replica", "joining:replica")
+KILLS = ("training:replica", "draining:engine", *IN_CI, "leaving:replica", "activating:engine")
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.multiprocess]
 
@@ -25,10 +18,13 @@ run = functools.partial(real_runs.run, "restless_run.py", actors=4)
 
 
 @pytest.mark.timeout(900)
-def test_whatever_is_killed_in_whatever_state_every_prompt_is_trained_once(tmp_path):
+@pytest.mark.parametrize(
+    "kills", [pytest.param(IN_CI, id="of_its_replica"), pytest.param(KILLS, id="all", marks=pytest.mark.drill)]
+)
+def test_whatever_is_killed_in_whatever_state_every_prompt_is_trained_once(tmp_path, kills):
     workdir = tmp_path / "run"
-    first = run(workdir, "2000", *KILLS, "joining:trainer")
-    assert first.stdout.count("killed ") == len(KILLS) + 1, first.stdout + first.stderr
+    first = run(workdir, "2000", *kills, "joining:trainer")
+    assert first.stdout.count("killed ") == len(kills) + 1, first.stdout + first.stderr
     assert first.returncode == 1
     assert "error: " in first.stdout
     assert "trainer" in first.stdout.splitlines()[-1]
@@ -54,6 +50,7 @@ def test_whatever_is_killed_in_whatever_state_every_prompt_is_trained_once(tmp_p
     assert {item["to"] for item in moved} == {"training", "rollout"}
 
 
+@pytest.mark.drill
 @pytest.mark.timeout(300)
 def test_a_trainer_of_two_processes_goes_through_a_whole_run_and_its_resumption(tmp_path):
     settings = (
@@ -72,7 +69,9 @@ def test_a_trainer_of_two_processes_goes_through_a_whole_run_and_its_resumption(
         f"--workdir={tmp_path / 'run'}",
     )
     for steps in (2, 3):
-        done = scripts.run("train.py", *settings, f"--config.steps={steps}", seconds=140)
+        done = scripts.run(
+            "train.py", *settings, f"--config.steps={steps}", seconds=140, environment=scripts.quick(tmp_path / "cache")
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         assert "(data 1, fsdp 2, tensor 1, context 1)" in done.stdout
     assert [step["step"] for step in lines(tmp_path / "run" / "metrics.jsonl") if "loss" in step] == [1, 2, 3]

@@ -1,5 +1,6 @@
 """launch/kubernetes.py: readable manifests, small diffs, no secret in the clear, and sentences for what cannot be."""
 
+import json
 import os
 import stat
 import subprocess
@@ -12,7 +13,6 @@ import yaml
 
 CONFIG = (
     "--config=configs/qwen3_1p7b_8gpu.py",
-    "--config.cluster.backend=ray",
     "--config.cluster.accelerators_per_host=2",
     "--config.trainer.processes=2",
 )
@@ -22,13 +22,13 @@ NAMED = (*CONFIG, "--image=registry.example/libra-jax:1", "--name=mine", "--work
 ONE_HOST = ("--config.trainer.processes=1", "--config.cluster.accelerators_per_host=4")
 TPU = ("--config.trainer.platform=tpu", "--tpu_type=tpu-v6e-slice", "--train_topology=2x2")
 KINDS = {
-    "rayjob": ("--kind=rayjob", "--secret=HF_TOKEN=hub/token", "--env=HF_HUB_OFFLINE=0", "--namespace=team"),
+    "rayjob": ("--kind=rayjob", "--secret=HF_TOKEN=hub/token", "--environment=HF_HUB_OFFLINE=0", "--namespace=team"),
     "jobset": ("--kind=jobset", "--ray_token_secret=ray-token", "--storage=100Gi", "--queue=batch", *TPU),
 }
 
 
 def render(*arguments: str) -> str:
-    result = scripts.run("kubernetes.py", *NAMED, *arguments)
+    result = scripts.run("kubernetes.py", *NAMED, *arguments, "--dry_run")
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -72,6 +72,18 @@ def test_hosts_and_accelerators_are_those_of_the_layout():
     assert set(head["resources"]["limits"]) == {"cpu", "memory"}
 
 
+def test_a_plan_lays_the_run_out_and_is_told_to_its_driver(tmp_path):
+    plan = tmp_path / "plan.json"
+    rollout = [{"tensor_parallel": 2, "count": 3, "max_remaining_tokens": 8192}]
+    plan.write_text(json.dumps({"train": {"data": 1, "fsdp": 4, "tensor": 1, "devices": 4}, "rollout": rollout}))
+    made = yaml.safe_load(render(f"--plan={plan}"))
+    training, serving = made["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    assert (training["replicas"], serving["replicas"]) == (2, 3)
+    head = made["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+    (command,) = (entry["value"] for entry in head["env"] if entry["name"] == "LIBRA_JAX_COMMAND")
+    assert f"--plan={plan}" in command.splitlines()
+
+
 def test_a_slice_of_tpu_hosts_is_given_out_together():
     settings = ("--config.trainer.data=4", "--config.trainer.processes=8", "--config.trainer.rows_per_micro_batch=16")
     made = yaml.safe_load(render(*settings, *TPU[:2], "--train_topology=2x4"))
@@ -86,7 +98,8 @@ def test_a_slice_of_tpu_hosts_is_given_out_together():
 def test_what_is_too_long_for_a_name_keeps_its_hash():
     arguments = (*CONFIG, "--image=i", "--config.name=Qwen3.Very-Long_Name_of_a_Run_That_Does_Not_Fit_Anywhere")
     first, second = (
-        yaml.safe_load(scripts.run("kubernetes.py", *arguments, f"--config.seed={seed}").stdout) for seed in (0, 1)
+        yaml.safe_load(scripts.run("kubernetes.py", *arguments, f"--config.seed={seed}", "--dry_run").stdout)
+        for seed in (0, 1)
     )
     for made in (first, second):
         name = made["metadata"]["name"]
@@ -112,7 +125,13 @@ def test_what_is_too_long_for_a_name_keeps_its_hash():
         (("--workdir=/tmp/mine",), ("--workdir=/tmp/mine: must be a folder below --mount=/runs",)),
         (("--workdir=../mine",), ("--workdir=../mine: must be a folder below",)),
         (("--memory=64 GB",), ("--memory=64 GB: is no quantity of Kubernetes, like",)),
-        (("--env=HF_HOME",), ("--env=HF_HOME: must have the form NAME=VALUE",)),
+        (
+            ("--environment=HF_HOME",),
+            ("--environment=HF_HOME: pods have none of your variables", "--secret=HF_HOME=SECRET/KEY"),
+        ),
+        (("--environment=HF-HOME=x",), ("--environment=HF-HOME: is no name of a variable",)),
+        (("--grace=30",), ("--grace=30: told to stop, the run takes up to 60 s (config.deadlines.grace)",)),
+        (("--plan=/nowhere.json",), ("/nowhere.json",)),
         (("--rollout_selector=gpu",), ("--rollout_selector=gpu: must have the form key=value",)),
         (("--crd=/nowhere.yaml",), ("--crd=/nowhere.yaml: cannot be read",)),
         (("--config=configs/simulate.py",), ("configs/simulate.py: is a config for launch/simulate.py",)),
@@ -128,8 +147,8 @@ def test_what_cannot_be_rendered_is_refused_in_a_sentence(arguments, fragments):
 @pytest.mark.parametrize(
     "given",
     [
-        "--env=HF_TOKEN=correct-horse",
-        "--env=HUB=hf_abcdefghijklmnopqrstuvwxyz",
+        "--environment=HF_TOKEN=correct-horse",
+        "--environment=HUB=hf_abcdefghijklmnopqrstuvwxyz",
         "--secret=HF_TOKEN=hf_abcdefghijklmnopqrstuvwxyz",
         "--config.task.environment_arguments={'api_key': 'correct-horse'}",
     ],
@@ -153,24 +172,24 @@ cat >"$0.input"
     [
         ("echo rayjob.ray.io/mine created", "created"),
         ("echo rayjob.ray.io/mine unchanged", "mine is there already: to start it again, first kubectl delete"),
-        ("echo 'error: unknown field \"spec.entrypoints\"' >&2; exit 1", "--apply: kubectl refused it: error: unknown"),
+        ("echo 'error: unknown field \"spec.entrypoints\"' >&2; exit 1", "error: kubectl refused it: error: unknown"),
     ],
 )
-def test_apply_hands_the_manifest_to_kubectl(end, said, tmp_path, monkeypatch):
+def test_the_manifest_goes_to_kubectl(end, said, tmp_path, monkeypatch):
     kubectl = tmp_path / "kubectl"
     kubectl.write_text(KUBECTL.format(end=end))
     kubectl.chmod(kubectl.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    result = scripts.run("kubernetes.py", *NAMED, *KINDS["rayjob"], "--apply")
+    result = scripts.run("kubernetes.py", *NAMED, *KINDS["rayjob"])
     assert said in result.stdout + result.stderr
     assert (result.returncode == 0) == ("exit" not in end)
     assert (tmp_path / "kubectl.arguments").read_text().split() == ["apply", "-f", "-"]
     golden_files.assert_golden("kubernetes_rayjob.yaml", (tmp_path / "kubectl.input").read_text())
 
 
-def test_apply_without_kubectl_says_so(monkeypatch):
+def test_without_kubectl_it_says_so(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    scripts.assert_one_sentence(scripts.run("kubernetes.py", *NAMED, "--apply"), "--apply: there is no kubectl")
+    scripts.assert_one_sentence(scripts.run("kubernetes.py", *NAMED), "there is no kubectl", "--dry_run")
 
 
 def test_a_manifest_can_go_to_a_file(tmp_path):

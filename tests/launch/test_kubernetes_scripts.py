@@ -43,6 +43,21 @@ def run(script: str, environment: dict[str, str]) -> subprocess.CompletedProcess
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False)
 
 
+@pytest.mark.parametrize(("labels", "given"), [("libra-role=rollout", ["--labels=libra-role=rollout"]), ("", [])])
+def test_a_host_of_a_jobset_tells_ray_what_its_group_is_for(tmp_path, labels, given):
+    ray = tmp_path / "ray"
+    ray.write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" >{tmp_path}/told\n')
+    ray.chmod(0o755)
+    timeout = tmp_path / "timeout"  # of host.sh's look for its head
+    timeout.write_text("#!/bin/bash\n")
+    timeout.chmod(0o755)
+    environment = {**variables(tmp_path / "run"), "LIBRA_JAX_HEAD": "head", "LIBRA_JAX_LABELS": labels}
+    done = run("host.sh", {**environment, "PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    assert done.returncode == 0, done.stderr
+    told = (tmp_path / "told").read_text().splitlines()
+    assert told == ["start", "--address=head:6379", *given, "--disable-usage-stats", "--block"]
+
+
 def until(found: Path) -> None:
     deadline = time.monotonic() + SECONDS
     while not found.exists():
@@ -89,6 +104,14 @@ def test_a_driver_that_is_told_to_end_saves_first_and_asks_to_be_started_again(d
     assert process.wait(SECONDS) == 75
     assert (workdir / "saved").exists()
     assert not (workdir / ".driver").exists()
+
+
+def test_a_driver_that_has_been_taken_over_leaves_what_the_other_says(driver):
+    process, workdir, _ = driver
+    (workdir / ".driver").write_text("1 another-head\n")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(SECONDS) == 75
+    assert (workdir / ".driver").read_text() == "1 another-head\n"
 
 
 def test_before_a_head_ends_its_driver_has_saved(driver):

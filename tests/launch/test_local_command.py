@@ -63,6 +63,11 @@ def started(
     assert folders == []
 
 
+def test_hosts_that_would_leave_none_to_roll_out_are_refused():
+    done = scripts.run("local.py", "--hosts=2", "--train_hosts=2", "--", "true")
+    scripts.assert_one_sentence(done, "--train_hosts=2: some of the 2 hosts train and some roll out (--hosts)")
+
+
 @pytest.mark.ray
 @pytest.mark.multiprocess
 @pytest.mark.slow

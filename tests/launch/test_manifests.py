@@ -77,6 +77,34 @@ def test_the_pods_and_the_claim_of_a_rayjob_are_as_published():
         assert_understood("IoK8sApiCoreV1PodTemplateSpec", template)
 
 
+FIELDS = pathlib.Path(__file__).parent / "published" / "rayjob.yaml"
+
+
+def test_a_rayjobs_own_fields_are_those_of_kuberays_reference():
+    crds.check(rendered("rayjob"), FIELDS)
+    crds.check(rendered("rayjob", token_secret="", ray_version=""), FIELDS)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "problem"),
+    [
+        (("backoffLimit",), "3", "spec.backoffLimit: '3' is not of type 'integer'"),
+        (("submissionMode",), "PodMode", "'PodMode' is not one of"),
+        (("rayClusterSpec", "auth"), {"mode": "token"}, "spec.rayClusterSpec: .*'auth' was unexpected"),
+        (("rayClusterSpec", "authOptions", "mode"), "on", "'on' is not one of"),
+        (("rayClusterSpec", "workerGroupSpecs", 0, "hosts"), 4, "'hosts' was unexpected"),
+    ],
+)
+def test_a_field_that_kuberay_does_not_have_is_noticed(path, value, problem):
+    job = rendered("rayjob")
+    place = job["spec"]
+    for name in path[:-1]:
+        place = place[name]
+    place[path[-1]] = value
+    with pytest.raises(ConfigError, match=problem):
+        crds.check(job, FIELDS)
+
+
 def test_the_published_models_notice_a_wrong_field():
     job = rendered("jobset")
     job["spec"]["successPolicy"]["targets"] = ["head"]
@@ -85,6 +113,18 @@ def test_the_published_models_notice_a_wrong_field():
     job = rendered("jobset", retries="3")
     with pytest.raises(ValueError, match="maxRestarts"):
         assert_understood("JobsetV1alpha2JobSet", job)
+
+
+def test_a_pod_that_is_taken_away_costs_a_jobset_no_retry_and_one_that_fails_costs_one():
+    spec = rendered("jobset", retries=2)["spec"]
+    (rule,) = spec["failurePolicy"]["rules"]
+    assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+    assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
+    assert spec["failurePolicy"]["maxRestarts"] == 2
+    for job in spec["replicatedJobs"]:
+        (policy,) = job["template"]["spec"]["podFailurePolicy"]["rules"]
+        assert policy == {"action": "FailJob", "onPodConditions": [{"status": "True", "type": "DisruptionTarget"}]}
+        assert job["template"]["spec"]["template"]["spec"]["restartPolicy"] == "Never"  # without which it is refused
 
 
 def containers(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -130,7 +170,7 @@ def test_ray_shows_its_token_whatever_the_kind():
 def test_the_driver_decides_when_a_jobset_is_done_and_a_lost_host_starts_it_anew():
     spec = rendered("jobset")["spec"]
     assert spec["successPolicy"] == {"operator": "All", "targetReplicatedJobs": ["head"]}
-    assert spec["failurePolicy"] == {"maxRestarts": 3}
+    assert spec["failurePolicy"]["maxRestarts"] == 3
     jobs = {entry["name"]: entry for entry in spec["replicatedJobs"]}
     assert all(entry["template"]["spec"]["backoffLimit"] == 0 for entry in jobs.values())
     training = jobs["training"]

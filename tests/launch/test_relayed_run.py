@@ -54,6 +54,7 @@ def test_over_four_hosts_every_version_comes_to_each_rollout_host_once_and_its_e
         assert copies[0]["bytes"] > 1_000_000  # and each as many, so that nothing crossed twice
 
 
+@pytest.mark.drill
 @pytest.mark.timeout(600)
 def test_a_replica_on_another_host_trains_with_its_relays_copy_and_killed_relays_cost_nothing_trained(
     tmp_path,

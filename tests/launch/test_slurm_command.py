@@ -52,6 +52,8 @@ def test_the_drivers_arguments_give_the_config_that_was_checked(tmp_path):
             ("--config=configs/simulate.py: is a config for launch/simulate.py", "give it to that script"),
         ),
         (("--config.cluster.backend=ray", "--config.cluster.address=here:1"), ("config.cluster.address: ", "empty")),
+        (("--setup=export HF_TOKEN=correct-horse",), ("--setup: the value of HF_TOKEN looks like a secret", "NAME")),
+        (("--sbatch=--export=ALL,WANDB_API_KEY=correct",), ("--sbatch: the value of WANDB_API_KEY looks like",)),
         (("--config.rollout.slots=0",), ("config.rollout.slots", "must be positive")),
         (("--grace=0",), ("flag --grace=0: ",)),
         ((), ("sbatch is not on PATH", "login node", "--dry_run")),
@@ -61,3 +63,10 @@ def test_bad_input_gets_one_sentence(monkeypatch, tmp_path, flags, fragments):
     monkeypatch.setenv("PATH", str(tmp_path))
     scripts.assert_one_sentence(slurm(f"--workdir={tmp_path / 'run'}", *flags), *fragments)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_refuses_a_workdir_that_a_file_is_in_the_way_of(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    result = slurm(f"--workdir={file / 'run'}", "--dry_run")
+    scripts.assert_one_sentence(result, f"--workdir={file / 'run'} cannot be used ({file} is a file)")

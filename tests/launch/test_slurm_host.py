@@ -51,6 +51,14 @@ def test_a_host_that_is_full_is_told_of_in_a_sentence(monkeypatch):
         slurm_host.free_ports(1, "127.0.0.1", ("a",), half=0)
 
 
+@pytest.mark.parametrize(
+    ("training", "labels"),
+    [("", []), ("a,b", ["--labels=libra-role=training"]), ("a,c", ["--labels=libra-role=rollout"])],
+)
+def test_of_two_partitions_ray_is_told_what_a_host_is_for(training, labels):
+    assert slurm_host._labels("b", training) == labels
+
+
 def test_the_address_is_one_of_this_host():
     mine = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
     assert slurm_host.own_address(socket.gethostname()) in mine
@@ -79,7 +87,12 @@ def ended(attempt: pathlib.Path, driver: subprocess.Popen[str]) -> str:
 
 @pytest.mark.parametrize(
     ("program", "status"),
-    [("print('hello')", "finished"), ("exit(3)", "failed 3"), ("import os; os.kill(os.getpid(), 9)", "failed 137")],
+    [
+        ("print('hello')", "finished"),
+        ("exit(3)", "failed 3"),
+        ("import os; os.kill(os.getpid(), 9)", "failed 137"),
+        ("exit(75)", "lost"),
+    ],
 )
 def test_the_drivers_end_is_written_down(attempt, program, status):
     assert ended(attempt, drive(attempt, program)) == status
@@ -192,6 +205,14 @@ class TestAHostWhoseRay:
         (attempt / "stop").touch()
         process = run("exec sleep 600", "n1", "--exclusive")
         assert process.wait(60) == 0
+        assert (attempt / "ended").read_text() == "stopped\n"
+
+    def test_ends_with_its_driver_as_that_is_told_to_stop_goes_on_later(self, run, attempt):
+        (attempt / "train.log").touch()
+        (attempt / "stop").touch()
+        process = run("exit 143", "n1", "--exclusive")
+        said, _ = process.communicate(timeout=60)
+        assert (process.returncode, said) == (0, "n1: told to stop, and ended before the driver could save\n")
         assert (attempt / "ended").read_text() == "stopped\n"
 
     def test_serves_others_ends_with_the_driver(self, run, attempt):

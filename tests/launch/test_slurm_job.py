@@ -23,7 +23,7 @@ TWO_PARTITIONS = slurm_job.Settings(
     options=("--account=lab",),
     exclusive=True,
     environment=("NCCL_SOCKET_IFNAME=ib0", "WANDB_API_KEY"),
-    container_image="/shared/images/libra jax.sqsh",
+    image="/shared/images/libra jax.sqsh",
     container_mounts="/shared:/shared",
     setup="module load cuda",
 )
@@ -79,6 +79,76 @@ def test_a_shell_finds_nothing_wrong_with_the_script(name):
     checker = ["shellcheck"] if shutil.which("shellcheck") else ["bash", "-n"]
     done = subprocess.run([*checker, str(GOLDEN / name)], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+ENDS = """
+set -euo pipefail
+workdir={workdir} attempt={workdir}/logs/attempt_3 number=3 SLURM_JOB_ID={job}
+scontrol() {{ echo "scontrol $*" >&2; if [ "$1" = show ]; then echo JobState=RUNNING; fi; }}
+"""
+
+
+def write(attempt: pathlib.Path, *, job: int, ended: str) -> None:
+    """What an attempt leaves: its job, and how it ended, if it could say so."""
+    attempt.mkdir(parents=True)
+    (attempt / "job").write_text(f"{job}\n")
+    if ended:
+        (attempt / "ended").write_text(f"{ended}\n")
+
+
+def end(workdir: pathlib.Path, job: int, **settings) -> subprocess.CompletedProcess[str]:
+    """What the job's script does when its third attempt has ended, with a double of scontrol."""
+    script = slurm_job.render(make(parse(quickstart), slurm_job.Settings(**settings)))
+    ending = ENDS.format(workdir=workdir, job=job) + script[script.index("ended=$(cat") :]
+    return subprocess.run(["bash", "-c", ending], capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize(
+    ("before", "ended", "requeue", "retries", "status", "again"),
+    [
+        ((), "finished", True, 1, 0, False),
+        ((), "failed 3", True, 1, 3, False),
+        (("stopped", "stopped"), "stopped", True, 1, 0, True),
+        (("stopped", "stopped"), "lost", True, 1, 0, True),
+        (("lost", "stopped"), "lost", True, 1, 75, False),
+        (("lost", "lost"), "stopped", True, 1, 0, True),
+        ((), "stopped", False, 1, 0, False),
+        ((), "lost", False, 1, 75, False),
+    ],
+)
+def test_a_job_that_lost_a_host_queues_up_again_so_many_times_and_one_that_was_told_to_stop_always(
+    tmp_path, before, ended, requeue, retries, status, again
+):
+    for number, how in enumerate((*before, *([""] * (2 - len(before))), ended), start=1):
+        folder = tmp_path / "logs" / f"attempt_{number}"
+        write(folder, job=7, ended=how)
+    done = end(tmp_path, 7, requeue=requeue, retries=retries)
+    assert (done.returncode, "scontrol requeue 7" in done.stderr) == (status, again), done.stdout + done.stderr
+
+
+def test_what_another_job_of_the_workdir_lost_does_not_count(tmp_path):
+    for number, job in enumerate((7, 17, 8), start=1):
+        write(tmp_path / "logs" / f"attempt_{number}", job=job, ended="lost")
+    done = end(tmp_path, 8, retries=1)
+    assert (done.returncode, "scontrol requeue 8" in done.stderr) == (0, True), done.stdout + done.stderr
+    done = end(tmp_path, 8, retries=0)
+    assert (done.returncode, "scontrol requeue 8" in done.stderr) == (75, False), done.stdout + done.stderr
+    assert "lost what it needs 1 times" in done.stdout
+
+
+@pytest.mark.parametrize(("begun", "status", "again"), [(True, 0, True), (False, 1, False)])
+def test_a_driver_that_is_cut_off_is_lost_and_where_there_was_none_nothing_is_started_again(
+    tmp_path, begun, status, again
+):
+    attempt = tmp_path / "logs" / "attempt_3"
+    write(attempt, job=7, ended="")
+    if begun:
+        (attempt / "train.log").touch()
+    done = end(tmp_path, 7, retries=1)
+    assert "attempt 3 was cut off" in done.stdout
+    assert (done.returncode, "scontrol requeue 7" in done.stderr) == (status, again), done.stdout + done.stderr
+    if begun:
+        assert end(tmp_path, 7, retries=0).returncode == 75, "it counts"
 
 
 def test_another_instance_changes_only_the_lines_that_count_hosts():
@@ -150,8 +220,8 @@ def test_times_are_read_as_slurm_reads_them(text, seconds):
         ({"train_partition": "a", "rollout_partition": "b", "partition": "c"}, "--partition=c: does not go with "),
         ({"train_partition": "a", "rollout_partition": "b", "nodelist": "n1"}, "--nodelist=n1: does not go with "),
         ({"train_partition": "a", "rollout_partition": "b"}, r"config\.cluster\.accelerators_per_host: is 0, "),
-        ({"container_mounts": "/a:/b"}, "--container_mounts: .* give --container_image, too"),
-        ({"environment": ("A B=1",)}, "--environment=A B: write NAME=VALUE, or the NAME of"),
+        ({"container_mounts": "/a:/b"}, "--container_mounts: .* give --image, too"),
+        ({"environment": ("A B=1",)}, "--environment=A B: is no name of a variable; write NAME=VALUE"),
         ({"environment": ("NOT_SET",)}, "--environment=NOT_SET: is not set where you submit from"),
         ({"environment": ("HF_TOKEN=hf_1234",)}, "--environment: the value of HF_TOKEN looks like a secret, .* alone"),
         ({"grace": 30}, r"--grace=30: .* up to 60 s \(config\.deadlines\.grace\)"),

@@ -7,12 +7,13 @@ import re
 import subprocess
 import sys
 
-import network_hosts
 import psutil
 import pytest
 import real_runs
 import scripts
 import slurm_node
+
+from drilling import network_hosts
 
 lacking = slurm_node.missing()
 pytestmark = [
@@ -26,19 +27,9 @@ pytestmark = [
 STEPS, GROUPS, ATTEMPTS = 24, 4, 2
 RUN_SECONDS = 400.0
 SETTINGS = (
-    "--config=configs/quickstart.py",
-    f"--config.steps={STEPS}",
-    f"--config.coordinator.groups_per_step={GROUPS}",
-    f"--config.coordinator.group_size={ATTEMPTS}",
-    "--config.rollout.engine=fake",
-    "--config.rollout.slots=8",
-    "--config.rollout.max_tokens=24",
-    "--config.trainer.rows_per_micro_batch=2",
+    *real_runs.small(STEPS, GROUPS, ATTEMPTS),
     "--config.trainer.row_tokens=128",
-    "--config.warm_start.steps=0",
-    "--config.evaluation.every=0",
     "--config.checkpoint.every=1",
-    "--config.telemetry.report=False",
     "--config.deadlines.cluster_start=300",
     "--environment=PYTHONPATH",
     "--environment=JAX_PLATFORMS",
@@ -56,6 +47,10 @@ def slurm():
 def cache(tmp_path_factory):
     """What JAX compiles, for all runs."""
     return tmp_path_factory.mktemp("cache")
+
+
+def quick(cache: pathlib.Path) -> list[str]:
+    return [f"--environment={name}={value}" for name, value in scripts.quick(cache).items()]
 
 
 def launch(slurm: slurm_node.Slurm, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -114,8 +109,7 @@ def of_ray(job: str) -> list[str]:
 @pytest.mark.timeout(900)
 def test_two_runs_share_a_node_and_go_on_after_a_signal_and_a_requeue(slurm, cache, tmp_path):
     told, requeued = tmp_path / "told", tmp_path / "re queued"
-    shared = f"--environment=JAX_COMPILATION_CACHE_DIR={cache}"
-    jobs = {workdir: submit(slurm, *SETTINGS, shared, f"--workdir={workdir}") for workdir in (told, requeued)}
+    jobs = {workdir: submit(slurm, *SETTINGS, *quick(cache), f"--workdir={workdir}") for workdir in (told, requeued)}
 
     def begun(workdir: pathlib.Path) -> bool:
         assert slurm.jobs().count(jobs[workdir]), what_happened(workdir)
@@ -191,10 +185,12 @@ def test_what_slurm_cannot_give_is_refused_in_a_sentence(slurm, tmp_path, flags,
     config = "--config=configs/qwen3_1p7b_8gpu.py", "--config.cluster.accelerators_per_host=8"
     scripts.assert_one_sentence(launch(slurm, *config, f"--workdir={tmp_path / 'run'}", *flags), f"error: {problem}")
     assert not slurm.jobs()
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.ray
 @pytest.mark.multiprocess
+@pytest.mark.drill
 @pytest.mark.timeout(600)
 def test_a_run_goes_over_the_hosts_of_two_partitions(cache, tmp_path):
     """Two emulated hosts; the driver is on the one that trains."""
@@ -208,7 +204,7 @@ def test_a_run_goes_over_the_hosts_of_two_partitions(cache, tmp_path):
             "--config.cluster.accelerators_per_host=1",
             "--train_partition=train",
             "--rollout_partition=rollout",
-            f"--environment=JAX_COMPILATION_CACHE_DIR={cache}",
+            *quick(cache),
             f"--workdir={workdir}",
         )
         slurm_node.wait_for(lambda: not two.jobs(), RUN_SECONDS, f"end of job {job}")
@@ -219,6 +215,6 @@ def test_a_run_goes_over_the_hosts_of_two_partitions(cache, tmp_path):
     logs = workdir / "logs" / "latest"
     assert "Running command on head node" in (logs / "host-host2.log").read_text()
     assert "Connecting to Ray cluster" in (logs / "host-host1.log").read_text()
-    assert "Ray placed the run on 2 hosts: 1-host2 to train" in (logs / "train.log").read_text()
+    assert "Ray placed the run on 2 hosts: host2 to train" in (logs / "train.log").read_text()
     assert not of_ray(job)
     assert not list(pathlib.Path("/tmp").glob(f"libra-{job}-*"))

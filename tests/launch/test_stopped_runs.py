@@ -33,14 +33,20 @@ SETTINGS = (
 )
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """What JAX compiles, for all runs."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture
-def start(tmp_path: pathlib.Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def start(tmp_path: pathlib.Path, cache: pathlib.Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Starts a run in `tmp_path/run`, its output in `tmp_path/log`; whatever is left of it is killed at the end."""
     started: list[subprocess.Popen[str]] = []
 
     def begin(*arguments: str) -> subprocess.Popen[str]:
         command = [sys.executable, "launch/train.py", *SETTINGS, *arguments, f"--workdir={tmp_path / 'run'}"]
-        environment = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"), **os.environ}
+        environment = {**os.environ, **scripts.cached(cache)}
         with open(tmp_path / "log", "a") as log:
             started.append(subprocess.Popen(command, cwd=scripts.ROOT, stdout=log, stderr=log, env=environment))
         return started[-1]
@@ -67,13 +73,18 @@ def assert_each_prompt_trained_once(workdir: pathlib.Path, steps: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.drill
 @pytest.mark.vllm
 @pytest.mark.timeout(700)
 def test_a_scheduler_that_gives_twenty_seconds_finds_the_run_ended_and_the_same_command_goes_on(tmp_path, start):
     workdir, steps = tmp_path / "run", 8
-    first = start(f"--config.steps={steps}")
+    settings = (f"--config.steps={steps}", "--config.telemetry.port=-1")
+    first = start(*settings)
     wait(first, workdir, 2)
     family = psutil.Process(first.pid).children(recursive=True)
+    ports = real_runs.listening([psutil.Process(first.pid), *family])  # where it has no Ray; test_listening.py
+    assert ports
+    assert not real_runs.beyond_loopback(ports)
     began = time.monotonic()
     first.send_signal(signal.SIGTERM)
     assert first.wait(timeout=GRACE + 10) == os.EX_TEMPFAIL
@@ -82,7 +93,7 @@ def test_a_scheduler_that_gives_twenty_seconds_finds_the_run_ended_and_the_same_
     record = json.loads((workdir / "status.json").read_text())
     assert record["ended"]["how"] == "stopped"
     assert record["ended"]["sentence"].endswith("; the same command goes on from the checkpoint there.")
-    assert start(f"--config.steps={steps}").wait(timeout=LIMIT_SECONDS) == 0
+    assert start(*settings).wait(timeout=LIMIT_SECONDS) == 0
     assert_each_prompt_trained_once(workdir, steps)
 
 
@@ -114,6 +125,7 @@ def test_a_second_start_is_refused_and_one_that_takes_over_ends_the_first_and_tr
 
 
 @pytest.mark.slow
+@pytest.mark.drill
 @pytest.mark.multiprocess
 @pytest.mark.timeout(600)
 def test_a_step_of_jax_that_would_not_end_in_time_is_given_up_and_its_groups_are_trained_later(tmp_path, start):

@@ -13,7 +13,6 @@ CONFIG = (
     "--config.trainer.fsdp=8",
     "--config.trainer.rows_per_micro_batch=8",
     "--config.trainer.processes=2",
-    "--config.cluster.backend=ray",
     "--config.cluster.accelerators_per_host=4",
 )
 POD = ("--accelerator_type=v6e-8", "--rollout_hosts=gpu-0", "--workdir=/shared/mine", "--name=mine")
@@ -27,6 +26,7 @@ case "$*" in
 *"tpu-vm describe"*) echo 10.0.0.7 ;;
 *auth_token*) echo "token of $(wc -c) bytes" >>"{log}" ;;
 *launch/train.py*) exit {status} ;;
+*"queued-resources delete"*) exit {deletes} ;;
 esac
 """
 
@@ -36,10 +36,10 @@ def doubles(tmp_path, monkeypatch):
     """Puts doubles of gcloud and ssh first on the PATH, whose driver ends with a status; returns the log of calls."""
     log = tmp_path / "calls"
 
-    def make(status: int = 0):
+    def make(status: int = 0, deletes: int = 0):
         for name in ("gcloud", "ssh"):
             program = tmp_path / name
-            program.write_text(DOUBLE.format(log=log, status=status))
+            program.write_text(DOUBLE.format(log=log, status=status, deletes=deletes))
             program.chmod(program.stat().st_mode | stat.S_IXUSR)
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
         return log
@@ -49,14 +49,14 @@ def doubles(tmp_path, monkeypatch):
 
 def test_the_script_is_the_golden_one():
     arguments = (*CONFIG, *WHERE, *POD, "--create_flags=--spot --labels=team=rl", "--setup=git -C libra-jax pull")
-    result = scripts.run("tpu.py", *arguments)
+    result = scripts.run("tpu.py", *arguments, "--dry_run")
     assert result.returncode == 0, result.stderr
     golden_files.assert_golden("tpu.sh", result.stdout)
 
 
 def test_the_pod_is_asked_for_joined_by_ray_and_given_back(doubles):
     log = doubles()
-    result = scripts.run("tpu.py", *CONFIG, *WHERE, *POD, "--nodry_run", "--delete", "--create_flags=--spot")
+    result = scripts.run("tpu.py", *CONFIG, *WHERE, *POD, "--delete", "--create_flags=--spot")
     assert result.returncode == 0, result.stderr
     calls = log.read_text().splitlines()
     order = [
@@ -68,6 +68,7 @@ def test_the_pod_is_asked_for_joined_by_ray_and_given_back(doubles):
         "--worker=1 --command=cd libra-jax && export RAY_AUTH_MODE=token",
         "ssh gpu-0 cd libra-jax",
         "exec .venv/bin/python launch/train.py --config=configs/qwen3_1p7b_8gpu.py",
+        "ssh gpu-0 cd libra-jax && .venv/bin/ray stop",
         "queued-resources delete mine --force --quiet",
     ]
     places = [next((place for place, call in enumerate(calls) if part in call), None) for part in order]
@@ -78,15 +79,28 @@ def test_the_pod_is_asked_for_joined_by_ray_and_given_back(doubles):
     assert all("--project=lab --zone=us-east5-b" in call for call in calls if call.startswith("gcloud"))
 
 
-def test_the_drivers_status_is_the_scripts(doubles):
-    doubles(status=75)
-    assert scripts.run("tpu.py", *CONFIG, *WHERE, *POD, "--nodry_run").returncode == 75
+def test_the_drivers_status_is_the_scripts_and_no_ray_and_no_token_stay_behind(doubles):
+    log = doubles(status=75)
+    assert scripts.run("tpu.py", *CONFIG, *WHERE, *POD).returncode == 75
+    calls = log.read_text().splitlines()
+    driven = next(place for place, call in enumerate(calls) if "launch/train.py" in call)
+    ending = [call for call in calls[driven:] if "rm -f ~/.ray/auth_token" in call]
+    assert all("ray stop" in call for call in ending)
+    assert ["--worker=0" in ending[0], "--worker=1" in ending[1], ending[2].startswith("ssh gpu-0 ")] == [True] * 3
+    assert "queued-resources delete" not in log.read_text()
+
+
+def test_the_drivers_status_is_the_scripts_also_where_the_pod_cannot_be_given_back(doubles):
+    doubles(status=75, deletes=1)
+    result = scripts.run("tpu.py", *CONFIG, *WHERE, *POD, "--delete")
+    assert result.returncode == 75, result.stderr
+    assert "mine may still be asked for" in result.stderr
 
 
 def test_a_pod_that_is_there_is_not_asked_for_again(doubles):
     log = doubles()
     log.with_suffix(".made").touch()
-    assert scripts.run("tpu.py", *CONFIG, *WHERE, *POD, "--nodry_run").returncode == 0
+    assert scripts.run("tpu.py", *CONFIG, *WHERE, *POD).returncode == 0
     assert "queued-resources create" not in log.read_text()
 
 
@@ -100,6 +114,7 @@ def test_a_pod_that_is_there_is_not_asked_for_again(doubles):
         (("--rollout_hosts=a,b",), ("--rollout_hosts: names 2, and the run rolls out on 1",)),
         (("--workdir=mine",), ("--workdir=mine: must be absolute",)),
         (("--config.trainer.platform=cuda",), ("config.trainer.platform,", "a pod trains on tpu")),
+        (("--setup=export HF_TOKEN=correct-horse",), ("--setup: the value of HF_TOKEN looks like a secret",)),
         (("--create_flags='",), ("--create_flags: cannot be read as a shell would",)),
         (("--config.task.path=hf_abcdefghijklmnopqrstuvwxyz",), ("--config.task.path: the value of task.path looks",)),
     ],

@@ -14,8 +14,9 @@ from libra_jax import config, protocols
 from libra_jax.agents.rewards import scoring
 from libra_jax.agents.tools import toolkit
 from libra_jax.cluster import granted, hosts
-from libra_jax.coordinator import checkpoints
+from libra_jax.coordinator import checkpoints, fencing
 from libra_jax.coordinator import run as coordinator
+from libra_jax.models import config as model_config
 
 
 def test_the_clusters_deadlines_and_hosts_are_the_configs_and_what_it_grants_is_kept(tmp_path, monkeypatch):
@@ -44,6 +45,44 @@ def test_the_clusters_deadlines_and_hosts_are_the_configs_and_what_it_grants_is_
         ("1", "training", ["6"]),
         ("2", "rollout", ["6"]),
     ]
+
+
+def test_hosts_are_not_written_down_by_a_run_that_has_been_taken_over(tmp_path, monkeypatch):
+    told: list[Any] = []
+
+    def create(cluster: config.ClusterConfig, **settings: Any) -> protocols.Cluster:
+        told.append(settings["told"])
+        raise protocols.ConfigError("seen enough")
+
+    monkeypatch.setattr(wiring.cluster, "create", create)
+    run = config.RunConfig(telemetry=config.TelemetryConfig(console=False, tensorboard=False))
+
+    def take_epoch() -> fencing.Epoch:
+        return fencing.take(tmp_path, lambda: checkpoints.newest_step(tmp_path))
+
+    tools = toolkit.Toolkit(run.tools, run.sandbox)
+    with pytest.raises(protocols.ConfigError, match="seen enough"):
+        asyncio.run(wiring.train(run, tmp_path, tools, take_epoch=take_epoch))
+    take_epoch()
+    layout = hosts.layout(config.RunConfig(cluster=config.ClusterConfig(backend="ray", accelerators_per_host=1)))
+    nodes = tuple(granted.Node(f"id-{name}", name, f"10.0.0.{name}", accelerators=("0",)) for name in ("1", "2"))
+    told[0](granted.Granted(layout, nodes, "CPU"))
+    assert not (tmp_path / "hosts.json").exists()
+
+
+@pytest.mark.parametrize("field", ["task", "scheduler"])
+def test_a_run_that_cannot_be_made_takes_no_epoch_and_so_ends_no_other(tmp_path, field):
+    broken = {
+        "task": {"task": config.TaskConfig(source="no_such_module:source")},
+        "scheduler": {"scheduler": config.SchedulerConfig(learnt_from=(str(tmp_path / "nothing"),))},
+    }[field]
+    run = config.RunConfig(telemetry=config.TelemetryConfig(console=False, tensorboard=False), **broken)
+    taken: list[int] = []
+    with pytest.raises(protocols.ConfigError):
+        asyncio.run(
+            wiring.train(run, tmp_path, toolkit.Toolkit(run.tools, run.sandbox), take_epoch=lambda: taken.append(1))
+        )
+    assert (taken, list(tmp_path.iterdir())) == ([], [])
 
 
 def test_the_runs_scorer_is_made_of_the_configs_functions_and_weights(tmp_path, monkeypatch):
@@ -157,6 +196,20 @@ def test_plans_may_grow_the_trainer_beyond_its_process_where_others_find_devices
     )
     assert wiring.reach(run) == reach
     assert told in dry_run._elastic(run)[-1]
+
+
+@pytest.mark.parametrize(("instances", "degrees"), [((2, 2), (1, 2, 4)), ((2, 2, 2, 2), (1, 2, 4, 8)), ((1,), (1, 2))])
+def test_plans_have_no_instance_wider_than_what_the_cluster_grants_the_run_on_one_host(instances, degrees):
+    """Of hosts of eight, of which the run takes two to train and so many as its instances have to roll out."""
+    run = config.RunConfig(
+        trainer=config.TrainerConfig(platform="cuda", data=2, rows_per_micro_batch=2),
+        rollout=config.RolloutConfig(tensor_parallel=instances),
+        planner=config.PlannerConfig(period=1, hardware="h100"),
+        cluster=config.ClusterConfig(backend="ray", accelerators_per_host=8),
+    )
+    made = wiring.global_planner(run, model_config.load_preset("Qwen3-1.7B"))
+    assert made is not None
+    assert made._setting.degrees == degrees
 
 
 def learnt_in(workdir: pathlib.Path, policy: str) -> config.RunConfig:

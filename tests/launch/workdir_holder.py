@@ -13,15 +13,14 @@ from pathlib import Path
 import observing
 
 import workdirs
-from libra_jax import config
+from libra_jax import config, machine
 from libra_jax.coordinator import fencing
-from libra_jax.telemetry import status
 
 
 def be_elsewhere() -> None:
     now = time.time
     time.time = lambda: now() + 3600.0
-    status.place = lambda: "another-kernel/pid:[1]"
+    machine.identity = lambda: "another-kernel/pid:[1]"
     workdirs._lock = lambda workdir: True
 
 

@@ -1,0 +1,174 @@
+"""What the launchers of jobs share: flags of one name and one meaning, and the run that these describe.
+
+launch/slurm.py, launch/kubernetes.py and launch/tpu.py all have --config, --plan, --workdir and --dry_run; of the
+others each has those that its cluster can heed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import cleartext
+import overrides
+from absl import flags
+from ml_collections import config_flags
+
+import cli
+from libra_jax import config as libra_config
+from libra_jax.protocols import ConfigError
+
+_CONFIG = config_flags.DEFINE_config_file(
+    "config", None, "The run's config file, which all hosts have, too.", lock_config=True
+)
+PLAN = flags.DEFINE_string("plan", None, "Plan of launch/plan.py to lay the run out by, which all hosts have, too.")
+WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run, which all hosts see; default <config>-<its hash>.")
+DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print what would be submitted; submit nothing.")
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+_PART = r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*"
+_REFERENCE = re.compile(
+    rf"(?:[A-Za-z0-9.-]+(?::\d+)?/)?{_PART}(?:/{_PART})*(?::\w[\w.-]{{0,127}})?(?:@[A-Za-z0-9+._-]+:[0-9a-fA-F]{{32,}})?"
+)
+"""Of an image: its registry, its name, its tag, its digest (github.com/distribution/reference)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """The run that is submitted.
+
+    Attributes:
+      config: as its driver will have it, with the job's own Ray for its cluster; not validated yet.
+      arguments: of launch/train.py, but for the workdir.
+    """
+
+    config: libra_config.RunConfig
+    arguments: tuple[str, ...]
+
+
+def grace() -> flags.FlagHolder[int]:
+    """--grace, in seconds; for `check_grace`."""
+    text = "Seconds from when the run is told to end until it is killed; at least config.deadlines.grace."
+    return flags.DEFINE_integer("grace", 120, text, lower_bound=1, upper_bound=65_535)
+
+
+def retries(not_counted: str) -> flags.FlagHolder[int]:
+    """--retries, and what does not count."""
+    text = f"Times that a run is started anew after it lost what it needs{not_counted}."
+    return flags.DEFINE_integer("retries", 3, text, lower_bound=0)
+
+
+def image() -> flags.FlagHolder[str]:
+    """--image."""
+    return flags.DEFINE_string("image", "", "Container image that each host's part runs in.")
+
+
+def cpus_per_host(otherwise: str) -> flags.FlagHolder[int]:
+    """--cpus_per_host, and what 0 means."""
+    return flags.DEFINE_integer("cpus_per_host", 0, f"Cores of each host; 0: {otherwise}.", lower_bound=0)
+
+
+def setup() -> flags.FlagHolder[str]:
+    """--setup; for `check_text`."""
+    return flags.DEFINE_string("setup", "", "Shell line before the run on each host, like 'module load cuda'.")
+
+
+def environment(by_name: str) -> flags.FlagHolder[list[str]]:
+    """--environment, for `variables`, and what a name without a value means."""
+    return flags.DEFINE_multi_string("environment", [], f"NAME=VALUE{by_name}; may be repeated.")
+
+
+def output() -> flags.FlagHolder[str | None]:
+    """--output, for `show`."""
+    return flags.DEFINE_string(
+        "output", None, "File to write what is submitted to, too; a dry run prints nothing then."
+    )
+
+
+def run() -> Run:
+    """The run that --config, the settings beside it and --plan describe.
+
+    Raises:
+      ConfigError: a setting is wrong, looks like a secret, or has the run join another cluster.
+      DataError: the plan cannot be read.
+    """
+    flag = flags.FLAGS["config"]
+    given = overrides.arguments(flag)  # first: what is wrong with a secret would be told in an error
+    values = overrides.values(flag, PLAN.value)
+    if values["cluster"]["address"] not in ("", "auto"):
+        raise ConfigError(
+            f"config.cluster.address: {values['cluster']['address']!r} is another cluster's, and a job starts a Ray of "
+            "its own; leave it empty"
+        )
+    ours = {"backend": "ray", "address": "auto"}
+    values["cluster"].update(ours)
+    settings = [argument for argument in given if not argument.startswith("--config.cluster.backend=")]
+    settings += [f"--config.cluster.{name}={value}" for name, value in ours.items()]
+    plan = [f"--plan={PLAN.value}"] if PLAN.value is not None else []
+    return Run(
+        libra_config.parse(libra_config.RunConfig, values),
+        (f"--config={config_flags.get_config_filename(flag)}", *sorted(settings), *plan),
+    )
+
+
+def check_grace(seconds: int, config: libra_config.RunConfig) -> None:
+    """Raises ConfigError where the run would be killed before it has saved what it has to."""
+    if seconds < config.deadlines.grace:
+        raise ConfigError(
+            f"--grace={seconds}: told to stop, the run takes up to {config.deadlines.grace:g} s "
+            "(config.deadlines.grace); give --grace more, or the run less"
+        )
+
+
+def check_image(image: str) -> None:
+    """Raises ConfigError unless this names a container image."""
+    if not image:
+        raise ConfigError("--image: name the container image of the run; third_party/Dockerfile makes one")
+    if not _REFERENCE.fullmatch(image):
+        raise ConfigError(
+            f"--image={image}: is no name of an image; write it like registry.example/team/libra-jax:1, all but the "
+            "registry and the tag in small letters"
+        )
+
+
+def check_text(flag: str, text: str, instead: str) -> None:
+    """Raises ConfigError where a shell's text holds a secret in the clear; says what to do `instead`."""
+    cleartext.refuse(f"--{flag}", "it", text, instead)
+    for name, value in re.findall(r"([\w.-]+)=([^\s,;]+)", text):
+        if not value.lstrip("'\"").startswith(("$", "`")):  # which stands for a value that is elsewhere
+            cleartext.refuse(f"--{flag}", name.lstrip("-"), value.strip("'\""), instead)
+
+
+def variables(lines: Sequence[str], instead: str) -> tuple[dict[str, str], list[str]]:
+    """What --environment says: the variables with values, and the names of those without.
+
+    Args:
+      lines: the flag's.
+      instead: what to do with a secret, {name} being the variable.
+
+    Raises:
+      ConfigError: one has no name of a variable, or looks like a secret.
+    """
+    values, names = {}, []
+    for line in lines:
+        name, separator, value = line.partition("=")
+        if not _NAME.fullmatch(name):
+            raise ConfigError(f"--environment={name}: is no name of a variable; write NAME=VALUE")
+        if separator:
+            cleartext.refuse("--environment", name, value, instead.format(name=name))
+            values[name] = value
+        else:
+            names.append(name)
+    return values, names
+
+
+def show(text: str, file: str | None) -> None:
+    """Writes what is submitted where --output says; prints it in a dry run without one."""
+    if file:
+        cli.check_output(Path(file))
+        Path(file).write_text(text)
+    elif DRY_RUN.value:
+        print(text, end="")
