@@ -24,10 +24,10 @@ loads differ (sticky), as conversations do in verl's agent loop:
   layout for the lengths that static_optimal's was made for, may be as far ahead as that, routes by what tools
   returned, and the planner may move.
 
-What the pool of hybrid workers adds to the best plan that stays:
+What a pool of hybrid workers adds to splits that stay:
 
 * planned: the layout of libra, which never changes: 24 train.
-* train16, train20, train28: other splits that never change; 2 instances of degree 2, the others of degree 4.
+* train16, train20, train32: other splits that never change; 2 instances of degree 2, the others of degree 4.
 * pool: of the same 48, 16 train, 16 roll out, and 16 are four hybrid workers of degree 4, which train as data-parallel
   replicas while rollout is ahead.
 
@@ -67,7 +67,7 @@ AHEAD = 4
 """Versions that a trajectory may be behind where asynchronous systems are compared: AReaL's for code (arXiv
 2505.24298), and max_head_offpolicyness of the production runs of Libra's authors."""
 
-SPLITS = {"train16": (2, 2, 4), "train20": (1, 5, 4), "train28": (1, 7, 4)}
+SPLITS = {"train16": (2, 2, 4), "train20": (1, 5, 4), "train32": (2, 4, 4)}
 """(data, fsdp, tensor) of those that stay beside `planned`."""
 
 HALVES = (3, 2, 4)

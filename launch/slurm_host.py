@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import functools
 import importlib.util
+import math
 import os
 import shutil
 import signal
@@ -29,6 +30,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -151,7 +153,7 @@ def _keep_ray(arguments: argparse.Namespace, name: str, directory: Path) -> int:
         return ended and bool(alone) if driven else ended or stop
 
     try:
-        return _wait(host, over, once=end)
+        return _wait(host, over, once=end, most=END_SECONDS)
     finally:
         end()
         _bury(host)
@@ -278,15 +280,19 @@ def drive(arguments: argparse.Namespace) -> int:
     return status
 
 
-def _wait(process: subprocess.Popen[bytes], condition: Callable[[], bool], *, once: Callable[[], None]) -> int:
-    """Waits for the process; as soon as the condition holds, calls `once`."""
-    called = False
+def _wait(
+    process: subprocess.Popen[bytes], condition: Callable[[], bool], *, once: Callable[[], None], most: float = math.inf
+) -> int:
+    """Waits for the process; as soon as the condition holds, calls `once`, and kills what is there `most` s later."""
+    called, until = False, math.inf
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.wait(LOOK_SECONDS)
         if not called and condition():
-            called = True
+            called, until = True, time.monotonic() + most
             once()
+        if time.monotonic() >= until:
+            process.kill()
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ What tests of several rooms share is in `common/`, whose modules they import by 
 
 import os
 import pathlib
+import signal
 import sys
 
 import pytest
@@ -22,6 +23,10 @@ others beside it, or they crowd each other out."""
 
 HEAVY = ("vllm", "ray", "slow", "multiprocess")
 """Marks of those tests."""
+
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what is in the background, and all it starts
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

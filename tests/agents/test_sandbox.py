@@ -104,7 +104,7 @@ def test_a_call_past_its_deadline_is_a_timeout_that_says_what_was_lost(bubblewra
     assert (outcome.status, outcome.lost) == ("timeout", "state")
     assert "no end after 0.3 s" in outcome.text
     assert pool.STATE_LOST in outcome.text
-    assert outcome.seconds < 1.0
+    assert outcome.seconds < 2.0  # not the minute that it would have taken
     assert files.text == "kept\nunset\n"
 
 

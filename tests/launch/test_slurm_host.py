@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import shutil
 import signal
 import socket
 import subprocess
@@ -99,6 +100,15 @@ def test_the_drivers_end_is_written_down(attempt, program, status):
     assert (attempt / "train.log").read_text() == ("hello\n" if status == "finished" else "")
 
 
+def test_what_does_not_end_when_it_is_told_to_is_killed():
+    deaf, told = subprocess.Popen(["sleep", "600"]), []
+    try:
+        assert slurm_host._wait(deaf, lambda: True, once=lambda: told.append(1), most=0.1) == -signal.SIGKILL
+        assert told == [1]
+    finally:
+        deaf.kill()
+
+
 STOPS_AT_THE_FIRST_SIGNAL = """
 import signal, time
 came = []
@@ -168,7 +178,7 @@ def test_a_host_without_process_tables_is_refused_in_a_sentence(monkeypatch, tmp
 class TestAHostWhoseRay:
     """`ray symmetric-run` by a double that lives for as long as it is told, and starts no driver."""
 
-    JOB = "987654321"
+    JOB = str(900_000_000 + os.getpid())
 
     @pytest.fixture
     def run(self, attempt, tmp_path, monkeypatch):
@@ -186,9 +196,15 @@ class TestAHostWhoseRay:
 
         yield run
         for process in started:
+            if process.poll() is None:
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    child.kill()
             process.kill()
-            process.communicate()
-        assert not list(pathlib.Path("/tmp").glob(f"libra-{self.JOB}-*"))
+            process.communicate(timeout=60)
+        left = list(pathlib.Path("/tmp").glob(f"libra-{self.JOB}-*"))
+        for folder in left:
+            shutil.rmtree(folder)
+        assert not left
 
     def test_does_not_start_ends_the_attempt(self, run, attempt):
         process = run("exit 0", "n2", "--exclusive")
