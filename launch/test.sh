@@ -3,6 +3,7 @@
 # LIBRA_JAX_REQUIRE_SANDBOX=1 makes that a failure. Further arguments go to pytest:
 #   bash launch/test.sh -m "not slow"
 #   bash launch/test.sh --drills        # the longer whole runs, too, of which something is killed or cut off
+#   bash launch/test.sh --hypothesis-profile=explore   # property tests draw other examples each time
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # An engine's processes import thousands of modules each: compiled once, they start in a fraction of the time.

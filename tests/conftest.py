@@ -8,6 +8,7 @@ import pathlib
 import signal
 import sys
 
+import hypothesis
 import pytest
 
 sys.path.append(str(pathlib.Path(__file__).parent / "common"))
@@ -24,6 +25,12 @@ others beside it, or they crowd each other out."""
 HEAVY = ("vllm", "ray", "slow", "multiprocess")
 """Marks of those tests."""
 
+
+# The same examples each time, on a busy machine too: a failure is of the change. --hypothesis-profile has others.
+PATIENT = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("repeatable", derandomize=True, **PATIENT)
+hypothesis.settings.register_profile("explore", derandomize=False, print_blob=True, **PATIENT)
+hypothesis.settings.load_profile("repeatable")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what is in the background, and all it starts
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -29,7 +29,6 @@ def with_pythons_fractions(expression):
 
 
 @given(EXPRESSIONS)
-@settings(deadline=None)
 def test_the_value_is_what_pythons_own_fractions_give(expression):
     try:
         expected = with_pythons_fractions(expression)
@@ -55,7 +54,7 @@ def test_small_powers_are_exact(base, exponent):
 
 
 @given(st.text(max_size=60) | st.text("0123456789+-*/(). ", max_size=60))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_no_text_makes_the_calculator_do_anything_but_answer_or_fail(text):
     status, content = arithmetic.calculate(text, 60)
     assert status in ("success", "failure")
@@ -111,7 +110,6 @@ def test_the_last_operation_and_one_that_leaves_a_fraction_give_the_value(expres
 
 
 @given(EXPRESSIONS)
-@settings(deadline=None)
 def test_simplifying_keeps_the_value_and_ends_there(expression):
     try:
         value = arithmetic.evaluate(expression, 10_000)
@@ -221,7 +219,7 @@ def test_levels_choose_the_patterns_and_a_wrong_one_is_named():
 
 
 @given(st.integers(16, 18), st.integers(0, 2000))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_every_solvable_expression_fits_and_every_overlong_one_does_not(max_characters, index):
     task = calculator.task_source(seed=1, max_characters=max_characters).task(index)
     failing = index % 16 == 15

@@ -83,7 +83,7 @@ TOKENS = sum(len(output) + 1 for output in OUTPUTS)
 
 
 @given(st.integers(0, TOKENS - 1))
-@settings(max_examples=TOKENS, deadline=None)
+@settings(max_examples=TOKENS)
 def test_an_attempt_is_taken_up_from_its_snapshot_and_no_tool_runs_again(tokens):
     whole, _ = doubles.attempt(OUTPUTS, environment=Sums([]))
     steps = []

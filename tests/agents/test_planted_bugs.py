@@ -49,7 +49,7 @@ def test_the_bug_breaks_the_tests_that_it_is_said_to_break_and_no_others(level, 
 
 
 @given(st.integers(0, 10**6), st.sampled_from(planted.LEVELS), st.integers(0, 10**6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_planted_bug_is_the_same_each_time_and_its_fix_applies_once(seed, level, index):
     source = planted.task_source(level=level, seed=seed)
     made = source.task(index).payload

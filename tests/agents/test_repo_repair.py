@@ -10,7 +10,7 @@ import tarfile
 import pytest
 import repairs
 import sandboxes
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libra_jax import config, protocols
@@ -220,7 +220,6 @@ PLAIN = st.recursive(
 
 
 @given(PLAIN)
-@settings(deadline=None)
 def test_plain_values_cross_as_they_are(value):
     values = server.Values(lambda kept: pytest.fail(f"kept {kept}"), lambda found: pytest.fail(f"found {found}"))
     again = values.read(json.loads(json.dumps(values.write(value))))

@@ -61,7 +61,7 @@ def score(functions, text="hello", task=TASK, own=0.0, **reward):
     st.floats(-10, 10),
     st.floats(-10, 10),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_a_reward_is_the_weighted_sum_of_functions_and_of_the_environments_own(parts, own, own_weight):
     functions = {f"f{n}": of("constant", weight, value=value) for n, (value, weight) in enumerate(parts)}
     found = score(functions, own=own, environment_weight=own_weight)
@@ -326,7 +326,7 @@ def test_failures_are_never_kept():
 
 
 @given(st.integers(1, 8), st.lists(st.integers(0, 12), max_size=40))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_cache_holds_the_most_recently_used_values(entries, asked):
     kept, recent = cache.Cache(entries), []
     for number in asked:
@@ -348,7 +348,7 @@ _content = st.tuples(
 
 
 @given(_content, _content)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_calls_share_a_value_where_function_arguments_payload_and_input_are_equal(one, other):
     def key(factory, arguments, payload, seen):
         return cache.key(config.RewardFunctionConfig(factory, 1.0, arguments), protocols.Task("t", payload), seen)

@@ -25,7 +25,7 @@ ANSWERS = st.lists(
 
 
 @given(ANSWERS | st.text(max_size=20), st.lists(ANSWERS | st.text(max_size=20), min_size=1, max_size=4))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_exact_match_and_f1_are_those_of_squad(given_answer, accepted):
     squad = pytest.importorskip("transformers.data.metrics.squad_metrics")
     assert search_qa.normalised(given_answer) == squad.normalize_answer(given_answer)

@@ -133,7 +133,7 @@ def index(tmp_path_factory):
 
 
 @given(st.text() | st.text("ab\"*():^{}+-' \0\n") | st.lists(st.sampled_from([*WORDS, '"', "(", "*"])).map(" ".join))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_no_query_is_an_error(index, query):
     hits, more = index.search(query, 0, 3, 8, 10)
     assert len(hits) <= 3
@@ -141,7 +141,7 @@ def test_no_query_is_an_error(index, query):
 
 
 @given(st.lists(st.sampled_from(WORDS), min_size=1, max_size=6, unique=True), st.integers(0, 4), st.integers(1, 70))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_cheap_query_ranks_as_fts5_itself_does(index, query, first, most):
     with sqlite3.connect(index.path) as raw:
         expression = " OR ".join(f'"{word}"' for word in query if word != "engines" or "engine" not in query)
@@ -160,7 +160,7 @@ def test_a_cheap_query_ranks_as_fts5_itself_does(index, query, first, most):
 
 
 @given(st.lists(st.sampled_from(WORDS[:7]), min_size=1, max_size=6, unique=True), st.integers(1, 100))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_bound_on_the_effort_keeps_what_has_all_words_in_front(index, query, effort):
     bounded = bm25.Index(index.path, 1, effort)
     try:

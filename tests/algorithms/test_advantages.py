@@ -95,7 +95,7 @@ def gae_reference(token_rewards, values, mask, discount, decay):
     return result
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(SEEDS)
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
 def test_group_advantages_equal_the_formula(name, seed):
@@ -105,7 +105,7 @@ def test_group_advantages_equal_the_formula(name, seed):
     np.testing.assert_allclose(result, group_reference(name, rewards, groups), rtol=1e-10, atol=1e-12)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(SEEDS, st.sampled_from([1.0, 0.9]))
 def test_reinforce_plus_plus_equals_the_formula(seed, discount):
     _, _, mask, _, token_rewards = draw(seed)
@@ -115,7 +115,7 @@ def test_reinforce_plus_plus_equals_the_formula(seed, discount):
     np.testing.assert_allclose(result, dense(expected, mask.shape), rtol=1e-9, atol=1e-11)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(SEEDS)
 def test_reinforce_plus_plus_baseline_equals_the_formula(seed):
     rewards, groups, mask, *_ = draw(seed)
@@ -126,7 +126,7 @@ def test_reinforce_plus_plus_baseline_equals_the_formula(seed):
     np.testing.assert_allclose(result, dense(expected, mask.shape), rtol=1e-9, atol=1e-11)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(SEEDS, st.sampled_from([(1.0, 1.0), (0.95, 0.9), (1.0, 0.0)]))
 def test_gae_equals_the_formula(seed, factors):
     _, _, mask, values, token_rewards = draw(seed)
@@ -165,7 +165,7 @@ def test_whitening_fewer_than_two_tokens_gives_zero(ones):
     assert np.all(np.asarray(advantages.whiten(jnp.full((2, 3), 7.0), jnp.asarray(mask))) == 0)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(SEEDS, st.sampled_from(config_lib.ADVANTAGES), st.booleans())
 def test_compute_equals_the_formula_with_and_without_kl_in_the_reward(seed, name, kl_in_reward):
     rewards, groups, mask, kl, _ = draw(seed)

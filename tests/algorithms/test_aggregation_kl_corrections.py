@@ -46,7 +46,7 @@ def aggregate_reference(mode, batch, constant):
     return sum(map(sum, per_trajectory)) / constant, len(per_trajectory)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(SEEDS)
 @pytest.mark.parametrize("mode", config_lib.AGGREGATIONS)
 def test_aggregation_of_packed_rows_equals_the_formula_over_trajectories(batch_of, mode, seed):
@@ -78,7 +78,7 @@ def test_an_unknown_mode_is_refused_with_the_nearest_name():
 # --- KL --------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(SEEDS)
 def test_kl_estimators_equal_the_formulas(seed):
     rng = np.random.default_rng(seed)
@@ -133,7 +133,7 @@ def test_k3_keeps_its_digits_in_single_precision_where_policies_nearly_agree(dis
 # --- corrections -----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(SEEDS, st.sampled_from([0.8, 1.5, 3.0]))
 def test_importance_weights_and_their_diagnostics_equal_the_formulas(seed, cap):
     rng = np.random.default_rng(seed)

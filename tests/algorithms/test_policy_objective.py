@@ -37,7 +37,7 @@ CONFIGS = st.builds(
 SEEDS = st.integers(0, 10**6)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(CONFIGS, SEEDS)
 def test_objective_equals_the_formula(batch_of, config, seed):
     batch = batch_of(seed)
@@ -48,7 +48,7 @@ def test_objective_equals_the_formula(batch_of, config, seed):
     np.testing.assert_allclose(float(sums.loss_sum), total, rtol=1e-10, atol=1e-10)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(CONFIGS, SEEDS)
 def test_gradient_equals_finite_differences(batch_of, differences, config, seed):
     batch = batch_of(seed)
@@ -64,7 +64,7 @@ def test_gradient_equals_finite_differences(batch_of, differences, config, seed)
     np.testing.assert_allclose(np.concatenate(taken), expected, rtol=1e-5, atol=1e-7)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(CONFIGS, SEEDS)
 def test_packed_rows_equal_one_trajectory_a_row(batch_of, config, seed):
     batch = batch_of(seed)
@@ -73,7 +73,7 @@ def test_packed_rows_equal_one_trajectory_a_row(batch_of, config, seed):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), packed, unpacked)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(CONFIGS, SEEDS, st.sampled_from([1, 2]))
 def test_the_parts_of_any_split_add_up(batch_of, config, seed, cut):
     batch = batch_of(seed)
@@ -127,7 +127,7 @@ def test_a_batch_without_trained_tokens_gives_zero_loss_and_zero_gradient(batch_
     assert all(np.all(np.asarray(leaf) == 0) for leaf in jax.tree.leaves((sums, gradient)))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(CONFIGS, SEEDS)
 def test_the_parts_of_the_loss_are_reported_and_add_up_to_it(batch_of, config, seed):
     with jax.enable_x64(True):

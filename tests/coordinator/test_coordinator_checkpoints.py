@@ -243,7 +243,7 @@ class DiesInStep(doubles.RecordingTrainer):
         return await super().train_step(batch)
 
 
-@hypothesis.settings(deadline=None, max_examples=6)
+@hypothesis.settings(max_examples=6)
 @hypothesis.given(
     staleness=st.integers(0, 2),
     every=st.integers(1, 3),

@@ -52,7 +52,7 @@ def test_asynchronous_training_overlaps_rollout_with_training(tmp_path):
     assert seconds[1] < 0.8 * seconds[0]
 
 
-@hypothesis.settings(deadline=None, max_examples=25)
+@hypothesis.settings(max_examples=25)
 @hypothesis.given(
     staleness=st.integers(0, 3),
     stale=st.sampled_from(["wait", "replace"]),

@@ -225,7 +225,7 @@ async def _taken_over(run: Run) -> str:
     return ""
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     call=st.sampled_from(CALLS),
     number=st.integers(1, 3),

@@ -73,7 +73,7 @@ def test_groups_given_up_do_not_count_towards_the_cap_on_replacements(tmp_path):
     assert bench.run().replaced == {"redundant": 4 * 9}
 
 
-@hypothesis.settings(deadline=None, max_examples=25)
+@hypothesis.settings(max_examples=25)
 @hypothesis.given(
     staleness=st.integers(0, 3),
     stale=st.sampled_from(["wait", "replace"]),
@@ -131,7 +131,7 @@ class DiesInStep(doubles.RecordingTrainer):
         return await super().train_step(batch)
 
 
-@hypothesis.settings(deadline=None, max_examples=8)
+@hypothesis.settings(max_examples=8)
 @hypothesis.given(
     staleness=st.integers(0, 2),
     every=st.integers(1, 3),

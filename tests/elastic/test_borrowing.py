@@ -274,7 +274,7 @@ RULES_OF_ANY_KIND = st.builds(
 )
 
 
-@hypothesis.settings(max_examples=150, deadline=None)
+@hypothesis.settings(max_examples=150)
 @hypothesis.given(world=worlds(alike=True), rules=RULES_OF_ANY_KIND, rng=st.randoms(use_true_random=False))
 def test_noise_below_half_the_gain_moves_each_worker_once_at_most(world, rules, rng):
     made, changes = decider(world, rules), 0
@@ -287,7 +287,7 @@ def test_noise_below_half_the_gain_moves_each_worker_once_at_most(world, rules, 
     assert changes <= len(world.names)
 
 
-@hypothesis.settings(max_examples=100, deadline=None)
+@hypothesis.settings(max_examples=100)
 @hypothesis.given(world=worlds(alike=False), rules=RULES_OF_ANY_KIND)
 @hypothesis.example(  # the worker that would help is not the one that trains most for its slots
     world=World(train=5.0, rollout=128.0, beside=6.0, hybrids=((1, 1.0), (1, 0.25), (2, 1.0)), core_slots=14),
@@ -311,7 +311,7 @@ class Deceptive(World):
         return self.table[training]
 
 
-@hypothesis.settings(max_examples=150, deadline=None)
+@hypothesis.settings(max_examples=150)
 @hypothesis.given(
     stages=st.lists(st.tuples(st.floats(1.0, 100.0), st.floats(1.0, 100.0)), min_size=4, max_size=4),
     hybrids=st.lists(st.tuples(st.integers(1, 8), st.floats(0.1, 2.0)), min_size=2, max_size=2),

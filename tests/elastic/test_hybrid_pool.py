@@ -217,7 +217,7 @@ class PoolMachine(stateful.RuleBasedStateMachine):
         assert all(worker.at_rest for worker in self.pool.workers)
 
 
-PoolMachine.TestCase.settings = hypothesis.settings(max_examples=200, stateful_step_count=60, deadline=None)
+PoolMachine.TestCase.settings = hypothesis.settings(max_examples=200, stateful_step_count=60)
 TestHybridPool = PoolMachine.TestCase
 
 

@@ -58,7 +58,7 @@ def _cases(draw):
     return tokens, draw(st.sampled_from(list(CHUNKED))), segments.reshape(rows, tokens).astype(np.int32)
 
 
-@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.settings(max_examples=40)
 @hypothesis.given(_cases())
 def test_chunked_equals_dense_values_and_gradients(case):
     tokens, chunk, segments = case

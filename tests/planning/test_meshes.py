@@ -19,7 +19,7 @@ def training(lengths, trainer: meshes.Trainer = TRAINER) -> meshes.Training:
     return meshes.Training(MODEL, lengths, trainer)
 
 
-@hypothesis.settings(deadline=None, max_examples=40)
+@hypothesis.settings(max_examples=40)
 @hypothesis.given(LENGTHS, st.integers(8, 64))
 def test_no_mesh_that_fits_beats_the_front_in_devices_and_time(lengths, most):
     made = training(lengths)
@@ -42,7 +42,7 @@ def test_no_mesh_that_fits_beats_the_front_in_devices_and_time(lengths, most):
                 assert min(reached) <= time
 
 
-@hypothesis.settings(deadline=None, max_examples=40)
+@hypothesis.settings(max_examples=40)
 @hypothesis.given(LENGTHS, st.integers(2, 30_000))
 def test_a_step_takes_no_less_time_with_one_sequence_more_in_rows_of_their_own(lengths, further):
     alone = meshes.Trainer(lengths=(32_768,), packed=False)

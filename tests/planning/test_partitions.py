@@ -69,7 +69,7 @@ def exhaustive(made: serving.Serving, devices: int, *, ordered: bool = False) ->
     return best(0, devices, max(made.degrees))
 
 
-@hypothesis.settings(deadline=None, max_examples=60)
+@hypothesis.settings(max_examples=60)
 @hypothesis.given(
     st.lists(LIKE_THEIR_LENGTH, min_size=1, max_size=12), st.integers(1, 8), st.integers(0, 2), st.booleans()
 )
@@ -85,7 +85,7 @@ def test_no_way_to_cut_the_requests_into_runs_is_faster(trajectories, devices, s
     assert found.seconds == pytest.approx(exhaustive(made, devices, ordered=ordered), rel=1e-7)
 
 
-@hypothesis.settings(deadline=None, max_examples=60)
+@hypothesis.settings(max_examples=60)
 @hypothesis.given(st.lists(TURNS, min_size=1, max_size=12), st.integers(1, 8), st.integers(0, 2))
 def test_tools_and_contexts_of_any_kind_cost_the_search_five_percent_at_most(trajectories, devices, staleness):
     """Where an instance with a request more may be done earlier, nothing bounds what the search misses: of some
@@ -127,7 +127,7 @@ def assigned(made: serving.Serving, devices: int) -> float:
     return best(devices, sets[-1])
 
 
-@hypothesis.settings(deadline=None, max_examples=15)
+@hypothesis.settings(max_examples=15)
 @hypothesis.given(st.lists(LIKE_THEIR_LENGTH, min_size=1, max_size=7), st.integers(1, 6))
 def test_sharing_requests_out_in_any_other_way_gains_at_most_a_percent(trajectories, devices):
     made = serve(trajectories)
@@ -136,7 +136,7 @@ def test_sharing_requests_out_in_any_other_way_gains_at_most_a_percent(trajector
     assert found.seconds <= 1.01 * assigned(made, devices)
 
 
-@hypothesis.settings(deadline=None, max_examples=60)
+@hypothesis.settings(max_examples=60)
 @hypothesis.given(st.lists(TURNS, min_size=1, max_size=12), st.floats(1.0, 2_000.0))
 def test_the_fewest_devices_within_a_time_are_those_with_which_it_can_be_met(trajectories, limit):
     made = serve(trajectories)
@@ -150,7 +150,7 @@ def test_the_fewest_devices_within_a_time_are_those_with_which_it_can_be_met(tra
         assert fewer is None or fewer.seconds > limit
 
 
-@hypothesis.settings(deadline=None, max_examples=40)
+@hypothesis.settings(max_examples=40)
 @hypothesis.given(
     st.lists(LIKE_THEIR_LENGTH, min_size=1, max_size=40),
     st.lists(st.floats(1.0, 20_000.0), min_size=2, max_size=40),
@@ -170,7 +170,7 @@ def test_what_was_asked_before_makes_no_answer_another_one(trajectories, limits,
     assert [asked.within(limit) for limit in limits] == [by_table.within(limit) for limit in limits]
 
 
-@hypothesis.settings(deadline=None, max_examples=60)
+@hypothesis.settings(max_examples=60)
 @hypothesis.given(
     st.lists(LIKE_THEIR_LENGTH, min_size=2, max_size=20), st.integers(0, 2), st.sampled_from(DEGREES), st.data()
 )
@@ -183,7 +183,7 @@ def test_a_run_takes_longer_with_every_request_that_is_added(trajectories, stale
         assert made.seconds(degree, np.array([wider[0]]), np.array([wider[1]]))[0] >= inner * (1 - 1e-12)
 
 
-@hypothesis.settings(deadline=None, max_examples=40)
+@hypothesis.settings(max_examples=40)
 @hypothesis.given(
     st.lists(LIKE_THEIR_LENGTH, min_size=1, max_size=8), st.lists(st.sampled_from(DEGREES), min_size=1, max_size=4)
 )
@@ -202,7 +202,7 @@ def test_given_instances_are_used_as_well_as_they_can_be(trajectories, instances
     assert found.seconds == pytest.approx(best, rel=1e-7)
 
 
-@hypothesis.settings(deadline=None, max_examples=20)
+@hypothesis.settings(max_examples=20)
 @hypothesis.given(st.lists(st.integers(1, 20_000), min_size=50, max_size=200), st.sampled_from([1, 2]))
 def test_instances_that_serve_many_requests_are_used_as_well_as_they_can_be(tokens, narrow):
     made = serve([[protocols.Turn(count)] for count in tokens])

@@ -24,7 +24,7 @@ def parts(tokens: list[int], staleness: int) -> tuple[serving.Serving, meshes.Tr
     return rollout, training
 
 
-@hypothesis.settings(deadline=None, max_examples=40)
+@hypothesis.settings(max_examples=40)
 @hypothesis.given(TOKENS, st.integers(3, 12), st.integers(0, 2))
 def test_no_mesh_and_no_partition_over_the_other_devices_make_a_shorter_step(tokens, devices, staleness):
     rollout, training = parts(tokens, staleness)
@@ -41,7 +41,7 @@ def test_no_mesh_and_no_partition_over_the_other_devices_make_a_shorter_step(tok
     assert found.devices <= devices
 
 
-@hypothesis.settings(deadline=None, max_examples=40)
+@hypothesis.settings(max_examples=40)
 @hypothesis.given(TOKENS, st.integers(3, 12))
 def test_buckets_ascend_in_degree_and_length_and_the_widest_takes_the_longest(tokens, devices):
     rollout, training = parts(tokens, 1)
@@ -53,7 +53,7 @@ def test_buckets_ascend_in_degree_and_length_and_the_widest_takes_the_longest(to
     assert max(tokens) <= bounds[-1] < max(tokens) + len(bounds)  # a token more for each degree of equal lengths
 
 
-@hypothesis.settings(deadline=None, max_examples=30)
+@hypothesis.settings(max_examples=30)
 @hypothesis.given(TOKENS, st.integers(3, 11), st.integers(0, 1))
 def test_a_device_more_never_makes_the_step_longer(tokens, devices, staleness):
     made = search.Search(*parts(tokens, staleness), 12, staleness=staleness)
@@ -118,7 +118,7 @@ def test_of_many_splits_a_picture_has_some_and_the_runner_up_among_them():
     assert search.compared(best, some) == search.compared(best, every)
 
 
-@hypothesis.settings(deadline=None, max_examples=30)
+@hypothesis.settings(max_examples=30)
 @hypothesis.given(TOKENS, st.floats(1.0, 8.0), st.integers(0, 2))
 def test_the_cheapest_plan_within_a_time_has_no_device_too_many(tokens, slower, staleness):
     made = search.Search(*parts(tokens, staleness), 12, staleness=staleness)
@@ -134,7 +134,7 @@ def test_the_cheapest_plan_within_a_time_has_no_device_too_many(tokens, slower, 
         made.cheapest(0.5 * made.best(12).step_seconds, 12)
 
 
-@hypothesis.settings(deadline=None, max_examples=30)
+@hypothesis.settings(max_examples=30)
 @hypothesis.given(TOKENS, st.integers(3, 12), st.integers(0, 2))
 def test_no_number_of_devices_gives_each_of_them_much_more_to_do_than_the_thriftiest_plan(tokens, most, staleness):
     made = search.Search(*parts(tokens, staleness), 12, staleness=staleness)

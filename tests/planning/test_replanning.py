@@ -40,7 +40,7 @@ def signs(world: World, plan: int, **more) -> replanning.Signs:
     return replanning.Signs(world.train / plan, world.rollout / (48 - plan), **more)
 
 
-@hypothesis.settings(deadline=None, max_examples=60)
+@hypothesis.settings(max_examples=60)
 @hypothesis.given(st.data(), st.integers(1, 47))
 def test_noise_below_the_least_gain_moves_it_once_at_most(data, start):
     world = World()

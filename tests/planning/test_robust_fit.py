@@ -17,7 +17,7 @@ def test_the_example_in_its_docstring():
 
 
 @given(st.integers(0, 10**6), st.integers(1, 5))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_non_negative_least_squares_is_scipys(seed, columns):
     rng = np.random.default_rng(seed)
     rows, measured = rng.normal(size=(12, columns)), rng.normal(size=12)
@@ -28,7 +28,7 @@ def test_non_negative_least_squares_is_scipys(seed, columns):
 
 
 @given(st.integers(0, 10**6), st.floats(0.0, 0.15))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_few_disturbed_measurements_do_not_drag_it(seed, disturbed):
     rng = np.random.default_rng(seed)
     rows = np.stack([np.ones(200), rng.uniform(0, 10, 200), rng.uniform(0, 3, 200)], axis=1)

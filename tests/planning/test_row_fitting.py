@@ -26,7 +26,7 @@ def shapes(draw):
 
 
 @given(shapes(), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_columns_counted_are_those_that_the_trainer_computes(shape, data):
     lengths = data.draw(st.lists(st.integers(2, shape.lengths[-1] + 1), min_size=1, max_size=30))
     trainer = config.TrainerConfig(

@@ -58,7 +58,7 @@ def ours(text, size):
 
 
 @given(CALLS.filter(bool), st.integers(1, 40))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_well_formed_outputs_hold_the_calls_that_vllm_finds(calls, size):
     written = [
         f"{text}<tool_call>\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n</tool_call>"

@@ -72,7 +72,7 @@ class Model:
         self.version += 1
 
 
-@hypothesis.settings(deadline=None, max_examples=150)
+@hypothesis.settings(max_examples=150)
 @hypothesis.given(
     size=st.integers(1, 4),
     staleness=st.integers(0, 3),

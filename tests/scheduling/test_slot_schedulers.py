@@ -162,7 +162,7 @@ class SchedulerMachine(stateful.RuleBasedStateMachine):
 @pytest.mark.parametrize("policy", configuration.POLICIES)
 def test_slots_hold_and_no_one_starves(policy):
     machine = type(f"{policy}Machine", (SchedulerMachine,), {"policy": policy})
-    settings = hypothesis.settings(deadline=None, max_examples=25, stateful_step_count=40)
+    settings = hypothesis.settings(max_examples=25, stateful_step_count=40)
     stateful.run_state_machine_as_test(machine, settings=settings)
 
 
@@ -230,7 +230,7 @@ def test_with_one_bucket_every_policy_is_its_ordering(policy, ordering):
 
 
 @pytest.mark.parametrize("policy", [name for name in configuration.POLICIES if name != "heddle"])
-@hypothesis.settings(deadline=None, max_examples=60)
+@hypothesis.settings(max_examples=60)
 @hypothesis.given(events=st.lists(st.sampled_from(["arrive", "call", "return", "finish"]), max_size=60), data=st.data())
 def test_with_one_bucket_nobody_is_passed_over_but_where_he_waits_for_his_own_instance(policy, events, data):
     """First come, first served, over three instances: the model looks at all who wait whenever somebody is placed."""

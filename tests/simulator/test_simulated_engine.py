@@ -88,7 +88,7 @@ JOBS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(JOBS, st.integers(1, 5), st.integers(1, 40))
 def test_a_fluid_ends_each_turn_when_the_token_by_token_reference_does(jobs, slots, interval):
     for index, job in enumerate(jobs):
@@ -146,7 +146,7 @@ class Watched(engine.Engine):
         super()._plan(steps)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(1, 300), TURNS), min_size=2, max_size=8),
     st.integers(1500, 3000),
@@ -268,7 +268,7 @@ def test_weights_that_were_not_announced_are_refused():
 # Departure and death ------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.integers(1, 400),
     st.lists(st.tuples(st.floats(0.0, 1.5), st.booleans()), max_size=4),

@@ -23,7 +23,7 @@ class OneAttempt:
         return self.attempt
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 1_000),
     policy=st.sampled_from(configuration.POLICIES),

@@ -6,7 +6,7 @@ import statistics
 from collections import Counter, defaultdict
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libra_jax import config as configuration
@@ -194,7 +194,6 @@ def test_longer_siblings_fail_more_often(write):
     assert failures[0] == 0 < failures[1]
 
 
-@settings(deadline=None)
 @given(
     tokens=st.lists(st.integers(0, 500), min_size=1, max_size=8).filter(any),
     sigma=st.floats(0.0, 2.0),

@@ -139,7 +139,7 @@ told = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 8)), max_size=8).ma
 
 
 @given(first=told, second=told, cut=st.integers(0, 10**6))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_pools_killed_at_any_byte_and_told_again_go_on_later(folder, first, second, cut):
     (folder / "timeline.json").unlink(missing_ok=True)
     clock = Clock()
@@ -203,7 +203,6 @@ changes = st.lists(
 
 
 @given(sizes=changes, moment=st.floats(0, 120), end=st.floats(0, 120))
-@settings(deadline=None)
 def test_the_picture_shows_what_was_last_told_at_every_moment(sizes, moment, end):
     times, columns = pool_picture.stacked(sizes, end)
     assert times == sorted(times)
@@ -314,7 +313,7 @@ values = st.recursive(
 
 
 @given(st.lists(st.dictionaries(st.sampled_from(list(transition())), values), min_size=1, max_size=4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_object_is_read_as_a_transition_and_listed(records):
     kept = [json.loads(files.json_line(record)) for record in records]
     changes = [transitions.parse(record) for record in kept]

@@ -39,7 +39,7 @@ def write_metrics(workdir: Path, steps: range) -> None:
 
 
 @given(cut=st.integers(0, 10**6), more=st.integers(0, 3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_metrics_lines_are_whole_after_a_kill_at_any_byte_and_a_restart(folder, cut, more):
     path = folder / metrics.METRICS_FILE
     path.unlink(missing_ok=True)
@@ -54,7 +54,7 @@ def test_metrics_lines_are_whole_after_a_kill_at_any_byte_and_a_restart(folder, 
 
 
 @given(st.dictionaries(st.text(max_size=8), st.floats(), max_size=5), st.integers(0, 10**9))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_numbers_survive_the_file_exactly_also_those_that_are_not_finite(scalars, step):
     record = strict(files.json_line(metrics.encode(step, scalars)).decode())
     assert record["step"] == step
@@ -89,7 +89,7 @@ def test_objects_of_one_step_are_merged_when_read(tmp_path):
     step=st.integers(-1, 10),
     torn=st.integers(0, 40),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_cut_back_keeps_what_the_checkpoint_saw_and_is_idempotent(folder, steps, step, torn):
     steps = sorted((s for s in steps if s is not None), key=int) if None not in steps else steps
     names = ("metrics.jsonl", "trace.jsonl", "transitions.jsonl")

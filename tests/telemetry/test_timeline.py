@@ -52,7 +52,7 @@ def check_lanes(events):
 
 
 @given(first=spans, second=spans, cut=st.integers(0, 10**6), killed=st.booleans(), in_order=st.booleans())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_resumed_timeline_is_json_whose_lanes_never_overlap(folder, first, second, cut, killed, in_order):
     path = folder / timeline.TIMELINE_FILE
     path.unlink(missing_ok=True)
@@ -86,7 +86,7 @@ def test_a_killed_timeline_needs_only_its_bracket(tmp_path):
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)), min_size=1, max_size=40))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_lanes_are_as_many_as_were_ever_open_at_once(pairs):
     items = sorted(((start, start + length) for start, length in pairs), key=lambda item: item[1])
     lanes = timeline.Lanes()

@@ -42,7 +42,7 @@ def cases(draw):
     ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(cases())
 def test_every_trained_prediction_appears_once_with_all_that_precedes_it(case):
     config, examples = case
@@ -75,7 +75,7 @@ def test_every_trained_prediction_appears_once_with_all_that_precedes_it(case):
     assert sorted(seen) == [index for index, example in enumerate(examples) if example.mask_N[1:].any()]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases())
 def test_gather_undoes_scatter_and_packing_repeats_exactly(case):
     config, examples = case
