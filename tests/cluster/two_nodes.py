@@ -10,8 +10,8 @@ import json
 import pathlib
 import sys
 
+import ray_nodes
 import trainer_processes as doubles
-from ray import cluster_utils
 
 from libra_jax import protocols
 from libra_jax.cluster import ray_cluster
@@ -32,13 +32,9 @@ async def train(address: str, model: str) -> dict[str, list]:
 
 
 def main() -> None:
-    nodes = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    try:
-        nodes.add_node(num_cpus=1)  # each has room for one process
+    with ray_nodes.two_nodes(cpus=1) as address:  # each has room for one process
         model = doubles.write_model(pathlib.Path(sys.argv[1]) / "model")
-        print(json.dumps(asyncio.run(train(nodes.address, model))))
-    finally:
-        nodes.shutdown()
+        print(json.dumps(asyncio.run(train(address, model))))
 
 
 if __name__ == "__main__":

@@ -12,18 +12,17 @@ same run in one process, where nothing moves.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import json
 import os
 import signal
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import placement
+import ray_nodes
 import restless_run
 
 import checks
@@ -101,20 +100,6 @@ def steady(run: libra_config.RunConfig) -> libra_config.RunConfig:
     )
 
 
-@contextlib.contextmanager
-def two_nodes() -> Iterator[str]:
-    """The address of an emulated cluster in which a serving trainer, two successors and a replica fill all CPUs."""
-    from ray import cluster_utils
-
-    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:  # sockets have short names
-        nodes = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "temp_dir": folder})
-        try:
-            nodes.add_node(num_cpus=2)
-            yield nodes.address
-        finally:
-            nodes.shutdown()
-
-
 def tell_nodes() -> None:
     """Only what trains takes a CPU, and every actor's node is printed."""
     from libra_jax.cluster import ray_cluster
@@ -147,7 +132,7 @@ def main() -> None:
     wiring.global_planner = lambda *_: Mover()  # type: ignore[assignment]
     borrowing.Borrowing = restless_run.Restless  # type: ignore[misc, assignment]
     tell_nodes()
-    with two_nodes() as address:
+    with ray_nodes.two_nodes(cpus=2) as address:  # which a trainer, two successors and a replica fill
         train(config(2_000), workdir, address)
 
 
