@@ -9,19 +9,12 @@ snapshot (`protocols.Resumable`) begins from there. One whose environment answer
 from __future__ import annotations
 
 import asyncio
-import json
-import math
-import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
 
 from libra_jax import protocols
-from libra_jax.agents import budgets, deadlines, hearing, walk
+from libra_jax.agents import budgets, guarded, hearing, walk
 from libra_jax.agents.rewards import scoring
-
-DEADLINES = {"step": "tool_seconds", "ready": "wait_seconds"}
-"""Fields of `config.task` by the environment's method; all others have `reset_seconds`."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +85,17 @@ async def run_attempt(
     Raises:
       EnvironmentCrashed: the environment or the reward function broke, or gave a reward that is not a finite number.
     """
+    world = guarded.Environment(
+        environment,
+        task,
+        reset_seconds=limits.reset_seconds,
+        step_seconds=limits.tool_seconds,
+        wait_seconds=limits.wait_seconds,
+    )
     if trajectory.finish is not None and trajectory.reward is not None:
-        await _close(environment, trajectory, limits)
+        await world.close(trajectory.metrics)
         return trajectory
-    attempt = _Attempt(trajectory, task, environment, tokenizer, sampler, limits, reward, status or (lambda _: None))
+    attempt = _Attempt(trajectory, task, world, tokenizer, sampler, limits, reward, status or (lambda _: None))
     try:
         try:
             await attempt.run()
@@ -103,22 +103,8 @@ async def run_attempt(
             attempt.start_over()
             await attempt.run()
     finally:
-        await _close(environment, trajectory, limits)
+        await world.close(trajectory.metrics)
     return trajectory
-
-
-async def _close(environment: protocols.Environment, trajectory: protocols.Trajectory, limits: Limits) -> None:
-    """A failed close cannot undo the attempt: it is counted, not raised. Whoever is cancelled meanwhile finishes it."""
-    closing = asyncio.ensure_future(deadlines.within(limits.reset_seconds, deadlines.call(environment.close)))
-    try:
-        await asyncio.wait({closing})  # which leaves it alone where it is cancelled itself
-    except asyncio.CancelledError:
-        await asyncio.wait({closing})
-        raise
-    finally:
-        closing.cancel()  # a second cancellation means it
-        if closing.done() and (closing.cancelled() or closing.exception() is not None):
-            trajectory.metrics["close_failures"] = 1.0
 
 
 class _Attempt:
@@ -128,7 +114,7 @@ class _Attempt:
         self,
         trajectory: protocols.Trajectory,
         task: protocols.Task,
-        environment: protocols.Environment,
+        environment: guarded.Environment,
         tokenizer: protocols.Tokenizer,
         sampler: protocols.Sampler,
         limits: Limits,
@@ -145,8 +131,6 @@ class _Attempt:
         self.status = status
         self.out_of_time = False
         self._begin(replay_differs=False)
-        kind = type(environment)
-        self.name = f"{kind.__module__}:{kind.__qualname__}"
 
     def _begin(self, *, replay_differs: bool) -> None:
         self.walk = walk.Walk(self.trajectory)
@@ -204,7 +188,7 @@ class _Attempt:
     # The beginning ----------------------------------------------------------------------------------------------
 
     async def _open(self) -> None:
-        messages = await self._call("reset", self.limits.reset_seconds, self.task)
+        messages = await self.environment.reset()
         prompt = self._render(messages, first=True)
         self.messages = [*messages]
         if len(prompt) >= self.limits.max_context:
@@ -217,9 +201,9 @@ class _Attempt:
     async def _take_up(self) -> bool:
         """Restores the environment to its latest snapshot, if there is one; False, and nothing done, if not."""
         kept = self.trajectory.snapshot
-        if kept is None or not callable(getattr(self.environment, "restore", None)):
+        if kept is None or not self.environment.has("restore"):
             return False
-        await self._call("restore", self.limits.reset_seconds, self.task, kept.state)
+        await self.environment.restore(kept.state)
         self.walk.jump(kept.position, kept.turn)
         self.messages = [*kept.messages]
         self.metrics.update(kept.metrics)
@@ -227,15 +211,9 @@ class _Attempt:
 
     async def _keep(self) -> None:
         """Takes a snapshot, where the environment can."""
-        if not callable(getattr(self.environment, "snapshot", None)):
-            return
-        state = await self._call("snapshot", self.limits.reset_seconds)
+        state = await self.environment.snapshot()
         if state is None:
             return
-        try:
-            json.dumps(state)
-        except (TypeError, ValueError) as error:
-            raise self._crash("snapshot", f"gave a state that is not JSON ({error})") from error
         self.trajectory.snapshot = protocols.AttemptSnapshot(
             state, self.walk.position, self.walk.turn, dict(self.metrics), tuple(self.messages)
         )
@@ -272,9 +250,9 @@ class _Attempt:
         """Samples the output that begins at `start`, at most `room` more tokens; whether it ended with a stop token."""
         trajectory, stop_ids = self.trajectory, tuple(self.tokenizer.stop_token_ids)
         sampling = protocols.SamplingParams(self.limits.temperature, room, stop_ids)
-        hear = getattr(self.environment, "hear", None)
-        if self.limits.attempt_seconds or callable(hear):
-            listener = hearing.Hearing(hear, self.tokenizer, trajectory, start) if callable(hear) else None
+        hear = self.environment.hear
+        if self.limits.attempt_seconds or hear is not None:
+            listener = None if hear is None else hearing.Hearing(hear, self.tokenizer, trajectory, start)
             reason = await self._sample_watched(sampling, listener)
         else:
             reason = await self.sampler.sample(trajectory, sampling)
@@ -308,34 +286,23 @@ class _Attempt:
             if not self.out_of_time:
                 raise
         if listener is not None and listener.error is not None:
-            raise self._crash("hear", f"raised {type(listener.error).__name__}: {listener.error}") from listener.error
+            error = listener.error
+            raise self.environment.crash("hear", f"raised {type(error).__name__}: {error}") from error
         return reason
 
     # The environment --------------------------------------------------------------------------------------------
 
     async def _step(self, output: str, sampled: bool) -> protocols.StepResult:
-        """The environment's answer to an output, within the tool deadline; past it, its running tool's "timeout"."""
+        """The environment's answer to an output, and the turn's tool, outcome and seconds."""
         if sampled:
             await self.sampler.tool_called(self.trajectory)
-        await self._wait(output)
+        if self.environment.has("ready"):
+            self.status(f"waiting, turn {self.walk.turn + 1}")
+            await self.environment.ready(output)
         self.status(f"tool, turn {self.walk.turn + 1}")
         loop = asyncio.get_running_loop()
         began = loop.time()
-        try:
-            result = await self._call("step", self.limits.tool_seconds, output)
-        except deadlines.Overdue:
-            tool = str(getattr(self.environment, "running_tool", "") or "")
-            if not tool:  # it may have been scoring, and what failed is never scored as zero
-                raise self._crash(
-                    "step",
-                    f"took more than {self.limits.tool_seconds:g} s (config.task.tool_seconds); it ran no tool, or "
-                    "did not name it in the environment's attribute running_tool",
-                ) from None
-            result = protocols.StepResult(tool_returns=[protocols.ToolReturn(tool, "timeout", "timeout")])
-        if not isinstance(result, protocols.StepResult):
-            raise self._crash("step", f"returned {type(result).__name__} instead of a StepResult")
-        if not (isinstance(result.metrics, Mapping) and all(map(_is_number, result.metrics.values()))):
-            raise self._crash("step", f"gave the metrics {result.metrics!r}, which are not all numbers")
+        result = await self.environment.step(output)
         self.metrics.update((name, float(value)) for name, value in result.metrics.items())
         if result.done and not self.walk.at_end:
             raise walk.ReplayDiffers
@@ -345,20 +312,6 @@ class _Attempt:
         told = answers[0].seconds if len(answers) == 1 else 0.0  # of several, some may have waited for others
         turn.tool_seconds = turn.tool_seconds or told or loop.time() - began
         return result
-
-    async def _wait(self, output: str) -> None:
-        """Waits for what the step needs, where the environment says so: no tool's time, and not its time-out."""
-        if not callable(getattr(self.environment, "ready", None)):
-            return
-        self.status(f"waiting, turn {self.walk.turn + 1}")
-        try:
-            await self._call("ready", self.limits.wait_seconds, output)
-        except deadlines.Overdue:
-            raise self._crash(
-                "ready",
-                f"waited more than {self.limits.wait_seconds:g} s (config.task.wait_seconds) for what other attempts "
-                "hold; raise that, or give them more to share, such as config.sandbox.most",
-            ) from None
 
     def _show(self, result: protocols.StepResult) -> protocols.CausalState | None:
         """Appends the tool returns and further messages; None, and nothing appended, if they leave no room to go on."""
@@ -389,34 +342,14 @@ class _Attempt:
         tool, outcome = _joined(answers) if answers else ("environment", "success")
         return protocols.CausalState(tool, len(tokens), outcome)
 
-    async def _call(self, verb: str, seconds: float, *arguments: Any) -> Any:
-        """Awaits the environment. An overdue step or wait is the caller's matter; what else goes wrong is a crash."""
-        try:
-            return await deadlines.within(seconds, deadlines.call(getattr(self.environment, verb), *arguments))
-        except deadlines.Overdue as overdue:
-            if verb in ("step", "ready") and overdue.reaped:
-                raise
-            deaf = "" if overdue.reaped else " and did not end when it was cancelled"
-            field = DEADLINES.get(verb, "reset_seconds")
-            raise self._crash(verb, f"took more than {seconds:g} s (config.task.{field}){deaf}") from None
-        except (protocols.WorkerLost, protocols.DeadlineMissed) as error:  # a sandbox, a tool's server
-            raise self._crash(verb, f"lost a worker: {error}") from error
-        except protocols.LibraError:
-            raise
-        except Exception as error:
-            raise self._crash(verb, f"raised {type(error).__name__}: {error}") from error
-
-    def _crash(self, verb: str, problem: str) -> protocols.EnvironmentCrashed:
-        return protocols.EnvironmentCrashed(f"environment {self.name}, task {self.task.prompt_id}: {verb} {problem}")
-
     # The end ----------------------------------------------------------------------------------------------------
 
     async def _finish(self, finish: str, reward: float | None) -> None:
         if self.reward is not None:
             self.status("scoring")
             reward = await self._score(self.reward, finish, reward)
-        elif not _is_finite(reward):
-            raise self._crash("step", f"gave the reward {reward!r}, which is not a finite number")
+        elif not guarded.is_finite(reward):
+            raise self.environment.crash("step", f"gave the reward {reward!r}, which is not a finite number")
         assert reward is not None
         trajectory = self.trajectory
         del trajectory.turns[self.walk.turn + 1 :]
@@ -448,7 +381,7 @@ class _Attempt:
                 if turn.tool is not None and turn.status is not None
             ),
             metrics={name: value for name, value in self.metrics.items() if name != "replay_differs"},
-            environment_reward=float(own) if _is_finite(own) else None,
+            environment_reward=float(own) if guarded.is_finite(own) else None,
         )
         crash = f"reward, task {self.task.prompt_id}: it"
         try:
@@ -457,7 +390,7 @@ class _Attempt:
             raise
         except Exception as error:
             raise protocols.EnvironmentCrashed(f"{crash} raised {type(error).__name__}: {error}") from error
-        if not _is_finite(score.reward):
+        if not guarded.is_finite(score.reward):
             raise protocols.EnvironmentCrashed(f"{crash} gave {score.reward!r}, which is not a finite number")
         self.metrics.update(score.metrics)
         return score.reward
@@ -470,11 +403,3 @@ def _joined(answers: Sequence[protocols.ToolReturn]) -> tuple[str, protocols.Too
     """The tools of one turn, and what came of them: each tool's name once, in one order, and the worst status."""
     tools = "+".join(sorted({answer.tool for answer in answers}))
     return tools, max((answer.status for answer in answers), key=_FROM_BEST.index)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, numbers.Real)
-
-
-def _is_finite(value: object) -> TypeGuard[float]:
-    return isinstance(value, numbers.Real) and math.isfinite(value)

@@ -1,0 +1,155 @@
+"""An attempt's environment, each call of it under a deadline; what goes wrong is a crash that says whose and where."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeGuard
+
+from libra_jax import protocols
+from libra_jax.agents import deadlines
+
+_FIELDS = {"step": "tool_seconds", "ready": "wait_seconds"}
+"""Of `config.task`, by the environment's method; all others have `reset_seconds`."""
+
+
+class Environment:
+    """The environment as the loop calls it: its optional methods may be called whether it has them or not.
+
+    Methods that are plain functions run on threads, so that the deadlines hold for them too.
+
+    Args:
+      environment: the user's.
+      task: what is attempted in it; errors name it.
+      reset_seconds: deadline of `reset`, `close`, `snapshot` and `restore`.
+      step_seconds: of `step`.
+      wait_seconds: of `ready`.
+    """
+
+    def __init__(
+        self,
+        environment: protocols.Environment,
+        task: protocols.Task,
+        *,
+        reset_seconds: float,
+        step_seconds: float,
+        wait_seconds: float,
+    ) -> None:
+        self._environment = environment
+        self._task = task
+        self._reset_seconds, self._step_seconds, self._wait_seconds = reset_seconds, step_seconds, wait_seconds
+        kind = type(environment)
+        self._name = f"{kind.__module__}:{kind.__qualname__}"
+
+    def has(self, verb: str) -> bool:
+        """Whether it has this optional method."""
+        return self._optional(verb) is not None
+
+    @property
+    def hear(self) -> Callable[[str], Any] | None:
+        """What hears an output while it comes, if it listens (`protocols.Listener`)."""
+        return self._optional("hear")
+
+    async def reset(self) -> Sequence[protocols.Message]:
+        """The messages in which the task is posed."""
+        return await self._call("reset", self._reset_seconds, self._task)
+
+    async def restore(self, state: Mapping[str, Any]) -> None:
+        """Takes up a snapshot."""
+        await self._call("restore", self._reset_seconds, self._task, state)
+
+    async def snapshot(self) -> Mapping[str, Any] | None:
+        """Its state, JSON-able; None where it gives none."""
+        if not self.has("snapshot"):
+            return None
+        state = await self._call("snapshot", self._reset_seconds)
+        try:
+            json.dumps(state)
+        except (TypeError, ValueError) as error:
+            raise self.crash("snapshot", f"gave a state that is not JSON ({error})") from error
+        return state
+
+    async def ready(self, output: str) -> None:
+        """Waits for what the step needs, where the environment says so: no tool's time, and not its time-out."""
+        if not self.has("ready"):
+            return
+        try:
+            await self._call("ready", self._wait_seconds, output)
+        except deadlines.Overdue:
+            raise self.crash(
+                "ready",
+                f"waited more than {self._wait_seconds:g} s (config.task.wait_seconds) for what other attempts "
+                "hold; raise that, or give them more to share, such as config.sandbox.most",
+            ) from None
+
+    async def step(self, output: str) -> protocols.StepResult:
+        """The answer to an output; past the deadline, a "timeout" of the tool that `running_tool` names."""
+        try:
+            result = await self._call("step", self._step_seconds, output)
+        except deadlines.Overdue:
+            tool = str(getattr(self._environment, "running_tool", "") or "")
+            if not tool:  # it may have been scoring, and what failed is never scored as zero
+                raise self.crash(
+                    "step",
+                    f"took more than {self._step_seconds:g} s (config.task.tool_seconds); it ran no tool, or "
+                    "did not name it in the environment's attribute running_tool",
+                ) from None
+            return protocols.StepResult(tool_returns=[protocols.ToolReturn(tool, "timeout", "timeout")])
+        if not isinstance(result, protocols.StepResult):
+            raise self.crash("step", f"returned {type(result).__name__} instead of a StepResult")
+        if not (isinstance(result.metrics, Mapping) and all(map(_is_number, result.metrics.values()))):
+            raise self.crash("step", f"gave the metrics {result.metrics!r}, which are not all numbers")
+        return result
+
+    async def close(self, metrics: dict[str, float]) -> None:
+        """Closes it. A failed close cannot undo the attempt: it is counted (`close_failures`), not raised.
+
+        Whoever is cancelled meanwhile finishes it.
+        """
+        closing = asyncio.ensure_future(deadlines.within(self._reset_seconds, deadlines.call(self._environment.close)))
+        try:
+            await asyncio.wait({closing})  # which leaves it alone where it is cancelled itself
+        except asyncio.CancelledError:
+            await asyncio.wait({closing})
+            raise
+        finally:
+            closing.cancel()  # a second cancellation means it
+            if closing.done() and (closing.cancelled() or closing.exception() is not None):
+                metrics["close_failures"] = 1.0
+
+    def crash(self, verb: str, problem: str) -> protocols.EnvironmentCrashed:
+        """The error that says what it did."""
+        return protocols.EnvironmentCrashed(f"environment {self._name}, task {self._task.prompt_id}: {verb} {problem}")
+
+    def _optional(self, verb: str) -> Callable[..., Any] | None:
+        method = getattr(self._environment, verb, None)
+        return method if callable(method) else None
+
+    async def _call(self, verb: str, seconds: float, *arguments: Any) -> Any:
+        """Awaits a method. An overdue step or wait is the caller's matter; what else goes wrong is a crash."""
+        try:
+            return await deadlines.within(seconds, deadlines.call(getattr(self._environment, verb), *arguments))
+        except deadlines.Overdue as overdue:
+            if verb in _FIELDS and overdue.reaped:
+                raise
+            deaf = "" if overdue.reaped else " and did not end when it was cancelled"
+            field = _FIELDS.get(verb, "reset_seconds")
+            raise self.crash(verb, f"took more than {seconds:g} s (config.task.{field}){deaf}") from None
+        except (protocols.WorkerLost, protocols.DeadlineMissed) as error:  # a sandbox, a tool's server
+            raise self.crash(verb, f"lost a worker: {error}") from error
+        except protocols.LibraError:
+            raise
+        except Exception as error:
+            raise self.crash(verb, f"raised {type(error).__name__}: {error}") from error
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real)
+
+
+def is_finite(value: object) -> TypeGuard[float]:
+    """Whether it is a number that a reward may be."""
+    return isinstance(value, numbers.Real) and math.isfinite(value)
