@@ -19,22 +19,17 @@ from libra_jax import protocols
 from libra_jax.agents.rewards import scoring
 from libra_jax.coordinator import (
     attempts,
-    batches,
     checkpoints,
     deadlines,
-    dispatch,
     elasticity,
     evaluation,
     failure,
     fencing,
-    groups,
     handover,
     instances,
+    parts,
     plan_follower,
-    publication,
-    recovery,
     reports,
-    saving,
     signals,
     stopping,
     warm_start,
@@ -126,18 +121,12 @@ class Coordinator:
         self._at_signal = at_signal
         self._epoch = epoch
         self._config = config
-        self._cluster = cluster
         self._trainer_name = trainer_spec.name
-        self._make_trainer = make_trainer
         self._tasks = tasks
-        self._make_environment = make_environment
-        self._tokenizer = tokenizer
         self._scheduler = scheduler
         self._recorder = recorder
         self._workdir = workdir
-        self._reward = reward
         self._export = export
-        self._make_trajectory = make_trajectory
         self._planner = planner
         hybrid = [spec.name for spec in engine_specs[len(engine_specs) - len(replica_specs) :]]
         self._make_workers = functools.partial(
@@ -151,6 +140,22 @@ class Coordinator:
             make_engine=make_engine,
             make_trainer=make_trainer,
             recorder=recorder,
+        )
+        self._wire = functools.partial(
+            parts.wire,
+            config,
+            cluster=cluster,
+            tasks=tasks,
+            make_environment=make_environment,
+            tokenizer=tokenizer,
+            scheduler=scheduler,
+            recorder=recorder,
+            workdir=workdir,
+            reward=reward,
+            make_trajectory=make_trajectory,
+            planner=planner,
+            make_trainer=make_trainer,
+            epoch=epoch,
         )
         self._warm_start = warm_start.WarmStart(config, tasks=tasks, demonstrator=demonstrator, tokenizer=tokenizer)
         self._summary = RunSummary()
@@ -200,10 +205,10 @@ class Coordinator:
         return self._summary
 
     async def _give_up_step(self) -> None:
-        if self._recovery.under_way:  # it takes steps again, without which there is no checkpoint
+        if self._parts.recovery.under_way:  # it takes steps again, without which there is no checkpoint
             return
         with contextlib.suppress(protocols.TrainerLost):  # it takes none
-            await self._trainer.give_up_step()
+            await self._parts.trainer.give_up_step()
 
     def request_stop(self) -> None:
         """Stops the run after the training step under way, with a checkpoint; what Ctrl-C does."""
@@ -214,12 +219,14 @@ class Coordinator:
             replanned = newest >= 0 and self._workers.take_up_plan(self._planner, self._workdir, newest)
             await self._ending.race(self._workers.start())
             catch_again()
-            self._build()
+            self._parts = self._wire(
+                workers=self._workers, ending=self._ending, state=self._state, step=lambda: self._step
+            )
             if newest >= 0:
                 await self._restore(newest)
-            self._recovery.watch()
+            self._parts.recovery.watch()
             if replanned:
-                self._elastic.take_up_plan()
+                self._parts.elastic.take_up_plan()
             self._ready = True
             await self._open()
             while self._step < self._config.steps:
@@ -231,88 +238,9 @@ class Coordinator:
             self._stopping.lost(error)
             await self._stop()
 
-    def _build(self) -> None:
-        config, recorder, ending = self._config, self._recorder, self._ending
-        trainer, engines, members = self._workers.trainer, self._workers.engines, self._workers.members
-        self._trainer, self._trainer_lock = trainer, asyncio.Lock()
-        self._saver = saving.Saver(
-            config,
-            trainer=trainer,
-            trainer_lock=self._trainer_lock,
-            workdir=self._workdir,
-            recorder=recorder,
-            state=self._state,
-            epoch=self._epoch,
-        )
-        self._publisher = publication.Publisher(
-            config,
-            trainer=trainer,
-            trainer_lock=self._trainer_lock,
-            engines=engines,
-            recorder=recorder,
-            members=members,
-            hosts=self._workers.hosts,
-        )
-        self._dispatcher = dispatch.Dispatcher(
-            config, scheduler=self._scheduler, engines=engines, recorder=recorder, ending=ending
-        )
-        self._runner = attempts.Attempts(
-            config,
-            dispatcher=self._dispatcher,
-            make_environment=self._make_environment,
-            tokenizer=self._tokenizer,
-            reward=self._reward,
-            make_trajectory=self._make_trajectory,
-            note=recorder.note,
-        )
-        self._groups = groups.Groups(
-            config, runner=self._runner, recorder=recorder, ending=ending, settled=lambda: self._batches.settled()
-        )
-        self._batches = batches.Batches(
-            config,
-            tasks=self._tasks,
-            groups=self._groups,
-            publisher=self._publisher,
-            commit=lambda: self._recovery.through(self._saver.commit),
-            recorder=recorder,
-        )
-        self._elastic = elasticity.Elasticity(
-            config,
-            cluster=self._cluster,
-            trainer=trainer,
-            sizes=self._workers.sizes,
-            trainer_lock=self._trainer_lock,
-            engines=engines,
-            publisher=self._publisher,
-            saver=self._saver,
-            members=members,
-            dispatcher=self._dispatcher,
-            planner=self._planner,
-            make_trainer=self._make_trainer,
-            recorder=recorder,
-            workdir=self._workdir,
-            ending=ending,
-        )
-        self._recovery = recovery.Recovery(
-            config,
-            trainer=trainer,
-            trainer_lock=self._trainer_lock,
-            saver=self._saver,
-            publisher=self._publisher,
-            sizes=lambda: self._elastic.resizing.sizes,
-            lost=lambda: self._elastic.trainer_lost(self._step),
-            recorder=recorder,
-            ending=ending,
-            epoch=self._epoch,
-        )
-        engines.load_weights = self._load_weights
-
-    async def _load_weights(self, engine: instances.Engine) -> None:
-        await self._recovery.through(lambda: self._publisher.catch_up(engine))
-
     async def _restore(self, step: int) -> None:
         """Takes up a checkpoint. Groups that were in flight go on; they get tokens once weights are published."""
-        state = await self._recovery.through(lambda: self._saver.restore(step))
+        state = await self._parts.recovery.through(lambda: self._parts.saver.restore(step))
         self._recorder.note(f"Going on from the checkpoint at step {step}.")
         steps, schedule = self._config.steps, self._config.optimizer.schedule
         if schedule != "constant" and state.get("planned_steps", steps) != steps:
@@ -320,14 +248,14 @@ class Coordinator:
                 f"The {schedule} learning-rate schedule now ends at step {steps} and no longer at step "
                 f"{state['planned_steps']} (config.steps): the rate jumps to where a run of {steps} steps has it."
             )
-        self._step = self._batches.next_step = step
+        self._step = self._parts.batches.next_step = step
         self._evaluated = state["evaluated"]
-        self._batches.data_position = state["data_position"]
+        self._parts.batches.data_position = state["data_position"]
         self._warm_start.taken = state["warm_start_steps"]
         self._scheduler.restore(state["scheduler"])
-        self._elastic.restore(state.get("hybrid"))
-        self._groups.restore(state["groups"])
-        self._reported, self._reported_tokens = self._groups.replaced.copy(), self._groups.replaced_tokens
+        self._parts.elastic.restore(state.get("hybrid"))
+        self._parts.groups.restore(state["groups"])
+        self._reported, self._reported_tokens = self._parts.groups.replaced.copy(), self._parts.groups.replaced_tokens
 
     def _state(self) -> dict[str, Any]:
         """The coordinator's part of a checkpoint."""
@@ -335,13 +263,13 @@ class Coordinator:
             "step": self._step,
             "planned_steps": self._config.steps,
             "evaluated": self._evaluated,
-            "data_position": self._batches.data_position,
+            "data_position": self._parts.batches.data_position,
             "warm_start_steps": self._warm_start.taken,
             "scheduler": dict(self._scheduler.snapshot()),
             "allocation": [{"name": item.name, "slots": item.slots} for item in self._workers.engines.serving()],
-            "groups": self._groups.state(),
+            "groups": self._parts.groups.state(),
             "planner": None if self._planner is None else dict(self._planner.snapshot()),
-            "hybrid": self._elastic.snapshot(),
+            "hybrid": self._parts.elastic.snapshot(),
         }
 
     async def _open(self) -> None:
@@ -358,43 +286,43 @@ class Coordinator:
         if report:
             self._recorder.metrics(self._step, {"policy_version": self._step, **report})
         if self._step == 0 and self._warm_start.taken:
-            await self._recovery.through(lambda: self._saver.at_step(0))
+            await self._parts.recovery.through(lambda: self._parts.saver.at_step(0))
 
     async def _take_warm_start_step(self, batch: list[protocols.Trajectory]) -> Mapping[str, float]:
         async def take() -> Mapping[str, float]:
-            async with self._trainer_lock:
-                work = self._trainer.warm_start_step(batch)
+            async with self._parts.trainer_lock:
+                work = self._parts.trainer.warm_start_step(batch)
                 metrics = await self._ask_trainer("train_step", work, "take a warm-start step")
-                self._recovery.warmed(self._warm_start.taken, batch)
+                self._parts.recovery.warmed(self._warm_start.taken, batch)
                 return metrics
 
-        return await self._recovery.through(take)
+        return await self._parts.recovery.through(take)
 
     # One step ---------------------------------------------------------------------------------------------------
 
     async def _train_one_step(self) -> None:
         times, waiting_since = reports.StepTimes(), self._loop.time()
-        batch = await self._ending.race(self._batches.next())
-        begin, before = self._loop.time(), self._recovery.seconds
+        batch = await self._ending.race(self._parts.batches.next())
+        begin, before = self._loop.time(), self._parts.recovery.seconds
         times.wait = begin - waiting_since
         metrics = await self._train_unless_stopped(batch)
-        times.train = self._loop.time() - begin - (self._recovery.seconds - before)
+        times.train = self._loop.time() - begin - (self._parts.recovery.seconds - before)
         report = reports.StepReport(self._step - 1, batch, metrics, times)
         try:
             times.sync = await self._ending.race(self._publish())
             report.evaluation = await self._evaluate_if_due()
         finally:
             self._record(report)
-        await self._recovery.through(lambda: self._saver.at_step(self._step))
+        await self._parts.recovery.through(lambda: self._parts.saver.at_step(self._step))
         self._ending.check()
 
     async def _train_unless_stopped(self, batch: tuple[protocols.Group, ...]) -> Mapping[str, float]:
         """Takes the step; a person's stop waits for its end, a scheduler's has it given up where there is no time."""
         self._stopping.in_step = True
         try:
-            return await self._ending.race(self._recovery.through(lambda: self._train(batch)), through_stop=True)
+            return await self._ending.race(self._parts.recovery.through(lambda: self._train(batch)), through_stop=True)
         except protocols.StepGivenUp:
-            self._groups.put_back(batch)
+            self._parts.groups.put_back(batch)
             self._recorder.note(f"The step after {self._step} was given up: its {len(batch)} groups wait again.")
             self._ending.check()
             raise
@@ -403,27 +331,27 @@ class Coordinator:
 
     async def _train(self, batch: tuple[protocols.Group, ...]) -> Mapping[str, float]:
         name, begin = self._trainer_name, self._loop.time()
-        async with self._trainer_lock:
-            await self._elastic.before_step(self._step)
+        async with self._parts.trainer_lock:
+            await self._parts.elastic.before_step(self._step)
             if not self._stopping.seconds_until(stopping.STEP):  # who was to give it up has been made anew meanwhile
                 raise protocols.StepGivenUp("a scheduler leaves no time for the step")
             self._recorder.status(name, f"training step {self._step + 1}")
             taken = protocols.TrainBatch(self._step, batch)
-            metrics = await self._elastic.take_step(taken, self._ask_to_train)
-            self._recovery.trained(taken)
+            metrics = await self._parts.elastic.take_step(taken, self._ask_to_train)
+            self._parts.recovery.trained(taken)
             self._step += 1
-            self._publisher.version = self._step
-        self._groups.trained += len(batch)
+            self._parts.publisher.version = self._step
+        self._parts.groups.trained += len(batch)
         self._recorder.span(name, "train step", begin, self._loop.time(), {"step": self._step})
         self._recorder.status(name, "idle")
         return metrics
 
     async def _ask_to_train(self, *arguments: Any) -> Mapping[str, float]:
-        return await self._ask_trainer("train_step", self._trainer.train_step(*arguments), "take a training step")
+        return await self._ask_trainer("train_step", self._parts.trainer.train_step(*arguments), "take a training step")
 
     async def _publish(self) -> float:
-        seconds = await self._recovery.through(lambda: self._publisher.publish(self._step))
-        self._batches.admit()
+        seconds = await self._parts.recovery.through(lambda: self._parts.publisher.publish(self._step))
+        self._parts.batches.admit()
         return seconds
 
     async def _evaluate_if_due(self) -> dict[str, float]:
@@ -432,7 +360,7 @@ class Coordinator:
             return {}
         begin = self._loop.time()
         self._recorder.status("rollout", f"evaluating version {self._step}")
-        work = evaluation.evaluate(self._config, runner=self._runner, tasks=self._tasks, version=self._step)
+        work = evaluation.evaluate(self._config, runner=self._parts.runner, tasks=self._tasks, version=self._step)
         result = await self._ending.race(work)
         end = self._loop.time()
         self._evaluated = self._step
@@ -441,15 +369,18 @@ class Coordinator:
         return {**result, "evaluation/seconds": end - begin}
 
     def _record(self, report: reports.StepReport) -> None:
-        replaced = self._groups.replaced - self._reported
-        report.replaced, report.replaced_tokens = replaced, self._groups.replaced_tokens - self._reported_tokens
-        self._reported, self._reported_tokens = self._groups.replaced.copy(), self._groups.replaced_tokens
-        report.counts, report.routing = self._dispatcher.take_counts(), self._dispatcher.routing.take_counts()
+        replaced = self._parts.groups.replaced - self._reported
+        report.replaced, report.replaced_tokens = replaced, self._parts.groups.replaced_tokens - self._reported_tokens
+        self._reported, self._reported_tokens = self._parts.groups.replaced.copy(), self._parts.groups.replaced_tokens
+        report.counts, report.routing = (
+            self._parts.dispatcher.take_counts(),
+            self._parts.dispatcher.routing.take_counts(),
+        )
         report.times.step = self._loop.time() - self._step_began
-        report.times.rollout = self._groups.busy_seconds()
-        report.times.checkpoint = self._saver.take_seconds()
-        report.plan = self._elastic.after(self._step, report)
-        metrics = {**report.metrics(), **self._recovery.take_metrics()}
+        report.times.rollout = self._parts.groups.busy_seconds()
+        report.times.checkpoint = self._parts.saver.take_seconds()
+        report.plan = self._parts.elastic.after(self._step, report)
+        metrics = {**report.metrics(), **self._parts.recovery.take_metrics()}
         for record in report.trace():
             self._recorder.trajectory(record)
         self._recorder.metrics(self._step, metrics)
@@ -463,16 +394,16 @@ class Coordinator:
         if self._export is not None:
             if self._epoch is not None:
                 self._epoch.check()
-            await self._recovery.through(lambda: self._write(str(self._export)))
+            await self._parts.recovery.through(lambda: self._write(str(self._export)))
         plural = "" if self._step == 1 else "s"
-        self._summarise(f"Trained {self._step} step{plural} on {self._groups.trained} groups.")
+        self._summarise(f"Trained {self._step} step{plural} on {self._parts.groups.trained} groups.")
 
     async def _save(self) -> bool:
-        return await self._recovery.through(lambda: self._saver.now(self._step))
+        return await self._parts.recovery.through(lambda: self._parts.saver.now(self._step))
 
     async def _write(self, path: str) -> None:
-        async with self._trainer_lock:
-            await self._ask_trainer("checkpoint", self._trainer.export(path), "export its parameters")
+        async with self._parts.trainer_lock:
+            await self._ask_trainer("checkpoint", self._parts.trainer.export(path), "export its parameters")
 
     async def _stop(self) -> None:
         self._summary.stopped, self._summary.terminated = True, self._stopping.terminated
@@ -492,7 +423,7 @@ class Coordinator:
         summary.steps = summary.policy_version = self._step
         summary.sentence = sentence
         if self._ready:
-            summary.trained, summary.replaced = self._groups.trained, dict(self._groups.replaced)
+            summary.trained, summary.replaced = self._parts.groups.trained, dict(self._parts.groups.replaced)
         self._recorder.note(sentence)
 
     async def _ask_trainer(self, field: str, work: Any, what: str) -> Any:
@@ -505,7 +436,7 @@ class Coordinator:
         limit = min(self._config.deadlines.shutdown, self._stopping.seconds_until(1.0))
         if self._ready:
             try:
-                ending = self._elastic.close()
+                ending = self._parts.elastic.close()
                 await deadlines.within(limit, ending, "The end of what was changing sides or size", "shutdown")
             except protocols.LibraError as error:
                 self._recorder.note(f"Not everything ended cleanly: {error}")

@@ -28,7 +28,7 @@ from libra_jax.agents.tools import toolkit
 def check_books(bench: doubles.Bench, summary: Any, group_size: int) -> set[str]:
     """Every prompt begun was trained once or reported, by everything that tells of it; returns those replaced."""
     trained = bench.trained["prompts"]
-    begun = {f"task-{index}" for index in range(bench.coordinator._batches.data_position)}
+    begun = {f"task-{index}" for index in range(bench.coordinator._parts.batches.data_position)}
     told = {re.match(r"Prompt (\S+) was replaced \(environment\)", note) for note in bench.recorder.notes}
     replaced = {match.group(1) for match in told if match}
     assert len(trained) == len(set(trained)) == summary.trained

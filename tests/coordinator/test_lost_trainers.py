@@ -239,7 +239,7 @@ def test_while_it_catches_up_nobody_opens_or_closes_a_channel_of_it(tmp_path, mo
 
     class Catching(doubles.Trainer):
         async def restore(self, path: str) -> int:
-            trainer = bench.coordinator._trainer
+            trainer = bench.coordinator._parts.trainer
             for ask in (trainer.listen("worker", 1), trainer.connect("worker", 1, {}), trainer.dismiss("worker")):
                 with pytest.raises(protocols.TrainerLost, match="trainer was lost, and is being made anew"):
                     await ask
@@ -249,7 +249,7 @@ def test_while_it_catches_up_nobody_opens_or_closes_a_channel_of_it(tmp_path, mo
             dismissed.append(self._life)
 
         async def save(self, path: str) -> None:
-            await bench.coordinator._trainer.dismiss("worker")
+            await bench.coordinator._parts.trainer.dismiss("worker")
             await super().save(path)
 
     monkeypatch.setattr(doubles, "Trainer", Catching)
@@ -268,7 +268,7 @@ class Asking(memory.MemoryRecorder):
     def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
         super().metrics(step, scalars)
         if step == self._step:
-            self.handle = self.bench.coordinator._elastic.resizing.resize(self._sizes, "it is told to")
+            self.handle = self.bench.coordinator._parts.elastic.resizing.resize(self._sizes, "it is told to")
 
 
 def test_lost_after_its_mesh_has_changed_it_is_made_on_the_mesh_that_it_had(tmp_path):
@@ -277,7 +277,7 @@ def test_lost_after_its_mesh_has_changed_it_is_made_on_the_mesh_that_it_had(tmp_
     trained_once(asking.bench, fate)
     asked = doubles.methods(fate, 1)
     assert asked[:4] == ["stand_by", "restore", "begin_resize", "finish_resize"]
-    assert asking.bench.coordinator._elastic.resizing.sizes == protocols.MeshSizes(2, 1, 1)
+    assert asking.bench.coordinator._parts.elastic.resizing.sizes == protocols.MeshSizes(2, 1, 1)
 
 
 @pytest.mark.parametrize("method", ["train_step", "resize_progress", "begin_resize"])
@@ -289,7 +289,7 @@ def test_lost_while_its_mesh_changes_it_stays_on_the_one_it_has(tmp_path, method
     trained_once(asking.bench, fate)
     assert fate.lives == 2
     assert "lost meanwhile" in str(asking.handle.done.exception())
-    assert asking.bench.coordinator._elastic.resizing.sizes == protocols.MeshSizes(1, 1, 1)
+    assert asking.bench.coordinator._parts.elastic.resizing.sizes == protocols.MeshSizes(1, 1, 1)
     assert asking.transitions[-1]["outcome"] == "failed"
 
 

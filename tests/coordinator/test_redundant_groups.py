@@ -109,7 +109,7 @@ def test_any_timing_keeps_the_bound_and_every_prompt_is_trained_once_or_reported
         bench = doubles.Bench(config, Path(folder), make_environment=Varied, trainer={"seconds": train_seconds})
         summary = bench.run()
         trained, ages = bench.trained["prompts"], bench.trained["staleness"]
-        begun = bench.coordinator._batches.data_position
+        begun = bench.coordinator._parts.batches.data_position
     assert max(ages) <= staleness
     assert len(set(trained)) == len(trained) == 15
     assert f"task-{crashing}" not in trained
@@ -160,7 +160,7 @@ def test_wherever_it_dies_what_it_trains_and_what_it_reports_add_up(
                     bench.run()
             else:
                 summary = bench.run()
-    trained, begun = bench.trained["prompts"], bench.coordinator._batches.data_position
+    trained, begun = bench.trained["prompts"], bench.coordinator._parts.batches.data_position
     assert len(set(trained)) == len(trained) == 18
     assert set(trained) <= {f"task-{index}" for index in range(begun)}
     assert summary.replaced == {"redundant": begun - 18}
