@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from libra_jax import config as configuration
+from libra_jax import protocols
 from libra_jax.coordinator import checkpoints
 from libra_jax.planning import costs
 from libra_jax.scheduling import registry
@@ -179,7 +180,7 @@ def sensitivity(
         try:
             prepare(moved, policies)
             entries = compare(moved, policies, seeds, jobs=jobs, progress=lambda line: None).entries
-        except configuration.ConfigError as error:
+        except protocols.ConfigError as error:
             progress(f"{name} = {value:g}: left out ({error})")
             continue
         order = report.order(entries)

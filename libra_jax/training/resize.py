@@ -256,7 +256,7 @@ def _put(leaf: jax.Array, where: jax.sharding.Sharding) -> jax.Array:
 def _with_sizes(trainer: config_lib.TrainerConfig, sizes: protocols.MeshSizes) -> config_lib.TrainerConfig:
     try:
         return dataclasses.replace(trainer, data=sizes.data, fsdp=sizes.fsdp, tensor=sizes.tensor)
-    except config_lib.ConfigError as error:
+    except protocols.ConfigError as error:
         raise protocols.ConfigError(f"a mesh of {sizes} cannot be: {error}") from error
 
 

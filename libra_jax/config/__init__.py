@@ -1,0 +1,85 @@
+"""Every setting of a run, with its default, unit and meaning: the one place where fields are defined.
+
+Config files (`configs/*.py`) start from `RunConfig()` as an `ml_collections.ConfigDict` and change what they need;
+`parse` turns the resolved ConfigDict back into these frozen dataclasses at the boundary. Standard library only, so
+that reading a config imports no accelerator library.
+"""
+
+from libra_jax.config.checks import ALIASES, check, check_choice, check_cores, check_finite
+from libra_jax.config.coordination import (
+    CheckpointConfig,
+    CoordinatorConfig,
+    ElasticConfig,
+    EvaluationConfig,
+    PlannerConfig,
+)
+from libra_jax.config.environments import (
+    OF_REWARDS,
+    RewardConfig,
+    RewardFunctionConfig,
+    SandboxConfig,
+    SandboxLimits,
+    TaskConfig,
+    ToolsConfig,
+)
+from libra_jax.config.operation import ClusterConfig, DeadlineConfig, TelemetryConfig
+from libra_jax.config.parsing import MOVED, parse, to_dict
+from libra_jax.config.rollout import ORDERINGS, POLICIES, CostConfig, RolloutConfig, SchedulerConfig, slots_by_degree
+from libra_jax.config.run import RunConfig, digest, identity
+from libra_jax.config.training import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    CORRECTIONS,
+    KL_ESTIMATORS,
+    LOSSES,
+    AlgorithmConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainerConfig,
+    WarmStartConfig,
+)
+
+__all__ = [
+    "ADVANTAGES",
+    "AGGREGATIONS",
+    "ALIASES",
+    "CORRECTIONS",
+    "KL_ESTIMATORS",
+    "LOSSES",
+    "MOVED",
+    "OF_REWARDS",
+    "ORDERINGS",
+    "POLICIES",
+    "AlgorithmConfig",
+    "CheckpointConfig",
+    "ClusterConfig",
+    "CoordinatorConfig",
+    "CostConfig",
+    "DeadlineConfig",
+    "ElasticConfig",
+    "EvaluationConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PlannerConfig",
+    "RewardConfig",
+    "RewardFunctionConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "SandboxConfig",
+    "SandboxLimits",
+    "SchedulerConfig",
+    "TaskConfig",
+    "TelemetryConfig",
+    "ToolsConfig",
+    "TrainerConfig",
+    "WarmStartConfig",
+    "check",
+    "check_choice",
+    "check_cores",
+    "check_finite",
+    "digest",
+    "identity",
+    "parse",
+    "slots_by_degree",
+    "to_dict",
+]

@@ -1,0 +1,40 @@
+"""Checks of a setting's value: each refusal names the field and what it may be."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+
+from libra_jax.protocols import ConfigError
+
+
+def check(condition: bool, field_name: str, problem: str) -> None:
+    """Raises ConfigError naming the field unless `condition` holds."""
+    if not condition:
+        raise ConfigError(f"config.{field_name}: {problem}")
+
+
+def check_finite(value: float, field_name: str) -> None:
+    """Raises ConfigError unless `value` is a finite number."""
+    check(math.isfinite(value), field_name, f"must be a finite number, not {value}")
+
+
+ALIASES = {"gpu": "cuda", "fp16": "float16", "fp32": "float32", "bf16": "bfloat16"}
+"""What others call a choice, for the hint."""
+
+
+def check_choice(value: str, choices: tuple[str, ...], field_name: str) -> None:
+    """Raises ConfigError unless `value` is one of `choices`, offering the nearest."""
+    if value not in choices:
+        alias = ALIASES.get(value.lower())
+        near = [alias] if alias in choices else difflib.get_close_matches(value, choices, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"config.{field_name}: {value!r} is not one of {', '.join(choices)}{hint}")
+
+
+def check_cores(cores: tuple[int, ...], field_name: str) -> None:
+    """Raises ConfigError unless this process may run on each of the CPU cores."""
+    here = sorted(os.sched_getaffinity(0))
+    for core in cores:
+        check(core in here, field_name, f"there is no core {core} for this process; it has {', '.join(map(str, here))}")

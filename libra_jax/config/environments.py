@@ -1,0 +1,226 @@
+"""Settings of what the agent is asked to do, what it may call, and what an attempt is worth."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from libra_jax.config.checks import check, check_choice, check_finite
+from libra_jax.config.parsing import parse
+
+SHARE_OF_CALLS = 0.95
+"""Of a step's time: the rest is for ending those calls that overran it."""
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """What the agent is asked to do. Factories are named `"package.module:factory"`."""
+
+    source: str = "libra_jax.agents.calculator:task_source"  # factory(path=, seed=, **arguments) -> TaskSource
+    environment: str = "libra_jax.agents.calculator:environment"  # factory(**environment_arguments) -> Environment
+    path: str = ""  # JSONL or Parquet file, for the sources that read one
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # further keyword arguments of the source
+    environment_arguments: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer: str = "character"  # "character", or a Hugging Face directory; empty: model.path
+    max_turns: int = 4  # model outputs an attempt may have
+    max_tokens: int = 0  # generated tokens an attempt may have, over all its outputs; 0: as many as its context holds
+    max_seconds: float = 0.0  # of an attempt from its first token on, tools and waits included; 0: no limit
+    # What happens when a tool's return leaves no room in rollout.max_context: stop (the attempt ends), cut (so much of
+    # the return's middle is cut out that answer_tokens are left).
+    context_policy: str = "stop"
+    answer_tokens: int = 64  # room for the next output that context_policy=cut leaves
+    reset_seconds: float = 120.0  # deadline of a reset, snapshot or restore: past it, a crash; and of a close
+    tool_seconds: float = 10.0  # deadline of a step: past it, the tool named by running_tool timed out, else a crash
+    wait_seconds: float = 600.0  # before a step, for what other attempts hold: a sandbox, say; past it, it is a crash
+    environment_retries: int = 2  # fresh attempts after the environment itself crashed, before the group is replaced
+    retry_seconds: float = 1.0  # before the first of them; twice as long before each further one
+
+    def __post_init__(self) -> None:
+        check(self.max_turns > 0, "task.max_turns", f"must be positive, not {self.max_turns}")
+        check(self.max_tokens >= 0, "task.max_tokens", f"must not be negative, not {self.max_tokens}; 0 is no limit")
+        check_finite(self.max_seconds, "task.max_seconds")
+        check(self.max_seconds >= 0, "task.max_seconds", f"must not be negative, not {self.max_seconds}; 0 is no limit")
+        check_choice(self.context_policy, ("stop", "cut"), "task.context_policy")
+        check(self.answer_tokens > 0, "task.answer_tokens", f"must be positive, not {self.answer_tokens}")
+        check_finite(self.reset_seconds, "task.reset_seconds")
+        check(self.reset_seconds > 0, "task.reset_seconds", f"must be positive, not {self.reset_seconds}")
+        check(self.tool_seconds > 0, "task.tool_seconds", f"must be positive, not {self.tool_seconds}")
+        check(self.wait_seconds > 0, "task.wait_seconds", f"must be positive, not {self.wait_seconds}")
+        check(self.environment_retries >= 0, "task.environment_retries", "must not be negative")
+        check_finite(self.retry_seconds, "task.retry_seconds")
+        check(self.retry_seconds >= 0, "task.retry_seconds", f"must not be negative, not {self.retry_seconds}")
+        for name in ("source", "environment"):
+            check(":" in getattr(self, name), f"task.{name}", 'must have the form "package.module:factory"')
+
+    @property
+    def call_seconds(self) -> float:
+        """What an environment may give a step's calls, so that it still tells in time what came of them."""
+        return SHARE_OF_CALLS * self.tool_seconds
+
+
+_LEAST_OF_SANDBOX = {"memory_mib": 64, "processes": 2, "files": 100, "input_bytes": 1024, "output_bytes": 256}
+"""Below these not even an empty call works: Python itself takes 40 MiB of addresses, and a shell starts a process."""
+
+
+@dataclass(frozen=True)
+class SandboxLimits:
+    """What one sandbox may use. A call that uses more fails, and says which limit it met.
+
+    Attributes:
+      seconds: of a call, by the clock on the wall: past them it is a time-out. Less than 95% of `task.tool_seconds`, or
+        the step's own deadline comes first, and costs the session its files. So it does to one of several calls that
+        share the session: they run one after another, and one that has not begun by then is a time-out, too.
+      cpu_seconds: of a call, over all its processes.
+      memory_mib: MiB of memory of all processes together, and of addresses of each.
+      processes: processes and threads at once, besides the sandbox's own.
+      file_mib: MiB of the largest file.
+      workspace_mib: MiB of all files of the workspace; as much again of those in /tmp, and in /dev/shm.
+      files: how many files each of these may hold.
+      input_bytes: longest code, command or text of a call.
+      output_bytes: most output of a call that is kept; what is more is cut out of its middle.
+      start_seconds: how long a sandbox may take to start, and to become free for who does not wait for its turn
+        beforehand, as attempts do (`task.wait_seconds`).
+    """
+
+    seconds: float = 5.0
+    cpu_seconds: float = 5.0
+    memory_mib: int = 512
+    processes: int = 32
+    file_mib: int = 64
+    workspace_mib: int = 128
+    files: int = 20_000
+    input_bytes: int = 262_144
+    output_bytes: int = 16_384
+    start_seconds: float = 20.0
+
+    def of_call(self, seconds: float | None) -> float:
+        """The seconds of a call that asks for so many; None asks for the usual.
+
+        Raises:
+          ConfigError: it asks for none, or for no end of them.
+        """
+        if seconds is None:
+            return self.seconds
+        check(0 < seconds < math.inf, "sandbox.seconds", f"must be positive and finite, not {seconds}")
+        return seconds
+
+    def __post_init__(self) -> None:
+        for item in dataclasses.fields(SandboxLimits):
+            value, name = getattr(self, item.name), f"sandbox.{item.name}"
+            whole = item.type == "int"
+            right = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+            check(right, name, f"must be a {'whole ' if whole else ''}number, not {value!r}")
+            least = _LEAST_OF_SANDBOX.get(item.name, 0)
+            check(math.isfinite(value) and value > 0, name, f"must be positive and finite, not {value}")
+            check(value >= least, name, f"must be {least} or more, not {value}: less runs nothing at all")
+
+
+@dataclass(frozen=True)
+class SandboxConfig(SandboxLimits):
+    """Where code that a policy wrote runs, and what it may use there."""
+
+    backend: str = "bubblewrap"  # bubblewrap, container (podman or docker), none (contains nothing: allow_unsafe)
+    allow_unsafe: bool = False  # permits the backend "none"
+    warm: int = 2  # sandboxes kept ready, so that a call need not wait for one to start
+    most: int = 64  # sandboxes in use at once; attempts beyond them wait before their calls (task.wait_seconds)
+    packages: tuple[str, ...] = ()  # directories of Python modules that code may import, read-only
+    image: str = ""  # with Python 3.11 and bash, for the backend "container"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(self.backend, ("bubblewrap", "container", "none"), "sandbox.backend")
+        check(0 < self.warm <= self.most, "sandbox.warm", f"must lie in 1..sandbox.most = {self.most}, not {self.warm}")
+
+    def limits(self) -> SandboxLimits:
+        """What one sandbox may use, alone."""
+        return SandboxLimits(**{item.name: getattr(self, item.name) for item in dataclasses.fields(SandboxLimits)})
+
+
+@dataclass(frozen=True)
+class ToolsConfig:
+    """What the policy may call, in environments that take tools (libra_jax.agents.environments)."""
+
+    # Each is python, shell, edit, search, calculator, a server of `servers`, or "package.module:factory".
+    use: tuple[str, ...] = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of a tool's factory, by its name
+    servers: Mapping[str, Any] = field(default_factory=dict)  # MCP servers: {"name": {"command": [...]} or {"url": ""}}
+    format: str = "hermes"  # how calls are written: hermes (JSON, as Qwen and Hermes do), tags (<tool>argument</tool>)
+    describe: bool = True  # tell the policy of the tools in a system message; a model warmed up on them needs none
+    most_characters: int = 4096  # of a return; what is more is cut out of its middle
+    parallel: int = 4  # calls of one output that run, side by side; any more are failures
+
+    def __post_init__(self) -> None:
+        check_choice(self.format, ("hermes", "tags"), "tools.format")
+        check(self.most_characters > 0, "tools.most_characters", f"must be positive, not {self.most_characters}")
+        check(self.parallel > 0, "tools.parallel", f"must be positive, not {self.parallel}")
+        twice = [name for name in self.use if self.use.count(name) > 1]
+        check(not twice, "tools.use", f"names {twice[0] if twice else ''!r} twice")
+
+
+OF_REWARDS = ("mean", "std", "environment")
+"""Metrics under `reward/` that no function may take the name of."""
+
+
+@dataclass(frozen=True)
+class RewardFunctionConfig:
+    """One function of a reward. A plain one runs on a thread, an async one on an event loop apart from the run's."""
+
+    factory: str = ""  # "package.module:factory"; factory(**arguments) -> fn(task, text) -> float
+    weight: float = 1.0  # what its value is multiplied by; 0: it is a metric alone
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of the factory
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """What an attempt is worth: functions and the environment's own reward, each times its weight, added up."""
+
+    # {"name": {"factory": "package.module:factory", "weight": 1.0, "arguments": {}}}; empty: the environment's reward
+    functions: Mapping[str, Any] = field(default_factory=dict)
+    environment_weight: float = 1.0  # of the environment's own reward; 0: the functions alone count
+    actors: int = 1  # that hold the functions; with cluster.backend=ray, processes
+    concurrency: int = 32  # calls of one function at once, over all actors; those that wait are not overdue yet
+    seconds: float = 60.0  # deadline of a call
+    retries: int = 1  # further calls after one that failed, before the attempt's group is replaced
+    restarts: int = 10  # times that an actor which died or hangs is made anew
+    cache_entries: int = 10_000  # values kept, by what a function was given; 0 is off
+
+    def __post_init__(self) -> None:
+        check_finite(self.environment_weight, "reward.environment_weight")
+        for name in ("actors", "concurrency"):
+            check(getattr(self, name) > 0, f"reward.{name}", f"must be positive, not {getattr(self, name)}")
+        for name in ("retries", "restarts", "cache_entries"):
+            check(getattr(self, name) >= 0, f"reward.{name}", f"must not be negative, not {getattr(self, name)}")
+        check(0 < self.seconds < math.inf, "reward.seconds", f"must be positive and finite, not {self.seconds}")
+        parsed = self.parsed()
+        check(
+            bool(parsed) or self.environment_weight == 1,
+            "reward.environment_weight",
+            f"{self.environment_weight:g} weighs the environment's reward against functions, and reward.functions "
+            "names none; leave it at 1",
+        )
+        check(
+            self.environment_weight != 0 or any(function.weight for function in parsed.values()) or not parsed,
+            "reward.functions",
+            "every weight is 0, that of the environment's own reward included: nothing would be rewarded",
+        )
+
+    def parsed(self) -> dict[str, RewardFunctionConfig]:
+        """The functions by name.
+
+        Raises:
+          ConfigError: an entry is not as `RewardFunctionConfig` says, or its name cannot be a metric's.
+        """
+        found = {}
+        for name, values in self.functions.items():
+            where = f"reward.functions.{name}"
+            right = isinstance(name, str) and name.isidentifier() and name not in OF_REWARDS
+            taken = f"; {', '.join(OF_REWARDS)} are taken" if name in OF_REWARDS else ""
+            check(right, "reward.functions", f"{name!r} cannot be a function's name: give it a plain word{taken}")
+            check(isinstance(values, Mapping), where, f'must be a mapping with "factory" and more, not {values!r}')
+            found[name] = parse(RewardFunctionConfig, values, f"{where}.")
+            check(":" in found[name].factory, f"{where}.factory", 'must have the form "package.module:factory"')
+            check_finite(found[name].weight, f"{where}.weight")
+        return found

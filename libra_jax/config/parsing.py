@@ -1,0 +1,65 @@
+"""Settings as nested plain values, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any, TypeVar, get_type_hints
+
+from libra_jax.config.checks import check
+from libra_jax.protocols import ConfigError
+
+MOVED = {"task.reward": 'reward.functions, e.g. {"mine": {"factory": "package.module:factory"}}'}
+"""Fields of former versions, and where they are now."""
+
+T = TypeVar("T")
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A dataclass tree as nested plain dicts (tuples kept)."""
+    return {
+        item.name: to_dict(value) if dataclasses.is_dataclass(value := getattr(config, item.name)) else value
+        for item in dataclasses.fields(config)
+    }
+
+
+def parse(cls: type[T], values: Mapping[str, Any], prefix: str = "") -> T:
+    """Builds the dataclass `cls` from nested mappings.
+
+    Raises:
+      ConfigError: a field is unknown (the nearest name is offered), of the wrong type, or out of range.
+    """
+    types = get_type_hints(cls)
+    known = {item.name for item in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    arguments: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {prefix}{near[0]!s}?" if near else f"; its fields are {', '.join(sorted(known))}"
+            if moved := MOVED.get(f"{prefix}{name}"):
+                hint = f"; it is config.{moved} now"
+            raise ConfigError(f"config.{prefix}{name}: no such field{hint}")
+        kind = types[name]
+        if dataclasses.is_dataclass(kind):
+            check(isinstance(value, Mapping), f"{prefix}{name}", "must be a group of fields")
+            arguments[name] = parse(kind, value, f"{prefix}{name}.")  # type: ignore[arg-type]
+        else:
+            arguments[name] = _coerce(value, kind, f"{prefix}{name}")
+    return cls(**arguments)
+
+
+def _coerce(value: Any, kind: Any, name: str) -> Any:
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if kind in (bool, int, float, str):
+        right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+        check(right, name, f"must be of type {kind.__name__}, not {value!r}")
+        return value
+    if "tuple" in str(kind):
+        check(isinstance(value, list | tuple), name, f"must be a tuple, not {value!r}")
+        holds, called = (str, "strings") if "str" in str(kind) else (int, "integers")
+        check(all(isinstance(item, holds) for item in value), name, f"must hold {called}, not {value!r}")
+        return tuple(value)
+    check(isinstance(value, Mapping), name, f"must be a mapping, not {value!r}")
+    return dict(value)

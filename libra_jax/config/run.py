@@ -1,0 +1,149 @@
+"""A whole run's settings, what they must agree on, and what names the run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from libra_jax.config.checks import check
+from libra_jax.config.coordination import (
+    CheckpointConfig,
+    CoordinatorConfig,
+    ElasticConfig,
+    EvaluationConfig,
+    PlannerConfig,
+)
+from libra_jax.config.environments import SHARE_OF_CALLS, RewardConfig, SandboxConfig, TaskConfig, ToolsConfig
+from libra_jax.config.operation import ClusterConfig, DeadlineConfig, TelemetryConfig
+from libra_jax.config.parsing import to_dict
+from libra_jax.config.rollout import RolloutConfig, SchedulerConfig
+from libra_jax.config.training import AlgorithmConfig, ModelConfig, OptimizerConfig, TrainerConfig, WarmStartConfig
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A whole run."""
+
+    name: str = "run"  # names the default workdir
+    seed: int = 0
+    # Training steps. A workdir whose run has ended goes on when more are asked for; a learning rate that decays
+    # (optimizer.schedule) is then where a run of so many steps from the start would have it: it jumps up.
+    steps: int = 100
+    model: ModelConfig = field(default_factory=ModelConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    tools: ToolsConfig = field(default_factory=ToolsConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    coordinator: CoordinatorConfig = field(default_factory=CoordinatorConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
+
+    def __post_init__(self) -> None:
+        check(bool(self.name), "name", "must not be empty: it names the default workdir")
+        check("/" not in self.name, "name", f"must hold no '/', as it names the default workdir, not {self.name!r}")
+        check(self.steps > 0, "steps", f"must be positive, not {self.steps}")
+        check(self.seed >= 0, "seed", f"must not be negative, not {self.seed}")
+        check(
+            self.rollout.max_tokens < self.rollout.max_context,
+            "rollout.max_tokens",
+            f"{self.rollout.max_tokens} leaves no room for a prompt in max_context = {self.rollout.max_context}",
+        )
+        check(
+            self.task.context_policy == "stop" or self.task.answer_tokens < self.rollout.max_context,
+            "task.answer_tokens",
+            f"{self.task.answer_tokens} leaves no room for anything else in rollout.max_context = "
+            f"{self.rollout.max_context}; lower it, or set task.context_policy=stop",
+        )
+        self._check_sandbox()
+        self._check_elastic()
+        longest = max((self.trainer.row_tokens, *self.trainer.row_buckets))
+        check(
+            longest >= self.rollout.max_context,
+            "trainer.row_tokens",
+            f"the longest row ({longest}) must hold a whole context (rollout.max_context = {self.rollout.max_context})",
+        )
+
+    def _check_sandbox(self) -> None:
+        for name in ("python", "shell", "edit"):
+            check(
+                name not in self.tools.use or self.sandbox.seconds < self.task.call_seconds,
+                "sandbox.seconds",
+                f"{self.sandbox.seconds:g} must be less than {SHARE_OF_CALLS:.0%} of task.tool_seconds = "
+                f"{self.task.tool_seconds:g}, or a step ends before a call of {name} may, which costs the attempt its "
+                "files; lower it, or raise that",
+            )
+
+    def _check_elastic(self) -> None:
+        elastic, instances = self.elastic, len(self.rollout.tensor_parallel)
+        check(
+            self.trainer.processes == 1 or self.cluster.backend == "ray",
+            "trainer.processes",
+            f"{self.trainer.processes} processes need cluster.backend=ray",
+        )
+        check(
+            self.trainer.processes == 1 or not elastic.spare_devices,
+            "elastic.spare_devices",
+            f"are one process's, and trainer.processes is {self.trainer.processes}; set it to 0",
+        )
+        check(
+            elastic.floor <= instances,
+            "elastic.floor",
+            f"{elastic.floor} instances cannot always roll out, as rollout.tensor_parallel has {instances}; lower it, "
+            "or add instances",
+        )
+        if not elastic.hybrid:
+            return
+        check(
+            elastic.hybrid + elastic.floor <= instances,
+            "elastic.hybrid",
+            f"of the {instances} instances of rollout.tensor_parallel, {elastic.hybrid} would be hybrid and fewer than "
+            f"elastic.floor = {elastic.floor} left; lower either, or add instances",
+        )
+        check(
+            len(elastic.cores) in (0, elastic.hybrid),
+            "elastic.cores",
+            f"has {len(elastic.cores)} entries for {elastic.hybrid} hybrid workers; give one each, or none",
+        )
+        check(
+            self.rollout.transport == "memfd",
+            "elastic.hybrid",
+            f"replicas read parameters from host memory: rollout.transport must be memfd, not {self.rollout.transport}",
+        )
+        check(
+            self.rollout.dtype in (self.model.param_dtype, self.model.compute_dtype),
+            "elastic.hybrid",
+            f"replicas train on the published parameters: rollout.dtype = {self.rollout.dtype} must be that of "
+            f"model.param_dtype ({self.model.param_dtype}) or model.compute_dtype ({self.model.compute_dtype})",
+        )
+        check(
+            self.algorithm.kl_coefficient == 0,
+            "elastic.hybrid",
+            "replicas hold no reference model: algorithm.kl_coefficient must be 0",
+        )
+
+
+def identity(config: RunConfig) -> dict[str, Any]:
+    """What makes two configs the same run, as nested plain dicts: all but its steps and the cluster's address."""
+    values = to_dict(config)
+    del values["steps"]
+    values["cluster"]["address"] = ""
+    return values
+
+
+def digest(config: RunConfig) -> str:
+    """Eight hex digits that change when any field of the run's identity does; names the default workdir."""
+    text = json.dumps(identity(config), sort_keys=True, default=list)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]

@@ -1,0 +1,170 @@
+"""Settings of the policy, the objective, the optimizer and the trainer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from libra_jax.config.checks import check, check_choice, check_finite
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The policy. Set `path` for pretrained weights, or `preset` for random initial ones."""
+
+    preset: str = "libra-tiny"  # name of a shipped config.json (libra_jax/models/presets), used where path is empty
+    path: str = ""  # Hugging Face model directory (config.json, *.safetensors, tokenizer files)
+    compute_dtype: str = "float32"  # activations and matrix products: float32 or bfloat16
+    param_dtype: str = "float32"  # master weights and optimizer moments
+    remat: str = "none"  # what the backward pass recomputes: none, dots (keep matmul outputs), full
+    attention: str = "auto"  # auto, chunked, splash (TPU), cudnn (GPU)
+    attention_chunk: int = 512  # queries and keys a block of the chunked online softmax
+    logits_chunk: int = 1024  # tokens whose vocabulary logits exist at once
+
+    def __post_init__(self) -> None:
+        for name in ("compute_dtype", "param_dtype"):
+            check_choice(getattr(self, name), ("float32", "bfloat16"), f"model.{name}")
+        check_choice(self.remat, ("none", "dots", "full"), "model.remat")
+        check_choice(self.attention, ("auto", "chunked", "splash", "cudnn"), "model.attention")
+        check(self.attention_chunk > 0, "model.attention_chunk", f"must be positive, not {self.attention_chunk}")
+        check(self.logits_chunk > 0, "model.logits_chunk", f"must be positive, not {self.logits_chunk}")
+
+
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+LOSSES = ("clipped", "gspo", "cispo")
+AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum")
+CORRECTIONS = ("none", "truncated", "masked")
+KL_ESTIMATORS = ("k1", "k2", "k3", "k1+", "k3+")
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """The objective. Functions and references: libra_jax/algorithms."""
+
+    advantage: str = "grpo"
+    loss: str = "clipped"
+    clip_low: float = 0.2  # ratio is clipped to [1 - clip_low, 1 + clip_high]
+    clip_high: float = 0.2
+    dual_clip: float = 0.0  # lower bound factor for negative advantages; 0 is off (else above 1)
+    aggregation: str = "token_mean"
+    sequence_length_constant: float = 1.0  # divisor of sequence_sum
+    objective: str = "behaviour"  # behaviour: ratio to the sampling policy; decoupled: to a recomputed proximal one
+    correction: str = "none"  # importance sampling of the proximal over the behaviour policy: none, truncated, masked
+    correction_cap: float = 2.0  # truncated: weights above are cut to it; masked: tokens above are dropped
+    kl_coefficient: float = 0.0  # above zero a frozen reference model lives on the trainer's mesh
+    kl_estimator: str = "k3"  # k1, k2, k3; k1+ and k3+ have the value of k1 and k3 and the gradient of k2
+    kl_in_reward: bool = False
+    entropy_coefficient: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_choice(self.advantage, ADVANTAGES, "algorithm.advantage")
+        check_choice(self.loss, LOSSES, "algorithm.loss")
+        check_choice(self.aggregation, AGGREGATIONS, "algorithm.aggregation")
+        check_choice(self.objective, ("behaviour", "decoupled"), "algorithm.objective")
+        check_choice(self.correction, CORRECTIONS, "algorithm.correction")
+        check_choice(self.kl_estimator, KL_ESTIMATORS, "algorithm.kl_estimator")
+        for name in ("kl_coefficient", "entropy_coefficient", "sequence_length_constant"):
+            check_finite(getattr(self, name), f"algorithm.{name}")
+        check(0 <= self.clip_low <= 1, "algorithm.clip_low", f"must lie in [0, 1], not {self.clip_low}")
+        check(self.clip_high >= 0, "algorithm.clip_high", f"must not be negative, not {self.clip_high}")
+        check(self.dual_clip == 0 or self.dual_clip > 1, "algorithm.dual_clip", "must be 0 (off) or above 1")
+        check(self.correction_cap > 0, "algorithm.correction_cap", "must be positive")
+        check(self.kl_coefficient >= 0, "algorithm.kl_coefficient", "must not be negative")
+        check(self.sequence_length_constant > 0, "algorithm.sequence_length_constant", "must be positive")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """optax optimizer and schedule."""
+
+    name: str = "adamw"  # adamw, adam, sgd
+    learning_rate: float = 1e-3  # peak
+    schedule: str = "constant"  # constant, cosine, linear (the last two decay to 0 at config.steps: see there)
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.99
+    eps: float = 1e-8
+    clip_norm: float = 1.0  # global gradient norm; 0 is off
+
+    def __post_init__(self) -> None:
+        check_choice(self.name, ("adamw", "adam", "sgd"), "optimizer.name")
+        check_choice(self.schedule, ("constant", "cosine", "linear"), "optimizer.schedule")
+        for name in ("learning_rate", "weight_decay"):
+            value = getattr(self, name)
+            check_finite(value, f"optimizer.{name}")
+            check(value >= 0, f"optimizer.{name}", f"must not be negative, not {value}")
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            check(0 <= value < 1, f"optimizer.{name}", f"must lie in [0, 1), not {value}")
+        check_finite(self.eps, "optimizer.eps")
+        check(self.eps > 0, "optimizer.eps", f"must be positive, not {self.eps}")
+        check(self.warmup_steps >= 0, "optimizer.warmup_steps", "must not be negative")
+        check_finite(self.clip_norm, "optimizer.clip_norm")
+        check(self.clip_norm >= 0, "optimizer.clip_norm", f"must not be negative (0 is off), not {self.clip_norm}")
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """The trainer's mesh and the shapes it compiles for."""
+
+    platform: str = "auto"  # auto: what JAX finds (one GPU at most); cpu: virtual devices, as the mesh needs; cuda; tpu
+    processes: int = 1  # that the mesh's devices belong to, equally many each; above 1 with cluster.backend=ray
+    data: int = 1  # data-parallel replicas
+    fsdp: int = 1  # ways parameters and optimizer are sharded
+    tensor: int = 1  # ways a layer's matrices are split
+    context: int = 1  # reserved
+    row_tokens: int = 512  # length of a packed row; a longer trajectory gets a longer row from row_buckets
+    row_buckets: tuple[int, ...] = ()  # further row lengths, ascending, all above row_tokens
+    rows_per_micro_batch: int = 8  # rows in a micro-batch, over all data and fsdp shards
+    pack: bool = True  # several trajectories a row, kept apart by segment ids
+    cores: tuple[int, ...] = ()  # CPU cores that the trainer's threads are pinned to; empty: not pinned
+    max_skipped_steps: int = 10  # non-finite steps in a row after which the run stops
+    # Times that a trainer which is lost is made anew, from the last checkpoint. The groups trained since that stay in
+    # memory, to be trained again (about 0.1 kB a token); 0, or checkpoint.every=0: its loss ends the run. So it does
+    # where checkpoints have failed for more than 4 times checkpoint.every steps: no more are kept.
+    restarts: int = 3
+
+    def __post_init__(self) -> None:
+        check_choice(self.platform, ("auto", "cpu", "cuda", "tpu"), "trainer.platform")
+        for name in ("processes", "data", "fsdp", "tensor", "context", "row_tokens", "rows_per_micro_batch"):
+            check(getattr(self, name) > 0, f"trainer.{name}", f"must be positive, not {getattr(self, name)}")
+        check(
+            self.devices % self.processes == 0,
+            "trainer.processes",
+            f"the mesh's {self.devices} devices do not divide over {self.processes} processes",
+        )
+        check(self.restarts >= 0, "trainer.restarts", f"must not be negative, not {self.restarts}")
+        check(self.context == 1, "trainer.context", "is reserved: only 1 is supported")
+        lengths = (self.row_tokens, *self.row_buckets)
+        check(list(lengths) == sorted(set(lengths)), "trainer.row_buckets", "must ascend and exceed row_tokens")
+        for length in lengths:
+            name = "row_tokens" if length == self.row_tokens else "row_buckets"
+            check(length % self.tensor == 0, f"trainer.{name}", f"{length} does not divide over tensor = {self.tensor}")
+        shards = self.data * self.fsdp
+        check(
+            self.rows_per_micro_batch % shards == 0,
+            "trainer.rows_per_micro_batch",
+            f"{self.rows_per_micro_batch} does not divide over data x fsdp = {shards} shards",
+        )
+
+    @property
+    def devices(self) -> int:
+        """Devices in the mesh."""
+        return self.data * self.fsdp * self.tensor * self.context
+
+
+@dataclass(frozen=True)
+class WarmStartConfig:
+    """Supervised steps on the environment's demonstrations before reinforcement learning begins."""
+
+    steps: int = 0  # at most
+    batch_size: int = 64  # demonstrations a step
+    learning_rate: float = 3e-3
+    target_loss: float = 0.0  # ends it early, at the first step whose mean token loss is no higher; 0 is off
+
+    def __post_init__(self) -> None:
+        check(self.steps >= 0, "warm_start.steps", "must not be negative")
+        check(self.batch_size > 0, "warm_start.batch_size", "must be positive")
+        check_finite(self.learning_rate, "warm_start.learning_rate")
+        check(self.learning_rate >= 0, "warm_start.learning_rate", f"must not be negative, not {self.learning_rate}")
+        check(self.target_loss >= 0, "warm_start.target_loss", f"must not be negative, not {self.target_loss}")
