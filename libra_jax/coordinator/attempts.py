@@ -12,6 +12,9 @@ from libra_jax.agents import loop as agent_loop
 from libra_jax.agents.rewards import scoring
 from libra_jax.coordinator import dispatch
 
+MOST_CRASHES_TOLD = 10
+"""Of a run: where an environment breaks, there may be thousands. The metrics of groups that it cost count them all."""
+
 MakeTrajectory = Callable[[str, str, float], protocols.Trajectory]
 
 
@@ -30,7 +33,8 @@ class Attempts:
       tokenizer: the policy's.
       reward: scores attempts; None leaves them the environments' own rewards.
       make_trajectory: an attempt that has not begun, from its id, its prompt's and its begin in event-loop seconds.
-      note: told, once, that an attempt could not be taken up where a run before was cut off.
+      note: told of the first crashes that are tried again; and, once, that an attempt could not be taken up where a run
+        before was cut off.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class Attempts:
         self._make_trajectory = make_trajectory
         self._note = note
         self._noted = False
+        self._crashes = 0
 
     def begin(self, trajectory_id: str, task: protocols.Task) -> protocols.Trajectory:
         """An attempt that has not begun, begun now."""
@@ -94,9 +99,16 @@ class Attempts:
             except protocols.EnvironmentCrashed as crash:
                 if retry == retries or isinstance(crash, protocols.RewardFailed):
                     raise
+                self._crashed(trajectory, crash)
                 _empty(trajectory)
             finally:
                 self._dispatcher.finish(trajectory.trajectory_id)
+
+    def _crashed(self, trajectory: protocols.Trajectory, crash: protocols.EnvironmentCrashed) -> None:
+        self._crashes += 1
+        if self._crashes <= MOST_CRASHES_TOLD:
+            last = "; further ones are not told of" if self._crashes == MOST_CRASHES_TOLD else ""
+            self._note(f"Attempt {trajectory.trajectory_id} is begun anew: {crash}{last}.")
 
     def _report(self, trajectory: protocols.Trajectory) -> None:
         if trajectory.metrics.get("replay_differs") and not self._noted:

@@ -205,7 +205,7 @@ class Sandbox:
             self._check_open()  # the wait may have been long
             while self._idle:
                 lent = self._idle.popleft()
-                if lent.alive and lent.process.returncode is None and not (fresh and lent.served):
+                if lent.alive and not lent.gone and not (fresh and lent.served):
                     return lent
                 self._retire(lent)
             return await self._begin()
@@ -242,7 +242,18 @@ class Sandbox:
     async def _begin(self) -> worker.Worker:
         begun = await worker.Worker.start(self._backend, self.limits, self._parent)
         self._live.add(begun)
+        self._spawn(self._watch(begun), "watch")
         return begun
+
+    async def _watch(self, begun: worker.Worker) -> None:
+        """Retires one that ends while it is kept ready. In its stead one is begun with the next loan, not at once.
+
+        What ends them all would have them begun and ended without a pause.
+        """
+        await begun.process.wait()
+        if begun in self._idle:
+            self._idle.remove(begun)
+            self._retire(begun)
 
     async def _refill(self) -> None:
         self._idle.append(await self._begin())
@@ -254,7 +265,7 @@ class Sandbox:
             self._spawn(self._refill(), "refill")
 
     def _retire(self, dead: worker.Worker) -> None:
-        if dead.ended or (dead.alive and dead.process.returncode is not None):  # and nobody has ended it
+        if dead.ended or (dead.alive and dead.gone):  # and nobody has ended it
             self._ends.tell(f"The sandbox of process {dead.process.pid} ended of itself; another takes its place")
         dead.kill()
         if not self._closed:  # else `close` waits for it

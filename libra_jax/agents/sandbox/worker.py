@@ -74,6 +74,16 @@ class Worker:
             raise
         return worker
 
+    @property
+    def gone(self) -> bool:
+        """Whether its process has ended, be it that the event loop has not been told yet."""
+        if self.process.returncode is not None:
+            return True
+        try:
+            return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:  # reaped a moment ago
+            return True
+
     async def _open(self, parent: Path | None) -> None:
         assert self.process.stdout is not None
         try:
