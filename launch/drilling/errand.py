@@ -1,6 +1,6 @@
-"""The task of a drill: whatever the policy says at first, code runs in a sandbox; what it says then is its answer.
+"""The task of a drill: code runs in a sandbox before the policy says anything; what it says then is its answer.
 
-An untrained policy calls no tool of its own accord, and a drill is to find a sandbox at work.
+An untrained policy calls no tool, and seldom ends an output before it is cut off; a drill is to find a sandbox at work.
 """
 
 from __future__ import annotations
@@ -20,25 +20,20 @@ class Errand:
       tools: the run's, with `python`.
     """
 
-    running_tool = "python"
-
     def __init__(self, tools: toolkit.Toolkit) -> None:
         self._tools = tools
         self._box: toolbox.Toolbox | None = None
-        self._called = False
 
     async def reset(self, task: protocols.Task) -> list[protocols.Message]:
-        """Asks what the task asks."""
-        self._box, self._called = await self._tools.toolbox(), False
+        """Runs the code, then asks what the task asks. The sandbox is the attempt's until that ends."""
+        await self.close()
+        self._box = await self._tools.toolbox()
+        await self._box.call("python", {"code": CODE})
         return [protocols.Message("user", task.payload["expression"])]
 
     async def step(self, output: str) -> protocols.StepResult:
-        """Runs the code, then ends."""
-        assert self._box is not None
-        if self._called:
-            return protocols.StepResult(done=True, reward=0.0)
-        self._called = True
-        return protocols.StepResult(tool_returns=[await self._box.call("python", {"code": CODE})])
+        """Ends."""
+        return protocols.StepResult(done=True, reward=0.0)
 
     async def close(self) -> None:
         """Gives the sandbox back."""

@@ -18,6 +18,7 @@ SEARCH_SECONDS = 20.0
 """How long a victim is looked for: sandboxes come and go."""
 
 SETTLED_SECONDS = 0.5
+"""After so long, with the driver held still, sandboxes that were being started have been and those being ended are."""
 
 ENGINE_CORE = "engine core"
 
@@ -90,17 +91,24 @@ class Scene:
         return f"the core process of rollout-0 (process {victim.pid})"
 
     def kill_sandbox(self) -> str:
-        """Kills a sandbox, or one that is kept ready, below the driver."""
-        victim = self.find(self._sandboxes, "sandbox")
-        victim.kill()
-        return f"a sandbox (process {victim.pid})"
+        """Kills a sandbox, or one that is kept ready, below the driver.
 
-    def _sandboxes(self) -> list[psutil.Process]:
-        """Those at work or ready: whole from the outer process of bubblewrap to the interpreter inside."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            below = psutil.Process(self.run.process.pid).children(recursive=True)
-            return [process for process in below if _settled(process)]
-        return []
+        Held still meanwhile, the driver starts and ends none: whose death would be nobody's loss is not hit.
+        """
+        driver = psutil.Process(self.run.process.pid)
+        deadline = time.monotonic() + SEARCH_SECONDS
+        while time.monotonic() < deadline:
+            driver.suspend()
+            try:
+                time.sleep(SETTLED_SECONDS)
+                if found := [process for process in driver.children(recursive=True) if _is_whole_sandbox(process)]:
+                    victim = self.rng.choice(sorted(found, key=lambda process: process.pid))
+                    victim.kill()
+                    return f"a sandbox (process {victim.pid})"
+            finally:
+                driver.resume()
+            time.sleep(SETTLED_SECONDS)
+        raise runs.Stuck(f"there is no sandbox to kill; see {self.run.log}")
 
     def kill_driver(self) -> str:
         """Kills the run's own process, which has the coordinator."""
@@ -138,10 +146,10 @@ class Scene:
         return f"the raylet of {node} (process {victim.pid})"
 
 
-def _settled(process: psutil.Process) -> bool:
-    """It is a sandbox that is neither being started nor being ended, whose death would be nobody's loss."""
+def _is_whole_sandbox(process: psutil.Process) -> bool:
+    """It is the outer process of bubblewrap, and there is one inside."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        if process.name() == "bwrap" and process.create_time() < time.time() - SETTLED_SECONDS:
+        if process.name() == "bwrap":
             return any(inner.status() != psutil.STATUS_ZOMBIE for inner in process.children())
     return False
 

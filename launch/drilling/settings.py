@@ -29,7 +29,7 @@ def get_config(layout: str = "narrow") -> ml_collections.ConfigDict:
 
     config.task.source = "libra_jax.agents.calculator:task_source"
     config.task.environment = "drilling.errand:environment"
-    config.task.max_turns = 2
+    config.task.max_turns = 1
     config.tools.use = ("python",)
     config.sandbox.memory_mib = 128
     config.reward.functions = {"digits": {"factory": "drilling.errand:reward"}}  # it has an actor of its own
