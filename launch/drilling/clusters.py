@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Mapping
 
@@ -63,12 +62,10 @@ def actors_left(family: processes.Family) -> tuple[str, ...]:
     deadline = time.monotonic() + processes.END_SECONDS
     while found := [process for process in family.alive() if _of_a_run(process)]:
         if time.monotonic() > deadline:
-            return tuple(f"{process.name()} ({process.pid}), while its host lived," for process in found)
+            return tuple(f"{processes.name(process)} ({process.pid}), while its host lived," for process in found)
         time.sleep(processes.LOOK_SECONDS)
     return ()
 
 
 def _of_a_run(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return any(mark in process.name() for mark in ("ray::RayHost", "EngineCore", "bwrap"))
-    return False
+    return any(mark in processes.name(process) for mark in ("ray::RayHost", "EngineCore", "bwrap"))

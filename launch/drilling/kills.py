@@ -85,7 +85,7 @@ class Scene:
 
     def kill_core(self) -> str:
         """Kills vLLM's own process, below an engine's actor."""
-        found = lambda: [process for process in self.family.alive() if "EngineCore" in process.name()]  # noqa: E731
+        found = lambda: [process for process in self.family.alive() if "EngineCore" in processes.name(process)]  # noqa: E731
         victim = self.find(found, "core process of vLLM")
         victim.kill()
         return f"the core process of rollout-0 (process {victim.pid})"
@@ -138,7 +138,7 @@ class Scene:
         self.headless = node == "host-0"
 
         def look() -> list[psutil.Process]:
-            named = [process for process in self.family.alive() if process.name() == "raylet"]
+            named = [process for process in self.family.alive() if processes.name(process) == "raylet"]
             return [process for process in named if f"node_ip_address={address} " in f"{processes.command(process)} "]
 
         victim = self.find(look, f"raylet of {node}")

@@ -153,6 +153,13 @@ def maps(process: psutil.Process, library: str) -> bool:
     return False
 
 
+def name(process: psutil.Process) -> str:
+    """Its name; empty where it has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.name()
+    return ""
+
+
 def command(process: psutil.Process) -> str:
     """Its command line; empty where it has ended."""
     with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):

@@ -3,8 +3,11 @@
 import json
 import os
 import random
+import subprocess
+import sys
 import types
 
+import psutil
 import pytest
 import real_runs
 import scripts
@@ -254,6 +257,14 @@ def test_kinds_are_drawn_by_seed_and_each_as_often_as_the_others():
     with pytest.raises(protocols.ConfigError, match="is a process of vLLM; give --engine=vllm"):
         kills.chosen([kills.ENGINE_CORE], "fake", 1, 0)
     assert random.Random("0 1").random() == random.Random("0 1").random(), "as runs are seeded"
+
+
+def test_victims_are_looked_for_among_processes_of_which_some_have_ended_meanwhile():
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    ended, itself = psutil.Process(child.pid), psutil.Process()
+    child.communicate(b"\n", timeout=60)
+    assert (processes.name(ended), processes.command(ended)) == ("", "")
+    assert processes.name(itself) == itself.name()
 
 
 def test_the_table_says_what_was_skipped_and_what_failed(tmp_path):
