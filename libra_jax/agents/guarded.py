@@ -17,14 +17,16 @@ _FIELDS = {"step": "tool_seconds", "ready": "wait_seconds"}
 
 
 class Environment:
-    """The environment as the loop calls it: its optional methods may be called whether it has them or not.
+    """The environment as the loop calls it: whoever calls an optional method has asked whether it `has` it.
 
-    Methods that are plain functions run on threads, so that the deadlines hold for them too.
+    Methods that are plain functions run on threads, so that the deadlines hold for them too. Each raises
+    `EnvironmentCrashed` where the environment breaks, overruns its deadline or answers what is no answer, except
+    `close`; any `LibraError` of its own but a lost worker's goes through.
 
     Args:
       environment: the user's.
       task: what is attempted in it; errors name it.
-      reset_seconds: deadline of `reset`, `close`, `snapshot` and `restore`.
+      reset_seconds: seconds, the deadline of `reset`, `close`, `snapshot` and `restore`.
       step_seconds: of `step`.
       wait_seconds: of `ready`.
     """
@@ -62,9 +64,7 @@ class Environment:
         await self._call("restore", self._reset_seconds, self._task, state)
 
     async def snapshot(self) -> Mapping[str, Any] | None:
-        """Its state, JSON-able; None where it gives none."""
-        if not self.has("snapshot"):
-            return None
+        """Its state, JSON-able; None where it gives none now."""
         state = await self._call("snapshot", self._reset_seconds)
         try:
             json.dumps(state)
@@ -73,9 +73,7 @@ class Environment:
         return state
 
     async def ready(self, output: str) -> None:
-        """Waits for what the step needs, where the environment says so: no tool's time, and not its time-out."""
-        if not self.has("ready"):
-            return
+        """Waits for what the step needs: no tool's time, and not its time-out."""
         try:
             await self._call("ready", self._wait_seconds, output)
         except deadlines.Overdue:

@@ -211,7 +211,7 @@ class _Attempt:
 
     async def _keep(self) -> None:
         """Takes a snapshot, where the environment can."""
-        state = await self.environment.snapshot()
+        state = await self.environment.snapshot() if self.environment.has("snapshot") else None
         if state is None:
             return
         self.trajectory.snapshot = protocols.AttemptSnapshot(

@@ -7,13 +7,10 @@ from collections.abc import Callable
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.agents import factories
+from libra_jax.agents import factories, telling
 from libra_jax.agents import loop as agent_loop
 from libra_jax.agents.rewards import scoring
 from libra_jax.coordinator import dispatch
-
-MOST_CRASHES_TOLD = 10
-"""Of a run: where an environment breaks, there may be thousands. The metrics of groups that it cost count them all."""
 
 MakeTrajectory = Callable[[str, str, float], protocols.Trajectory]
 
@@ -56,7 +53,7 @@ class Attempts:
         self._make_trajectory = make_trajectory
         self._note = note
         self._noted = False
-        self._crashes = 0
+        self._crashes = telling.FirstFew(note)
 
     def begin(self, trajectory_id: str, task: protocols.Task) -> protocols.Trajectory:
         """An attempt that has not begun, begun now."""
@@ -99,16 +96,10 @@ class Attempts:
             except protocols.EnvironmentCrashed as crash:
                 if retry == retries or isinstance(crash, protocols.RewardFailed):
                     raise
-                self._crashed(trajectory, crash)
+                self._crashes.tell(f"Attempt {trajectory.trajectory_id} is begun anew: {crash}")
                 _empty(trajectory)
             finally:
                 self._dispatcher.finish(trajectory.trajectory_id)
-
-    def _crashed(self, trajectory: protocols.Trajectory, crash: protocols.EnvironmentCrashed) -> None:
-        self._crashes += 1
-        if self._crashes <= MOST_CRASHES_TOLD:
-            last = "; further ones are not told of" if self._crashes == MOST_CRASHES_TOLD else ""
-            self._note(f"Attempt {trajectory.trajectory_id} is begun anew: {crash}{last}.")
 
     def _report(self, trajectory: protocols.Trajectory) -> None:
         if trajectory.metrics.get("replay_differs") and not self._noted:

@@ -12,7 +12,8 @@ import sandboxes
 from sandboxes import with_session
 
 from libra_jax import protocols
-from libra_jax.agents.sandbox import ends, pool
+from libra_jax.agents import telling
+from libra_jax.agents.sandbox import pool
 
 
 @pytest.fixture
@@ -179,8 +180,32 @@ def test_a_sandbox_that_is_killed_the_moment_before_its_session_ends_is_told(bub
     assert told.endswith(" ended of itself; another takes its place.")
 
 
+def test_a_sandbox_that_is_killed_the_moment_before_it_is_wanted_serves_no_call_and_is_told(bubblewrap, caplog):
+    async def work():
+        async with pool.Sandbox(warm=1) as sandbox:
+            kill_at_once(sandbox._idle[0].process.pid)
+            return (await sandbox.run("6 * 7")).text
+
+    assert asyncio.run(work()) == "42\n"
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.endswith(" ended of itself; another takes its place.")
+
+
+def test_a_sandbox_that_is_killed_the_moment_before_it_is_given_back_is_not_kept_and_is_told(bubblewrap, caplog):
+    async def work():
+        async with pool.Sandbox(warm=1) as sandbox:
+            lent = await sandbox.take()
+            kill_at_once(lent.process.pid)
+            sandbox.give_back(lent)
+            return lent in sandbox._idle, [record.getMessage() for record in caplog.records]
+
+    kept, told = asyncio.run(work())
+    assert not kept
+    assert [sentence.partition(" ended")[2] for sentence in told] == [" of itself; another takes its place."]
+
+
 def test_sandboxes_that_end_again_and_again_are_told_of_so_often_and_no_more(bubblewrap, caplog, monkeypatch):
-    monkeypatch.setattr(ends, "MOST", 2)
+    monkeypatch.setattr(telling, "MOST", 2)
 
     async def work(_, session):
         for _ in range(3):

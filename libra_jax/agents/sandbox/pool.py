@@ -14,14 +14,18 @@ import asyncio
 import collections
 import dataclasses
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from libra_jax import config, protocols
-from libra_jax.agents.sandbox import archives, backends, cgroups, ends, worker
+from libra_jax.agents import telling
+from libra_jax.agents.sandbox import archives, backends, cgroups, worker
 from libra_jax.agents.sandbox import limits as limits_module
+
+_log = logging.getLogger(__name__)
 
 STATE_LOST = "[a new interpreter begins: variables are lost, files are kept]"
 ALL_LOST = "[a new sandbox begins: variables are lost, files are what they were at first]"
@@ -78,7 +82,7 @@ class Sandbox:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._parent: Path | None = None
         self._closed = False
-        self._ends = ends.Ends()
+        self._faults = telling.FirstFew(lambda sentence: _log.warning("%s", sentence))
 
     async def __aenter__(self) -> Sandbox:
         await self.start()
@@ -233,7 +237,7 @@ class Sandbox:
     def give_back(self, lent: worker.Worker, *, used: bool = False) -> None:
         """Ends the loan. One that has been `used`, or is dead, is retired; another may serve the next call."""
         self._places.release()
-        if used or not lent.alive or self._closed or len(self._idle) >= self._warm:
+        if used or not lent.alive or lent.gone or self._closed or len(self._idle) >= self._warm:
             self._retire(lent)
         else:
             self._idle.append(lent)
@@ -248,7 +252,8 @@ class Sandbox:
     async def _watch(self, begun: worker.Worker) -> None:
         """Retires one that ends while it is kept ready. In its stead one is begun with the next loan, not at once.
 
-        What ends them all would have them begun and ended without a pause.
+        What ends them all would have them begun and ended without a pause. It waits as long as the sandbox lives,
+        which `close` ends at the latest.
         """
         await begun.process.wait()
         if begun in self._idle:
@@ -266,7 +271,7 @@ class Sandbox:
 
     def _retire(self, dead: worker.Worker) -> None:
         if dead.ended or (dead.alive and dead.gone):  # and nobody has ended it
-            self._ends.tell(f"The sandbox of process {dead.process.pid} ended of itself; another takes its place")
+            self._faults.tell(f"The sandbox of process {dead.process.pid} ended of itself; another takes its place")
         dead.kill()
         if not self._closed:  # else `close` waits for it
 
@@ -283,7 +288,9 @@ class Sandbox:
         def ended(_: object) -> None:
             self._tasks.discard(task)
             if not task.cancelled() and (error := task.exception()) is not None and name == "refill":
-                self._ends.tell(f"A sandbox that was to be kept ready did not start ({error}); who needs one starts it")
+                self._faults.tell(
+                    f"A sandbox that was to be kept ready did not start ({error}); who needs one starts it"
+                )
 
         task.add_done_callback(ended)
 
