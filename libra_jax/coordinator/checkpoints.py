@@ -2,12 +2,13 @@
 
     <workdir>/checkpoints/step-00000020/trainer/          the trainer's own
                                         coordinator.json  data position, groups waiting and in flight, statistics
-                                        manifest.json     names the parts; without it the directory is no checkpoint
+                                        manifest.json     names the parts and each file's checksum; without it the
+                                                          directory is no checkpoint
 
 A kill at any point leaves either the old newest checkpoint or the new one, and rubbish that the next save removes. A
 second checkpoint of the same step gives its parts other names, and counts from the renaming of its manifest. From a
 run's second start on, manifest and parts have its epoch in their names (`manifest-2.json`), so that what a superseded
-run still renames meets nothing of its successor's (`fencing`).
+run still renames meets nothing of its successor's (`fencing`). `stored` reads what is there and verifies it.
 """
 
 from __future__ import annotations
@@ -16,29 +17,41 @@ import array
 import base64
 import contextlib
 import json
+import logging
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from libra_jax import protocols
-from libra_jax.coordinator import fencing
+from libra_jax import checksums, protocols
+from libra_jax.coordinator import fencing, stored
 
-FOLDER, MANIFEST, COORDINATOR, TRAINER = "checkpoints", "manifest", "coordinator.json", "trainer"
-FORMAT = 4
+EXPORT = "config.json"
 
 
 def newest_step(workdir: Path) -> int:
-    """The step of the newest checkpoint in a run's folder, -1 if there is none."""
-    return max(_counting(workdir), default=-1)
+    """Returns the step of the newest checkpoint that counts, -1 if there is none. Its files are not verified."""
+    return max(stored.counting(workdir), default=-1)
 
 
 def is_exported(workdir: Path, step: int, model: Path) -> bool:
-    """Whether `model`, written after the last checkpoint, is of `step`: one from before the run went on is older."""
-    manifest, exported = _manifest(workdir, step), model / "config.json"
-    return exported.exists() and exported.stat().st_mtime_ns >= manifest.stat().st_mtime_ns
+    """Whether `model`, written after the last checkpoint, is of `step`: one from before the run went on is older.
+
+    An export whose files are not as they were written is no export: the run writes it again.
+    """
+    manifest, exported = _manifest(workdir, step), model / EXPORT
+    if not exported.exists() or exported.stat().st_mtime_ns < manifest.stat().st_mtime_ns:
+        return False
+    try:
+        problem = checksums.problem(model, checksums.read_seal(model))
+    except FileNotFoundError:  # an earlier version, or a trainer that seals nothing, wrote it
+        return True
+    except (OSError, ValueError) as error:
+        problem = f"{checksums.SEAL} cannot be used ({error})"
+    if problem:
+        logging.getLogger(__name__).warning("%s: %s; the run writes its weights there again.", model, problem)
+    return not problem
 
 
 def teach(scheduler: protocols.Scheduler, workdirs: Sequence[str]) -> None:
@@ -50,15 +63,17 @@ def teach(scheduler: protocols.Scheduler, workdirs: Sequence[str]) -> None:
 
     Raises:
       ConfigError: a folder holds no checkpoint, or its run's policy learns nothing.
-      DataError: a checkpoint cannot be read.
+      DataError: no checkpoint of a folder can be read.
     """
     for workdir in workdirs:
-        step = newest_step(Path(workdir))
-        if step < 0:
+        found = stored.find(Path(workdir), trainer=False)
+        for sentence in found.skipped:
+            logging.getLogger(__name__).warning("config.scheduler.learnt_from: %s", sentence)
+        if found.step < 0:
             raise protocols.ConfigError(
                 f"config.scheduler.learnt_from: {workdir} holds no checkpoint; name the workdir of a run that wrote one"
             )
-        learnt = Checkpoints(Path(workdir), keep=1).load(step)["scheduler"]
+        learnt = Checkpoints(Path(workdir), keep=1).load(found.step)["scheduler"]
         if not learnt:
             raise protocols.ConfigError(
                 f"config.scheduler.learnt_from: the scheduler of {workdir} learns nothing; leave it out"
@@ -77,20 +92,33 @@ class Checkpoints:
 
     def __init__(self, workdir: Path, keep: int, epoch: fencing.Epoch | None = None) -> None:
         self._workdir = workdir
-        self._folder = workdir / FOLDER
+        self._folder = workdir / stored.FOLDER
         self._keep = keep
         self._epoch = epoch
         self._parts: dict[str, str] = {}  # names of the parts of the checkpoint begun last
+        self._sums: dict[str, checksums.Sum] = {}  # of its coordinator's part
         self._disowned = 0
+        self._skipped: set[Path] = set()  # manifests of checkpoints beyond the one that the run goes on from
 
     def newest(self) -> int:
-        """The step of the newest checkpoint, -1 if there is none."""
-        return newest_step(self._workdir)
+        """Returns the step of the newest checkpoint that counts, -1 if there is none. Its files are not verified."""
+        return max(self._counting(), default=-1)
+
+    def find(self) -> stored.Found:
+        """Returns the newest checkpoint that verifies (`stored.find`)."""
+        return stored.find(self._workdir)
+
+    def go_on_from(self, step: int) -> None:
+        """Makes the run's own what is there up to `step`; what lies beyond was skipped, and counts no more."""
+        self._skipped = {item.manifest for number, item in stored.counting(self._workdir).items() if number > step}
 
     def trainer_path(self, step: int) -> Path:
-        """Where the trainer's part of the checkpoint is."""
-        manifest = _manifest(self._workdir, step)
-        return manifest.parent / json.loads(manifest.read_text())["trainer"]
+        """Returns where the trainer's part of the checkpoint is.
+
+        Raises:
+          DataError: the manifest cannot be used.
+        """
+        return _manifest(self._workdir, step).parent / self._record(step)["trainer"]
 
     def begin(self, step: int, state: Mapping[str, Any]) -> Path:
         """Writes the coordinator's part of a new checkpoint; the trainer saves to the returned path.
@@ -101,19 +129,23 @@ class Checkpoints:
           CheckpointFailed: it cannot be written; the message names its directory.
           Superseded: the workdir has been taken over.
         """
-        directory = _directory(self._folder, step)
+        directory = stored.directory(self._workdir, step)
         with _writing(directory):
             self._check_epoch()
-            if (manifest := _counting(self._workdir).get(step)) is not None:
-                _remove_strangers(manifest)
+            if (counting := self._counting().get(step)) is not None:
+                _remove_strangers(counting)
             else:
-                _remove(directory)  # an earlier run was killed while it wrote this one
-                directory.mkdir(parents=True)
-            suffix, path = self._suffix(), directory / COORDINATOR
+                stored.remove(directory)  # an earlier run was killed while it wrote this one, or it is damaged
+                directory.mkdir(parents=True, exist_ok=True)
+                (directory / stored.UNFINISHED).touch()
+            suffix, path = self._suffix(), directory / stored.COORDINATOR
             suffix += f"-anew{self._disowned}" if self._disowned else ""
             suffix += "-again" if (directory / f"{path.stem}{suffix}{path.suffix}").exists() else ""
-            self._parts = {"coordinator": f"{path.stem}{suffix}{path.suffix}", "trainer": f"{TRAINER}{suffix}"}
-            _write_durably(directory / self._parts["coordinator"], json.dumps(state))
+            name, text = f"{path.stem}{suffix}{path.suffix}", json.dumps(state)
+            self._parts = {"coordinator": name, "trainer": f"{stored.TRAINER}{suffix}"}
+            data = text.encode()
+            self._sums = {name: checksums.Sum(len(data), checksums.of_bytes(data))}
+            _write_durably(directory / name, text)
         return directory / self._parts["trainer"]
 
     def commit(self, step: int) -> None:
@@ -124,18 +156,21 @@ class Checkpoints:
           Superseded: the workdir has been taken over.
         """
         epoch = {} if self._epoch is None else {"epoch": self._epoch.number}
-        manifest = {"format": FORMAT, "step": step, **self._parts, **epoch}
-        directory = _directory(self._folder, step)
-        path = directory / f"{MANIFEST}{self._suffix()}.json"
+        directory = stored.directory(self._workdir, step)
+        path = directory / f"{stored.MANIFEST}{self._suffix()}.json"
         with _writing(directory):
-            _write_durably(path, json.dumps(manifest), check=self._check_epoch)
+            sums = self._sums | _trainer_sums(directory, self._parts["trainer"])
+            manifest = {"format": stored.FORMAT, "step": step, **self._parts, **epoch, "files": checksums.to_json(sums)}
+            text = checksums.sealed(json.dumps(manifest).encode()).decode()
+            _write_durably(path, text, check=self._check_epoch)
             self._check_epoch()  # again before anything is removed: writing may have taken long
-            _remove_strangers(path)
-            kept = {_directory(self._folder, item) for item in sorted(_counting(self._workdir))[-self._keep :]}
-            for other in self._folder.iterdir():
+            self._skipped.discard(path)
+            stored.remove_strangers(directory, (path.name, *self._parts.values()))
+            kept = {stored.directory(self._workdir, item) for item in sorted(self._counting())[-self._keep :]}
+            for other in stored.folders(self._workdir):
                 if other not in kept:
                     self._check_epoch()
-                    _remove(other)
+                    stored.remove(other)
 
     def disown(self) -> None:
         """Who wrote until now is lost, and may write on all the same: parts have other names from now on."""
@@ -145,12 +180,15 @@ class Checkpoints:
         """Removes what has been written of the checkpoint begun last, which is given up; another of its step stays."""
         if self._epoch is not None and not self._epoch.may_write():
             return
-        directory = _directory(self._folder, step)
         with contextlib.suppress(OSError, ValueError):
-            if (manifest := _counting(self._workdir).get(step)) is not None:
-                _remove_strangers(manifest)
+            if (counting := self._counting().get(step)) is not None:
+                _remove_strangers(counting)
             else:
-                _remove(directory)
+                stored.remove(stored.directory(self._workdir, step))
+
+    def _counting(self) -> dict[int, stored.Stored]:
+        counting = stored.counting(self._workdir)
+        return {step: item for step, item in counting.items() if item.manifest not in self._skipped}
 
     def _suffix(self) -> str:
         """Of the names of what this run writes: none at its first start."""
@@ -161,30 +199,45 @@ class Checkpoints:
             self._epoch.check()
 
     def load(self, step: int) -> dict[str, Any]:
-        """The coordinator's part of a checkpoint.
+        """Returns the coordinator's part of a checkpoint, verified.
 
         Raises:
-          DataError: it cannot be read, or another version of this program wrote it.
+          DataError: it is damaged, or another version of this program wrote it.
         """
-        path = _manifest(self._workdir, step)
-        directory = path.parent
+        manifest, record = _manifest(self._workdir, step), self._record(step)
+        name, directory = record["coordinator"], manifest.parent
         try:
-            manifest = json.loads(path.read_text())
-            if manifest["format"] != FORMAT:
-                raise protocols.DataError(
-                    f"{path} has format {manifest['format']}, this program reads {FORMAT}: go on with "
-                    "the version that wrote it, or choose another --workdir."
-                )
-            return json.loads((directory / manifest["coordinator"]).read_text())
+            text, kept = (directory / name).read_bytes(), checksums.from_json(record["files"])[name]
+            if (problem := checksums.problem(directory, {name: kept})) != "":
+                raise ValueError(problem)
+            return json.loads(text)
         except (OSError, ValueError, KeyError) as error:
-            raise protocols.DataError(
-                f"The checkpoint {directory} cannot be read ({error}): remove that directory to go on from the one "
-                "before it."
-            ) from error
+            raise _unreadable(directory, error) from error
+
+    def _record(self, step: int) -> Mapping[str, Any]:
+        counting = stored.counting(self._workdir).get(step)
+        if counting is None:
+            raise _unreadable(stored.directory(self._workdir, step), "its manifest is missing or damaged")
+        return counting.record
 
 
-def _directory(folder: Path, step: int) -> Path:
-    return folder / f"step-{step:08d}"
+def _unreadable(directory: Path, why: object) -> protocols.DataError:
+    return protocols.DataError(
+        f"The checkpoint {directory} cannot be read ({why}): give the same command again to go on from the one before "
+        "it."
+    )
+
+
+def _trainer_sums(directory: Path, name: str) -> dict[str, checksums.Sum]:
+    """Returns the sums of the trainer's files: those that its seal tells, so that they are not read once more."""
+    folder = directory / name
+    try:
+        sums = checksums.read_seal(folder) | checksums.of_files(folder, [checksums.SEAL])
+    except FileNotFoundError:
+        sums = checksums.of_files(folder, checksums.files_of(folder))
+    except ValueError as error:
+        raise protocols.CheckpointFailed(f"The checkpoint {directory} is damaged already ({error}).") from error
+    return {f"{name}/{file}": item for file, item in sums.items()}
 
 
 @contextlib.contextmanager
@@ -199,31 +252,16 @@ def _writing(directory: Path) -> Iterator[None]:
         ) from error
 
 
-def _counting(workdir: Path) -> dict[int, Path]:
-    """Manifests of the checkpoints that count, by step: of those that are not void, the latest epoch's (`fencing`)."""
-    limits, found = fencing.limits(workdir), dict[int, tuple[int, Path]]()
-    for manifest in (workdir / FOLDER).glob(f"step-*/{MANIFEST}*.json"):
-        step, epoch = int(manifest.parent.name.removeprefix("step-")), _epoch_of(manifest)
-        if not _is_void(step, epoch, limits):
-            found[step] = max(found.get(step, (-1, manifest)), (epoch, manifest))
-    return {step: manifest for step, (_, manifest) in found.items()}
-
-
 def _manifest(workdir: Path, step: int) -> Path:
     """That of a step's checkpoint; where there is none, where the first start's would be."""
-    return _counting(workdir).get(step) or _directory(workdir / FOLDER, step) / f"{MANIFEST}.json"
+    found = stored.counting(workdir).get(step)
+    return found.manifest if found is not None else stored.directory(workdir, step) / f"{stored.MANIFEST}.json"
 
 
-def _is_void(step: int, epoch: int, limits: Mapping[int, int]) -> bool:
-    """Whether a run wrote this manifest that had been superseded by one which had gone on before this step."""
-    return any(later > epoch and step > went_on_at for later, went_on_at in limits.items())
-
-
-def _epoch_of(manifest: Path) -> int:
-    """0 for one written before there were epochs, or that cannot be read: its reader will say so."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        return int(json.loads(manifest.read_text()).get("epoch", 0))
-    return 0
+def _remove_strangers(counting: stored.Stored) -> None:
+    """Removes what lies beside a checkpoint's manifest and is not named in it."""
+    record = counting.record
+    stored.remove_strangers(counting.manifest.parent, (counting.manifest.name, record["coordinator"], record["trainer"]))
 
 
 def _write_durably(path: Path, text: str, check: Callable[[], None] = lambda: None) -> None:
@@ -245,25 +283,6 @@ def _sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _remove(directory: Path) -> None:
-    """Removes a checkpoint or what is left of one; the manifest first, so that half of it never counts."""
-    for manifest in directory.glob(f"{MANIFEST}*.json"):
-        manifest.unlink(missing_ok=True)
-    shutil.rmtree(directory, ignore_errors=True)
-
-
-def _remove_strangers(manifest: Path) -> None:
-    """Removes what lies beside a checkpoint's manifest and is not named in it."""
-    named = json.loads(manifest.read_text())
-    for path in manifest.parent.iterdir():
-        if path.name in (manifest.name, named["coordinator"], named["trainer"]):
-            continue
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink()
 
 
 # Groups as JSON: the per-token lists as packed numbers, because spelling out millions of floats would stall the loop.

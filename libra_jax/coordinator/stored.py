@@ -1,0 +1,249 @@
+"""Finds the checkpoints in a run's folder, and tells which of them can be used.
+
+A checkpoint counts if it has a manifest that no later start of the run has made void (`fencing`). It verifies if each
+file that its manifest names has the size and the checksum it was written with; the manifest carries its own checksum.
+A run goes on from the newest checkpoint that verifies, and says which it skipped and why.
+
+Only names that this program writes are looked at, and only they are ever removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from libra_jax import checksums, protocols
+from libra_jax.coordinator import fencing
+
+FOLDER, MANIFEST, COORDINATOR, TRAINER = "checkpoints", "manifest", "coordinator.json", "trainer"
+FORMAT = 5
+
+UNFINISHED = "unfinished"
+"""A file in the folder of a checkpoint that is being written or removed: without it, a missing manifest is damage."""
+
+_STEP = re.compile(r"step-(\d{8,})")
+_MANIFEST = re.compile(r"manifest(?:-(\d+))?\.json")
+_SUFFIX = r"(-\d+)?(-anew\d+)?(-again)?"
+_OURS = re.compile(
+    rf"{UNFINISHED}|manifest(-\d+)?\.(json|partial)|coordinator{_SUFFIX}\.(json|partial)"
+    rf"|trainer{_SUFFIX}(\.orbax-checkpoint-tmp.*)?"
+)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What there is of one checkpoint.
+
+    Attributes:
+      step: of the run.
+      epoch: of the start that wrote it; 0 if it had none.
+      manifest: its file; the one that is missing, if it is.
+      record: what the manifest says; empty if it cannot be used.
+      problem: why the manifest cannot be used; empty if it can.
+      void: a later start went on from before this step.
+    """
+
+    step: int
+    epoch: int
+    manifest: Path
+    record: Mapping[str, Any] = field(default_factory=dict)
+    problem: str = ""
+    void: bool = False
+
+
+@dataclass(frozen=True)
+class Found:
+    """The newest checkpoint that verifies.
+
+    Attributes:
+      step: of the run; -1 if there is no checkpoint.
+      skipped: a sentence for each newer checkpoint that does not verify.
+      seconds: that the checksums took; 0 if the same files were verified before in this process.
+      nbytes: that were verified.
+    """
+
+    step: int = -1
+    skipped: Sequence[str] = ()
+    seconds: float = 0.0
+    nbytes: int = 0
+
+    def sentence(self) -> str:
+        """Says what was verified; empty if there is no checkpoint."""
+        if self.step < 0:
+            return ""
+        return f"The checkpoint at step {self.step} verifies: {self.nbytes / 1e6:,.1f} MB in {self.seconds:.2f} s."
+
+
+_verified: dict[tuple[Any, ...], str] = {}
+"""Problems by the manifest's text and by inode, size and time of each file: a start asks several times."""
+
+
+def directory(workdir: Path, step: int) -> Path:
+    """Returns where the checkpoint of a step lies."""
+    return workdir / FOLDER / f"step-{step:08d}"
+
+
+def find(workdir: Path, *, trainer: bool = True) -> Found:
+    """Returns the newest checkpoint that verifies.
+
+    Args:
+      workdir: the run's folder.
+      trainer: verify the trainer's files, too; without, those of the coordinator alone.
+
+    Raises:
+      DataError: there are checkpoints, and none verifies; nothing has been removed. Or another version of this program
+        wrote one.
+    """
+    skipped = []
+    for stored in sorted(_read(workdir), key=lambda item: (item.step, item.epoch), reverse=True):
+        why, seconds, nbytes = _verify(stored, trainer)
+        if not why and not stored.void:
+            return Found(stored.step, tuple(skipped), seconds, nbytes)
+        if why:
+            skipped.append(f"The checkpoint {stored.manifest.parent} is skipped: {why}.")
+    if skipped:
+        raise protocols.DataError(
+            f"No checkpoint in {workdir / FOLDER} can be used, and nothing has been removed: put back one from a copy, "
+            f"or begin in another --workdir. {' '.join(skipped)}"
+        )
+    return Found()
+
+
+def counting(workdir: Path) -> dict[int, Stored]:
+    """Returns the checkpoints that count, by step, the latest epoch's of each. Their files are not read."""
+    found: dict[int, Stored] = {}
+    for stored in sorted(_read(workdir), key=lambda item: item.epoch):
+        if not stored.void and not stored.problem:
+            found[stored.step] = stored
+    return found
+
+
+def _verify(stored: Stored, trainer: bool) -> tuple[str, float, int]:
+    """Returns why a checkpoint cannot be used, the seconds that this took, and the bytes that were read."""
+    if stored.problem:
+        return stored.problem, 0.0, 0
+    began, folder = time.monotonic(), stored.manifest.parent
+    files = checksums.from_json(stored.record["files"])
+    if not trainer:
+        files = {stored.record["coordinator"]: files[stored.record["coordinator"]]}
+    nbytes = sum(item.size for item in files.values())
+    key = (str(stored.manifest), json.dumps(stored.record), *(_signature(folder / name) for name in files))
+    if key not in _verified:
+        _verified[key] = checksums.problem(folder, files)
+        return _verified[key], time.monotonic() - began, nbytes
+    return _verified[key], 0.0, nbytes
+
+
+def _signature(path: Path) -> tuple[int, int, int]:
+    try:
+        found = path.stat()
+    except OSError:
+        return 0, 0, 0
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _read(workdir: Path) -> list[Stored]:
+    """Returns everything that there is of checkpoints, those that are being written or removed left out."""
+    found = []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for folder in (workdir / FOLDER).iterdir():
+            if (name := _STEP.fullmatch(folder.name)) and folder.is_dir():
+                found += _read_folder(folder, int(name[1]))
+    limits = dict(fencing.limits(workdir))
+    for stored in found:  # an epoch's file may be damaged: its run went on from no later than it has written
+        if not stored.problem:
+            limits[stored.epoch] = min(limits.get(stored.epoch, stored.step), stored.step)
+    return [_with_void(stored, limits) for stored in found]
+
+
+def _with_void(stored: Stored, limits: Mapping[int, int]) -> Stored:
+    void = any(later > stored.epoch and stored.step > went_on_at for later, went_on_at in limits.items())
+    return Stored(stored.step, stored.epoch, stored.manifest, stored.record, stored.problem, void)
+
+
+def _read_folder(folder: Path, step: int) -> list[Stored]:
+    names = [path.name for path in folder.iterdir() if _OURS.fullmatch(path.name)]
+    manifests = [found for name in names if (found := _MANIFEST.fullmatch(name))]
+    if not manifests and (UNFINISHED in names or all(name.endswith(".partial") for name in names)):
+        return []
+    if not manifests:
+        return [Stored(step, 0, folder / f"{MANIFEST}.json", problem="its manifest is missing")]
+    return [_read_manifest(folder / found[0], step, int(found[1] or 1)) for found in manifests]
+
+
+def _read_manifest(path: Path, step: int, epoch: int) -> Stored:
+    """Reads a manifest.
+
+    Raises:
+      DataError: another version of this program wrote it.
+    """
+    try:
+        text = path.read_bytes()
+        if not checksums.is_whole(text):
+            _check_version(path, text)
+        record = checksums.unsealed(text)
+        if record["format"] != FORMAT:
+            raise _another_version(path, record["format"])
+        if record["step"] != step:
+            raise ValueError(f"it is of step {record['step']}")
+    except (OSError, ValueError) as error:
+        return Stored(step, epoch, path, problem=f"{path.name} cannot be used ({error})")
+    return Stored(step, int(record.get("epoch", 0)), path, record)
+
+
+def _check_version(path: Path, text: bytes) -> None:
+    """Tells a manifest from before there were checksums from one that is damaged."""
+    if checksums.carries(text):
+        return
+    with contextlib.suppress(ValueError, AttributeError):
+        record = json.loads(text)
+        if {"format", "step", "coordinator", "trainer"} <= record.keys() <= {*_FIRST_FIELDS} and record["format"] == 4:
+            raise _another_version(path, record["format"])
+
+
+_FIRST_FIELDS = ("format", "step", "coordinator", "trainer", "epoch")
+"""Of a manifest of format 4."""
+
+
+def _another_version(path: Path, number: Any) -> protocols.DataError:
+    return protocols.DataError(
+        f"{path} has format {number}, this program reads {FORMAT}: go on with the version that wrote it, or choose "
+        "another --workdir."
+    )
+
+
+def remove(folder: Path) -> None:
+    """Removes a checkpoint, or what is left of one. Files that this program did not write stay."""
+    with contextlib.suppress(OSError):
+        (folder / UNFINISHED).touch()
+    for manifest in [path for path in folder.glob(f"{MANIFEST}*.json") if _MANIFEST.fullmatch(path.name)]:
+        manifest.unlink(missing_ok=True)
+    remove_strangers(folder, (UNFINISHED,))
+    (folder / UNFINISHED).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # somebody else's files are in there
+        folder.rmdir()
+
+
+def remove_strangers(folder: Path, named: Sequence[str]) -> None:
+    """Removes from a checkpoint's folder what this program wrote there and `named` does not name."""
+    if not folder.is_dir():
+        return
+    for path in folder.iterdir():
+        if path.name in named or not _OURS.fullmatch(path.name):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def folders(workdir: Path) -> list[Path]:
+    """Returns the folders of all checkpoints, unfinished ones included; other names are not ours."""
+    return [path for path in (workdir / FOLDER).iterdir() if _STEP.fullmatch(path.name) and path.is_dir()]
