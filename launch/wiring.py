@@ -21,7 +21,7 @@ from libra_jax.agents.rewards import composition
 from libra_jax.agents.tools import toolkit
 from libra_jax.cluster import create as cluster
 from libra_jax.cluster import hosts
-from libra_jax.coordinator import checkpoints, fencing, process_set, signals
+from libra_jax.coordinator import checkpoint_store, checkpoints, fencing, process_set, signals
 from libra_jax.coordinator import run as coordinator
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, forecast, planner, plans, profiles
@@ -290,10 +290,12 @@ async def _train(
         epoch.check()
     _keep_profile(config, workdir)
     # What a killed run recorded after its last checkpoint will be done again, so it goes before the recorder opens.
-    resume.cut_back(workdir, checkpoints.newest_step(workdir))
+    damaged = resume.cut_back(workdir, checkpoint_store.find(workdir).step)
     guard = files.always if epoch is None else epoch.may_write
     recorder = telemetry.create(config, workdir, loop.time, guard=guard, watcher=watcher)
     watcher.warn = recorder.note
+    for sentence in damaged:
+        recorder.note(sentence)
     limits = config.deadlines
     actors = cluster.create(
         config.cluster,

@@ -17,7 +17,7 @@ from typing import Any
 
 from libra_jax import config as libra_config
 from libra_jax import machine, protocols
-from libra_jax.coordinator import checkpoints, fencing
+from libra_jax.coordinator import checkpoint_store, fencing
 from libra_jax.telemetry import metrics, redaction, status
 
 END_SECONDS = 60.0
@@ -76,7 +76,7 @@ def take_epoch(workdir: Path, *, take_over: bool = False) -> fencing.Epoch:
       ConfigError: the folder cannot be written.
     """
     try:
-        epoch = fencing.take(workdir, lambda: checkpoints.newest_step(workdir))
+        epoch = fencing.take(workdir, lambda: checkpoint_store.find(workdir).step)
     except OSError as error:
         raise protocols.ConfigError(
             f"--workdir={workdir} cannot be used ({error.strerror or error}); choose a folder that can be written"
@@ -137,7 +137,7 @@ def _stored(file: Path) -> dict[str, Any]:
 
 
 def _check_same_run(path: Path, stored: dict[str, Any], resolved: dict[str, Any]) -> None:
-    steps, taken = resolved["steps"], checkpoints.newest_step(path)
+    steps, taken = resolved["steps"], checkpoint_store.find(path).step
     here = {**stored.get("cluster", {}), "address": resolved["cluster"]["address"]}
     differing = _differences({**stored, "steps": steps, "cluster": here}, resolved)
     if differing:

@@ -8,7 +8,7 @@
 A kill at any point leaves either the old newest checkpoint or the new one, and rubbish that the next save removes. A
 second checkpoint of the same step gives its parts other names, and counts from the renaming of its manifest. From a
 run's second start on, manifest and parts have its epoch in their names (`manifest-2.json`), so that what a superseded
-run still renames meets nothing of its successor's (`fencing`). `stored` reads what is there and verifies it.
+run still renames meets nothing of its successor's (`fencing`). `checkpoint_store` reads what is there and verifies it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from pathlib import Path
 from typing import Any
 
 from libra_jax import checksums, protocols
-from libra_jax.coordinator import fencing, stored
+from libra_jax.coordinator import checkpoint_store as store
+from libra_jax.coordinator import fencing
 
 EXPORT = "config.json"
 
 
 def newest_step(workdir: Path) -> int:
     """Returns the step of the newest checkpoint that counts, -1 if there is none. Its files are not verified."""
-    return max(stored.counting(workdir), default=-1)
+    return max(store.counting(workdir), default=-1)
 
 
 def is_exported(workdir: Path, step: int, model: Path) -> bool:
@@ -66,7 +67,7 @@ def teach(scheduler: protocols.Scheduler, workdirs: Sequence[str]) -> None:
       DataError: no checkpoint of a folder can be read.
     """
     for workdir in workdirs:
-        found = stored.find(Path(workdir), trainer=False)
+        found = store.find(Path(workdir), trainer=False)
         for sentence in found.skipped:
             logging.getLogger(__name__).warning("config.scheduler.learnt_from: %s", sentence)
         if found.step < 0:
@@ -92,7 +93,7 @@ class Checkpoints:
 
     def __init__(self, workdir: Path, keep: int, epoch: fencing.Epoch | None = None) -> None:
         self._workdir = workdir
-        self._folder = workdir / stored.FOLDER
+        self._folder = workdir / store.FOLDER
         self._keep = keep
         self._epoch = epoch
         self._parts: dict[str, str] = {}  # names of the parts of the checkpoint begun last
@@ -104,13 +105,13 @@ class Checkpoints:
         """Returns the step of the newest checkpoint that counts, -1 if there is none. Its files are not verified."""
         return max(self._counting(), default=-1)
 
-    def find(self) -> stored.Found:
-        """Returns the newest checkpoint that verifies (`stored.find`)."""
-        return stored.find(self._workdir)
+    def find(self) -> store.Found:
+        """Returns the newest checkpoint that verifies (`checkpoint_store.find`)."""
+        return store.find(self._workdir)
 
     def go_on_from(self, step: int) -> None:
         """Makes the run's own what is there up to `step`; what lies beyond was skipped, and counts no more."""
-        self._skipped = {item.manifest for number, item in stored.counting(self._workdir).items() if number > step}
+        self._skipped = {item.manifest for number, item in store.counting(self._workdir).items() if number > step}
 
     def trainer_path(self, step: int) -> Path:
         """Returns where the trainer's part of the checkpoint is.
@@ -129,20 +130,20 @@ class Checkpoints:
           CheckpointFailed: it cannot be written; the message names its directory.
           Superseded: the workdir has been taken over.
         """
-        directory = stored.directory(self._workdir, step)
+        directory = store.directory(self._workdir, step)
         with _writing(directory):
             self._check_epoch()
             if (counting := self._counting().get(step)) is not None:
                 _remove_strangers(counting)
             else:
-                stored.remove(directory)  # an earlier run was killed while it wrote this one, or it is damaged
+                store.remove(directory)  # an earlier run was killed while it wrote this one, or it is damaged
                 directory.mkdir(parents=True, exist_ok=True)
-                (directory / stored.UNFINISHED).touch()
-            suffix, path = self._suffix(), directory / stored.COORDINATOR
+                (directory / store.UNFINISHED).touch()
+            suffix, path = self._suffix(), directory / store.COORDINATOR
             suffix += f"-anew{self._disowned}" if self._disowned else ""
             suffix += "-again" if (directory / f"{path.stem}{suffix}{path.suffix}").exists() else ""
             name, text = f"{path.stem}{suffix}{path.suffix}", json.dumps(state)
-            self._parts = {"coordinator": name, "trainer": f"{stored.TRAINER}{suffix}"}
+            self._parts = {"coordinator": name, "trainer": f"{store.TRAINER}{suffix}"}
             data = text.encode()
             self._sums = {name: checksums.Sum(len(data), checksums.of_bytes(data))}
             _write_durably(directory / name, text)
@@ -156,21 +157,27 @@ class Checkpoints:
           Superseded: the workdir has been taken over.
         """
         epoch = {} if self._epoch is None else {"epoch": self._epoch.number}
-        directory = stored.directory(self._workdir, step)
-        path = directory / f"{stored.MANIFEST}{self._suffix()}.json"
+        directory = store.directory(self._workdir, step)
+        path = directory / f"{store.MANIFEST}{self._suffix()}.json"
         with _writing(directory):
             sums = self._sums | _trainer_sums(directory, self._parts["trainer"])
-            manifest = {"format": stored.FORMAT, "step": step, **self._parts, **epoch, "files": checksums.to_json(sums)}
+            manifest = {
+                "format": store.FORMAT,
+                "step": step,
+                **self._parts,
+                **epoch,
+                "files": checksums.to_json(sums),
+            }
             text = checksums.sealed(json.dumps(manifest).encode()).decode()
             _write_durably(path, text, check=self._check_epoch)
             self._check_epoch()  # again before anything is removed: writing may have taken long
             self._skipped.discard(path)
-            stored.remove_strangers(directory, (path.name, *self._parts.values()))
-            kept = {stored.directory(self._workdir, item) for item in sorted(self._counting())[-self._keep :]}
-            for other in stored.folders(self._workdir):
+            store.remove_strangers(directory, (path.name, *self._parts.values()))
+            kept = {store.directory(self._workdir, item) for item in sorted(self._counting())[-self._keep :]}
+            for other in store.folders(self._workdir):
                 if other not in kept:
                     self._check_epoch()
-                    stored.remove(other)
+                    store.remove(other)
 
     def disown(self) -> None:
         """Who wrote until now is lost, and may write on all the same: parts have other names from now on."""
@@ -184,10 +191,10 @@ class Checkpoints:
             if (counting := self._counting().get(step)) is not None:
                 _remove_strangers(counting)
             else:
-                stored.remove(stored.directory(self._workdir, step))
+                store.remove(store.directory(self._workdir, step))
 
-    def _counting(self) -> dict[int, stored.Stored]:
-        counting = stored.counting(self._workdir)
+    def _counting(self) -> dict[int, store.Stored]:
+        counting = store.counting(self._workdir)
         return {step: item for step, item in counting.items() if item.manifest not in self._skipped}
 
     def _suffix(self) -> str:
@@ -215,9 +222,9 @@ class Checkpoints:
             raise _unreadable(directory, error) from error
 
     def _record(self, step: int) -> Mapping[str, Any]:
-        counting = stored.counting(self._workdir).get(step)
+        counting = store.counting(self._workdir).get(step)
         if counting is None:
-            raise _unreadable(stored.directory(self._workdir, step), "its manifest is missing or damaged")
+            raise _unreadable(store.directory(self._workdir, step), "its manifest is missing or damaged")
         return counting.record
 
 
@@ -254,14 +261,14 @@ def _writing(directory: Path) -> Iterator[None]:
 
 def _manifest(workdir: Path, step: int) -> Path:
     """That of a step's checkpoint; where there is none, where the first start's would be."""
-    found = stored.counting(workdir).get(step)
-    return found.manifest if found is not None else stored.directory(workdir, step) / f"{stored.MANIFEST}.json"
+    found = store.counting(workdir).get(step)
+    return found.manifest if found is not None else store.directory(workdir, step) / f"{store.MANIFEST}.json"
 
 
-def _remove_strangers(counting: stored.Stored) -> None:
+def _remove_strangers(counting: store.Stored) -> None:
     """Removes what lies beside a checkpoint's manifest and is not named in it."""
     record = counting.record
-    stored.remove_strangers(counting.manifest.parent, (counting.manifest.name, record["coordinator"], record["trainer"]))
+    store.remove_strangers(counting.manifest.parent, (counting.manifest.name, record["coordinator"], record["trainer"]))
 
 
 def _write_durably(path: Path, text: str, check: Callable[[], None] = lambda: None) -> None:

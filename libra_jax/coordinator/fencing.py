@@ -32,7 +32,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from libra_jax import protocols
+from libra_jax import checksums, protocols
 
 FOLDER = "epochs"
 
@@ -178,8 +178,8 @@ def _make(workdir: Path, holder: Holder) -> None:
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
             raise
-        with file.open("x") as made:  # a file system without links: it may be empty for a moment
-            json.dump(asdict(holder), made)
+        with file.open("xb") as made:  # a file system without links: it may be empty for a moment
+            made.write(_text(holder))
     finally:
         partial.unlink()
 
@@ -191,14 +191,27 @@ def _replace(workdir: Path, holder: Holder) -> None:
 def _written(workdir: Path, holder: Holder) -> Path:
     """A file of this process's own that says who holds an epoch."""
     partial = _file(workdir, holder.epoch).with_suffix(f".{holder.host}.{holder.pid}.partial")
-    with partial.open("w") as written:
-        json.dump(asdict(holder), written)
+    with partial.open("wb") as written:
+        written.write(_text(holder))
         written.flush()
         os.fsync(written.fileno())
     return partial
 
 
+def _text(holder: Holder) -> bytes:
+    return checksums.sealed(json.dumps(asdict(holder)).encode())
+
+
+def damaged(workdir: Path) -> list[str]:
+    """Returns a sentence for each file of an epoch that is not as it was written, the newest run's own included.
+
+    Nothing of such a file is used. Its run's manifests still tell from where that run went on (`checkpoint_store`).
+    """
+    files = [_file(workdir, number) for number in sorted(_numbers(workdir)) if _read(workdir, number) is None]
+    return [f"{file} is damaged and is not used: it says which run held the workdir." for file in files]
+
+
 def _read(workdir: Path, number: int) -> Holder | None:
     with contextlib.suppress(OSError, ValueError, TypeError):
-        return Holder(**json.loads(_file(workdir, number).read_text()))
+        return Holder(**checksums.unsealed(_file(workdir, number).read_bytes()))
     return None

@@ -164,7 +164,7 @@ class Recovery:
             self._began = began = asyncio.get_running_loop().time()
             self._recorder.status(self._name, protocols.LOST)
             while True:
-                self._check(error)
+                await self._check(error)
                 self._restarts += 1
                 self._recorder.note(
                     f"The trainer is lost and made anew (restart {self._restarts} of {self._most}), while rollouts go "
@@ -189,12 +189,17 @@ class Recovery:
                 f"and trained {again} steps again."
             )
 
-    def _check(self, error: protocols.LibraError) -> None:
-        """Raises WorkerLost where the trainer is not made anew (again)."""
+    async def _check(self, error: protocols.LibraError) -> None:
+        """Raises WorkerLost where the trainer is not made anew (again), DataError where no checkpoint verifies."""
         if self._why_not:
             raise protocols.WorkerLost(f"{_text(error)}. It is not made anew: {self._why_not}.")
-        step = self._saver.newest()
+        step, skipped = await self._saver.verified()
         goes_on = f"goes on from the checkpoint at step {step}" if step >= 0 else "begins anew: there is none"
+        if step < self._saver.newest:  # the steps between the two are no longer kept
+            raise protocols.WorkerLost(
+                f"{_text(error)}. It is not made anew: its last checkpoint cannot be used. {skipped} The same command "
+                f"{goes_on}."
+            )
         if self._steps and self._steps[0].policy_version > max(step, 0):
             raise protocols.WorkerLost(
                 f"{_text(error)}. It is not made anew: too many steps have been taken since the last checkpoint, and "
@@ -232,7 +237,7 @@ class Recovery:
             self._trainer.caught_up()
 
     async def _bring_back(self, trainer: process_set.ProcessSet) -> tuple[int, int]:
-        step = self._saver.newest()
+        step = self._saver.newest
         begin = trainer.start if step < 0 else trainer.stand_by
         with self._timed("start"):
             info = await self._ask(begin(), "asked to start", "trainer_start")

@@ -19,6 +19,7 @@ from libra_jax import protocols
 from libra_jax.agents.rewards import scoring
 from libra_jax.coordinator import (
     attempts,
+    checkpoint_store,
     checkpoints,
     deadlines,
     elasticity,
@@ -185,7 +186,12 @@ class Coordinator:
             give_up_step=self._give_up_step,
         )
         self._remove_snapshot()  # of a run that was killed
-        newest = checkpoints.newest_step(self._workdir)
+        found = checkpoint_store.find(self._workdir)
+        newest = found.step
+        for sentence in [*fencing.damaged(self._workdir), *found.skipped]:
+            self._recorder.note(sentence)
+        if newest >= 0:
+            self._recorder.note(found.sentence())
         if newest >= self._config.steps and (
             self._export is None or checkpoints.is_exported(self._workdir, newest, self._export)
         ):

@@ -55,6 +55,7 @@ class Saver:
         self._pending: int | None = None
         self._held: list[int] = []  # the progress that the newest checkpoint, restored or begun, holds
         self._durable: list[int] = []  # that of the newest one that counts
+        self._newest = -1
         self._seconds = 0.0
         self.committed: Callable[[int], None] = lambda step: None
 
@@ -71,7 +72,9 @@ class Saver:
         """
         state = self._files.load(step)
         await self._restore_trainer(step)
+        self._files.go_on_from(step)
         self._held = self._durable = _progress(state)
+        self._newest = step
         return state
 
     async def restore_lost(self) -> int:
@@ -82,13 +85,25 @@ class Saver:
         Raises:
           DataError: the checkpoint cannot be read, or its parts are of different steps.
         """
-        step = self.newest()
+        step = self._newest
         await self._restore_trainer(step)
         return self._files.load(step)["warm_start_steps"]
 
+    async def verified(self) -> tuple[int, str]:
+        """Returns the step of the newest checkpoint that verifies, and the sentences on those that do not.
+
+        The step is -1 if there is no checkpoint.
+
+        Raises:
+          DataError: none verifies.
+        """
+        found = await asyncio.to_thread(self._files.find)
+        return found.step, " ".join(found.skipped)
+
+    @property
     def newest(self) -> int:
-        """The step of the newest checkpoint that counts, -1 if there is none."""
-        return self._files.newest()
+        """The step of the checkpoint restored or committed last, -1 if there is none."""
+        return self._newest
 
     def lost(self) -> None:
         """The trainer is gone, and with it what it had not finished writing; the next checkpoint is tried when due."""
@@ -100,7 +115,9 @@ class Saver:
         path = str(self._files.trainer_path(step))
         version = await self._ask(self._trainer.restore(path), "restore a checkpoint")
         if version != step:
-            raise protocols.DataError(f"{path} holds version {version}, not {step}: remove that checkpoint.")
+            raise protocols.DataError(
+                f"{path} holds version {version}, not {step}: move that checkpoint away, to go on from the one before."
+            )
 
     async def at_step(self, step: int) -> None:
         """Commits the last checkpoint, and begins one if `step` is due; a disk that refuses either is noted."""
@@ -160,7 +177,7 @@ class Saver:
         begin, step = asyncio.get_running_loop().time(), self._pending
         await self._ask_to_write(self._trainer.wait_saved(), "finish a save")
         self._files.commit(step)
-        self._pending, self._durable = None, self._held
+        self._pending, self._durable, self._newest = None, self._held, step
         self.committed(step)
         self._count(begin, "commit", step)
 

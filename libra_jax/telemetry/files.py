@@ -10,9 +10,12 @@ import contextlib
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from libra_jax import checksums
 
 Warn = Callable[[str, str], None]
 """`warn(key, sentence)`: shows the sentence, once for each key."""
@@ -73,6 +76,7 @@ class RecordFile:
         self._pending_bytes = 0
         self._descriptor: int | None = None
         self._end = 0
+        self._removals = 0
         self._closed = False
 
     def write(self, record: bytes) -> None:
@@ -106,6 +110,13 @@ class RecordFile:
         if self._descriptor is not None and self._replaced(self._descriptor):
             os.close(self._descriptor)
             self._descriptor = None
+            if not self.path.exists():
+                self._removals += 1
+                self._warn(
+                    f"{self.path} removed {self._removals}",
+                    f"{self.path} was removed while the run writes it: the run goes on in a new file, and what it "
+                    "recorded there before is gone.",
+                )
         if self._descriptor is None:
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
             self._end = os.fstat(self._descriptor).st_size
@@ -164,16 +175,50 @@ def finite(value: Any) -> Any:
 
 
 def json_line(record: Mapping[str, Any]) -> bytes:
-    """One line of strict JSON. What JSON does not know is made `finite`, and else written as its `str`."""
+    """One line of strict JSON. What JSON does not know is made `finite`, and else written as its `str`.
+
+    A record that is not empty gets a field `checksum`, its last, by which a damaged line is found (`damage`).
+    """
     try:
         text = json.dumps(record, allow_nan=False, ensure_ascii=False)
     except (TypeError, ValueError):
         text = json.dumps(finite(record), allow_nan=False, ensure_ascii=False, default=str)
-    return text.encode("utf-8", "replace") + b"\n"
+    data = text.encode("utf-8", "replace")
+    return (checksums.sealed(data) if record else data) + b"\n"
+
+
+def damage(line: bytes) -> str:
+    """Returns what is wrong with a line that `json_line` wrote; empty if nothing is.
+
+    A line without a checksum, which other programs and earlier versions write, has to be a JSON object and no more.
+    """
+    line = line.rstrip(b"\n")
+    if checksums.carries(line):
+        return "" if checksums.is_whole(line) else "its checksum is not the one it was written with"
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return "it is not JSON"
+    if not isinstance(record, dict):
+        return "it is not a JSON object"
+    return "its checksum is damaged" if b'"checksum"' in line[-100:] else ""
+
+
+def torn(line: bytes) -> bool:
+    """Whether a last line without a newline is what a kill in the middle of a write leaves, and not damage."""
+    if line in (b"[", b"]"):
+        return True
+    return line.startswith(b"{") and b"\0" not in line and not _WHOLE.search(line)
+
+
+_WHOLE = re.compile(rb'"checksum": "[0-9a-f]{32}"\}')
 
 
 def whole_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON-lines file written by a run, in order; a torn last line and a missing file are no error."""
+    """The objects of a JSON-lines file written by a run, in order, without their checksums.
+
+    A torn last line and a missing file are no error; damaged lines are left out.
+    """
     try:
         file = path.open("rb")
     except FileNotFoundError:
@@ -182,7 +227,7 @@ def whole_json_lines(path: Path) -> Iterator[dict[str, Any]]:
         for line in file:
             if not line.endswith(b"\n"):
                 return
-            with contextlib.suppress(ValueError):
+            if not damage(line):
                 record = json.loads(line)
-                if isinstance(record, dict):
-                    yield record
+                record.pop("checksum", None)
+                yield record

@@ -12,11 +12,16 @@ from libra_jax.telemetry import files, metrics, trace
 PARTIAL_SUFFIX = ".partial"
 
 
-def cut_back(workdir: Path, step: int) -> None:
+TOLD = 3
+"""Damaged lines of a file that are named; the others are counted."""
+
+
+def cut_back(workdir: Path, step: int) -> list[str]:
     """Cuts metrics, trace, plans and transitions back to a checkpoint, before the resumed run records its first step.
 
     Kept are records whose `step` is at most `step`, in the numbering of `Recorder.metrics` (-1 keeps none). A record
-    of `trace.jsonl` without a step goes with what was written before it, and a line torn by a kill goes. Each file is
+    of `trace.jsonl` without a step goes with what was written before it, and a line torn by a kill goes. A damaged line
+    goes, too, and is told of: its numbers are not those that were recorded. Each file is
     written anew beside the old one and renamed over it, so a kill in here loses nothing, and cutting twice changes
     nothing. TensorBoard needs no cutting: the session's first step voids what it holds from there on. The timeline is
     kept: it shows what the machines did, redone work included.
@@ -25,32 +30,44 @@ def cut_back(workdir: Path, step: int) -> None:
       workdir: the run's folder; missing files are no error.
       step: the last step whose records stay.
 
+    Returns:
+      A sentence for each file that was damaged.
+
     Raises:
       LibraError: a file cannot be read or written anew.
     """
+    told = []
     for name in (metrics.METRICS_FILE, trace.TRACE_FILE, files.PLANS_FILE, files.TRANSITIONS_FILE):
         try:
-            _cut(workdir / name, step)
+            damaged = _cut(workdir / name, step)
         except OSError as error:
             raise protocols.LibraError(
                 f"{workdir / name} cannot be cut back to step {step} ({error.strerror or error}): see to the disk, and "
                 "give the same command again."
             ) from error
+        if damaged:
+            further = f", and {len(damaged) - TOLD} further lines" if len(damaged) > TOLD else ""
+            lines = ", ".join(f"line {number} ({why})" for number, why in damaged[:TOLD])
+            told.append(f"{workdir / name} was damaged, and these lines are removed: {lines}{further}.")
+    return told
 
 
-def _cut(path: Path, step: int) -> None:
+def _cut(path: Path, step: int) -> list[tuple[int, str]]:
+    """Cuts one file; returns the numbers of its damaged lines, and what is wrong with each."""
     if not path.exists():
-        return
+        return []
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
-    keep = True
+    keep, damaged = True, []
     with path.open("rb") as old, partial.open("wb") as new:
-        for line in old:
+        for number, line in enumerate(old, start=1):
             if not line.endswith(b"\n"):
+                if not files.torn(line):
+                    damaged.append((number, "its end is damaged"))
                 break
-            try:
-                recorded = json.loads(line).get("step")
-            except (ValueError, AttributeError):
+            if why := files.damage(line):
+                damaged.append((number, why))
                 continue
+            recorded = json.loads(line).get("step")
             if isinstance(recorded, int):
                 keep = recorded <= step
             if keep:
@@ -58,3 +75,4 @@ def _cut(path: Path, step: int) -> None:
         new.flush()
         os.fsync(new.fileno())
     os.replace(partial, path)
+    return damaged

@@ -190,7 +190,10 @@ def read(workdir: Path) -> dict[str, Any] | None:
     """
     file = workdir / STATUS_FILE
     try:
-        record = json.loads(file.read_text())
+        text = file.read_bytes()
+        record = json.loads(text)
+        if problem := files.damage(text):
+            raise ValueError(problem)
         if not {"run", "place", "pid", "ended"} <= record.keys():
             raise ValueError("it is not a run's")
     except FileNotFoundError:

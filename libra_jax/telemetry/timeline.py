@@ -110,6 +110,12 @@ class TimelineFile:
         self._end = 0  # microseconds: no event of the file ends later
         resumed = False
         try:
+            if damaged := _repair(path):
+                warn(
+                    str(path),
+                    f"{path.name} was damaged, and {len(damaged)} of its lines are removed, the first of them line "
+                    f"{damaged[0]}.",
+                )
             resumed = self._recover(path)
         except OSError as error:
             warn(str(path), f"{path.name} cannot be read ({error.strerror or error}); its timeline starts anew.")
@@ -192,7 +198,7 @@ class TimelineFile:
     def _row(self, track: str) -> _Row:
         row = self._rows.get(track)
         if row is None:
-            row = self._rows[track] = _Row(pid=len(self._rows) + 1)
+            row = self._rows[track] = _Row(pid=max((row.pid for row in self._rows.values()), default=0) + 1)
             self._metadata("process_name", row.pid, 0, {"name": track})
             self._metadata("process_sort_index", row.pid, 0, {"sort_index": row_order(track) * 1000 + row.pid})
         return row
@@ -209,6 +215,30 @@ class TimelineFile:
 
     def _event(self, event: Mapping[str, Any]) -> None:
         self._file.write(files.json_line(event)[:-1] + b",\n")
+
+
+def _repair(path: Path) -> list[int]:
+    """Removes the damaged lines of a file, a torn last line left out; returns their numbers."""
+    if not path.exists():
+        return []
+    damaged = []
+    partial = path.with_name(path.name + ".partial")
+    with path.open("rb") as old, partial.open("wb") as new:
+        for number, line in enumerate(old, start=1):
+            text = line.rstrip(b"\n,")
+            whole = text == b"[" if number == 1 else text in (b"]", b"") or not files.damage(text)
+            if (whole and line.endswith(b"\n")) or (not line.endswith(b"\n") and files.torn(line)):
+                new.write(line)
+            else:
+                damaged.append(number)
+                new.write(b"[\n" if number == 1 else b"")
+        new.flush()
+        os.fsync(new.fileno())
+    if damaged:
+        os.replace(partial, path)
+    else:
+        partial.unlink()
+    return damaged
 
 
 def _whole_events(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

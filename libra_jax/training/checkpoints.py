@@ -1,11 +1,12 @@
 """Saving and restoring the train state with Orbax, asynchronously.
 
 A checkpoint is a directory that Orbax writes under a temporary name and renames into place; when it is durable, a list
-of its files and their sizes, the *seal*, is written into it last. A directory without its seal was cut short; one whose
-files do not fit the seal was damaged since. Both are told before Orbax reads a byte.
+of its files with their sizes and checksums, the *seal*, is written into it last. A directory without its seal was cut
+short; one whose files do not fit the seal was damaged since. Both are told before Orbax reads a byte. A state that
+holds numbers that are not finite is neither saved nor restored.
 
 Where several processes share the state, all of them make the same calls. Each writes and reads what its devices hold;
-process 0 renames the directory and seals it, once all have written.
+process 0 renames the directory and seals it, once all have written. Each verifies its share of the files.
 
 Thread-safety: one thread calls; Orbax writes in threads of its own, and one of ours waits for them.
 """
@@ -24,13 +25,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from libra_jax import protocols
+from libra_jax import checksums, protocols
 from libra_jax.training import state as state_lib
 from libra_jax.training import world
 
-SEAL = "libra_files.json"
+SEAL = checksums.SEAL
 HOST = "libra_host.json"
 
 
@@ -66,12 +68,15 @@ class Checkpointer:
           host: what the trainer keeps beside it, JSON-able; `host_state` reads it.
 
         Raises:
-          LibraError: `path` holds a whole checkpoint; CheckpointFailed where it cannot be written.
+          LibraError: `path` holds a whole checkpoint; CheckpointFailed where it cannot be written, or the state holds
+            numbers that are not finite.
         """
         self.wait()
         target = pathlib.Path(path).absolute()
         if (target / SEAL).exists():
             raise protocols.LibraError(f"{target}: holds a checkpoint already; save to a new directory.")
+        if not is_finite(state):
+            raise protocols.CheckpointFailed(f"{target}: not written, because the train state {NOT_FINITE}.")
         try:
             _check_writable(target.parent, sum(leaf.nbytes for leaf in jax.tree.leaves(_tree(state))))
             if self._saves is self._orbax:
@@ -119,7 +124,8 @@ class Checkpointer:
           structure: `jax.ShapeDtypeStruct` leaves with the shardings to restore into.
 
         Raises:
-          DataError: the directory is missing, incomplete, damaged, or of another model or optimizer.
+          DataError: the directory is missing, incomplete, damaged, or of another model or optimizer; or what it holds
+            is not finite.
         """
         source = pathlib.Path(path).absolute()
         _check_seal(source)
@@ -131,7 +137,12 @@ class Checkpointer:
             raise protocols.DataError(
                 f"{source}: does not hold a train state of this model and optimizer ({_line(error)})."
             ) from error
-        return state_lib.TrainState(**tree)
+        state = state_lib.TrainState(**tree)
+        if not is_finite(state):
+            raise protocols.DataError(
+                f"{source}: {NOT_FINITE}; move this checkpoint away to go on from the one before it."
+            )
+        return state
 
     def close(self) -> None:
         """Waits for the last save and ends Orbax's threads."""
@@ -164,12 +175,18 @@ def _tree(state: state_lib.TrainState) -> dict[str, Any]:
     return {name: value for name, value in tree.items() if value is not None}
 
 
-def _files(directory: pathlib.Path) -> dict[str, int]:
-    return {
-        str(file.relative_to(directory)): file.stat().st_size
-        for file in sorted(directory.rglob("*"))
-        if file.is_file() and file.name != SEAL
-    }
+NOT_FINITE = "holds numbers that are not finite (NaN or infinity)"
+
+
+def is_finite(tree: Any) -> bool:
+    """Whether all numbers of a tree of arrays are finite. A collective where several processes share the arrays."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return bool(_all_finite(leaves)) if leaves else True
+
+
+@jax.jit
+def _all_finite(leaves: list[jax.Array]) -> jax.Array:
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all()
 
 
 def is_sealed(path: str) -> bool:
@@ -197,31 +214,24 @@ def _seal(directory: pathlib.Path, host: Mapping[str, Any]) -> None:
         json.dump(dict(host), file)
         file.flush()
         os.fsync(file.fileno())
-    sizes = _files(directory)
-    partial = directory / f"{SEAL}.partial"
-    with partial.open("w") as file:
-        json.dump(sizes, file)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(directory / SEAL)
+    checksums.seal_folder(directory)
 
 
 def _check_seal(directory: pathlib.Path) -> None:
     if not directory.is_dir():
         raise protocols.DataError(f"{directory}: no such checkpoint directory.")
     try:
-        sealed = json.loads((directory / SEAL).read_text())
+        sealed = checksums.read_seal(directory)
     except FileNotFoundError:
         raise protocols.DataError(
             f"{directory}: its save was cut short ({SEAL} is missing); use an earlier checkpoint."
         ) from None
-    except ValueError:
+    except (OSError, ValueError):
         raise protocols.DataError(f"{directory}: {SEAL} is damaged; use an earlier checkpoint.") from None
-    found = _files(directory)
-    for name, size in sealed.items():
-        if found.get(name) != size:
-            problem = "is missing" if name not in found else f"has {found[name]} bytes instead of {size}"
-            raise protocols.DataError(f"{directory / name}: {problem}; the checkpoint is damaged, use an earlier one.")
+    share = sorted(sealed)[jax.process_index() :: jax.process_count()]
+    problem = checksums.problem(directory, {name: sealed[name] for name in share})
+    if problem:
+        raise protocols.DataError(f"{directory}/{problem}; the checkpoint is damaged, use an earlier one.")
 
 
 def _line(error: BaseException) -> str:

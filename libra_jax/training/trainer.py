@@ -11,13 +11,14 @@ on all of them at once with the same arguments (`coordinator.process_set`); what
 from __future__ import annotations
 
 import os
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
+from libra_jax import checksums, protocols
 from libra_jax import config as config_lib
-from libra_jax import protocols
 from libra_jax.interop import addresses, publication
 from libra_jax.models import config as model_config
 from libra_jax.models import hf
@@ -358,8 +359,23 @@ class TrainerActor:
         return {"skipped_in_a_row": self._skipped_in_a_row}
 
     def export(self, path: str) -> None:
-        """Writes the parameters as a Hugging Face directory."""
-        hf.save(self._started().params, self._model, path)
+        """Writes the parameters as a Hugging Face directory, sealed with its files' checksums.
+
+        Raises:
+          LibraError: a parameter is not finite; nothing is written.
+        """
+        params = self._started().params
+        if not checkpoints.is_finite(params):
+            raise protocols.LibraError(
+                f"{path}: not written, because version {self._version} of the policy {checkpoints.NOT_FINITE}: go back "
+                "to an earlier checkpoint, and lower optimizer.learning_rate or look at the rewards."
+            )
+        hf.save(params, self._model, path)
+        if jax.process_index() == 0:
+            try:
+                checksums.seal_folder(pathlib.Path(path))
+            except OSError as error:
+                raise protocols.LibraError(f"{path}: cannot be written ({error.strerror or error})") from error
 
     def shutdown(self) -> None:
         """Finishes the last save, gives shared memory back, closes all channels and drops the state. Idempotent."""

@@ -11,15 +11,16 @@ import pytest
 import checks
 import workdirs
 from libra_jax import config, protocols
+from libra_jax.coordinator import checkpoints
 from libra_jax.models import config as model_config
 
 FOREIGN = json.dumps({f"a{number}": number for number in range(100)})
 
 
 def with_checkpoint(workdir: pathlib.Path, step: int) -> None:
-    folder = workdir / "checkpoints" / f"step-{step:08d}"
-    folder.mkdir(parents=True)
-    (folder / "manifest.json").write_text("{}")
+    files = checkpoints.Checkpoints(workdir, keep=9)
+    files.begin(step, {"step": step}).mkdir()
+    files.commit(step)
 
 
 def settings(**changes: Any) -> config.RunConfig:

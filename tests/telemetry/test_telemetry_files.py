@@ -23,7 +23,9 @@ def strict(line: str) -> dict:
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} is not strict JSON")
 
-    return json.loads(line, parse_constant=refuse)
+    record = json.loads(line, parse_constant=refuse)
+    record.pop("checksum")
+    return record
 
 
 @pytest.fixture(scope="module")
@@ -110,8 +112,34 @@ def test_cut_back_keeps_what_the_checkpoint_saw_and_is_idempotent(folder, steps,
     assert not list(folder.glob("*.partial"))
 
 
+def test_a_damaged_line_is_named_and_removed_when_a_run_goes_on(tmp_path):
+    write_metrics(tmp_path, range(1, 6))
+    path = tmp_path / metrics.METRICS_FILE
+    path.write_bytes(path.read_bytes().replace(b'"reward/mean": 0.03', b'"reward/mean": 0.07'))
+    assert list(metrics.read(path)) == [1, 2, 4, 5]
+    (sentence,) = resume.cut_back(tmp_path, 4)
+    assert sentence.endswith("removed: line 3 (its checksum is not the one it was written with).")
+    assert list(metrics.read(path)) == [1, 2, 4]
+    assert resume.cut_back(tmp_path, 4) == []
+
+
+def test_a_removed_file_is_told_of_and_a_new_one_goes_on(tmp_path):
+    told = []
+    sink = metrics.MetricsFile(tmp_path, lambda key, sentence: told.append(sentence))
+    path = tmp_path / metrics.METRICS_FILE
+    for step in (1, 2, 3):
+        sink.metrics(step, {"loss": 1.0})
+        sink.flush()
+        path.unlink()
+    sink.metrics(4, {"loss": 1.0})
+    sink.close()
+    assert len(told) == 3
+    assert "was removed while the run writes it: the run goes on in a new file" in told[0]
+    assert list(metrics.read(path)) == [4]
+
+
 def test_cut_back_of_a_workdir_without_records_does_nothing(tmp_path):
-    resume.cut_back(tmp_path, 3)
+    assert resume.cut_back(tmp_path, 3) == []
     assert list(tmp_path.iterdir()) == []
 
 

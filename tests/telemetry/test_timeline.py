@@ -129,5 +129,9 @@ def test_times_that_are_no_numbers_are_dropped_and_backward_ones_have_no_length(
 )
 def test_a_file_that_is_no_timeline_is_started_anew(tmp_path, content):
     (tmp_path / "timeline.json").write_text(content)
-    write(tmp_path, [("trainer", 0.0, 1.0)], Clock())
+    told = []
+    sink = timeline.TimelineFile(tmp_path, Clock(), lambda key, sentence: told.append(sentence))
+    sink.span("trainer", "work", 0.0, 1.0)
+    sink.close()
+    assert all("was damaged" in sentence for sentence in told)
     assert len(json.loads((tmp_path / "timeline.json").read_text())) == 5

@@ -1,5 +1,6 @@
 """Saved states come back bit for bit, on other meshes too, and what is not whole is refused with a sentence."""
 
+import dataclasses
 import os
 import shutil
 import subprocess
@@ -72,7 +73,7 @@ def saved(learners, tmp_path_factory):
     path = tmp_path_factory.mktemp("saved") / "whole"
     writer = checkpoints.Checkpointer()
     learners["one"].restart()
-    writer.save(str(path), learners["one"].state)
+    writer.save(str(path), learners["one"].state, {"skipped_in_a_row": 0})
     writer.close()
     return path
 
@@ -90,6 +91,18 @@ def _lost_file(path):
     (path / "manifest.ocdbt").unlink()
 
 
+def _flipped_bit(path):
+    largest = max((file for file in path.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+
+
+def _flipped_host_state(path):
+    file = path / checkpoints.HOST
+    file.write_text(file.read_text().replace("0", "1"))
+
+
 def _cut_short(path):
     (path / checkpoints.SEAL).unlink()
 
@@ -103,7 +116,9 @@ def _damaged_seal(path):
     [
         (_missing, "no such checkpoint directory"),
         (_truncated, r"has \d+ bytes instead of \d+; the checkpoint is damaged"),
-        (_lost_file, "manifest.ocdbt: is missing"),
+        (_flipped_bit, "is damaged .its checksum is not the one it was written with"),
+        (_flipped_host_state, "libra_host.json is damaged"),
+        (_lost_file, "manifest.ocdbt is missing"),
         (_cut_short, "its save was cut short"),
         (_damaged_seal, "is damaged; use an earlier checkpoint"),
     ],
@@ -115,6 +130,21 @@ def test_what_is_not_whole_is_refused_with_one_sentence(learners, checkpointer, 
     with pytest.raises(protocols.DataError, match=sentence) as raised:
         checkpointer.restore(str(copy), learners["one"].layout.state)
     assert "\n" not in str(raised.value)
+
+
+def test_a_state_that_is_not_finite_is_neither_saved_nor_restored(learners, checkpointer, tmp_path, monkeypatch):
+    learner = learners["one"]
+    learner.restart()
+    spoilt = dataclasses.replace(learner.state, params=jax.tree.map(lambda leaf: leaf * np.inf, learner.state.params))
+    with pytest.raises(protocols.CheckpointFailed, match="not finite"):
+        checkpointer.save(str(tmp_path / "a"), spoilt)
+    assert not (tmp_path / "a").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "is_finite", lambda _: True)
+        checkpointer.save(str(tmp_path / "a"), spoilt)
+        checkpointer.wait()
+    with pytest.raises(protocols.DataError, match=r"not finite .* go on from the one before"):
+        checkpointer.restore(str(tmp_path / "a"), learner.layout.state)
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(small, checkpointer, saved):
