@@ -65,7 +65,7 @@ class Found:
     Attributes:
       step: of the run; -1 if there is no checkpoint.
       skipped: a sentence for each newer checkpoint that does not verify.
-      seconds: that the checksums took; 0 if the same files were verified before in this process.
+      seconds: that the checksums took.
       nbytes: that were verified.
     """
 
@@ -81,8 +81,9 @@ class Found:
         return f"The checkpoint at step {self.step} verifies: {self.nbytes / 1e6:,.1f} MB in {self.seconds:.2f} s."
 
 
-_verified: dict[tuple[Any, ...], str] = {}
-"""Problems by the manifest's text and by inode, size and time of each file: a start asks several times."""
+_verified: dict[tuple[Any, ...], tuple[str, float]] = {}
+"""Problems, and the seconds it took to look for them, by the manifest's text and by inode, size and time of each file:
+a start asks several times."""
 
 
 def directory(workdir: Path, step: int) -> Path:
@@ -116,6 +117,21 @@ def find(workdir: Path, *, trainer: bool = True) -> Found:
     return Found()
 
 
+def damaged(workdir: Path, before: int) -> list[str]:
+    """Verifies the checkpoints before a step, which a run would fall back to; returns a sentence for each damaged one.
+
+    Raises:
+      DataError: another version of this program wrote one.
+    """
+    older = [stored for stored in _read(workdir) if stored.step < before]
+    found = [(stored, _verify(stored, trainer=True)[0]) for stored in sorted(older, key=lambda item: item.step)]
+    return [
+        f"The checkpoint {stored.manifest.parent} cannot be used any more, should the run need it: {why}."
+        for stored, why in found
+        if why
+    ]
+
+
 def counting(workdir: Path) -> dict[int, Stored]:
     """Returns the checkpoints that count, by step, the latest epoch's of each. Their files are not read."""
     found: dict[int, Stored] = {}
@@ -136,9 +152,9 @@ def _verify(stored: Stored, trainer: bool) -> tuple[str, float, int]:
     nbytes = sum(item.size for item in files.values())
     key = (str(stored.manifest), json.dumps(stored.record), *(_signature(folder / name) for name in files))
     if key not in _verified:
-        _verified[key] = checksums.problem(folder, files)
-        return _verified[key], time.monotonic() - began, nbytes
-    return _verified[key], 0.0, nbytes
+        problem = checksums.problem(folder, files)
+        _verified[key] = problem, time.monotonic() - began
+    return *_verified[key], nbytes
 
 
 def _signature(path: Path) -> tuple[int, int, int]:

@@ -38,6 +38,10 @@ from libra_jax.coordinator import (
 )
 
 
+OLDER = "verify older checkpoints"
+"""Name of the task that does so."""
+
+
 @dataclass
 class RunSummary:
     """How a run went.
@@ -210,6 +214,12 @@ class Coordinator:
                 await self._close()
         return self._summary
 
+    async def _verify_older(self, before: int) -> None:
+        """Verifies, beside the run, the checkpoints that it would fall back to."""
+        with contextlib.suppress(OSError, protocols.DataError):  # they may be removed meanwhile
+            for sentence in await asyncio.to_thread(checkpoint_store.damaged, self._workdir, before):
+                self._recorder.note(sentence)
+
     async def _give_up_step(self) -> None:
         if self._parts.recovery.under_way:  # it takes steps again, without which there is no checkpoint
             return
@@ -229,6 +239,7 @@ class Coordinator:
                 workers=self._workers, ending=self._ending, state=self._state, step=lambda: self._step
             )
             if newest >= 0:
+                self._ending.start(self._verify_older(newest), OLDER)
                 await self._restore(newest)
             self._parts.recovery.watch()
             if replanned:
