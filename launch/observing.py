@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from libra_jax import config as libra_config
-from libra_jax.coordinator import deadlines, fencing
+from libra_jax.coordinator import deadlines, fencing, signals
 from libra_jax.telemetry import endpoint, files, heartbeat, status
 
 END = 0.9
@@ -41,7 +41,7 @@ class LastResort:
 
     def begin(self, number: signal.Signals) -> None:
         """A signal has come. It may come in the middle of anything, so that this sets a variable and no more."""
-        if number == signal.SIGTERM:
+        if number in signals.ENDS:
             self._began = min(self._began, time.monotonic())
 
     def _look(self) -> None:

@@ -3,8 +3,9 @@
   python launch/train.py --config=configs/quickstart.py --config.steps=20 --workdir=runs/mine
 
 Started again with the same workdir, a run goes on from its last checkpoint. Exit status 75 (`EX_TEMPFAIL`) says that
-the same command is to be given again: SIGTERM stopped it before its last step, or it lost a worker that it cannot do
-without, a process or a whole host, more often than it may be made anew (`trainer.restarts`, `rollout.restarts`, ...).
+the same command is to be given again: SIGTERM or SIGHUP stopped it before its last step, or it lost a worker that it
+cannot do without, a process or a whole host, more often than it may be made anew (`trainer.restarts`,
+`rollout.restarts`, ...).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from libra_jax import config as libra_config
 from libra_jax.agents import factories
 from libra_jax.agents.tools import toolkit
 from libra_jax.coordinator import run as coordinator
+from libra_jax.coordinator import signals
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "The run's config file; configs/quickstart.py.", lock_config=True
@@ -46,7 +48,8 @@ def main() -> int:
     config = libra_config.parse(libra_config.RunConfig, overrides.values(flags.FLAGS["config"], _PLAN.value))
     last_resort = observing.LastResort(config.deadlines.grace)
     # Until the run is there, which stops as it should.
-    signal.signal(signal.SIGTERM, functools.partial(_leave, last_resort))
+    for number in signals.caught_ends():
+        signal.signal(number, functools.partial(_leave, last_resort))
     if _DRY_RUN.value:
         checks.validate(config, need_weights=False)
         print(dry_run.describe(config))

@@ -37,7 +37,6 @@ from libra_jax.coordinator import (
     workers,
 )
 
-
 OLDER = "verify older checkpoints"
 """Name of the task that does so."""
 

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM as a request to stop."""
+"""SIGINT, SIGTERM and SIGHUP as a request to stop."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+ENDS = (signal.SIGTERM, signal.SIGHUP)
+"""Signals that leave a run the time of grace: a scheduler's, and that of a terminal or connection that is closed."""
+
 Stop = Callable[[signal.Signals, float], None]
 """Given a signal, and the seconds since it came: while a library is imported, the event loop hears of nothing."""
 
@@ -16,9 +19,16 @@ AtOnce = Callable[[signal.Signals], None]
 """Given a signal on the main thread as soon as it comes, in the middle of whatever that does: it may set a variable."""
 
 
+def caught_ends() -> list[signal.Signals]:
+    """Returns those of `ENDS` that this process was not started to ignore."""
+    return [number for number in ENDS if signal.getsignal(number) is not signal.SIG_IGN]
+
+
 @contextlib.contextmanager
 def caught(stop: Stop, at_once: AtOnce = lambda _: None) -> Iterator[Callable[[], None]]:
-    """Calls `stop` with the signal: at the first SIGINT (a second one has its usual effect), and at each SIGTERM.
+    """Calls `stop` with the signal: at the first SIGINT (a second one has its usual effect), and at each of `ENDS`.
+
+    SIGHUP stays ignored in a process that was started so (`nohup`).
 
     A person who presses Ctrl-C twice means it. Schedulers send SIGTERM to a job's processes and to a script that passes
     it on, so that a second one says nothing new.
@@ -49,7 +59,7 @@ def caught(stop: Stop, at_once: AtOnce = lambda _: None) -> Iterator[Callable[[]
         signal.signal(number, heard)  # in the place of asyncio's, which does nothing: its loop hears through a pipe
         signal.siginterrupt(number, False)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, *caught_ends()):
         with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
             catch(number)
             numbers.append(number)

@@ -2,7 +2,8 @@
 
 A scheduler that takes a machine back (a time limit, a pre-emption, a node that is drained) sends SIGTERM, and SIGKILL
 some seconds later: Slurm's `--signal=TERM@SECONDS`, Kubernetes's `terminationGracePeriodSeconds`. Within these seconds
-(`config.deadlines.grace`) the run has to write a checkpoint and end:
+(`config.deadlines.grace`) the run has to write a checkpoint and end. A terminal that is closed sends SIGHUP, which
+means the same:
 
     from the signal on     the step under way is waited for
     STEP of the seconds    it is given up between two micro-batches; its groups go back to those that wait
@@ -22,7 +23,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from libra_jax import protocols
-from libra_jax.coordinator import failure
+from libra_jax.coordinator import failure, signals
 
 STEP, ANSWER, SAVE = 0.5, 0.7, 0.85
 
@@ -60,9 +61,9 @@ class Stopping:
         self.in_step = False
 
     def by_signal(self, number: signal.Signals, late: float) -> None:
-        """What a signal does, `late` seconds after it came; any further SIGTERM does nothing more."""
-        if number == signal.SIGTERM:
-            self.terminate(late)
+        """What a signal does, `late` seconds after it came; any further one of `signals.ENDS` does nothing more."""
+        if number in signals.ENDS:
+            self.terminate(late, number)
         else:
             self.request()
 
@@ -71,7 +72,7 @@ class Stopping:
         self._recorder.note("Stopping after the training step under way; a second Ctrl-C ends at once.")
         self._ending.call(failure.Stopped())
 
-    def terminate(self, late: float = 0.0) -> None:
+    def terminate(self, late: float = 0.0, number: signal.Signals = signal.SIGTERM) -> None:
         """Stops the run within what is left of the time of grace, `late` seconds of which have passed."""
         if self.terminated:
             return
@@ -80,7 +81,8 @@ class Stopping:
             self._loop.call_at(self._began + STEP * self._grace, self._end_step),
             self._loop.call_at(self._began + ANSWER * self._grace, self._ending.hurry),
         ]
-        self._recorder.note(f"SIGTERM: stopping, with a checkpoint, within config.deadlines.grace = {self._grace:g} s.")
+        within = f"within config.deadlines.grace = {self._grace:g} s"
+        self._recorder.note(f"{number.name}: stopping, with a checkpoint, {within}.")
         self._ending.call(failure.Stopped())
 
     def seconds_until(self, share: float) -> float:

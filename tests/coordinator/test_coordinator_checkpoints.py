@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import strategies as st
 
 from libra_jax import protocols
-from libra_jax.coordinator import checkpoint_store, checkpoints
+from libra_jax.coordinator import checkpoint_store, checkpoints, fencing
 
 TOKENS = st.integers(0, 2**31)
 PROBABILITIES = st.floats(allow_nan=False, width=64)
@@ -149,6 +150,62 @@ def test_the_newest_checkpoints_are_kept(tmp_path):
     ]
     assert checkpoints.newest_step(tmp_path) == 20
     assert checkpoints.newest_step(tmp_path / "elsewhere") == -1
+
+
+def test_what_others_put_beside_checkpoints_stays(tmp_path):
+    files = checkpoints.Checkpoints(tmp_path, keep=1)
+    save(files, 4)
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(folder / "step-00000004", folder / "step-00000004.bak")
+    (folder / "mine").mkdir()
+    (folder / "notes.txt").write_text("mine")
+    (folder / "step-00000004" / "why.txt").write_text("mine")
+    assert checkpoints.newest_step(tmp_path) == 4
+    save(files, 6)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "mine",
+        "notes.txt",
+        "step-00000004",
+        "step-00000004.bak",
+        "step-00000006",
+    ]
+    assert [path.name for path in (folder / "step-00000004").iterdir()] == ["why.txt"]
+    assert len(list((folder / "step-00000004.bak").iterdir())) == 3
+    assert checkpoint_store.find(tmp_path).step == 6
+
+
+@pytest.mark.parametrize("epochs", [False, True])
+def test_a_run_that_fell_back_keeps_what_it_writes_and_not_what_is_damaged(tmp_path, epochs):
+    def take() -> fencing.Epoch | None:
+        return fencing.take(tmp_path, lambda: checkpoint_store.find(tmp_path).step) if epochs else None
+
+    first = checkpoints.Checkpoints(tmp_path, keep=2, epoch=take())
+    for step in (2, 4, 6):
+        save(first, step)
+    (tmp_path / "checkpoints" / "step-00000006" / "trainer" / "state.json").write_text("7")
+    second = checkpoints.Checkpoints(tmp_path, keep=1, epoch=take())
+    found = second.find()
+    assert found.step == 4
+    assert len(found.skipped) == 1
+    assert "step-00000006 is skipped: trainer/state.json is damaged" in found.skipped[0]
+    second.go_on_from(4)
+    assert second.newest() == 4
+    save(second, 5)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000005"]
+    assert checkpoint_store.find(tmp_path).step == 5
+
+
+def test_a_lost_record_of_an_epoch_lets_no_superseded_checkpoint_count(tmp_path, monkeypatch):
+    old = fencing.take(tmp_path, lambda: -1)
+    save(checkpoints.Checkpoints(tmp_path, 9, old), 1)
+    save(checkpoints.Checkpoints(tmp_path, 9, fencing.take(tmp_path, lambda: 1)), 2)
+    monkeypatch.setattr(old, "superseded", lambda: False)
+    save(checkpoints.Checkpoints(tmp_path, 9, old), 7)
+    assert checkpoints.newest_step(tmp_path) == 2
+    file = tmp_path / "epochs" / "epoch-00000002.json"
+    file.write_text(file.read_text().replace('"step": 1', '"step": 9'))
+    assert checkpoints.newest_step(tmp_path) == 2
+    assert fencing.damaged(tmp_path) == [f"{file} is damaged and is not used: it says which run held the workdir."]
 
 
 def test_a_damaged_checkpoint_is_named_with_the_way_out(tmp_path):

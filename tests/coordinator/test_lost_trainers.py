@@ -69,6 +69,25 @@ def test_the_next_one_begins_with_the_last_checkpoint_and_takes_the_steps_since_
     assert any("began with the checkpoint at step 4 and trained 1 steps again" in note for note in bench.recorder.notes)
 
 
+def test_lost_with_a_damaged_last_checkpoint_it_ends_and_goes_on_from_the_one_before(tmp_path):
+    def dies(number: int, method: str, of_method: int) -> str | None:
+        if (method, of_method) != ("train_step", 6):
+            return None
+        state = tmp_path / "checkpoints" / "step-00000004" / "trainer" / "state.json"
+        state.write_text(state.read_text().replace("version", "verzion"))
+        return "before"
+
+    bench = doubles.bench(tmp_path, doubles.Fate(dies))
+    with pytest.raises(
+        protocols.WorkerLost, match=r"step-00000004 is skipped: .* goes on from the checkpoint at step 2"
+    ):
+        bench.run()
+    again = doubles.bench(tmp_path, doubles.Fate())
+    assert again.run().steps == STEPS
+    assert sorted(again.trained["prompts"]) == ALL
+    assert [step for step, _ in again.recorder.steps] == list(range(3, STEPS + 1))
+
+
 def test_before_the_first_checkpoint_it_begins_as_a_run_does(tmp_path):
     bench, fate = lost(tmp_path, ("train_step", 2, "before"), warm_start={"steps": 0})
     trained_once(bench, fate)

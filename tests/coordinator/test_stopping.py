@@ -12,7 +12,7 @@ import coordinator_doubles as doubles
 import pytest
 
 from libra_jax import protocols
-from libra_jax.coordinator import checkpoints
+from libra_jax.coordinator import checkpoints, signals
 
 GRACE, STEPS, GROUPS = 20.0, 5, 3
 
@@ -141,6 +141,26 @@ def test_a_second_sigterm_says_nothing_new(tmp_path):
     bench, _ = stopped(tmp_path, step_seconds=5.0, signals=(signal.SIGTERM, signal.SIGTERM, signal.SIGTERM))
     assert bench.summary.sentence == "Stopped at step 3; the same command goes on from the checkpoint there."
     assert sum(note.startswith("SIGTERM: stopping, with a checkpoint") for note in bench.recorder.notes) == 1
+
+
+def test_a_closed_terminal_saves_as_a_scheduler_does(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        bench, _ = stopped(tmp_path, step_seconds=5.0, signals=(signal.SIGHUP, signal.SIGTERM))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert bench.summary.sentence == "Stopped at step 3; the same command goes on from the checkpoint there."
+    assert [note for note in bench.recorder.notes if note.startswith("SIG")] == [
+        "SIGHUP: stopping, with a checkpoint, within config.deadlines.grace = 20 s."
+    ]
+
+
+def test_a_process_started_with_nohup_is_not_stopped_by_a_closed_terminal():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert signals.caught_ends() == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_person_is_not_hurried(tmp_path):

@@ -65,7 +65,7 @@ def settings(steps: int = STEPS) -> configuration.RunConfig:
             },
             "model": {"preset": "libra-tiny", "attention_chunk": 64},
             "rollout": {"engine": "fake", "slots": 4, "max_context": 64, "max_tokens": 8},
-            "trainer": {"platform": "cpu", "row_tokens": 64, "rows_per_micro_batch": 2},
+            "trainer": {"platform": "cpu", "row_tokens": 64, "rows_per_micro_batch": 2, "max_skipped_steps": 2},
             "coordinator": {"groups_per_step": 2, "group_size": 2},
             "checkpoint": {"every": EVERY, "keep": 3},
             "telemetry": {"report": False},
