@@ -49,6 +49,7 @@ setup(
         "tensorboardX>=2.6",
         "torch>=2.13",
         "transformers>=5.16",
+        "xxhash>=3.5",
     ],
     extras_require={
         "gymnasium": ["gymnasium>=1.2"],
