@@ -102,7 +102,7 @@ def find(workdir: Path, *, trainer: bool = True) -> Found:
       DataError: there are checkpoints, and none verifies; nothing has been removed. Or another version of this program
         wrote one.
     """
-    skipped = []
+    skipped: list[str] = []
     for stored in sorted(_read(workdir), key=lambda item: (item.step, item.epoch), reverse=True):
         why, seconds, nbytes = _verify(stored, trainer)
         if not why and not stored.void:

@@ -110,7 +110,7 @@ class Checkpoints:
         return store.find(self._workdir)
 
     def go_on_from(self, step: int) -> None:
-        """Makes the run's own what is there up to `step`; what lies beyond was skipped, and counts no more."""
+        """Takes over the checkpoints up to `step`. Later ones were skipped, and no longer count."""
         self._skipped = {item.manifest for number, item in store.counting(self._workdir).items() if number > step}
 
     def trainer_path(self, step: int) -> Path:

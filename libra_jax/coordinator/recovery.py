@@ -190,14 +190,14 @@ class Recovery:
             )
 
     async def _check(self, error: protocols.LibraError) -> None:
-        """Raises WorkerLost where the trainer is not made anew (again), DataError where no checkpoint verifies."""
+        """Raises WorkerLost if the trainer is not restarted (again), DataError if no checkpoint verifies."""
         if self._why_not:
             raise protocols.WorkerLost(f"{_text(error)}. It is not made anew: {self._why_not}.")
         step, skipped = await self._saver.verified()
         goes_on = f"goes on from the checkpoint at step {step}" if step >= 0 else "begins anew: there is none"
         if step < self._saver.newest:  # the steps between the two are no longer kept
             raise protocols.WorkerLost(
-                f"{_text(error)}. It is not made anew: its last checkpoint cannot be used. {skipped} The same command "
+                f"{_text(error)}. It is not restarted: its last checkpoint cannot be used. {skipped} The same command "
                 f"{goes_on}."
             )
         if self._steps and self._steps[0].policy_version > max(step, 0):

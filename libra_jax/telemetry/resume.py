@@ -21,7 +21,7 @@ def cut_back(workdir: Path, step: int) -> list[str]:
 
     Kept are records whose `step` is at most `step`, in the numbering of `Recorder.metrics` (-1 keeps none). A record
     of `trace.jsonl` without a step goes with what was written before it, and a line torn by a kill goes. A damaged line
-    goes, too, and is told of: its numbers are not those that were recorded. Each file is
+    goes, too, and is named: its numbers are not those that were recorded. Each file is
     written anew beside the old one and renamed over it, so a kill in here loses nothing, and cutting twice changes
     nothing. TensorBoard needs no cutting: the session's first step voids what it holds from there on. The timeline is
     kept: it shows what the machines did, redone work included.
