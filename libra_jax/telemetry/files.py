@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import re
@@ -217,17 +218,19 @@ _WHOLE = re.compile(rb'"checksum": "[0-9a-f]{32}"\}')
 def whole_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a JSON-lines file written by a run, in order, without their checksums.
 
-    A torn last line and a missing file are no error; damaged lines are left out.
+    A torn last line and a missing file are no error; damaged lines are left out with a warning.
     """
     try:
         file = path.open("rb")
     except FileNotFoundError:
         return
     with file:
-        for line in file:
+        for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 return
-            if not damage(line):
+            if problem := damage(line):
+                logging.getLogger(__name__).warning("%s, line %d is left out: %s.", path, number, problem)
+            else:
                 record = json.loads(line)
                 record.pop("checksum", None)
                 yield record

@@ -79,7 +79,8 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
     except ValueError as error:
         raise DataError(f"{where}: this is not JSON ({error})") from None
     _check(isinstance(record, dict), where, "a record must be a JSON object")
-    _check(not files.damage(line), where, "the line is damaged: its checksum is not the one it was written with")
+    problem = files.damage(line)
+    _check(not problem, where, f'the line is damaged ({problem}); of a line that you edited, remove "checksum"')
     record.pop("checksum", None)
     _check_record(record, where)
     return record
