@@ -175,7 +175,7 @@ def test_what_others_put_beside_checkpoints_stays(tmp_path):
 
 
 @pytest.mark.parametrize("epochs", [False, True])
-def test_a_run_that_fell_back_keeps_what_it_writes_and_not_what_is_damaged(tmp_path, epochs):
+def test_a_run_that_fell_back_keeps_what_it_writes(tmp_path, epochs):
     def take() -> fencing.Epoch | None:
         return fencing.take(tmp_path, lambda: checkpoint_store.find(tmp_path).step) if epochs else None
 
@@ -206,6 +206,19 @@ def test_a_lost_record_of_an_epoch_lets_no_superseded_checkpoint_count(tmp_path,
     file.write_text(file.read_text().replace('"step": 1', '"step": 9'))
     assert checkpoints.newest_step(tmp_path) == 2
     assert fencing.damaged(tmp_path) == [f"{file} is damaged and is not used: it says which run held the workdir."]
+
+
+def test_an_earlier_format_is_refused_and_damage_is_not_taken_for_it(tmp_path):
+    files = checkpoints.Checkpoints(tmp_path, keep=2)
+    save(files, 2)
+    save(files, 4)
+    manifest = tmp_path / "checkpoints" / "step-00000004" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format": 5', '"format": 4'))
+    found = checkpoint_store.find(tmp_path)
+    assert (found.step, len(found.skipped)) == (2, 1)
+    manifest.write_text(json.dumps({"format": 4, "step": 4, "coordinator": "coordinator.json", "trainer": "trainer"}))
+    with pytest.raises(protocols.DataError, match="has format 4, this program reads 5"):
+        checkpoint_store.find(tmp_path)
 
 
 def test_a_damaged_checkpoint_is_named_with_the_way_out(tmp_path):

@@ -69,7 +69,7 @@ def test_the_next_one_begins_with_the_last_checkpoint_and_takes_the_steps_since_
     assert any("began with the checkpoint at step 4 and trained 1 steps again" in note for note in bench.recorder.notes)
 
 
-def test_lost_with_a_damaged_last_checkpoint_it_ends_and_goes_on_from_the_one_before(tmp_path):
+def test_lost_with_a_damaged_checkpoint_it_goes_on_from_the_one_before(tmp_path):
     def dies(number: int, method: str, of_method: int) -> str | None:
         if (method, of_method) != ("train_step", 6):
             return None

@@ -155,7 +155,7 @@ def test_a_closed_terminal_saves_as_a_scheduler_does(tmp_path):
     ]
 
 
-def test_a_process_started_with_nohup_is_not_stopped_by_a_closed_terminal():
+def test_a_process_started_with_nohup_ignores_a_closed_terminal():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         assert signals.caught_ends() == [signal.SIGTERM]

@@ -138,7 +138,7 @@ def test_an_edited_data_position_is_not_believed(workdir, good):
     assert (outcome.step, outcome.state) == (damage.STEPS - 1, good[damage.STEPS - 1].state)
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_ends_and_removes_nothing(workdir):
+def test_a_run_without_a_good_checkpoint_ends_and_removes_nothing(workdir):
     for file in workdir.glob("checkpoints/*/coordinator*.json"):
         file.write_text(file.read_text().replace("data_position", "data_positiom"))
     before = damage.files(workdir)

@@ -1,0 +1,47 @@
+"""Checksums tell each changed byte, of files longer than a thread reads at a time, too."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libra_jax import checksums
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 16, 20])
+def test_a_file_has_the_checksum_of_its_bytes_in_any_number_of_chunks(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(checksums, "CHUNK", 8)
+    data = bytes(range(size))
+    (tmp_path / "file").write_bytes(data)
+    found = checksums.of_files(tmp_path, ["file"])
+    assert found == {"file": checksums.Sum(size, checksums.of_bytes(data))}
+    assert checksums.problem(tmp_path, found) == ""
+    for place in range(size):
+        (tmp_path / "file").write_bytes(data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :])
+        assert "file is damaged" in checksums.problem(tmp_path, found)
+
+
+@given(st.dictionaries(st.text(max_size=3), st.integers() | st.text(max_size=3), min_size=1, max_size=3), st.data())
+def test_a_sealed_text_tells_every_flipped_bit(record, data):
+    record.pop("checksum", None)
+    record["a"] = 1
+    text = checksums.sealed(json.dumps(record).encode())
+    assert checksums.unsealed(text) == record
+    place = data.draw(st.integers(0, 8 * len(text) - 1))
+    flipped = bytearray(text)
+    flipped[place // 8] ^= 1 << place % 8
+    with pytest.raises(ValueError, match="its checksum is not the one it was written with"):
+        checksums.unsealed(bytes(flipped))
+
+
+def test_a_sealed_folder_names_what_is_missing_or_damaged(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(name)
+    checksums.seal_folder(tmp_path)
+    kept = checksums.read_seal(tmp_path)
+    assert set(kept) == {"a", "b"}
+    (tmp_path / "a").write_text("ab")
+    assert checksums.problem(tmp_path, kept) == "a has 2 bytes instead of 1"
+    (tmp_path / "a").unlink()
+    assert checksums.problem(tmp_path, kept) == "a is missing"
