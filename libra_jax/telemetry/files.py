@@ -202,7 +202,7 @@ def damage(line: bytes) -> str:
         return "it is not JSON"
     if not isinstance(record, dict):
         return "it is not a JSON object"
-    return "its checksum is damaged" if b'"checksum"' in line[-100:] else ""
+    return "its checksum is damaged" if _SPOILT.search(line) else ""
 
 
 def torn(line: bytes) -> bool:
@@ -211,6 +211,9 @@ def torn(line: bytes) -> bool:
         return True
     return line.startswith(b"{") and b"\0" not in line and not _WHOLE.search(line)
 
+
+_SPOILT = re.compile(rb', "(checksum": ".{32}|[^"]{8}": "[0-9a-f]{32})"\}$', re.DOTALL)
+"""The end of a line whose checksum, or the name of that field, is not what it was."""
 
 _WHOLE = re.compile(rb'"checksum": "[0-9a-f]{32}"\}')
 

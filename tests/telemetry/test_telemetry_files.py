@@ -123,6 +123,17 @@ def test_a_damaged_line_is_named_and_removed_when_a_run_goes_on(tmp_path):
     assert resume.cut_back(tmp_path, 4) == []
 
 
+@given(bit=st.integers(0, 10**6))
+@settings(max_examples=60)
+def test_any_flipped_bit_of_a_line_is_damage(bit):
+    line = files.json_line({"step": 3, "worker": "rollout-1", "loss": 0.5})[:-1]
+    assert not files.damage(line)
+    place = bit % (8 * len(line))
+    flipped = bytearray(line)
+    flipped[place // 8] ^= 1 << place % 8
+    assert files.damage(bytes(flipped))
+
+
 def test_a_removed_file_is_told_of_and_a_new_one_goes_on(tmp_path):
     told = []
     sink = metrics.MetricsFile(tmp_path, lambda key, sentence: told.append(sentence))
