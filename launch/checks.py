@@ -55,10 +55,7 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
         )
     if need_weights and config.model.path and not any(Path(config.model.path).glob("*.safetensors")):
         raise protocols.DataError(f"{config.model.path}: holds no *.safetensors; give a directory with the weights")
-    if need_weights or not config.task.path or Path(config.task.path).exists():
-        source = factories.task_source(config.task, config.seed)
-        with resolving.named(config.task.source, "task.source", "task(0)"):
-            source.task(0)
+    _check_tasks(config, needed=need_weights)
     wiring.scheduler(config)
     wiring.global_planner(config, shape)
     factories.environment_factory(config.task, toolkit.Toolkit(config.tools, config.sandbox))
@@ -71,6 +68,18 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
                 f"config.task.tokenizer: its {tokenizer.vocab_size} tokens do not fit the model's vocabulary "
                 f"of {shape.vocab_size}; choose the tokenizer the model was made with"
             )
+
+
+def _check_tasks(config: libra_config.RunConfig, *, needed: bool) -> None:
+    """Reads the first task. Tasks that are not on this machine are an error only if they are needed here."""
+    try:
+        source = factories.task_source(config.task, config.seed)
+    except protocols.DataError:
+        if needed or not config.task.path or Path(config.task.path).exists():
+            raise
+        return
+    with resolving.named(config.task.source, "task.source", "task(0)"):
+        source.task(0)
 
 
 def _check_character_tokenizer(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> None:

@@ -32,7 +32,7 @@ from libra_jax.agents.tools import toolkit
 from libra_jax.coordinator import run as coordinator
 
 _CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "The run's config file; configs/quickstart.py.", lock_config=True
+    "config", None, "The run's config file, such as configs/quickstart.py.", lock_config=True
 )
 _PLAN = flags.DEFINE_string("plan", None, "Plan of launch/plan.py to lay the run out by.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run writes; default runs/<config>-<hash of config>.")
@@ -85,7 +85,7 @@ async def _train(config: libra_config.RunConfig, last_resort: observing.LastReso
 if __name__ == "__main__":
     cli.run(
         main,
-        default_config="configs/quickstart.py",
         interrupted="interrupted; the same command goes on from the last checkpoint, if there is one.",
         lost=os.EX_TEMPFAIL,
+        needs_config=True,
     )

@@ -19,15 +19,32 @@ def task_source(task: config.TaskConfig, seed: int) -> protocols.TaskSource:
     """The tasks of `task.source`.
 
     Raises:
-      ConfigError: the factory cannot be found or called.
+      ConfigError: the factory cannot be found or called, or `task.path` is set and it reads none.
       DataError: its file cannot be used.
     """
     factory = resolving.resolve(task.source, "task.source")
     reserved = {"path": task.path, "seed": seed}
     for name in reserved:
         config.check(name not in task.arguments, "task.arguments", f"must not hold {name!r}: it has a field of its own")
+    if not _takes_path(factory):
+        config.check(
+            not task.path,
+            "task.path",
+            f"{task.path!r} would be ignored, because {task.source} has no parameter 'path'; clear task.path, or set "
+            "task.source to one that reads a file, such as libra_jax.agents.datasets:task_source",
+        )
+        del reserved["path"]
     arguments = {**reserved, **task.arguments}
     return cast(protocols.TaskSource, resolving.call(factory, task.source, arguments, "task.arguments"))
+
+
+def _takes_path(factory: Callable[..., object]) -> bool:
+    """Whether a source of tasks can be handed `task.path`."""
+    try:
+        parameters = inspect.signature(factory).parameters
+    except (TypeError, ValueError):  # a callable without a readable signature
+        return True
+    return "path" in parameters or any(item.kind is item.VAR_KEYWORD for item in parameters.values())
 
 
 def environment_factory(

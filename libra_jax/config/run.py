@@ -21,13 +21,16 @@ from libra_jax.config.parsing import to_dict
 from libra_jax.config.rollout import RolloutConfig, SchedulerConfig
 from libra_jax.config.training import AlgorithmConfig, ModelConfig, OptimizerConfig, TrainerConfig, WarmStartConfig
 
+MAX_SEED = 2**31 - 1
+"""Largest seed. Instances add their number to the seed, and NumPy's generators take 32 bits."""
+
 
 @dataclass(frozen=True)
 class RunConfig:
     """A whole run."""
 
     name: str = "run"  # names the default workdir
-    seed: int = 0
+    seed: int = 0  # from 0 to 2**31 - 1
     # Training steps. A workdir whose run has ended goes on when more are asked for; a learning rate that decays
     # (optimizer.schedule) is then where a run of so many steps from the start would have it: it jumps up.
     steps: int = 100
@@ -55,7 +58,8 @@ class RunConfig:
         check(bool(self.name), "name", "must not be empty: it names the default workdir")
         check("/" not in self.name, "name", f"must hold no '/', as it names the default workdir, not {self.name!r}")
         check(self.steps > 0, "steps", f"must be positive, not {self.steps}")
-        check(self.seed >= 0, "seed", f"must not be negative, not {self.seed}")
+        check(self.name.isprintable(), "name", f"must be printable and on one line, not {self.name!r}")
+        check(0 <= self.seed <= MAX_SEED, "seed", f"must lie in [0, {MAX_SEED}], not {self.seed}")
         check(
             self.rollout.max_tokens < self.rollout.max_context,
             "rollout.max_tokens",

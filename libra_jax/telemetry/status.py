@@ -182,22 +182,71 @@ def _process_began(pid: int) -> int:
     return -1 if fields[0] == "Z" else int(fields[19])
 
 
+_NUMBERS = {"type": "object", "additionalProperties": {"type": ["number", "null"]}}
+_SECONDS = {"type": "number", "minimum": 0, "maximum": 1e12}
+_TEXTS = {"type": "array", "items": {"type": "string"}}
+
+
+def _object(**properties: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON schema of an object that has at least these properties."""
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+SCHEMA = _object(
+    run={"type": "string"},
+    steps={"type": "integer"},
+    epoch={"type": "integer"},
+    host={"type": "string"},
+    pid={"type": "integer"},
+    place={"type": "string"},
+    process_began={"type": "integer"},
+    began={"type": "number", "minimum": 0, "maximum": 1e11},  # a date that datetime can show
+    step={"type": "integer"},
+    policy_version={"type": "integer"},
+    seconds=_SECONDS,
+    workers={"type": "object", "additionalProperties": _object(doing={"type": "string"}, seconds=_SECONDS)},
+    waits={
+        "type": "array",
+        "items": _object(subject={"type": "string"}, seconds=_SECONDS, deadline={"type": "number"}),
+    },
+    failures={"type": "object", "additionalProperties": {"type": "integer"}},
+    replaced={"type": "object", "additionalProperties": {"type": "integer"}},
+    scalars=_NUMBERS,
+    notes=_TEXTS,
+    endpoint={"type": "string"},
+    ended={"anyOf": [{"type": "null"}, _object(how={"type": "string"}, sentence={"type": "string"})]},
+    problems=_TEXTS,
+)
+"""JSON schema of what readers of `status.json` rely on."""
+
+
 def read(workdir: Path) -> dict[str, Any] | None:
     """What `status.json` holds; None without one.
 
     Raises:
-      DataError: it cannot be read, or is no run's.
+      DataError: it cannot be read, or is no run's; the message names the field that is wrong.
     """
+    import jsonschema  # here, because every worker imports this module
+
     file = workdir / STATUS_FILE
     try:
-        record = json.loads(file.read_text())
-        if not {"run", "place", "pid", "ended"} <= record.keys():
-            raise ValueError("it is not a run's")
+        record: dict[str, Any] = json.loads(file.read_text(), parse_constant=_constant)
+        jsonschema.validate(record, SCHEMA)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, AttributeError) as error:
+    except jsonschema.ValidationError as error:
+        field = ".".join(map(str, error.absolute_path))
+        problem = f"{field}: {error.message}" if field else error.message
+        raise protocols.DataError(f"{file} cannot be read ({problem:.200}); give the workdir of a run") from None
+    except (OSError, ValueError, RecursionError) as error:
         raise protocols.DataError(f"{file} cannot be read ({error}); give the workdir of a run") from error
     return record
+
+
+def _constant(text: str) -> float:
+    if text == "NaN":
+        raise ValueError("it holds NaN")
+    return float(text)  # a deadline may be infinite
 
 
 def _fingerprint(workdir: Path) -> tuple[Any, ...]:

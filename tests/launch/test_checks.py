@@ -202,6 +202,9 @@ def test_a_context_longer_than_the_models_positions_is_refused():
         ("rollout.gpu_memory_fraction", 1.5, "must lie in (0, 1], not 1.5"),
         ("coordinator.max_replacements", math.nan, "must be a number, not nan"),
         ("name", "", "must not be empty: it names the default workdir"),
+        ("name", "a\nb", "must be printable and on one line, not 'a\\nb'"),
+        ("seed", -1, "must lie in [0, 2147483647], not -1"),
+        ("seed", 10**30, f"must lie in [0, 2147483647], not {10**30}"),
         ("name", "a/b", "must hold no '/', as it names the default workdir, not 'a/b'"),
     ],
 )

@@ -93,8 +93,19 @@ def test_a_bad_setting_is_refused_with_one_sentence_that_names_it(flag: str, fra
     assert not (tmp_path / "run").exists(), "a refused config must leave no workdir behind"
 
 
-def test_a_bad_setting_is_named_where_the_config_file_is_the_default():
-    scripts.assert_one_sentence(train("--config.rollout.slotz=3"), "did you mean rollout.slots")
+@pytest.mark.parametrize("arguments", [(), ("--config.steps=1",)])
+def test_without_a_config_the_usage_is_shown_and_nothing_is_started(arguments, tmp_path):
+    result = train(*arguments, f"--workdir={tmp_path / 'run'}")
+    scripts.assert_one_sentence(result, "error: no --config is given")
+    assert result.returncode == 2
+    assert "usage: python launch/train.py --config=configs/quickstart.py" in result.stderr
+    assert "configs/questions.py" in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_path_is_refused_where_the_source_reads_none_even_if_it_is_missing():
+    result = train(QUICKSTART, "--config.task.path=nowhere.jsonl", "--dry_run")
+    scripts.assert_one_sentence(result, "config.task.path: the calculator reads no file")
 
 
 @pytest.mark.parametrize(
