@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -309,7 +309,7 @@ async def _train(
         reward = await rewards.enter_async_context(composed)
         run = make(config, cluster=actors, recorder=recorder, workdir=workdir, reward=reward, epoch=epoch)
         summary = await run.run()
-        _add_tokenizer(config, workdir / "model")
+        _add_files(config, workdir / "model")
     finally:
         await rewards.aclose()
         await actors.shutdown()
@@ -317,20 +317,33 @@ async def _train(
     return summary
 
 
-def _add_tokenizer(config: libra_config.RunConfig, model: Path) -> None:
-    """Copies the tokenizer's files beside the exported weights, so that the directory can be loaded as `model.path`.
+TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template.*")
+
+GENERATION_FILES = ("generation_config.json",)
+"""Stop tokens and sampling settings, without which others that load the export may generate past a turn's end."""
+
+
+def _add_files(config: libra_config.RunConfig, model: Path) -> None:
+    """Copies the tokenizer's files and the original model's generation config beside the exported weights.
 
     Raises:
       LibraError: a file cannot be copied; the training is done, and the message says what is missing.
     """
-    source = Path(config.task.tokenizer or config.model.path)
-    if config.task.tokenizer != "character" and source.is_dir() and model.is_dir():
-        for pattern in ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template.*"):
-            for file in source.glob(pattern):
-                try:
-                    shutil.copy2(file, model)
-                except OSError as error:
-                    raise protocols.LibraError(
-                        f"The trained weights are in {model}, but {file} could not be copied there "
-                        f"({error.strerror or error}): copy the tokenizer's files yourself to load that directory."
-                    ) from error
+    if config.task.tokenizer != "character":
+        _copy(Path(config.task.tokenizer or config.model.path), TOKENIZER_FILES, model)
+    if config.model.path:
+        _copy(Path(config.model.path), GENERATION_FILES, model)
+
+
+def _copy(source: Path, patterns: Sequence[str], model: Path) -> None:
+    if not source.is_dir() or not model.is_dir():
+        return
+    for pattern in patterns:
+        for file in source.glob(pattern):
+            try:
+                shutil.copy2(file, model)
+            except OSError as error:
+                raise protocols.LibraError(
+                    f"The trained weights are in {model}, but {file} could not be copied there "
+                    f"({error.strerror or error}): copy {', '.join(patterns)} yourself to load that directory."
+                ) from error

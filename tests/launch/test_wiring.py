@@ -116,7 +116,20 @@ def test_a_tokenizer_that_cannot_be_copied_beside_the_trained_weights_is_named(t
     with pytest.raises(
         protocols.LibraError, match=r"weights are in .*model, but .*tokenizer\.json could not be copied"
     ):
-        wiring._add_tokenizer(run, model)
+        wiring._add_files(run, model)
+
+
+def test_an_export_keeps_the_generation_config_of_the_model_it_came_from(tmp_path):
+    source, model = tmp_path / "source", tmp_path / "model"
+    for folder in (source, model):
+        folder.mkdir()
+    (source / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+    (source / "model.safetensors").write_text("weights")
+    for tokenizer in ("", "character"):
+        run = config.RunConfig(model=config.ModelConfig(path=str(source)), task=config.TaskConfig(tokenizer=tokenizer))
+        wiring._add_files(run, model)
+        assert [file.name for file in model.iterdir()] == ["generation_config.json"]
+        (model / "generation_config.json").unlink()
 
 
 @pytest.mark.parametrize(
