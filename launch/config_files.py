@@ -65,7 +65,9 @@ def sentence(error: BaseException, file: str) -> str | None:
     while link is not None:
         line = _line(link, file)
         if line:
-            text = " ".join((link.msg if _is_of(link, file) else str(link)).split())
+            # A SyntaxError's own text repeats file and line.
+            said = link.msg if isinstance(link, SyntaxError) and _is_of(link, file) else str(link)
+            text = " ".join(said.split())
             if not isinstance(link, protocols.LibraError):
                 text = f"{type(link).__name__}: {text}" if text else type(link).__name__
             return f"--config={file}, line {line}: {text}"

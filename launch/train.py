@@ -16,6 +16,7 @@ import signal
 import sys
 import types
 
+import hub
 import observing
 import overrides
 from absl import flags
@@ -27,6 +28,7 @@ import dry_run
 import wiring
 import workdirs
 from libra_jax import config as libra_config
+from libra_jax import protocols
 from libra_jax.agents import factories
 from libra_jax.agents.tools import toolkit
 from libra_jax.coordinator import run as coordinator
@@ -47,15 +49,32 @@ def main() -> int:
     last_resort = observing.LastResort(config.deadlines.grace)
     # Until the run is there, which stops as it should.
     signal.signal(signal.SIGTERM, functools.partial(_leave, last_resort))
+    found = hub.resolved(config, download=not _DRY_RUN.value)
     if _DRY_RUN.value:
-        checks.validate(config, need_weights=False)
-        print(dry_run.describe(config))
+        _describe(found)
         return 0
-    checks.validate(config, need_weights=True)
-    summary = asyncio.run(_train(config, last_resort))
+    if found.problems:
+        raise protocols.DataError("; ".join(found.problems))
+    for note in found.notes:
+        print(f"{note[0].upper()}{note[1:]}.")
+    checks.validate(found.config, need_weights=True)
+    summary = asyncio.run(_train(config, found.config, last_resort))
     if summary.terminated:
         observing.end_process()
     return 0
+
+
+def _describe(found: hub.Found) -> None:
+    """Prints what the run would be.
+
+    Raises:
+      DataError: it cannot run here, because weights, a tokenizer or tasks are missing.
+    """
+    checks.validate(found.config, need_weights=False)
+    print(dry_run.describe(found.config, found.notes))
+    missing = [*found.problems, *checks.missing(found.config, found.fields)]
+    if missing:
+        raise protocols.DataError(f"this run cannot start here: {'; '.join(missing)}. All else was checked")
 
 
 def _leave(last_resort: observing.LastResort, number: int, _: types.FrameType | None) -> None:
@@ -65,13 +84,16 @@ def _leave(last_resort: observing.LastResort, number: int, _: types.FrameType | 
     raise SystemExit(os.EX_TEMPFAIL)
 
 
-async def _train(config: libra_config.RunConfig, last_resort: observing.LastResort) -> coordinator.RunSummary:
+async def _train(
+    named: libra_config.RunConfig, config: libra_config.RunConfig, last_resort: observing.LastResort
+) -> coordinator.RunSummary:
+    """Trains. `named` is the config as given, which the workdir keeps; in `config`, paths stand for its ids."""
     # An environment that cannot be made is found out before anything is written.
     async with (
         toolkit.Toolkit(config.tools, config.sandbox, config.task.call_seconds) as tools,
         factories.demonstrator(config.task, tools, needed=config.warm_start.steps > 0) as demonstrator,
     ):
-        workdir = workdirs.open_workdir(config, _WORKDIR.value, take_over=_TAKE_OVER.value)
+        workdir = workdirs.open_workdir(named, _WORKDIR.value, take_over=_TAKE_OVER.value)
         return await wiring.train(
             config,
             workdir,

@@ -21,10 +21,10 @@ class TaskConfig:
 
     source: str = "libra_jax.agents.calculator:task_source"  # factory(path=, seed=, **arguments) -> TaskSource
     environment: str = "libra_jax.agents.calculator:environment"  # factory(**environment_arguments) -> Environment
-    path: str = ""  # JSONL or Parquet file, for the sources that read one
+    path: str = ""  # JSONL or Parquet file or a dataset's folder or Hugging Face id, for the sources that read one
     arguments: Mapping[str, Any] = field(default_factory=dict)  # further keyword arguments of the source
     environment_arguments: Mapping[str, Any] = field(default_factory=dict)
-    tokenizer: str = "character"  # "character", or a Hugging Face directory; empty: model.path
+    tokenizer: str = "character"  # "character", or a Hugging Face directory or id; empty: model.path
     max_turns: int = 4  # model outputs an attempt may have
     max_tokens: int = 0  # generated tokens an attempt may have, over all its outputs; 0: as many as its context holds
     max_seconds: float = 0.0  # of an attempt from its first token on, tools and waits included; 0: no limit

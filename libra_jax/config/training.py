@@ -12,7 +12,7 @@ class ModelConfig:
     """The policy. Set `path` for pretrained weights, or `preset` for random initial ones."""
 
     preset: str = "libra-tiny"  # name of a shipped config.json (libra_jax/models/presets), used where path is empty
-    path: str = ""  # Hugging Face model directory (config.json, *.safetensors, tokenizer files)
+    path: str = ""  # Hugging Face model directory (config.json, *.safetensors, tokenizer files), or an id on the hub
     compute_dtype: str = "float32"  # activations and matrix products: float32 or bfloat16
     param_dtype: str = "float32"  # master weights and optimizer moments
     remat: str = "none"  # what the backward pass recomputes: none, dots (keep matmul outputs), full

@@ -34,11 +34,23 @@ def test_dry_run_prints_the_config_the_mesh_and_the_partition():
 
 def test_dry_run_validates_the_real_size_config_without_its_weights():
     result = train(REAL_SIZE, "--dry_run")
-    assert result.returncode == 0, result.stderr
-    assert "qwen3, 1,720.6 M parameters (weights not at models/Qwen3-1.7B)" in result.stdout
+    shape = "qwen3, 1,720.57 M parameters (no model at models/Qwen3-1.7B: this is model.preset=Qwen3-1.7B)"
+    assert shape in result.stdout
     assert "tasks       libra_jax.agents.datasets:task_source (no tasks at data/questions.jsonl)" in result.stdout
     assert "mesh        data=1 fsdp=4 tensor=1 context=1" in result.stdout
     assert "partition   8 devices" in result.stdout
+    for line in (
+        "algorithm   grpo advantages, clipped loss (ratio in [0.8, 1.28])",
+        "KL          off",
+        "optimizer   adamw, learning rate 1e-06",
+        "memory      fits a100 (74.5 GiB), h100",
+    ):
+        assert line in result.stdout
+    missing = (
+        "config.model.path: models/Qwen3-1.7B is no folder here",
+        "config.task.path: data/questions.jsonl: no such",
+    )
+    scripts.assert_one_sentence(result, "this run cannot start here", *missing)
 
 
 def test_dry_run_counts_the_tasks_and_shows_the_first_prompt(tmp_path):
