@@ -121,7 +121,7 @@ def test_settings_are_found_by_a_word_of_their_name_or_meaning():
         "--config.optimizer.learning_rate=0.001",
         "--config.warm_start.learning_rate=0.003",
     ]
-    assert "--config.trainer.restarts=3" in config_help.listing(config.RunConfig, "made anew")
+    assert "--config.trainer.pack=True" in config_help.listing(config.RunConfig, "kept apart by")
 
 
 def test_help_names_the_flag_that_lists_settings():
