@@ -23,12 +23,15 @@ from libra_jax.telemetry import redaction
 PROMPT_CHARACTERS = 60
 
 
-def describe(config: libra_config.RunConfig, notes: Sequence[str] = ()) -> str:
+def describe(
+    config: libra_config.RunConfig, notes: Sequence[str] = (), named: libra_config.RunConfig | None = None
+) -> str:
     """The resolved config, the policy, the tasks, the objective, the device mesh, the partition and the memory.
 
     Args:
       config: the run's configuration.
       notes: sentences about what stands for Hugging Face ids.
+      named: the configuration as it was given, with the ids; None is `config`.
     """
     shape = wiring.policy_shape(config, need_weights=False)
     parts = placement.partition(config)
@@ -39,7 +42,8 @@ def describe(config: libra_config.RunConfig, notes: Sequence[str] = ()) -> str:
     training = memory.size(memory.trainer_bytes(config, shape))
     lines = [
         yaml.safe_dump(
-            json.loads(json.dumps(redaction.redacted(libra_config.to_dict(config)), default=list)), sort_keys=False
+            json.loads(json.dumps(redaction.redacted(libra_config.to_dict(named or config)), default=list)),
+            sort_keys=False,
         ),
         f"policy      {_policy(config, shape)}",
         *(f"  {note}" for note in notes),
@@ -142,7 +146,7 @@ def _tasks(config: libra_config.RunConfig) -> str:
     except protocols.DataError:
         if not task.path or Path(task.path).exists():
             raise
-        return f"{task.source} (no tasks at {task.path})"
+        return f"{task.source} ({task.path} is not here)"
     count = f"{len(source):,} to train on" if isinstance(source, Sized) else "generated"
     file = f" from {task.path}" if task.path else ""
     first = textwrap.shorten(_prompt(source.task(0).payload), PROMPT_CHARACTERS, placeholder=" ...")

@@ -51,7 +51,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, functools.partial(_leave, last_resort))
     found = hub.resolved(config, download=not _DRY_RUN.value)
     if _DRY_RUN.value:
-        _describe(found)
+        _describe(config, found)
         return 0
     if found.problems:
         raise protocols.DataError("; ".join(found.problems))
@@ -64,14 +64,14 @@ def main() -> int:
     return 0
 
 
-def _describe(found: hub.Found) -> None:
+def _describe(named: libra_config.RunConfig, found: hub.Found) -> None:
     """Prints what the run would be.
 
     Raises:
       DataError: it cannot run here, because weights, a tokenizer or tasks are missing.
     """
     checks.validate(found.config, need_weights=False)
-    print(dry_run.describe(found.config, found.notes))
+    print(dry_run.describe(found.config, found.notes, named))
     missing = [*found.problems, *checks.missing(found.config, found.fields)]
     if missing:
         raise protocols.DataError(f"this run cannot start here: {'; '.join(missing)}. All else was checked")

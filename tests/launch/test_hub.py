@@ -131,11 +131,11 @@ def test_what_can_be_a_path_is_no_id(tmp_path, monkeypatch, text):
 def test_a_dry_run_fetches_no_weights_and_a_run_fetches_them(online, capsys):
     found = hub.resolved(run_of("acme/tiny"), download=False)
     assert found.problems == ()
-    assert "2 files, 2.0 MB from the Hugging Face hub, which a run will fetch" in found.notes[0]
+    assert "2 files, 1.91 MiB from the Hugging Face hub, which a run will fetch" in found.notes[0]
     assert "*.safetensors" not in online.pop()
     found = hub.resolved(run_of("acme/tiny"), download=True)
     assert "*.safetensors" in online.pop()
-    assert capsys.readouterr().out == "Fetching model acme/tiny: 2 files, 2.0 MB from the Hugging Face hub ...\n"
+    assert capsys.readouterr().out == "Fetching model acme/tiny: 2 files, 1.91 MiB from the Hugging Face hub ...\n"
 
 
 def test_a_hub_that_does_not_answer_is_given_up_in_a_sentence(online, monkeypatch):
@@ -163,6 +163,7 @@ def test_a_run_reads_the_snapshot_and_its_workdir_keeps_the_id(cache, tmp_path):
     dry = scripts.run("train.py", *ids, "--dry_run", environment=environment)
     assert dry.returncode == 0, dry.stderr
     assert "8 to train on; the first: " in dry.stdout
+    assert "  path: acme/tiny\n" in dry.stdout, "the config is shown as it was given"
     assert "dataset acme/sums: snapshot 01234567 of the Hugging Face cache" in dry.stdout
     stored = json.loads(json.dumps(config.to_dict(config.RunConfig()), default=list))
     (tmp_path / "run").mkdir()

@@ -36,7 +36,7 @@ def test_dry_run_validates_the_real_size_config_without_its_weights():
     result = train(REAL_SIZE, "--dry_run")
     shape = "qwen3, 1,720.57 M parameters (no model at models/Qwen3-1.7B: this is model.preset=Qwen3-1.7B)"
     assert shape in result.stdout
-    assert "tasks       libra_jax.agents.datasets:task_source (no tasks at data/questions.jsonl)" in result.stdout
+    assert "tasks       libra_jax.agents.datasets:task_source (data/questions.jsonl is not here)" in result.stdout
     assert "mesh        data=1 fsdp=4 tensor=1 context=1" in result.stdout
     assert "partition   8 devices" in result.stdout
     for line in (
