@@ -34,10 +34,10 @@ def make(
 
 
 def exception_told(text: str) -> str:
-    """Returns the Python exception that an engine's error tells of, without paths; empty without one.
+    """Returns the Python exception that an engine's error quotes, without paths; empty without one.
 
-    A process that was killed tells of none: vLLM then says only that its initialization failed. The same death may
-    not come again.
+    The error of a killed process quotes none: vLLM then says only that its initialization failed. A further start may
+    succeed.
     """
     found = re.search(r"\b\w*(?:Error|Exception): .+", " ".join(text.split()))
     if found is None or "Engine core initialization failed" in found[0]:
