@@ -16,6 +16,7 @@ import signal
 import sys
 import types
 
+import changes
 import observing
 import overrides
 from absl import flags
@@ -40,6 +41,12 @@ _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print the resolved config, tasks
 _TAKE_OVER = flags.DEFINE_bool(
     "take_over", False, "End a run that still lives in the workdir, on whatever host, and go on in its place."
 )
+_ALLOW_CHANGES = flags.DEFINE_string(
+    "allow_changes",
+    "",
+    "Settings in which the run may go on otherwise than its workdir's config.json says, with commas between them: "
+    "optimizer.learning_rate,algorithm.kl_coefficient. Each change is recorded in config_history.jsonl.",
+)
 
 
 def main() -> int:
@@ -47,6 +54,7 @@ def main() -> int:
     last_resort = observing.LastResort(config.deadlines.grace)
     # Until the run is there, which stops as it should.
     signal.signal(signal.SIGTERM, functools.partial(_leave, last_resort))
+    changes.allowed_names(_ALLOW_CHANGES.value)  # a mistyped name is refused before anything starts
     if _DRY_RUN.value:
         checks.validate(config, need_weights=False)
         print(dry_run.describe(config))
@@ -71,7 +79,12 @@ async def _train(config: libra_config.RunConfig, last_resort: observing.LastReso
         toolkit.Toolkit(config.tools, config.sandbox, config.task.call_seconds) as tools,
         factories.demonstrator(config.task, tools, needed=config.warm_start.steps > 0) as demonstrator,
     ):
-        workdir = workdirs.open_workdir(config, _WORKDIR.value, take_over=_TAKE_OVER.value)
+        workdir = workdirs.open_workdir(
+            config,
+            _WORKDIR.value,
+            take_over=_TAKE_OVER.value,
+            allow_changes=changes.allowed_names(_ALLOW_CHANGES.value),
+        )
         return await wiring.train(
             config,
             workdir,

@@ -25,7 +25,7 @@ from libra_jax.config.environments import (
 from libra_jax.config.operation import ClusterConfig, DeadlineConfig, TelemetryConfig
 from libra_jax.config.parsing import MOVED, parse, to_dict
 from libra_jax.config.rollout import ORDERINGS, POLICIES, CostConfig, RolloutConfig, SchedulerConfig, slots_by_degree
-from libra_jax.config.run import RunConfig, digest, identity
+from libra_jax.config.run import MAY_CHANGE, RunConfig, digest, identity
 from libra_jax.config.training import (
     ADVANTAGES,
     AGGREGATIONS,
@@ -46,6 +46,7 @@ __all__ = [
     "CORRECTIONS",
     "KL_ESTIMATORS",
     "LOSSES",
+    "MAY_CHANGE",
     "MOVED",
     "OF_REWARDS",
     "ORDERINGS",

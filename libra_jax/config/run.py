@@ -21,6 +21,23 @@ from libra_jax.config.parsing import to_dict
 from libra_jax.config.rollout import RolloutConfig, SchedulerConfig
 from libra_jax.config.training import AlgorithmConfig, ModelConfig, OptimizerConfig, TrainerConfig, WarmStartConfig
 
+MAY_CHANGE = (
+    "steps",
+    "telemetry",
+    "deadlines",
+    "evaluation",
+    "checkpoint",
+    "rollout.slots",
+    "rollout.slots_by_instance",
+    "rollout.restarts",
+    "rollout.health_seconds",
+    "trainer.restarts",
+    "reward.restarts",
+    "elastic.restarts",
+    "cluster.address",
+)
+"""Settings, and groups of settings, that a run may change when it goes on: none of them changes what it learns."""
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -136,9 +153,13 @@ class RunConfig:
 
 
 def identity(config: RunConfig) -> dict[str, Any]:
-    """What makes two configs the same run, as nested plain dicts: all but its steps and the cluster's address."""
+    """Returns what names a run's default workdir: nested plain dicts without steps, address, telemetry and deadlines.
+
+    Other settings of `MAY_CHANGE` stay in the name, so that a sweep over them has a workdir for each value.
+    """
     values = to_dict(config)
-    del values["steps"]
+    for name in ("steps", "telemetry", "deadlines"):
+        del values[name]
     values["cluster"]["address"] = ""
     return values
 

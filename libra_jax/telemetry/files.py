@@ -32,6 +32,9 @@ PLANS_FILE = "plans.jsonl"
 TRANSITIONS_FILE = "transitions.jsonl"
 """Workers that changed sides and meshes that changed their size, one change a line, written when it ended."""
 
+CONFIG_HISTORY_FILE = "config_history.jsonl"
+"""Settings that changed when the run went on, one line a start: time, step, each setting's value before and after."""
+
 FLUSH_BYTES = 64 * 1024
 """Pending bytes that cause a flush between steps."""
 

@@ -17,6 +17,7 @@ from libra_jax.protocols import DataError
 from libra_jax.scheduling import foresight
 from libra_jax.telemetry import (
     causes_section,
+    changes_section,
     console,
     figures,
     files,
@@ -79,6 +80,7 @@ class Run:
       decisions: the planner's, in order.
       pools: their sizes, in order.
       changes: transitions of workers and meshes, in order.
+      config_history: settings that changed when the run went on, in order.
     """
 
     steps: dict[int, dict[str, float]]
@@ -91,6 +93,7 @@ class Run:
     decisions: list[dict[str, Any]] = field(default_factory=list)
     pools: list[timeline.PoolSizes] = field(default_factory=list)
     changes: list[transitions.Transition] = field(default_factory=list)
+    config_history: list[dict[str, Any]] = field(default_factory=list)
 
     def curve(self, name: str) -> dict[int, float]:
         """Finite values by step, of the steps that have the number."""
@@ -138,7 +141,8 @@ def load(workdir: Path) -> Run:
     changes = [transitions.parse(record) for record in files.whole_json_lines(workdir / files.TRANSITIONS_FILE)]
     known = config if isinstance(config, dict) else {}
     foretold = foresight.measure(attempts) if tools.tools else None
-    return Run(steps, list(spans), seconds, lengths, tools, foretold, known, decisions, pools, changes)
+    history = list(files.whole_json_lines(workdir / files.CONFIG_HISTORY_FILE))
+    return Run(steps, list(spans), seconds, lengths, tools, foretold, known, decisions, pools, changes, history)
 
 
 def write_report(workdir: Path) -> Path:
@@ -261,6 +265,7 @@ def sections(run: Run) -> list[page.Section]:
     if picture := timeline_section(run.spans):
         out.append(picture)
     out.append(page.Section("Replaced groups", replaced_table(run), wide=True))
+    out.extend(changes_section.sections(run.config_history))
     if run.steps:
         out.append(page.Section("All numbers", numbers_table(run), wide=True, folded=True))
     if run.config:
