@@ -59,6 +59,7 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
         source = factories.task_source(config.task, config.seed)
         with resolving.named(config.task.source, "task.source", "task(0)"):
             source.task(0)
+        factories.demonstrated_tasks(config, source)
     wiring.scheduler(config)
     wiring.global_planner(config, shape)
     factories.environment_factory(config.task, toolkit.Toolkit(config.tools, config.sandbox))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from libra_jax.config.checks import check, check_choice, check_finite
 
@@ -161,6 +163,8 @@ class WarmStartConfig:
     batch_size: int = 64  # demonstrations a step
     learning_rate: float = 3e-3
     target_loss: float = 0.0  # ends it early, at the first step whose mean token loss is no higher; 0 is off
+    # Arguments of task.source that demonstrations have instead of those in task.arguments: shorter or easier tasks.
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check(self.steps >= 0, "warm_start.steps", "must not be negative")

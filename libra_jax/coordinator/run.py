@@ -16,6 +16,7 @@ from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
+from libra_jax.agents import factories
 from libra_jax.agents.rewards import scoring
 from libra_jax.coordinator import (
     attempts,
@@ -157,7 +158,10 @@ class Coordinator:
             make_trainer=make_trainer,
             epoch=epoch,
         )
-        self._warm_start = warm_start.WarmStart(config, tasks=tasks, demonstrator=demonstrator, tokenizer=tokenizer)
+        demonstrated = factories.demonstrated_tasks(config, tasks)
+        self._warm_start = warm_start.WarmStart(
+            config, tasks=demonstrated, demonstrator=demonstrator, tokenizer=tokenizer
+        )
         self._summary = RunSummary()
         self._ready = False  # workers are up, and a checkpoint has been restored if there was one
         self._step = 0  # training steps taken, which is also the trainer's version

@@ -192,6 +192,26 @@ def test_a_warm_start_without_demonstrations_is_refused():
         doubles.Bench(config, Path("unused"), demonstrator=None)
 
 
+def test_the_warm_start_demonstrates_tasks_by_arguments_of_its_own(tmp_path):
+    shown = []
+
+    class Demonstrator:
+        def demonstration(self, task):
+            shown.append(task.payload["expression"])
+            return [protocols.Message("user", "1"), protocols.Message("assistant", "3")]
+
+    def settings(**arguments):
+        warm = {"steps": 1, "batch_size": 15, "arguments": arguments}
+        return doubles.make_config(warm_start=warm, task={"arguments": {"levels": ("nested",)}}, steps=1)
+
+    doubles.Bench(settings(levels=("plain",)), tmp_path, demonstrator=Demonstrator()).run()
+    solvable = shown[:14]
+    assert len(shown) == 15
+    assert not any("(" in expression for expression in solvable), "nested expressions have parentheses"
+    with pytest.raises(protocols.ConfigError, match=r"config\.warm_start\.arguments.*levelz"):
+        doubles.Bench(settings(levelz=("plain",)), tmp_path)
+
+
 def test_the_trained_parameters_are_exported(tmp_path):
     doubles.Bench(doubles.make_config(), tmp_path, export=tmp_path / "model").run()
     assert (tmp_path / "model" / "config.json").exists()
