@@ -84,6 +84,7 @@ class RunConfig:
             f"{self.task.answer_tokens} leaves no room for anything else in rollout.max_context = "
             f"{self.rollout.max_context}; lower it, or set task.context_policy=stop",
         )
+        self._check_decoupled()
         self._check_sandbox()
         self._check_elastic()
         longest = max((self.trainer.row_tokens, *self.trainer.row_buckets))
@@ -92,6 +93,21 @@ class RunConfig:
             "trainer.row_tokens",
             f"the longest row ({longest}) must hold a whole context (rollout.max_context = {self.rollout.max_context})",
         )
+
+    def _check_decoupled(self) -> None:
+        """Refuses clips that the trainer's one update a batch leaves without effect."""
+        if self.algorithm.objective != "decoupled":
+            return
+        defaults = AlgorithmConfig()
+        for name in ("clip_low", "clip_high", "dual_clip"):
+            value, default = getattr(self.algorithm, name), getattr(defaults, name)
+            check(
+                value == default,
+                f"algorithm.{name}",
+                f"{value} never binds with algorithm.objective=decoupled: a batch takes one update, so the ratio to "
+                f"the proximal policy is 1; leave it at {default} and bound the importance weight by "
+                "algorithm.correction and correction_cap, or set algorithm.objective=behaviour",
+            )
 
     def _check_sandbox(self) -> None:
         for name in ("python", "shell", "edit"):

@@ -49,7 +49,10 @@ class AlgorithmConfig:
     dual_clip: float = 0.0  # lower bound factor for negative advantages; 0 is off (else above 1)
     aggregation: str = "token_mean"
     sequence_length_constant: float = 1.0  # divisor of sequence_sum
-    objective: str = "behaviour"  # behaviour: ratio to the sampling policy; decoupled: to a recomputed proximal one
+    # behaviour: ratio to the sampling policy; decoupled: to the policy at the step's start (the proximal one). A batch
+    # takes one update, so decoupled has a ratio of 1 and no clip ever binds: its gradient is that of
+    # -weight * advantage * log-probability, weight from `correction`. Changed clips are refused there.
+    objective: str = "behaviour"
     correction: str = "none"  # importance sampling of the proximal over the behaviour policy: none, truncated, masked
     correction_cap: float = 2.0  # truncated: weights above are cut to it; masked: tokens above are dropped
     kl_coefficient: float = 0.0  # above zero a frozen reference model lives on the trainer's mesh
