@@ -345,6 +345,7 @@ class _Attempt:
     # The end ----------------------------------------------------------------------------------------------------
 
     async def _finish(self, finish: str, reward: float | None) -> None:
+        own = float(reward) if guarded.is_finite(reward) else None
         if self.reward is not None:
             self.status("scoring")
             reward = await self._score(self.reward, finish, reward)
@@ -364,7 +365,7 @@ class _Attempt:
             rewarded_after_tool=float(after_tool),
             answered=float(finish == "answered"),
         )
-        trajectory.reward, trajectory.finish = float(reward), finish
+        trajectory.reward, trajectory.finish, trajectory.environment_reward = float(reward), finish, own
         self.status(f"{finish}, reward {float(reward):g}")
 
     async def _score(self, scorer: scoring.Scorer, finish: str, own: float | None) -> float:

@@ -16,7 +16,9 @@ class CoordinatorConfig:
     group_size: int = 8  # attempts a prompt
     staleness: int = 0  # eta: a group trains at most this many versions after its first dispatch; 0 is synchronous
     stale: str = "wait"  # a group about to pass eta: wait (training waits for it) or replace
-    filter_zero_variance: bool = False  # replace groups whose rewards are all equal (counted, capped)
+    # Replace groups whose rewards are all equal (counted, capped). The environment's own rewards are compared, without
+    # what reward functions add; with reward.environment_weight=0 the functions' sums are.
+    filter_zero_variance: bool = False
     max_replacements: float = 1.0  # replaced groups allowed, as a multiple of the groups trained (plus one step)
     # Groups begun beyond what a step needs, as a share of it, rounded up. The first to finish are trained on, the last
     # are given up whole: training sees fewer long attempts than the policy makes, which biases it. 0 is off.

@@ -123,4 +123,4 @@ def _empty(trajectory: protocols.Trajectory) -> None:
     """Makes the trajectory, which others hold, one that has not begun."""
     trajectory.clear()
     trajectory.metrics.clear()
-    trajectory.reward = trajectory.finish = None
+    trajectory.reward = trajectory.finish = trajectory.environment_reward = None
