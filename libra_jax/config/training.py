@@ -32,6 +32,8 @@ class ModelConfig:
 
 
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
+"""Those that compare the rewards of a group."""
 LOSSES = ("clipped", "gspo", "cispo")
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum")
 CORRECTIONS = ("none", "truncated", "masked")

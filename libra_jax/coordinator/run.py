@@ -311,7 +311,7 @@ class Coordinator:
         times.wait = begin - waiting_since
         metrics = await self._train_unless_stopped(batch)
         times.train = self._loop.time() - begin - (self._parts.recovery.seconds - before)
-        report = reports.StepReport(self._step - 1, batch, metrics, times)
+        report = reports.StepReport(self._step - 1, batch, metrics, times, task=self._config.task)
         try:
             times.sync = await self._ending.race(self._publish())
             report.evaluation = await self._evaluate_if_due()

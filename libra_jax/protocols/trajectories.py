@@ -20,7 +20,10 @@ class TokenSource(enum.IntEnum):
 
 
 ToolStatus = Literal["success", "failure", "timeout"]
-FINISHES = ("answered", "length", "max_turns", "max_tokens", "max_seconds", "max_context")
+LIMITS = ("length", "max_turns", "max_tokens", "max_seconds", "max_context")
+"""Limits that may end an attempt; `length` is that of one output (`rollout.max_tokens`)."""
+
+FINISHES = ("answered", *LIMITS)
 """Why an attempt ended: the environment ended it, or an output, or the attempt, met a limit."""
 
 
