@@ -28,6 +28,7 @@ from libra_jax.coordinator import (
     fencing,
     handover,
     instances,
+    learning,
     parts,
     plan_follower,
     reports,
@@ -168,6 +169,7 @@ class Coordinator:
         self._evaluated = protocols.NO_VERSION  # the version evaluated last
         self._reported: collections.Counter[str] = collections.Counter()
         self._reported_tokens = 0
+        self._learning = learning.Watch(config, recorder.note)
 
     # The life of a run ------------------------------------------------------------------------------------------
 
@@ -388,6 +390,7 @@ class Coordinator:
         for record in report.trace():
             self._recorder.trajectory(record)
         self._recorder.metrics(self._step, metrics)
+        self._learning.look(self._step, metrics)
         self._summary.rewards[self._step] = metrics["reward/mean"]
         self._step_began = self._loop.time()
 

@@ -132,12 +132,32 @@ def token_advantages(
     return [row_T[: len(example.tokens_N)] for example, row_T in zip(members, advantages_NxT, strict=True)]
 
 
-def statistics(values: Sequence[np.ndarray], members: Sequence[packing.Example]) -> dict[str, float]:
-    """`advantage/mean`, `/std`, `/min` and `/max` over trained tokens; nothing where none is."""
-    trained = np.concatenate([value[1:][example.mask_N[1:]] for value, example in zip(values, members, strict=True)])
+NO_ADVANTAGE = 1e-6
+"""Largest absolute advantage of a group that counts as one without a gradient: above what rounding leaves."""
+
+
+def statistics(
+    values: Sequence[np.ndarray], members: Sequence[packing.Example], groups: Sequence[protocols.Group]
+) -> dict[str, float]:
+    """What the advantages of a batch are like.
+
+    Args:
+      values: advantage of each token, an array a trajectory.
+      members: `examples` of the trajectories, in the same order.
+      groups: the batch, in the same order.
+
+    Returns:
+      `groups/without_gradient`, the share of groups whose trained tokens have no advantage: equal rewards, or all
+      rollouts masked. `advantage/mean`, `/std`, `/min` and `/max` over trained tokens, left out where none is trained.
+    """
+    trained_each = [value[1:][example.mask_N[1:]] for value, example in zip(values, members, strict=True)]
+    largest = iter([float(np.abs(row).max(initial=0.0)) for row in trained_each])
+    idle = [max([next(largest) for _ in group.trajectories], default=0.0) <= NO_ADVANTAGE for group in groups]
+    found = {"groups/without_gradient": float(np.mean(idle))}
+    trained = np.concatenate(trained_each)
     if not len(trained):
-        return {}
-    return {
+        return found
+    return found | {
         "advantage/mean": float(trained.mean()),
         "advantage/std": float(trained.std()),
         "advantage/min": float(trained.min()),

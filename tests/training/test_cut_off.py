@@ -8,6 +8,7 @@ import trainer_doubles as doubles
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
+from libra_jax.training import batch as batch_lib
 from libra_jax.training import prepare, shares
 
 MASKED = {0: (1, 3), 1: (0,)}
@@ -98,7 +99,19 @@ def test_a_step_whose_rollouts_are_all_cut_off_changes_no_weight(small, start_tr
     before = doubles.params(actor)
     metrics = actor.train_step(batch)
     assert (metrics["loss"], metrics["grad_norm"], metrics["skipped"]) == (0.0, 0.0, 0.0)
+    assert metrics["groups/without_gradient"] == 1.0
     assert all(np.isfinite(value) for value in metrics.values())
     assert actor.policy_version() == 1
     for leaf, wanted in zip(doubles.params(actor), before, strict=True):
         np.testing.assert_array_equal(leaf, wanted)
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo"])
+def test_groups_without_a_gradient_are_counted(small, advantage):
+    batch = _batch(small, {0: (0, 1, 2)})
+    for trajectory in batch.groups[2].trajectories:
+        trajectory.reward = 0.1  # no multiple of a power of two: rounding must not pass for a difference
+    prepared = _prepared(small, batch, advantage)
+    found = batch_lib.statistics(prepared.advantages, prepared.examples, batch.groups)
+    assert found["groups/without_gradient"] == pytest.approx(2 / 3), "one is left alone, one has equal rewards"
+    assert found["advantage/min"] < 0 < found["advantage/max"]
