@@ -19,6 +19,7 @@ import types
 import changes
 import observing
 import overrides
+import warn
 from absl import flags
 from ml_collections import config_flags
 
@@ -55,11 +56,11 @@ def main() -> int:
     # Until the run is there, which stops as it should.
     signal.signal(signal.SIGTERM, functools.partial(_leave, last_resort))
     changes.allowed_names(_ALLOW_CHANGES.value)  # a mistyped name is refused before anything starts
+    checks.validate(config, need_weights=not _DRY_RUN.value)
+    warn.warn(config)
     if _DRY_RUN.value:
-        checks.validate(config, need_weights=False)
         print(dry_run.describe(config))
         return 0
-    checks.validate(config, need_weights=True)
     summary = asyncio.run(_train(config, last_resort))
     if summary.terminated:
         observing.end_process()
