@@ -37,6 +37,8 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
     feasibility.check_mesh(shape, {"fsdp": config.trainer.fsdp, "tensor": config.trainer.tensor})
     for degree in config.rollout.tensor_parallel:
         feasibility.check_tensor_parallel(shape, degree)
+    if config.rollout.engine == "vllm":
+        feasibility.check_served(shape)
     if config.rollout.engine == "vllm" and config.trainer.platform == "cpu" and shape.head_dim not in CPU_HEAD_SIZES:
         raise protocols.ConfigError(
             f"config.model: vLLM's CPU attention has no kernel for the model's head_dim {shape.head_dim}; it has "

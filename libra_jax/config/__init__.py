@@ -5,7 +5,16 @@ Config files (`configs/*.py`) start from `RunConfig()` as an `ml_collections.Con
 that reading a config imports no accelerator library.
 """
 
-from libra_jax.config.checks import ALIASES, check, check_choice, check_cores, check_finite
+from libra_jax.config.checks import (
+    ALIASES,
+    LEAST_TEMPERATURE,
+    MOST_TEMPERATURE,
+    check,
+    check_choice,
+    check_cores,
+    check_finite,
+    check_temperature,
+)
 from libra_jax.config.coordination import (
     CheckpointConfig,
     CoordinatorConfig,
@@ -47,8 +56,10 @@ __all__ = [
     "CORRECTIONS",
     "GROUP_ADVANTAGES",
     "KL_ESTIMATORS",
+    "LEAST_TEMPERATURE",
     "LOSSES",
     "MAY_CHANGE",
+    "MOST_TEMPERATURE",
     "MOVED",
     "OF_REWARDS",
     "ORDERINGS",
@@ -80,6 +91,7 @@ __all__ = [
     "check_choice",
     "check_cores",
     "check_finite",
+    "check_temperature",
     "digest",
     "identity",
     "parse",

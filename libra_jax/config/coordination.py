@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from libra_jax.config.checks import check, check_choice, check_finite
+from libra_jax.config.checks import check, check_choice, check_finite, check_temperature
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class EvaluationConfig:
 
     every: int = 0  # training steps between evaluations; also before the first and after the last; 0 is off
     tasks: int = 128
-    temperature: float = 0.0  # 0 is greedy
+    temperature: float = 0.0  # 0 is greedy; else 0.01 to 2
 
     def __post_init__(self) -> None:
         check(self.every >= 0, "evaluation.every", "must not be negative")
         check(self.tasks > 0, "evaluation.tasks", "must be positive")
-        check_finite(self.temperature, "evaluation.temperature")
-        check(self.temperature >= 0, "evaluation.temperature", "must not be negative")
+        if self.temperature != 0:
+            check_temperature(self.temperature, "evaluation.temperature", "; 0 is greedy")
 
 
 @dataclass(frozen=True)

@@ -265,9 +265,15 @@ def _refuse_unsupported(values: Mapping[str, Any], source: str) -> None:
     activation = values.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise DataError(f"{source}: hidden_act {activation!r} is not supported; supported is silu.")
-    layer_types = values.get("layer_types") or ()
-    if values.get("use_sliding_window") or any(kind != "full_attention" for kind in layer_types):
-        raise DataError(f"{source}: sliding-window attention is not supported; set use_sliding_window to false.")
+    edits = ["set use_sliding_window to false"] if values.get("use_sliding_window") else []
+    if any(kind != "full_attention" for kind in values.get("layer_types") or ()):
+        edits.append("remove layer_types")
+    if edits:
+        window = values.get("sliding_window") or 4096  # the default of transformers' Qwen2Config and Qwen3Config
+        raise DataError(
+            f"{source}: sliding-window attention is not supported. Contexts within the window are computed alike "
+            f"without: in a copy of the file, {' and '.join(edits)}, and set rollout.max_context to at most {window}."
+        )
     if values.get("quantization_config"):
         raise DataError(f"{source}: quantized weights cannot be trained; use the model's unquantized release.")
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import scripts
 
 from configs import questions
 from libra_jax import config, protocols
 from libra_jax.config import advice
+from libra_jax.models import config as model_config
+from libra_jax.models import feasibility
 
 
 @pytest.mark.parametrize(("name", "value"), [("clip_low", 0.1), ("clip_high", 0.28), ("dual_clip", 3.0)])
@@ -21,6 +25,44 @@ def test_clips_that_cannot_bind_are_refused(name, value):
 def test_the_decoupled_objective_takes_default_clips():
     run = config.RunConfig(algorithm=config.AlgorithmConfig(objective="decoupled", correction="truncated"))
     assert run.algorithm.clip_high == config.AlgorithmConfig().clip_high
+
+
+@pytest.mark.parametrize("temperature", [0.005, 2.5, 0.0])
+def test_temperatures_that_vllm_does_not_sample_at_are_refused(temperature):
+    with pytest.raises(protocols.ConfigError, match=rf"rollout\.temperature: .*\[0\.01, 2\].*not {temperature}"):
+        config.RolloutConfig(temperature=temperature)
+    if temperature:
+        with pytest.raises(protocols.ConfigError, match=rf"evaluation\.temperature: .*\[0\.01, 2\].*not {temperature}"):
+            config.EvaluationConfig(temperature=temperature)
+    config.RolloutConfig(temperature=0.01)
+    config.EvaluationConfig(temperature=0.0)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_the_bounds_of_temperature_are_those_of_vllm():
+    sampling_params = pytest.importorskip("vllm.sampling_params")
+    exceptions = pytest.importorskip("vllm.exceptions")
+    least, most = config.LEAST_TEMPERATURE, config.MOST_TEMPERATURE
+    assert sampling_params.SamplingParams(temperature=least).temperature == least
+    assert sampling_params.SamplingParams(temperature=least / 2).temperature == least, "it samples at another one"
+    sampling_params.SamplingParams(temperature=most)
+    with pytest.raises(exceptions.VLLMValidationError, match="temperature"):
+        sampling_params.SamplingParams(temperature=most + 0.01)
+
+
+def test_bfloat16_master_weights_are_refused_with_the_reason():
+    with pytest.raises(protocols.ConfigError, match=r"model\.param_dtype: bfloat16 .* rounds .* keep float32"):
+        config.ModelConfig(param_dtype="bfloat16")
+
+
+def test_a_qwen2_with_a_head_width_of_its_own_is_refused_for_vllm():
+    usual = dataclasses.replace(model_config.load_preset("libra-tiny"), architecture="qwen2", num_heads=2, head_dim=64)
+    own = dataclasses.replace(usual, hidden_size=128, head_dim=32)
+    with pytest.raises(protocols.ConfigError, match=r"head_dim 32 .* hidden_size / num_attention_heads = 64"):
+        feasibility.check_served(own)
+    feasibility.check_served(dataclasses.replace(own, head_dim=64))
+    feasibility.check_served(dataclasses.replace(own, architecture="qwen3"))
 
 
 # Warnings -------------------------------------------------------------------------------------------------------------

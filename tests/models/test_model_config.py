@@ -117,6 +117,27 @@ def test_unusable_config_is_a_sentence_that_names_the_file(change, sentence):
     assert sentence in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("change", "edits"),
+    [
+        ({"use_sliding_window": True}, {"use_sliding_window": False}),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, {"layer_types": None}),
+        (
+            {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 2},
+            {"use_sliding_window": False, "layer_types": None},
+        ),
+    ],
+)
+def test_the_sliding_window_refusal_names_edits_that_work(change, edits):
+    with pytest.raises(DataError, match="sliding-window attention is not supported") as caught:
+        model_config.from_hf(TINY | change | {"sliding_window": 2048})
+    words = {"use_sliding_window": "set use_sliding_window to false", "layer_types": "remove layer_types"}
+    for field, sentence in words.items():
+        assert (sentence in str(caught.value)) == (field in edits)
+    assert "rollout.max_context to at most 2048" in str(caught.value)
+    model_config.from_hf({k: v for k, v in (TINY | change | edits).items() if v is not None})
+
+
 def test_bad_directories_are_sentences(tmp_path):
     def message():
         with pytest.raises(DataError) as caught:
