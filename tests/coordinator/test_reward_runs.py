@@ -97,9 +97,10 @@ def test_the_filter_compares_rewards_without_their_shaping(tmp_path):
 
 
 def test_a_checkpoint_keeps_the_environments_own_reward():
-    attempt = protocols.Trajectory("task-0/0", "task-0", reward=1.25, environment_reward=1.0)
+    attempt = protocols.Trajectory("task-0/0", "task-0", reward=1.25, environment_reward=1.0, finish="max_seconds")
     group = protocols.Group(0, protocols.Task("task-0", {}), 0, [attempt])
     record = checkpoints.encode_group(group)
-    assert checkpoints.decode_group(record).trajectories[0].environment_reward == 1.0
+    kept = checkpoints.decode_group(record).trajectories[0]
+    assert (kept.environment_reward, kept.finish) == (1.0, "max_seconds"), "what filter and mask go by"
     del record["trajectories"][0]["environment_reward"]  # as checkpoints were before
     assert checkpoints.decode_group(record).trajectories[0].environment_reward is None
