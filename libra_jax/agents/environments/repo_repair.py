@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import logging
 import math
 import pathlib
 import posixpath
@@ -20,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from libra_jax import config, protocols
-from libra_jax.agents import datasets, deadlines
+from libra_jax.agents import datasets, deadlines, telling
 from libra_jax.agents.environments import dialogue
 from libra_jax.agents.repair import snapshots, suites
 from libra_jax.agents.tools import toolbox, toolkit
@@ -32,6 +33,10 @@ PROMPT = (
 )
 
 _VERDICTS = 4096
+_log = logging.getLogger(__name__)
+
+MORE_FILES = 2000
+"""Files that an attempt may add to a repository; a workspace with more is refused, and the attempt has failed."""
 
 
 class Repair:
@@ -41,6 +46,8 @@ class Repair:
         self._tools, self._prompt, self._partial = tools, prompt, partial
         self._seconds, self._most_bytes = seconds, most_mib * 2**20
         self._verdicts: collections.OrderedDict[str, suites.Verdict] = collections.OrderedDict()
+        self._unchanged: dict[str, suites.Findings] = {}
+        self._reasons = telling.FirstFew(lambda sentence: _log.warning("%s", sentence))
 
     async def pose(self, task: protocols.Task, box: toolbox.Toolbox) -> Sequence[protocols.Message]:
         """Puts the repository into the attempt's sandbox and shows the issue."""
@@ -55,31 +62,52 @@ class Repair:
         assert box.session is not None
         snapshot = await self._snapshot(task.payload)
         saved = await box.session.save(self._most_bytes)
-        if saved.broken:
+        if saved.broken and not saved.own_end:
             raise protocols.WorkerLost(f"the attempt's sandbox died when its files were taken over: {saved.text}")
         await box.session.close()  # its place may be the only one that the tests can get
         try:
             if saved.status != "success":
                 raise snapshots.Hostile(saved.text)
-            workspace = snapshots.taken_over(saved.archive, self._most_bytes)
-        except snapshots.Hostile:  # too much, or made so that it cannot be read: the policy's own doing
-            return _told(suites.Verdict(0, len(_must_pass(task.payload))), 0.0, 0)
+            most = len(snapshot.files) + MORE_FILES
+            workspace = await deadlines.off_loop(snapshots.taken_over, saved.archive, self._most_bytes, most)
+        except snapshots.Hostile as error:  # too much, or made so that it cannot be read: the policy's own doing
+            verdict = suites.Verdict(0, len(_must_pass(task.payload)), f"left files that were refused: {error}")
+            return self._told(task, verdict, 0.0, 0, refused=True)
         verdict = await self._judge(snapshot, workspace, await self._suite(task.payload))
         reward = verdict.share if self._partial else float(verdict.solved)
-        return _told(verdict, reward, snapshots.changed_lines(snapshot.files, workspace))
+        return self._told(task, verdict, reward, snapshots.changed_lines(snapshot.files, workspace))
+
+    def _told(
+        self, task: protocols.Task, verdict: suites.Verdict, reward: float, lines: int, *, refused: bool = False
+    ) -> dialogue.Verdict:
+        """The verdict with its metrics; the first attempts that came to nothing are logged with the reason."""
+        if refused or verdict.deceit or verdict.broke:
+            self._reasons.tell(f"An attempt at {task.prompt_id} is worth 0: {verdict.problem}")
+        metrics = {
+            "tests_passed": float(verdict.passed),
+            "tests_total": float(verdict.total),
+            "tests_overdue": float(verdict.overdue),
+            "tests_deceived": float(verdict.deceit),
+            "sandbox_broken": float(verdict.broke),
+            "files_refused": float(refused),
+            "patch_lines": float(lines),
+        }
+        return dialogue.Verdict(reward, metrics)
 
     async def _judge(
         self, snapshot: snapshots.Snapshot, workspace: Mapping[str, snapshots.File], suite: suites.Suite
     ) -> suites.Verdict:
-        key = suites.digest(snapshot, workspace, suite)
+        key = await deadlines.off_loop(suites.digest, snapshot, workspace, suite)
         if key in self._verdicts:  # most attempts at an easy task end alike
             self._verdicts.move_to_end(key)
             return self._verdicts[key]
-        verdict = await suites.run(await self._tools.sandbox(), snapshot, workspace, suite)
+        verdict = await suites.run(await self._tools.sandbox(), snapshot, workspace, suite, self._unchanged)
         if not (verdict.problem or verdict.overdue):  # what befell this run may not befall the next
             self._verdicts[key] = verdict
             if len(self._verdicts) > _VERDICTS:
                 self._verdicts.popitem(last=False)
+        while len(self._unchanged) > _VERDICTS:
+            del self._unchanged[next(iter(self._unchanged))]
         return verdict
 
     async def _snapshot(self, payload: Mapping[str, Any]) -> snapshots.Snapshot:
@@ -119,16 +147,6 @@ class Repair:
             protocols.Message("tool", f"changed {path}"),
             protocols.Message("assistant", "done"),
         ]
-
-
-def _told(verdict: suites.Verdict, reward: float, lines: int) -> dialogue.Verdict:
-    metrics = {
-        "tests_passed": float(verdict.passed),
-        "tests_total": float(verdict.total),
-        "tests_overdue": float(verdict.overdue),
-        "patch_lines": float(lines),
-    }
-    return dialogue.Verdict(reward, metrics)
 
 
 def _must_pass(payload: Mapping[str, Any]) -> tuple[str, ...]:
@@ -310,10 +328,9 @@ def task_source(
       fail_to_pass_column: list of names of tests that the fix makes pass (`tests/test_a.py::TestA::test_b`, or dotted);
         empty: all tests have to pass.
       pass_to_pass_column: of tests that pass already and still have to; empty: none.
-      command_column: what runs the tests, from the repository's root, and names each with its outcome; empty: Python's
-        `unittest`, apart from the code that it tests, where all that crosses between the two is plain data, objects
-        and exceptions of the repository's own, and no functions. Such tests bring no files besides Python's, but for
-        those that the repository has anyway.
+      command_column: what runs the tests, from the repository's root. `pytest` reports by itself; any other runner has
+        to print each test's name and outcome as `unittest -v` does. Empty: Python's `unittest` in the sandbox. Such
+        tests bring no files besides Python's, but for those that the repository has anyway.
       holdout: share of the distinct issues kept for evaluation, at least one; 0 is none.
 
     Raises:

@@ -124,23 +124,24 @@ class Hostile(Exception):
     """An archive from a sandbox that is none, or holds more than it may."""
 
 
-def taken_over(archive: bytes, most_bytes: int) -> dict[str, File]:
+def taken_over(archive: bytes, most_bytes: int, most_files: int = sys.maxsize) -> dict[str, File]:
     """The regular files of an archive that came from a sandbox.
 
     Raises:
-      Hostile: it cannot be read, or its files take more than `most_bytes`.
+      Hostile: it cannot be read, its files take more than `most_bytes`, or are more than `most_files`.
     """
     if not archive:
         return {}
     try:
         with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as opened:
-            return dict(_members(opened, most_bytes, "the workspace").files)
+            return dict(_members(opened, most_bytes, "the workspace", most_files).files)
     except (tarfile.TarError, protocols.DataError, OSError, EOFError, ValueError, RecursionError) as error:
         raise Hostile(str(error)) from error
 
 
-def _members(archive: tarfile.TarFile, most_bytes: int, where: str) -> Snapshot:
-    files, links, left = {}, {}, most_bytes
+def _members(archive: tarfile.TarFile, most_bytes: int, where: str, most_files: int = sys.maxsize) -> Snapshot:
+    files: dict[str, File] = {}
+    links, left = {}, most_bytes
     for member in archive:
         path = posixpath.normpath(member.name)
         left -= tarfile.BLOCKSIZE
@@ -148,6 +149,8 @@ def _members(archive: tarfile.TarFile, most_bytes: int, where: str) -> Snapshot:
             left -= member.size
             if left < 0:
                 break
+            if len(files) >= most_files:
+                raise protocols.DataError(f"{where}: holds more than {most_files} files")
             source = archive.extractfile(member)
             assert source is not None
             files[path] = File(source.read(), bool(member.mode & 0o100))
@@ -186,6 +189,14 @@ def for_tests(snapshot: Snapshot, workspace: Mapping[str, File], tests: Mapping[
         if path not in files and path not in folders and not files.keys() & _parents(path)
     }
     return Snapshot(files, links)
+
+
+def helpers(snapshot: Snapshot, tests: Mapping[str, File]) -> list[str]:
+    """Returns the paths of modules that the repository itself has for its tests, besides the hidden ones."""
+    known = {path.split("/", 1)[0] for path in snapshot.files}
+    return [
+        path for path in snapshot.files if path.endswith(".py") and path not in tests and _is_the_suites(path, known)
+    ]
 
 
 def _is_the_suites(path: str, known: set[str]) -> bool:
