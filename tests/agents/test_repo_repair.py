@@ -346,13 +346,14 @@ def test_as_many_attempts_as_there_are_sandboxes_do_not_block_each_other():
     [
         ({"prompt": "Repair it."}, r"environment_arguments\.prompt: must hold \{issue\}"),
         ({"test_seconds": -1.0}, r"environment_arguments\.test_seconds: must be positive and finite"),
+        ({"test_seconds": 8.0}, r"environment_arguments\.test_seconds: must be at most half of task\.tool_seconds"),
         ({"use": ()}, r"tools\.use: names no tool"),
         ({"most_mib": 0}, r"environment_arguments\.most_mib: must be positive"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused_by_name(arguments, sentence):
     sandboxes.skip_without_bubblewrap()
-    tools = toolkit.Toolkit(config.ToolsConfig(use=arguments.pop("use", ("edit",))), repairs.SANDBOX)
+    tools = toolkit.Toolkit(config.ToolsConfig(use=arguments.pop("use", ("edit",))), repairs.SANDBOX, 9.5)
     with pytest.raises(protocols.ConfigError, match=sentence):
         repo_repair.environment(tools, **arguments)
 
@@ -492,6 +493,13 @@ def test_a_repository_that_is_none_is_refused(tmp_path):
         snapshots.Snapshot.read(tmp_path / "nothing", 1000)
     with pytest.raises(protocols.DataError, match="takes more than 3 bytes"):
         snapshots.Snapshot.read(tmp_path, 3)
+
+
+def test_lines_of_a_large_file_are_counted_only(monkeypatch):
+    monkeypatch.setattr(snapshots, "LONG_BYTES", 8)
+    before, after = ({"a": snapshots.File(text)} for text in (b"1\n2\n", b"3\n4\n"))
+    assert snapshots.changed_lines(before, after) == 4
+    assert snapshots.changed_lines(before, {"a": snapshots.File(b"5\n" * 9)}) == 7
 
 
 # What a session gives back ------------------------------------------------------------------------------------------

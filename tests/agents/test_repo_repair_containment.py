@@ -13,6 +13,7 @@ import sandboxes
 from libra_jax import protocols
 from libra_jax.agents.environments import repo_repair
 from libra_jax.agents.repair import snapshots, suites
+from libra_jax.agents.sandbox import limits, pool
 
 SPY = "import glob, os, re, sys\n"
 ANYTHING = (
@@ -178,7 +179,7 @@ def test_a_module_in_the_place_of_a_package_is_none_of_the_repositorys(tmp_path)
     tests = {"test_calc.py": "import calc, checking\ndef test_add():\n    checking.equal(calc.add(2, 2), 4)\n"}
 
     async def body(code):
-        async with suites.pool.Sandbox(repairs.LIMITS, warm=1, packages=(str(tmp_path),)) as sandbox:
+        async with pool.Sandbox(repairs.LIMITS, warm=1, packages=(str(tmp_path),)) as sandbox:
             snapshot = snapshots.Snapshot.of_texts(repairs.REPOSITORY)
             left = repairs.files_of({"calc.py": code, "checking.py": "def equal(*_): pass\n"})
             return await suites.run(sandbox, snapshot, left, repairs.suite(tests=tests, names=("test_calc.test_add",)))
@@ -402,6 +403,21 @@ def test_code_that_hangs_is_overdue_by_its_own_fault(judged):
     assert (verdict.solved, verdict.overdue) == (False, True)
 
 
+def test_a_run_that_kills_itself_late_gets_no_second_one(judged, monkeypatch):
+    real, runs = pool.Sandbox.examine, []
+
+    async def examine(self, files, code, seconds):
+        runs.append(seconds)
+        return await real(self, files, code, seconds)
+
+    monkeypatch.setattr(pool.Sandbox, "examine", examine)
+    code = "import os, time\ntime.sleep(0.7)\nos.kill(os.getppid(), 9)\ntime.sleep(9)\n"
+    assert not judged({"calc.py": code}, seconds=1.2).solved
+    assert not judged({"calc.py": code.replace("0.7", "0")}, seconds=6.0).solved
+    assert runs[:2] == [1.2, 6.0]
+    assert 3.0 < runs[2] < 6.0
+
+
 # From the policy's sandbox to the one of the tests -----------------------------------------------------------------
 
 STEPS = {
@@ -440,6 +456,89 @@ def test_nothing_in_the_workspace_passes_for_a_repair(task, made):
     assert (result.done, result.reward) == (True, 0.0)
 
 
+VOIDS = {
+    "a-filled-workspace": "rm -rf tests; for i in $(seq 9); do head -c 1040000 /dev/zero >$i; done 2>/dev/null; true",
+    "no-tests-and-as-many-files-as-there-may-be": "rm -rf tests; "
+    "python3 -c 'for i in range(1990): open(str(i), \"w\").close()'",
+    "limits-of-the-first-process": "python3 -c 'import resource as r\n"
+    "for kind in (r.RLIMIT_NOFILE, r.RLIMIT_FSIZE, r.RLIMIT_AS):\n"
+    "  try: r.prlimit(1, kind, (3, 3))\n  except OSError: pass'",
+    "links-in-a-circle": "ln -s a b; ln -s b a; ln -s . self; mkdir d; ln -s .. d/up",
+    "folders-beside-each-other": "for i in $(seq 40); do mkdir -p $i/$i/$i/$i/$i; done",
+}
+
+
+@cases(VOIDS)
+def test_what_a_policy_leaves_cannot_void_its_score(made):
+    files = {**repairs.REPOSITORY, **{f"tests/data/{number}.txt": "x" * 20_000 for number in range(40)}}
+    hidden = {**repairs.TESTS, **{f"tests/more_{number}.py": f"# {'x' * 20_000}" for number in range(40)}}
+    large = protocols.Task("t", {**repairs.PAYLOAD, "files": files, "tests": hidden})
+
+    async def work(tools):
+        environment = repo_repair.environment(tools, partial=True)
+        await environment.reset(large)
+        await environment.step(tools.format.write("shell", {"command": made}))
+        result = await environment.step("done")
+        await environment.close()
+        return result
+
+    result = repairs.with_tools(work)
+    assert (result.done, result.reward < 0.5) == (True, True)
+
+
+def test_more_files_than_an_attempt_may_add_are_refused_and_counted(task, monkeypatch, caplog):
+    monkeypatch.setattr(repo_repair, "MORE_FILES", 10)
+
+    async def work(tools):
+        environment = repo_repair.environment(tools, prompt="Do: {issue}")
+        await environment.reset(task)
+        await environment.step(tools.format.write("shell", {"command": "touch 1 2 3 4 5 6 7 8 9 10 11"}))
+        result = await environment.step("done")
+        await environment.close()
+        return result
+
+    result = repairs.with_tools(work)
+    assert (result.reward, result.metrics["files_refused"]) == (0.0, 1.0)
+    assert "the workspace: holds more than 12 files" in caplog.text
+
+
+def test_a_policys_sandbox_that_ends_itself_is_its_own_doing_and_a_killed_one_is_not(task, monkeypatch):
+    ends = iter([True, False])
+
+    async def save(self, most_bytes):
+        return limits.Outcome("failure", "[the sandbox ended]", 0.1, "all", True, next(ends))
+
+    monkeypatch.setattr(pool.Session, "save", save)
+
+    async def work(tools):
+        environment = repo_repair.environment(tools, prompt="Try: {issue}")
+        await environment.reset(task)
+        refused = await environment.step("done")
+        await environment.reset(task)
+        with pytest.raises(protocols.WorkerLost, match="died when its files were taken over"):
+            await environment.step("done")
+        await environment.close()
+        return refused
+
+    result = repairs.with_tools(work)
+    assert (result.reward, result.metrics["files_refused"]) == (0.0, 1.0)
+
+
+def test_deceit_is_counted_with_its_reason(task, caplog):
+    async def work(tools):
+        environment = repo_repair.environment(tools, prompt="Mind: {issue}")
+        await environment.reset(task)
+        text = "import builtins\nbuiltins.abs = 0\n" + repairs.FIXED
+        await environment.step(tools.format.write("edit", {"command": "create", "path": "calc.py", "text": text}))
+        result = await environment.step("done")
+        await environment.close()
+        return result
+
+    result = repairs.with_tools(work)
+    assert (result.reward, result.metrics["tests_deceived"]) == (0.0, 1.0)
+    assert "An attempt at t is worth 0: builtins.abs was replaced" in caplog.text
+
+
 def test_the_tests_are_in_no_sandbox_of_the_policy(task):
     async def work(tools):
         environment = repo_repair.environment(tools)
@@ -463,7 +562,7 @@ def test_the_tests_are_in_no_sandbox_of_the_policy(task):
 def test_sandboxes_that_die_under_the_tests(deaths, verdict, monkeypatch):
     """One death is tried again. Two are the policy's if the unchanged repository survives, else the machine's."""
     sandboxes.skip_without_bubblewrap()
-    real, begun = suites.pool.worker.Worker.call, []
+    real, begun = pool.worker.Worker.call, []
 
     async def call(self, kind, *arguments, **keywords):
         if kind == "run":
@@ -472,10 +571,10 @@ def test_sandboxes_that_die_under_the_tests(deaths, verdict, monkeypatch):
                 asyncio.get_running_loop().call_later(0.02, self.process.kill)
         return await real(self, kind, *arguments, **keywords)
 
-    monkeypatch.setattr(suites.pool.worker.Worker, "call", call)
+    monkeypatch.setattr(pool.worker.Worker, "call", call)
 
     async def body():
-        async with suites.pool.Sandbox(repairs.LIMITS, warm=1) as sandbox:
+        async with pool.Sandbox(repairs.LIMITS, warm=1) as sandbox:
             snapshot = snapshots.Snapshot.of_texts(repairs.REPOSITORY)
             return await suites.run(sandbox, snapshot, repairs.files_of({"calc.py": repairs.FIXED}), repairs.suite())
 

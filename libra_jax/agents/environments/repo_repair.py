@@ -75,7 +75,8 @@ class Repair:
             return self._told(task, verdict, 0.0, 0, refused=True)
         verdict = await self._judge(snapshot, workspace, await self._suite(task.payload))
         reward = verdict.share if self._partial else float(verdict.solved)
-        return self._told(task, verdict, reward, snapshots.changed_lines(snapshot.files, workspace))
+        lines = await deadlines.off_loop(snapshots.changed_lines, snapshot.files, workspace)
+        return self._told(task, verdict, reward, lines)
 
     def _told(
         self, task: protocols.Task, verdict: suites.Verdict, reward: float, lines: int, *, refused: bool = False
@@ -180,8 +181,9 @@ def environment(
       prompt: what the policy is told; {issue} stands for the issue.
       system: system message; empty is none.
       partial: the reward is the share of the tests that pass, not 1 for all and 0 else.
-      test_seconds: that the hidden tests may take, past which they have failed. Fewer than `task.tool_seconds`, with
-        some left for a sandbox to start: else code that hangs passes for an environment that does.
+      test_seconds: that the hidden tests may take, past which they have failed. At most half of `task.tool_seconds`:
+        the unchanged repository may have to be judged, too, and code that hangs must not pass for an environment that
+        does.
       most_mib: MiB of files that a repository may have, before and after.
 
     Raises:
@@ -191,6 +193,11 @@ def environment(
     config.check("{issue}" in prompt, f"{field}.prompt", "must hold {issue}, in whose place the issue is put")
     good = 0 < test_seconds < math.inf
     config.check(good, f"{field}.test_seconds", f"must be positive and finite, not {test_seconds}")
+    config.check(
+        test_seconds <= tools.call_seconds / 1.9,
+        f"{field}.test_seconds",
+        f"must be at most half of task.tool_seconds, not {test_seconds}; raise task.tool_seconds",
+    )
     config.check(most_mib > 0, f"{field}.most_mib", f"must be positive, not {most_mib}")
     config.check(bool(tools.names), "tools.use", "names no tool, and without one no file can be changed: add 'edit'")
     repair = _shared(tools, prompt, partial, test_seconds, most_mib)

@@ -1,8 +1,8 @@
 """The process that runs hidden tests in a sandbox and answers to the host; it never imports the tested code.
 
-A sandbox gets this file as text after `guard.py`, `witness.py` and `hidden.py`. It imports the standard library only. It
-cannot be traced by what it tests, and it alone holds the descriptor of the answer. Tests run in a child: `hidden.py` in
-a forked one, or the project's own command. What a child reports counts only if the child ends as it should.
+A sandbox gets this file as text after `guard.py`, `witness.py` and `hidden.py`, and it imports the standard library.
+What it tests cannot trace it, and it alone holds the descriptor of the answer. Tests run in a child: `hidden.py` in a
+forked one, or the project's own command. What a child reports counts only if the child ends as it should.
 """
 
 from __future__ import annotations

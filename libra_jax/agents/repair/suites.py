@@ -195,36 +195,45 @@ class _Bench:
         self._sandbox, self._snapshot, self._suite, self._known = sandbox, snapshot, suite, known
 
     async def unchanged(self) -> Findings:
-        """Returns the findings on the repository as it was.
+        """Returns the findings on the repository as it was; it may take half of the seconds of a run.
 
         Raises:
           _Died: its sandboxes died.
         """
         key = digest(self._snapshot, self._snapshot.files, self._suite)
         if key not in self._known:
-            self._known[key] = await self.findings(self._snapshot.files)
+            self._known[key] = await self.findings(self._snapshot.files, 0.5)
         return self._known[key]
 
-    async def findings(self, workspace: Mapping[str, snapshots.File]) -> Findings:
+    async def findings(self, workspace: Mapping[str, snapshots.File], share: float = 1.0) -> Findings:
         """Returns the findings on some files.
+
+        All attempts together get the seconds of one run, so that tested code cannot outlast the caller's deadline.
+
+        Args:
+          workspace: the files, by path.
+          share: of the suite's seconds that all attempts together may take.
 
         Raises:
           _Died: sandboxes died, one after the other.
         """
         found: Findings | None = None
+        most = share * self._sandbox.limits.of_call(self._suite.seconds)
+        left = most
         for _ in range(ATTEMPTS):
             examination = await deadlines.off_loop(_Examination, self._snapshot, workspace, self._suite)
             try:
-                outcome = await self._sandbox.examine(examination.files, examination.code, self._suite.seconds)
+                outcome = await self._sandbox.examine(examination.files, examination.code, left)
             except pool.NotUnpacked as error:
                 death = str(error)
                 continue
+            left -= outcome.seconds
             if outcome.broken:
                 death = outcome.text
-                continue
-            found = examination.read(outcome)
-            if not found.killed:
-                return found
+            else:
+                found = examination.read(outcome)
+            if (found is not None and not found.killed) or left < most / 2:
+                break
         if found is None:
             raise _Died(death)
         return found
