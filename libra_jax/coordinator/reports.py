@@ -52,6 +52,7 @@ class StepReport:
       replaced: groups replaced since the step before, by reason.
       replaced_tokens: tokens generated in them.
       task: says which rollouts the trainer masks (`TaskConfig.masks`).
+      voids: attempts that a crash of the environment voided since the step before, by prompt.
       evaluation: what the evaluation after the step reported, if there was one.
       plan: what the planner had predicted, if there is one.
     """
@@ -65,6 +66,7 @@ class StepReport:
     replaced: Mapping[str, int] = field(default_factory=dict)
     replaced_tokens: int = 0
     task: configuration.TaskConfig = field(default_factory=configuration.TaskConfig)
+    voids: Mapping[str, int] = field(default_factory=dict)
     evaluation: Mapping[str, float] = field(default_factory=dict)
     plan: Mapping[str, float] = field(default_factory=dict)
 
@@ -101,6 +103,8 @@ class StepReport:
             "groups/replaced": sum(self.replaced.values()),
             **{f"groups/replaced_{reason}": count for reason, count in self.replaced.items()},
             "tokens/replaced": self.replaced_tokens,
+            "voids/attempts": sum(self.voids.values()),
+            "voids/most_of_a_prompt": max(self.voids.values(), default=0),
             **{f"finish/{name}": share for name, share in _finishes(trajectories).items()},
             **mean_metrics(trajectories),
             **tool_metrics(trajectories),

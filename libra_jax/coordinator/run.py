@@ -378,6 +378,7 @@ class Coordinator:
         replaced = self._parts.groups.replaced - self._reported
         report.replaced, report.replaced_tokens = replaced, self._parts.groups.replaced_tokens - self._reported_tokens
         self._reported, self._reported_tokens = self._parts.groups.replaced.copy(), self._parts.groups.replaced_tokens
+        report.voids = self._parts.runner.take_voids()
         report.counts, report.routing = (
             self._parts.dispatcher.take_counts(),
             self._parts.dispatcher.routing.take_counts(),
