@@ -3,8 +3,6 @@
 import asyncio
 import dataclasses
 import json
-import pathlib
-import shutil
 import tarfile
 
 import pytest
@@ -455,13 +453,10 @@ def test_a_converted_row_of_r2e_gym_is_attempted(tmp_path):
             (tmp_path / path).write_text(text)
             archive.add(tmp_path / path, f"testbed/{path}")
     task = read(str(tmp_path / "tasks.jsonl"), fail_to_pass_column="fail_to_pass").task(0)
-    packages = tmp_path / "packages"
-    for name in ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments"):
-        shutil.copytree(pathlib.Path(pytest.__file__).parent.parent / name, packages / name)
-    packages.chmod(0o755)
+    packages = repairs.pytest_alone(tmp_path)
 
     async def body(calls):
-        with_pytest = dataclasses.replace(repairs.SANDBOX, packages=(str(packages),))
+        with_pytest = dataclasses.replace(repairs.SANDBOX, packages=(packages,))
         async with toolkit.Toolkit(config.ToolsConfig(use=("edit",), describe=False), with_pytest) as tools:
             environment = repo_repair.environment(tools, test_seconds=30.0)
             await environment.reset(task)

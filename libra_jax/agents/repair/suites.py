@@ -291,6 +291,7 @@ class _Examination:
     def __init__(self, snapshot: snapshots.Snapshot, workspace: Mapping[str, snapshots.File], suite: Suite) -> None:
         self._suite, self._secret = suite, secrets.token_hex(16)
         self._controls: dict[str, bool] = {}
+        self._modules: dict[str, str] = {}
         tests = {path: self._controlled(path, file) for path, file in suite.tests.items()}
         files = snapshots.for_tests(snapshot, workspace, tests)
         self.files = files.pack()
@@ -313,14 +314,26 @@ class _Examination:
         lines, case = ["", "import unittest as _unittest", ""], f"Test{secrets.token_hex(8).title()}"
         lines.append(f"class {case}(_unittest.TestCase):")
         for place in range(_CONTROLS):
-            good = place == 0 or (place > 1 and secrets.randbelow(2) == 1)  # one of each kind at least
-            left = secrets.token_hex(4)
-            right = left if good else secrets.token_hex(4)
-            check = secrets.choice((f"self.assertEqual({left!r}, {right!r})", f"assert {left!r} == {right!r}"))
-            method = f"test_{secrets.token_hex(8)}"
-            lines += [f"    def {method}(self):", f"        {check}"]
-            self._controls[outcomes.dotted(f"{path}::{case}::{method}")] = good
+            test, check = self._control(f"{path}::{case}", place)
+            lines += [f"    def {test}(self):", f"        {check}"]
+        if not self._suite.command or "pytest" in self._suite.command:  # else nobody runs plain functions
+            for place in range(2):
+                test, check = self._control(path, place)
+                lines += [f"def {test}():", f"    {check}"]
         return snapshots.File(file.content + "\n".join(lines).encode() + b"\n", file.executable)
+
+    def _control(self, where: str, place: int) -> tuple[str, str]:
+        """Returns name and body of a control; the first two of a place are one of each kind."""
+        good = place == 0 or (place > 1 and secrets.randbelow(2) == 1)
+        left = secrets.token_hex(4)
+        right = left if good else secrets.token_hex(4)
+        test = f"test_{secrets.token_hex(8)}"
+        name = outcomes.dotted(f"{where}::{test}")
+        self._controls[name] = good
+        self._modules[name] = outcomes.dotted(f"{where.partition('::')[0]}::").removesuffix(".")
+        if where.endswith(".py"):
+            return test, f"assert {left!r} == {right!r}"
+        return test, secrets.choice((f"self.assertEqual({left!r}, {right!r})", f"assert {left!r} == {right!r}"))
 
     def read(self, outcome: limits.Outcome) -> Findings:
         """Returns the findings of a run by what its sandbox answered."""
@@ -350,7 +363,7 @@ class _Examination:
     def _judged(self, passed: Mapping[str, bool], answer: Mapping[str, Any]) -> Findings:
         changes = [str(change) for change in answer.get("changes", ())]
         for name, good in self._controls.items():
-            unloaded = f"{name.rsplit('.', 2)[0]}.import" in passed  # so that no test of its module could run
+            unloaded = f"{self._modules[name]}.import" in passed  # so that none of its tests could run
             if passed.get(name) is not good and not (unloaded and name not in passed):
                 return Findings(
                     problem="tests that must pass or fail in any case did not, or were not run", forged=True
