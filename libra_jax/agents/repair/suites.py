@@ -363,7 +363,8 @@ class _Examination:
     def _judged(self, passed: Mapping[str, bool], answer: Mapping[str, Any]) -> Findings:
         changes = [str(change) for change in answer.get("changes", ())]
         for name, good in self._controls.items():
-            unloaded = f"{self._modules[name]}.import" in passed  # so that none of its tests could run
+            # Only our own runner says so of a module that none of its tests could run.
+            unloaded = not self._suite.command and f"{self._modules[name]}.import" in passed
             if passed.get(name) is not good and not (unloaded and name not in passed):
                 return Findings(
                     problem="tests that must pass or fail in any case did not, or were not run", forged=True
