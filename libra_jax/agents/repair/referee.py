@@ -193,7 +193,7 @@ def commanded(request: Mapping[str, Any], workspace: str) -> dict[str, Any]:
         **os.environ,
         "PYTHONPATH": os.pathsep.join(_path(workspace)),
         "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTEST_ADDOPTS": f"--junitxml={report} -p no:cacheprovider",
+        "PYTEST_ADDOPTS": f"--junitxml={report}",
     }
     shell = subprocess.run(
         ["/bin/bash", "--noprofile", "--norc", "-c", request["command"]],

@@ -110,7 +110,7 @@ class Findings:
       killed: a signal ended the run, sent by whomever.
       changes: what the tested code changed around the tests.
       lies: what its objects and functions did that no honest ones do.
-      calls: its functions that the tests called.
+      calls: its functions that the tests called with an argument that can be changed in place.
     """
 
     passed: Mapping[str, bool] = field(default_factory=dict)
@@ -250,7 +250,7 @@ class _Bench:
         lies = [lie for lie in found.lies if lie not in before.lies]
         new = {witness.CHANGED.format(call) for call in found.calls} - {
             witness.CHANGED.format(call) for call in before.calls
-        }  # of a function that was not there before, nobody knows what it may do to its arguments
+        }  # of a function that was not called so before, nobody knows what it may do to its arguments
         return [*changes, *(lie for lie in lies if lie not in new)]
 
 

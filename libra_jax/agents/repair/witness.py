@@ -77,7 +77,7 @@ class Witness:
 
     Attributes:
       seen: a few words for each lie and each changed argument.
-      calls: the tested functions that tests called.
+      calls: the tested functions that tests called with an argument that can be changed in place.
     """
 
     def __init__(self, workspace: str, tests: set[str]) -> None:
@@ -92,23 +92,22 @@ class Witness:
         return {CALL: self.call, COMPARE: self.compare, BINARY: self.binary}
 
     def call(self, function: Any, /, *args: Any, **keywords: Any) -> Any:
-        """Calls a function for a test.
-
-        StopIteration that a tested function lets out becomes an error: it would end a loop of checks in silence.
-        """
+        """Calls a function for a test, and looks at what goes in."""
         if not self._is_tested(function):
             for place, value in enumerate(args[:3]):
                 self.look(value, args[1 - place] if place < 2 <= len(args) else None)
             if any(function is one for one in _SWALLOWS) or getattr(function, "__module__", "") == "itertools":
-                args = tuple(self._loud(value) if self._is_tested(value) else value for value in args)
+                kinds = (types.FunctionType, types.MethodType)
+                args = tuple(self._loud(value) if isinstance(value, kinds) else value for value in args)
             if getattr(function, "__name__", "") in ("assertIn", "assertNotIn") and len(args) > 1:
                 args = (args[0], self._bounded(args[1]), *args[2:])
             return function(*args, **keywords)
         label = f"{function.__module__}.{function.__qualname__}"
-        self.calls.add(label)
         given = [*args, *keywords.values()]
         before = [copy.deepcopy(value) if _is_open(value) else _KEPT for value in given]
-        result = self._loud(function)(*args, **keywords)
+        if any(old is not _KEPT for old in before):
+            self.calls.add(label)
+        result = function(*args, **keywords)
         changed = any(old is not _KEPT and old != new for old, new in zip(before, given, strict=True))
         if changed and result is not None and not any(result is value for value in given):
             self._see(CHANGED.format(label))
@@ -151,11 +150,19 @@ class Witness:
         return code.co_filename.startswith(self._folder) and code.co_filename not in self._tests
 
     def _loud(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns the function with its StopIteration made an error, which would end a loop of checks in silence.
+
+        StopIteration that a test's own code raises stays what it is.
+        """
+
         def called(*args: Any, **keywords: Any) -> Any:
             try:
                 return function(*args, **keywords)
             except StopIteration as error:
-                if getattr(function, "__name__", "") == "__next__":
+                last = error.__traceback__
+                while last is not None and last.tb_next is not None:
+                    last = last.tb_next
+                if last is None or not self._in_folder(last.tb_frame.f_code):
                     raise
                 raise RuntimeError("the tested code let StopIteration out, which would end a loop") from error
 
