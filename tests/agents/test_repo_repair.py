@@ -490,6 +490,10 @@ def test_a_repository_that_is_none_is_refused(tmp_path):
         snapshots.Snapshot.read(tmp_path, 3)
 
 
+def test_a_reason_in_the_log_has_no_escapes_and_an_end():
+    assert repo_repair._plain("a\x1b[2Jb\n\u202e" + "c" * 999) == "a\\x1b[2Jb\\n\\u202e" + "c" * 292
+
+
 def test_lines_of_a_large_file_are_counted_only(monkeypatch):
     monkeypatch.setattr(snapshots, "LONG_BYTES", 8)
     before, after = ({"a": snapshots.File(text)} for text in (b"1\n2\n", b"3\n4\n"))

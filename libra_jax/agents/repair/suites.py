@@ -107,7 +107,7 @@ class Findings:
       problem: why there is no result, in a few words; empty if there is one.
       overdue: the run took too long.
       forged: the problem is a forged report.
-      killed: a signal ended the run, sent by whomever.
+      killed: a signal ended the run; nobody knows who sent it.
       changes: what the tested code changed around the tests.
       lies: what its objects and functions did that no honest ones do.
       calls: its functions that the tests called with an argument that can be changed in place.
@@ -231,7 +231,7 @@ class _Bench:
             if outcome.broken:
                 death = outcome.text
             else:
-                found = examination.read(outcome)
+                found = await deadlines.off_loop(examination.read, outcome)  # a hostile report may be long
             if (found is not None and not found.killed) or left < most / 2:
                 break
         if found is None:
@@ -348,20 +348,22 @@ class _Examination:
             return Findings(problem=f"the tests have no result: {limits.cut(outcome.text, 200)}", killed=killed)
         if answer.get("problem"):
             return Findings(problem=str(answer["problem"]), forged=bool(answer.get("forged")))
+        junit = answer.get("junit")
+        if not isinstance(junit, str | None):
+            return Findings(problem="the report is no text", forged=True)
         try:
-            junit = answer.get("junit")
             passed = outcomes.printed(self._printed(answer)) if junit is None else outcomes.of_junit(junit)
         except outcomes.Unreadable as error:
             return Findings(problem=str(error), forged=True)
         return self._judged(passed, answer)
 
-    def _printed(self, answer: Mapping[str, str]) -> str:
+    def _printed(self, answer: Mapping[str, Any]) -> str:
         if "pytest" in self._suite.command:  # it would have written a report, had it come to its end
             raise outcomes.Unreadable("pytest wrote no report")
-        return answer.get("printed", "")
+        return str(answer.get("printed", ""))
 
     def _judged(self, passed: Mapping[str, bool], answer: Mapping[str, Any]) -> Findings:
-        changes = [str(change) for change in answer.get("changes", ())]
+        changes, lies, calls = (_texts(answer.get(name)) for name in ("changes", "lies", "calls"))
         for name, good in self._controls.items():
             # Only our own runner says so of a module that none of its tests could run.
             unloaded = not self._suite.command and f"{self._modules[name]}.import" in passed
@@ -373,8 +375,12 @@ class _Examination:
         if simple and self._controls and answer.get("status") == 0:
             changes.append("the test command ended with status 0 although a test failed")
         kept = {name: good for name, good in passed.items() if name not in self._controls}
-        lies, calls = answer.get("lies", ()), answer.get("calls", ())
         return Findings(kept, changes=changes, lies=lies, calls=calls)
+
+
+def _texts(value: Any) -> list[str]:
+    """Returns the texts of a list that tested code may have made."""
+    return [str(text) for text in value] if isinstance(value, list) else []
 
 
 @functools.cache
