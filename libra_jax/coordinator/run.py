@@ -17,6 +17,7 @@ from typing import Any
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.agents import factories
+from libra_jax.agents import samples as samples_lib
 from libra_jax.agents.rewards import scoring
 from libra_jax.coordinator import (
     attempts,
@@ -82,6 +83,7 @@ class Coordinator:
       recorder: where the run writes what happened.
       workdir: the run's folder; checkpoints go there and are resumed from there.
       reward: scores attempts; None leaves them the environments' own rewards.
+      samples: writes rollouts out as text; None saves none.
       export: where the trained parameters are written at the end as a Hugging Face directory; None is nowhere.
       make_trajectory: an empty trajectory (the simulator's hold no token lists).
       planner: decides who trains and who rolls out; None leaves everything as it is.
@@ -110,6 +112,7 @@ class Coordinator:
         recorder: protocols.Recorder,
         workdir: Path,
         reward: scoring.Scorer | None = None,
+        samples: samples_lib.Samples | None = None,
         export: Path | None = None,
         make_trajectory: attempts.MakeTrajectory = attempts.make_trajectory,
         planner: plan_follower.Planner | None = None,
@@ -128,6 +131,7 @@ class Coordinator:
         self._scheduler = scheduler
         self._recorder = recorder
         self._workdir = workdir
+        self._samples = samples
         self._export = export
         self._planner = planner
         hybrid = [spec.name for spec in engine_specs[len(engine_specs) - len(replica_specs) :]]
@@ -370,9 +374,12 @@ class Coordinator:
         result = await self._ending.race(work)
         end = self._loop.time()
         self._evaluated = self._step
-        self._summary.accuracies[self._step] = result["evaluation/accuracy"]
+        self._summary.accuracies[self._step] = result.metrics["evaluation/accuracy"]
         self._recorder.span("coordinator", "evaluation", begin, end, {"policy_version": self._step})
-        return {**result, "evaluation/seconds": end - begin}
+        if self._samples is not None:
+            for record in self._samples.of_evaluation(self._step, result.rollouts):
+                self._recorder.sample(record)
+        return {**result.metrics, "evaluation/seconds": end - begin}
 
     def _record(self, report: reports.StepReport) -> None:
         replaced = self._parts.groups.replaced - self._reported
@@ -390,6 +397,9 @@ class Coordinator:
         metrics = {**report.metrics(), **self._parts.recovery.take_metrics()}
         for record in report.trace():
             self._recorder.trajectory(record)
+        if self._samples is not None:
+            for record in self._samples.of_step(self._step, report.groups):
+                self._recorder.sample(record)
         self._recorder.metrics(self._step, metrics)
         self._learning.look(self._step, metrics)
         self._summary.rewards[self._step] = metrics["reward/mean"]

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from libra_jax.telemetry import escapes
+
 Warn = Callable[[str, str], None]
 """`warn(key, sentence)`: shows the sentence, once for each key."""
 
@@ -172,7 +174,7 @@ def json_line(record: Mapping[str, Any]) -> bytes:
         text = json.dumps(record, allow_nan=False, ensure_ascii=False)
     except (TypeError, ValueError):
         text = json.dumps(finite(record), allow_nan=False, ensure_ascii=False, default=str)
-    return text.encode("utf-8", "replace") + b"\n"
+    return escapes.json_text(text).encode("utf-8", "replace") + b"\n"
 
 
 def whole_json_lines(path: Path) -> Iterator[dict[str, Any]]:

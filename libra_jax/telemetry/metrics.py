@@ -19,11 +19,13 @@ from typing import Any
 
 from libra_jax import config as config_lib
 from libra_jax.protocols import ConfigError
-from libra_jax.telemetry import files, redaction
+from libra_jax.telemetry import escapes, files, redaction, samples
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 WANDB_ID_FILE = "wandb_run_id"
+SAMPLE_COLUMNS = ["step", "rank", "reward", "rollout", "prompt", "turns"]
+"""Columns of the table of samples that Weights & Biases gets."""
 
 
 def plain(scalars: Mapping[str, Any]) -> dict[str, float]:
@@ -139,12 +141,32 @@ class TensorBoardSink:
         length = struct.pack("<Q", len(data))
         self._file.write(length + struct.pack("<I", checksum(length)) + data + struct.pack("<I", checksum(data)))
 
-    def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Appends one step's event. What earlier sessions wrote at this session's first step or later is void."""
+    def _begin(self, step: int) -> None:
+        """Voids what earlier sessions wrote at this session's first step or later."""
         if self._purge:
             self._purge = False
             start = self._events.SessionLog(status=self._events.SessionLog.START)
             self._write(self._events.Event(wall_time=time.time(), step=step, session_log=start))
+
+    def sample(self, sample: samples.Sample) -> None:
+        """Appends the best and the worst rollout of a step as text; the others are in `samples.jsonl`."""
+        if sample.place == "middle":
+            return
+        self._begin(sample.step)
+        event = self._events.Event(wall_time=time.time(), step=sample.step)
+        kind = "evaluation_samples" if sample.evaluation else "samples"
+        value = event.summary.value.add(tag=f"{kind}/{sample.place}/text_summary")
+        value.metadata.plugin_data.plugin_name = "text"
+        value.tensor.dtype = 7  # DT_STRING of TensorFlow's types
+        value.tensor.tensor_shape.dim.add(size=1)
+        # TensorBoard reads Markdown: indented lines are code, which text cannot end as it could a fence.
+        indented = "".join(f"    {line}\n" for line in sample.text().splitlines())
+        value.tensor.string_val.append(indented.encode("utf-8", "replace"))
+        self._write(event)
+
+    def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Appends one step's event."""
+        self._begin(step)
         event = self._events.Event(wall_time=time.time(), step=step)
         for name, value in scalars.items():
             event.summary.value.add(tag=name, simple_value=value)
@@ -166,8 +188,9 @@ class WandbSink:
 
     def __init__(self, run_config: config_lib.RunConfig, workdir: Path, warn: files.Warn) -> None:
         self._warn = warn
+        self._rows: dict[str, list[list[Any]]] = {}
         try:
-            wandb = importlib.import_module("wandb")
+            self._wandb = wandb = importlib.import_module("wandb")
         except ImportError:
             raise ConfigError(
                 "config.telemetry.wandb_project: the wandb package is not installed; "
@@ -188,11 +211,20 @@ class WandbSink:
             raise ConfigError(f"config.telemetry.wandb_project: Weights & Biases did not start: {error}") from error
 
     def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Queues one step's numbers for the package's own sender process."""
+        """Queues one step's numbers and samples for the package's own sender process."""
+        rows, self._rows = self._rows, {}
         try:
-            self._run.log(dict(scalars), step=step)
+            tables = {kind: self._wandb.Table(columns=SAMPLE_COLUMNS, data=data) for kind, data in rows.items()}
+            self._run.log({**scalars, **tables}, step=step)
         except Exception as error:  # a lost viewer never stops a run, whatever it raises
             self._warn("wandb", f"Weights & Biases does not take metrics any more ({error}); the run goes on without.")
+
+    def sample(self, sample: samples.Sample) -> None:
+        """Keeps a rollout for the table that goes out with the step's numbers."""
+        kind = "evaluation_samples" if sample.evaluation else "samples"
+        prompt, *turns = (f"{piece.title}\n{escapes.visible(piece.text, lines=True)}" for piece in sample.pieces)
+        row = [sample.step, sample.rank, sample.reward, sample.headline, prompt, "\n".join(turns)]
+        self._rows.setdefault(kind, []).append(row)
 
     def flush(self) -> None:
         """Nothing to do: the package sends by itself."""

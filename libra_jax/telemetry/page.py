@@ -30,6 +30,13 @@ h2, summary { font-size: 15px; font-weight: 600; margin: 0 0 8px; }
 .note, .card p { color: var(--muted); font-size: 13px; margin: 8px 0 0; }
 summary { cursor: pointer; margin: 0; }
 details[open] summary { margin-bottom: 10px; }
+h3 { font-size: 13.5px; margin: 14px 0 4px; }
+.sample { border-top: 1px solid var(--grid); padding: 8px 0; }
+.sample summary { font-size: 13.5px; font-weight: 500; overflow-wrap: anywhere; }
+.sample pre { white-space: pre-wrap; overflow-wrap: anywhere; border-left: 3px solid var(--muted);
+  padding: 2px 0 2px 10px; max-height: 30em; overflow-y: auto; }
+.sample pre.model { border-color: var(--blue); } .sample pre.tool { border-color: var(--purple); }
+.card .who { margin: 10px 0 2px; }
 pre { overflow-x: auto; font: 12.5px/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; margin: 0; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: 13.5px; font-variant-numeric: tabular-nums; }

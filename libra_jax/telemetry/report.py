@@ -26,6 +26,8 @@ from libra_jax.telemetry import (
     plan_section,
     pool_section,
     rewards_section,
+    samples,
+    samples_section,
     timeline,
     tools_section,
     trace,
@@ -81,6 +83,7 @@ class Run:
       pools: their sizes, in order.
       changes: transitions of workers and meshes, in order.
       config_history: settings that changed when the run went on, in order.
+      samples: rollouts of the first and of the last step as text.
     """
 
     steps: dict[int, dict[str, float]]
@@ -94,6 +97,7 @@ class Run:
     pools: list[timeline.PoolSizes] = field(default_factory=list)
     changes: list[transitions.Transition] = field(default_factory=list)
     config_history: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[samples.Sample] = field(default_factory=list)
 
     def curve(self, name: str) -> dict[int, float]:
         """Finite values by step, of the steps that have the number."""
@@ -142,7 +146,8 @@ def load(workdir: Path) -> Run:
     known = config if isinstance(config, dict) else {}
     foretold = foresight.measure(attempts) if tools.tools else None
     history = list(files.whole_json_lines(workdir / files.CONFIG_HISTORY_FILE))
-    return Run(steps, list(spans), seconds, lengths, tools, foretold, known, decisions, pools, changes, history)
+    shown = samples_section.ends(samples.read(workdir / samples.SAMPLES_FILE))
+    return Run(steps, list(spans), seconds, lengths, tools, foretold, known, decisions, pools, changes, history, shown)
 
 
 def write_report(workdir: Path) -> Path:
@@ -264,6 +269,7 @@ def sections(run: Run) -> list[page.Section]:
         out.append(page.Section("Loss", figures.curve(loss, colour=figures.GREEN, zero=False)))
     if picture := timeline_section(run.spans):
         out.append(picture)
+    out.extend(samples_section.sections(run.samples))
     out.append(page.Section("Replaced groups", replaced_table(run), wide=True))
     out.extend(changes_section.sections(run.config_history))
     if run.steps:

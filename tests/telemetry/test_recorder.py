@@ -11,6 +11,7 @@ import types
 from dataclasses import replace
 
 import pytest
+import sample_records
 
 from libra_jax import config as config_lib
 from libra_jax.protocols import ConfigError
@@ -300,6 +301,29 @@ def test_tensorboard_gets_the_same_scalars_and_forgets_redone_steps(tmp_path):
             scalars[event.step] = {value.tag: value.simple_value for value in event.summary.value}
     assert list(scalars) == [1, 2, 3, 4]
     assert scalars[4] == pytest.approx(STEP)
+
+
+def test_tensorboard_gets_the_best_and_the_worst_rollout_as_text(tmp_path):
+    one = recorder.create(run_config(console=False), tmp_path, Clock())
+    for rank in range(1, 5):
+        one.sample(sample_records.record(1, rank))
+    one.sample(sample_records.record(1, evaluation=True))
+    one.metrics(1, {"reward/mean": 0.5})
+    one.close()
+    found = {
+        value.tag: value
+        for event in tensorboard_events(tmp_path / "tensorboard")
+        for value in event.summary.value
+        if value.metadata.plugin_data.plugin_name == "text"
+    }
+    assert sorted(found) == [
+        "evaluation_samples/best/text_summary",
+        "samples/best/text_summary",
+        "samples/worst/text_summary",
+    ]
+    text = found["samples/worst/text_summary"].tensor.string_val[0].decode()
+    assert all(line.startswith("    ") for line in text.splitlines())
+    assert r"I call \x1b[2J" in text
 
 
 def test_a_workdir_that_cannot_be_made_ends_in_a_sentence(tmp_path):
