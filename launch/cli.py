@@ -8,6 +8,7 @@ import difflib
 import functools
 import gc
 import itertools
+import logging as python_logging
 import os
 import sys
 import traceback
@@ -19,6 +20,7 @@ from absl import app, flags, logging
 
 from libra_jax import config as libra_config
 from libra_jax import protocols
+from libra_jax.telemetry import escapes
 
 GARBAGE_THRESHOLDS = (20_000, 50, 20)
 """Of `gc.set_threshold`: a coordinator keeps many small objects for long, hardly any of them in cycles, and Python's
@@ -48,10 +50,22 @@ def run(
     gc.set_threshold(*GARBAGE_THRESHOLDS)
     sys.path.append(os.getcwd())  # where a user's own "module:factory" lives; last, so that it shadows nothing
     logging.set_verbosity(logging.WARNING)  # libraries' own progress is not for the terminal; -v=0 brings it back
+    logging.get_absl_handler().setFormatter(_Visible(logging.PythonFormatter()))
     app.run(
         lambda _: sys.exit(_guarded(main, interrupted, lost)),
         flags_parser=functools.partial(_parse_flags, config_type, default_config),
     )
+
+
+class _Visible(python_logging.Formatter):
+    """Formats log records as another formatter does, with what would control a terminal spelled out."""
+
+    def __init__(self, inner: python_logging.Formatter) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def format(self, record: python_logging.LogRecord) -> str:
+        return escapes.visible(self._inner.format(record), lines=True)
 
 
 def seeds(text: str) -> list[int]:
@@ -90,8 +104,8 @@ def _guarded(main: Callable[[], int | None], interrupted: str, lost: int = 1) ->
     except Exception as error:
         traced = bool(os.environ.get("LIBRA_JAX_TRACEBACK"))
         if traced:
-            traceback.print_exc()
-        print(f"error: {_sentence(error, traced)}", file=sys.stderr)
+            print(escapes.visible(traceback.format_exc(), lines=True), end="", file=sys.stderr)
+        print(f"error: {escapes.visible(_sentence(error, traced), lines=True)}", file=sys.stderr)
         return lost if isinstance(error, protocols.WorkerLost) else 1
     except KeyboardInterrupt:
         print(f"error: {interrupted}", file=sys.stderr)
@@ -116,7 +130,7 @@ def _parse_flags(config_type: type[Any], default_config: str | None, argv: Seque
             flags.FLAGS.config.to_dict()  # a config file that cannot be read raises here, not in main
         return remaining
     except (AttributeError, KeyError, OSError, ImportError, SyntaxError, TypeError, ValueError, flags.Error) as error:
-        print(f"error: {_flag_sentence(config_type, argv, error)}", file=sys.stderr)
+        print(f"error: {escapes.visible(_flag_sentence(config_type, argv, error), lines=True)}", file=sys.stderr)
         sys.exit(2)
 
 

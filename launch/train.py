@@ -32,6 +32,7 @@ from libra_jax import config as libra_config
 from libra_jax.agents import factories
 from libra_jax.agents.tools import toolkit
 from libra_jax.coordinator import run as coordinator
+from libra_jax.telemetry import escapes
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "The run's config file; configs/quickstart.py.", lock_config=True
@@ -59,7 +60,7 @@ def main() -> int:
     checks.validate(config, need_weights=not _DRY_RUN.value)
     warn.warn(config)
     if _DRY_RUN.value:
-        print(dry_run.describe(config))
+        print(escapes.visible(dry_run.describe(config), lines=True))  # it quotes a task, which may be anybody's
         return 0
     summary = asyncio.run(_train(config, last_resort))
     if summary.terminated:

@@ -27,7 +27,7 @@ from libra_jax.models import config as model_config
 from libra_jax.planning import costs, forecast, planner, plans, profiles
 from libra_jax.scheduling import costs as scheduling_costs
 from libra_jax.scheduling import registry as schedulers
-from libra_jax.telemetry import files, report, resume, status
+from libra_jax.telemetry import escapes, files, report, resume, status
 from libra_jax.telemetry import recorder as telemetry
 
 TRAINER = "libra_jax.training.trainer:create"
@@ -253,7 +253,7 @@ async def train(
             try:
                 print(f"Report: {report.write_report(workdir)}")
             except protocols.DataError as error:  # a run stopped before it began has recorded nothing
-                print(f"No report: {error}")
+                print(escapes.visible(f"No report: {error}"))
     return summary
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from libra_jax.scheduling import foresight
-from libra_jax.telemetry import page, tools_picture
+from libra_jax.telemetry import escapes, page, tools_picture
 
 TITLE = "What tool returns foretell"
 
@@ -32,14 +32,14 @@ def sections(found: foresight.Foresight | None) -> list[page.Section]:
 
 def label(state: foresight.State) -> str:
     """A state in a line."""
-    return f"{state.tool}, {state.status}, {foresight.told(state.size_class)}"
+    return escapes.visible(f"{state.tool}, {state.status}, {foresight.told(state.size_class)}")
 
 
 def rows(found: foresight.Foresight) -> list[tuple[str, ...]]:
     """A row of texts a state, for `HEADS`."""
     return [
         (
-            state.tool,
+            escapes.visible(state.tool),
             foresight.told(state.size_class),
             state.status,
             f"{state.count:,}",

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TextIO
 
-from libra_jax.telemetry import files
+from libra_jax.telemetry import escapes, files
 
 STATUS_SECONDS = 5.0
 """Least time between two status lines in plain output."""
@@ -146,7 +146,7 @@ class PlainConsole:
             return
         self._last_line = self._clock()
         try:
-            self._stream.write(text + "\n")
+            self._stream.write(escapes.visible(text) + "\n")
             self._stream.flush()
         except (OSError, ValueError) as error:  # ValueError: the stream has been closed
             self._lost = True

@@ -19,7 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from libra_jax.telemetry import console, files
+from libra_jax.telemetry import console, escapes, files
 
 REFRESH_SECONDS = 0.5
 SPARK_STEPS = 40
@@ -126,8 +126,8 @@ class LiveConsole:
         parts: list[RenderableType] = [self._progress(), self._numbers()]
         if workers := dict(self._workers):
             parts.append(self._worker_table(workers))
-        parts.extend(Text(note, style="dim", overflow="fold") for note in list(self._notes))
-        title = Text(f"libra-jax · {self._name}", style="bold")
+        parts.extend(Text(escapes.visible(note), style="dim", overflow="fold") for note in list(self._notes))
+        title = Text(escapes.visible(f"libra-jax · {self._name}"), style="bold")
         return Panel(Group(*parts), title=title, title_align="left", box=box.ROUNDED, border_style="dim")
 
     def _progress(self) -> RenderableType:
@@ -171,5 +171,7 @@ class LiveConsole:
         table.add_column("for", justify="right", no_wrap=True)
         now = self._clock()
         for worker, (text, since) in workers.items():
-            table.add_row(Text(worker), Text(text), console.seconds_text(max(0.0, now - since)))
+            table.add_row(
+                Text(escapes.visible(worker)), Text(escapes.visible(text)), console.seconds_text(max(0.0, now - since))
+            )
         return table

@@ -7,6 +7,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from libra_jax.telemetry import escapes
+
 _STYLE = """
 :root { color-scheme: light dark; --font: system-ui, -apple-system, "Segoe UI", Roboto, "Inter", sans-serif;
   --page: #f6f7f9; --surface: #ffffff; --ink: #1c2430; --muted: #667085; --grid: #e4e7ec;
@@ -67,10 +69,15 @@ class Section:
     folded: bool = False
 
 
+def _escaped(text: str) -> str:
+    """Text as HTML shows it, which a model or a tool may have written."""
+    return html.escape(escapes.visible(text, lines=True))
+
+
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """An HTML table of texts."""
-    head = "".join(f"<th>{html.escape(text)}</th>" for text in heads)
-    lines = ("<tr>" + "".join(f"<td>{html.escape(text)}</td>" for text in row) + "</tr>" for row in rows)
+    head = "".join(f"<th>{_escaped(text)}</th>" for text in heads)
+    lines = ("<tr>" + "".join(f"<td>{_escaped(text)}</td>" for text in row) + "</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
 
 
@@ -100,12 +107,12 @@ def render(title: str, heading: str, lead: Sequence[str], sections: Sequence[Sec
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{html.escape(title)}</title>
+<title>{_escaped(title)}</title>
 <style>{_STYLE}</style>
 </head>
 <body>
 <main>
-<h1><small>Libra-JAX run report</small>{html.escape(heading)}</h1>
+<h1><small>Libra-JAX run report</small>{_escaped(heading)}</h1>
 <ul class="lead">{items}</ul>
 <div class="cards">
 {cards}
@@ -118,8 +125,8 @@ def render(title: str, heading: str, lead: Sequence[str], sections: Sequence[Sec
 
 def _card(section: Section) -> str:
     kind = "card wide" if section.wide else "card"
-    note = f'<p class="note">{html.escape(section.note)}</p>' if section.note else ""
-    title = html.escape(section.title)
+    note = f'<p class="note">{_escaped(section.note)}</p>' if section.note else ""
+    title = _escaped(section.title)
     if section.folded:
         return f'<details class="{kind}"><summary>{title}</summary>{section.body}{note}</details>'
     return f'<section class="{kind}"><h2>{title}</h2>{section.body}{note}</section>'

@@ -13,7 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from libra_jax.telemetry import console
+from libra_jax.telemetry import console, escapes
 
 WIDTH = 100
 
@@ -41,26 +41,26 @@ def picture(view: Mapping[str, Any], verdict: str = "") -> RenderableType:
             (f"step {view['step']}/{view['steps']}", "bold"),
             f"   version {view['policy_version']}   start {view['epoch']} of this run",
         ),
-        Text(f"process {view['pid']} on {view['host']}, began {began}, {console.seconds_text(view['seconds'])} ago"),
+        _text(f"process {view['pid']} on {view['host']}, began {began}, {console.seconds_text(view['seconds'])} ago"),
     ]
     if verdict:
-        lines.append(Text(verdict, style="bold red" if verdict.startswith("DEAD") else "bold"))
-    lines += [Text(problem, style="bold red") for problem in view["problems"]]
+        lines.append(_text(verdict, style="bold red" if verdict.startswith("DEAD") else "bold"))
+    lines += [_text(problem, style="bold red") for problem in view["problems"]]
     if shown := _numbers(view["scalars"]):
         lines.append(shown)
     lines.append(_workers(view["workers"]))
     for title, counts in (("workers lost", view["failures"]), ("groups replaced", view["replaced"])):
         if any(counts.values()):
             told = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()) if count)
-            lines.append(Text(f"{title}: {told}"))
+            lines.append(_text(f"{title}: {told}"))
     lines += [
-        Text(f"waits: {wait['subject']} {wait['seconds']:.0f} of {wait['deadline']:g} s", style="dim")
+        _text(f"waits: {wait['subject']} {wait['seconds']:.0f} of {wait['deadline']:g} s", style="dim")
         for wait in view["waits"]
     ]
-    lines += [Text(note, style="dim", overflow="fold") for note in view["notes"]]
+    lines += [_text(note, style="dim", overflow="fold") for note in view["notes"]]
     if view["endpoint"] and not view["ended"]:
-        lines.append(Text(f"{view['endpoint']}/health and /metrics", style="dim"))
-    return Panel(Group(*lines), title=f"libra-jax · {view['run']}", title_align="left", box=box.ROUNDED)
+        lines.append(_text(f"{view['endpoint']}/health and /metrics", style="dim"))
+    return Panel(Group(*lines), title=_text(f"libra-jax · {view['run']}"), title_align="left", box=box.ROUNDED)
 
 
 def text(view: Mapping[str, Any], verdict: str = "") -> str:
@@ -68,6 +68,11 @@ def text(view: Mapping[str, Any], verdict: str = "") -> str:
     stream = io.StringIO()
     Console(file=stream, width=WIDTH, color_system=None).print(picture(view, verdict))
     return stream.getvalue()
+
+
+def _text(content: str, **looks: Any) -> Text:
+    """Text from a run's files, which a model or a tool may have written."""
+    return Text(escapes.visible(content), **looks)
 
 
 def _numbers(scalars: Mapping[str, float | None]) -> RenderableType | None:
@@ -89,5 +94,5 @@ def _workers(workers: Mapping[str, Mapping[str, Any]]) -> RenderableType:
     table.add_column("doing", ratio=1, overflow="fold")
     table.add_column("for", justify="right", no_wrap=True)
     for name, worker in workers.items():
-        table.add_row(Text(name), Text(worker["doing"]), console.seconds_text(worker["seconds"]))
+        table.add_row(_text(name), _text(worker["doing"]), console.seconds_text(worker["seconds"]))
     return table

@@ -1,10 +1,12 @@
 """The recorder as a run uses it: every sink at once, in a pipe, on a terminal, on a full disk, closed twice."""
 
 import errno
+import io
 import json
 import logging
 import os
 import pty
+import re
 import subprocess
 import sys
 import types
@@ -111,6 +113,19 @@ def test_a_pipe_gets_one_plain_line_a_step_and_a_status_now_and_then(tmp_path, c
     assert "The run begins." in lines
     assert lines[-1] == "It is done."
     assert not any("\x1b" in line for line in lines)
+
+
+@pytest.mark.parametrize("make", [console.PlainConsole, live.LiveConsole])
+def test_escapes_in_notes_and_statuses_reach_no_console(make):
+    stream = io.StringIO()
+    one = make("demo", 4, stream, Clock(), lambda key, sentence: None)
+    one.note("It said \x1b[2J\x9b31m\x07\nstep 4/4  reward 1.000")
+    one.status("engine\x1b[2J", "answering \u202e")
+    one.close()
+    shown = re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", stream.getvalue())  # the console's own
+    assert "\x1b[2J" not in stream.getvalue()
+    assert not set(shown) & set("\x1b\x9b\x07\u202e")
+    assert r"It said \x1b[2J\x9b31m\x07\nstep" in shown
 
 
 def test_a_console_can_be_left_out(tmp_path, capsys):
