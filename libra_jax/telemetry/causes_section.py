@@ -54,7 +54,7 @@ def sentences(found: foresight.Foresight) -> list[str]:
     """How well what is left was foretold, as plain text."""
     count = sum(state.count for state in found.states)
     out = [
-        f"Causal states alone account for {_share(found.explained)} of the variance of what is left after "
+        f"Causal states alone account for {_explained(found.explained)} of the variance of what is left after "
         f"{count:,} returns."
     ]
     if not found.judged:
@@ -69,9 +69,14 @@ def sentences(found: foresight.Foresight) -> list[str]:
         else "What is left is always the same: there is nothing to foretell."
     )
     if not math.isnan(found.path_explained):
-        out.append(f"C-MLFQ's mean prediction accounts for {_share(found.path_explained)} of the variance.")
+        out.append(f"C-MLFQ's mean prediction accounts for {_explained(found.path_explained)} of the variance.")
     return out
 
 
 def _share(value: float) -> str:
-    return "an unknown share" if math.isnan(value) else f"{value:.0%}"
+    return "an unknown share" if math.isnan(value) else f"{value:z.0%}"
+
+
+def _explained(value: float) -> str:
+    """A share of variance; predictions that are worse than the mean explain none of it."""
+    return _share(value) if math.isnan(value) or value > 0 else "none"

@@ -55,6 +55,7 @@ class LiveConsole:
         self._clock = clock
         self._warn = warn
         self._pace = console.Pace(steps, clock())
+        self._speed = console.Speed()
         self._scalars: dict[str, float] = {}
         self._rewards: deque[float] = deque(maxlen=SPARK_STEPS)
         self._evaluation: tuple[int, float] | None = None
@@ -78,6 +79,7 @@ class LiveConsole:
 
     def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
         self._pace.step_ended(step, self._clock())
+        self._speed.step_ended(scalars)
         self._scalars = dict(scalars)
         if "reward/mean" in scalars:
             self._rewards.append(scalars["reward/mean"])
@@ -145,7 +147,7 @@ class LiveConsole:
         scalars = self._scalars
         shown = {
             "reward": (scalars.get("reward/mean"), ".3f"),
-            "tokens/s": (scalars.get("tokens_per_second"), ",.0f"),
+            "tokens/s": (self._speed.tokens_per_second or None, ",.0f"),
             "staleness": (scalars.get("staleness/max"), ".0f"),
             "loss": (scalars.get("loss"), ".4g"),
             "mismatch KL": (scalars.get("mismatch/kl"), ".1e"),

@@ -108,6 +108,17 @@ def _import_tensorboardx() -> tuple[ModuleType, ModuleType]:
     return events, records
 
 
+def _tensorboard_folder(workdir: Path) -> Path:
+    """Returns the folder of the run's events. TensorBoard calls a run by the folder in which it finds its events.
+
+    A run goes on where its first session began, also if its workdir has another name by now. Sessions of a version that
+    wrote into `tensorboard` itself go on there.
+    """
+    parent = workdir / TENSORBOARD_FOLDER
+    begun = [path.parent for path in (*parent.glob("*.libra"), *parent.glob("*/*.libra"))]
+    return min(begun, default=parent / (workdir.resolve().name or "run"))
+
+
 class TensorBoardSink:
     """Writes the scalars of a step as one TensorBoard event.
 
@@ -115,14 +126,14 @@ class TensorBoardSink:
     its bounded queue would block the event loop for good.
 
     Args:
-      workdir: the run's folder; events go to its `tensorboard` folder, one file a session.
+      workdir: the run's folder; events go to `tensorboard/<name of the workdir>` in it, one file a session.
       warn: receives the warning of a disk that is full.
       guard: whether this run may still write there.
     """
 
     def __init__(self, workdir: Path, warn: files.Warn, guard: files.Guard = files.always) -> None:
         self._events, self._records = _import_tensorboardx()
-        folder = workdir / TENSORBOARD_FOLDER
+        folder = _tensorboard_folder(workdir)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             earlier = [int(name.suffixes[-2][1:]) for name in folder.glob("events.out.tfevents.*.libra")]

@@ -138,7 +138,7 @@ def test_many_turns_share_the_last_bar():
 def test_the_report_of_a_workdir_has_tools_and_what_they_foretell(tmp_path):
     (tmp_path / "trace.jsonl").write_text("".join(json.dumps(one) + "\n" for one in invented()))
     text = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", report.write_report(tmp_path).read_text()))
-    assert "with 49 tool calls (65% successful)" in text
+    assert "with 49 tool calls (16 failed and 1 timed out)" in text
     assert "Tool outcomes by step" in text
     assert "Causal states alone account for" in text
 
