@@ -17,13 +17,13 @@ STATUS_SECONDS = 5.0
 RATE_STEPS = 10
 """Steps whose mean duration the remaining time is estimated from."""
 
-TIMES = {"rollout wait": "rollout/wait_seconds", "train": "train/seconds", "sync": "sync/seconds"}
+TIMES = {"wait": "rollout/wait_seconds", "train": "train/seconds", "sync": "sync/seconds"}
 """Parts of a step's time as a line calls them, and their metrics. The report has the same."""
 
-WIDTH = 100
+WIDTH = 120
 """Columns of a step's line at most."""
 
-LESS_IMPORTANT = ("mismatch", "moves", "loss", "staleness", "sync", "train", "rollout wait")
+LESS_IMPORTANT = ("mismatch", "moves", "loss", "staleness", "sync", "train", "wait")
 """Parts that a step's line leaves out where it would be too long, in this order."""
 
 LOST = "console"

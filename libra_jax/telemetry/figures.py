@@ -30,7 +30,7 @@ VARIABLES = {
 MOST_POINTS = 400
 """Points a drawn curve has at most; longer ones are averaged down."""
 
-PART_COLOURS = {"rollout wait": BLUE, "training": GREEN, "weight update": ORANGE, "checkpoint": PURPLE, "other": MUTED}
+PART_COLOURS = {"wait": BLUE, "training": GREEN, "weight update": ORANGE, "checkpoint": PURPLE, "other": MUTED}
 """Parts of a step's time, in the order in which they are stacked."""
 
 FEW_POINTS = 20
@@ -140,7 +140,7 @@ def line(axes: Any, curve: Curve, **style: Any) -> None:
     """Draws a curve, with a mark at each point where there are few."""
     steps, values = thinned(curve)
     few = {"marker": "o", "markersize": 5, "markeredgewidth": 0} if len(steps) <= FEW_POINTS else {}
-    axes.plot(steps, values, **{**few, **style})
+    axes.plot(steps, values, clip_on=False, **{**few, **style})  # whole marks at the axes' edge
 
 
 def step_axis(axes: Any) -> None:
@@ -213,7 +213,7 @@ def curve(
     Args:
       values: by step.
       colour: of the line.
-      log: a logarithmic axis, if all values are positive.
+      log: a logarithmic axis, if all values are positive and some are ten times others.
       zero: the axis includes zero.
       stairs: horizontal pieces instead of slopes, for whole numbers.
       whole: the values are counts.
@@ -229,13 +229,13 @@ def curve(
             legend_above(axes, 2)
         else:
             line(axes, values, color=colour, linewidth=1.8, **style)
-        if log and min(values.values()) > 0:
+        if log and 0 < 10 * min(values.values()) < max(values.values()):
             axes.set_yscale("log")
         elif zero:
             axes.set_ylim(bottom=min(0.0, *values.values()), top=max(values.values()) * 1.08 or 1.0)
         if stairs or whole:
             whole_ticks(axes.yaxis)
-        elif not log:
+        elif axes.get_yscale() != "log":
             axes.yaxis.set_major_formatter(_thousands)
         step_axis(axes)
         return figure

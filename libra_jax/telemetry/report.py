@@ -57,7 +57,7 @@ REPLACED = "groups/replaced_"
 """What the name of a metric starts with that counts a step's replaced groups of one reason."""
 
 PARTS_NOTE = (
-    "Rollout wait is the time in which training waited for rollouts, as in the console's lines. Generation that "
+    "Wait is the time in which training waited for rollouts, as in the console's lines. Generation that "
     "overlaps training costs no step time."
 )
 
@@ -314,7 +314,7 @@ def step_parts(run: Run) -> dict[str, dict[int, float]]:
     """Seconds of each part of a step, by step."""
     waited = "rollout/wait_seconds" if run.curve("rollout/wait_seconds") else "rollout/seconds"
     named = {
-        "rollout wait": waited,
+        "wait": waited,
         "training": "train/seconds",
         "weight update": "sync/seconds",
         "checkpoint": "checkpoint/seconds",

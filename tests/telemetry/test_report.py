@@ -307,9 +307,7 @@ CURVES = {
     "reward": lambda curve: figures.reward(curve, {1: 0.5}),
     "curve": figures.curve,
     "curves": lambda curve: figures.curves({"a": curve, "b": curve}, width=5),
-    "times": lambda curve: figures.step_times(
-        dict.fromkeys(("rollout wait", "training", "checkpoint", "other"), curve)
-    ),
+    "times": lambda curve: figures.step_times(dict.fromkeys(("wait", "training", "checkpoint", "other"), curve)),
     "predicted": lambda curve: figures.predicted(curve, curve, curve, []),
     "outcomes": lambda curve: tools_picture.outcomes({"look": dict.fromkeys(tools_picture.COLOURS, curve)}),
 }
@@ -362,8 +360,8 @@ def test_a_few_failures_among_many_calls_are_counted(tmp_path):
 def test_rollout_is_called_and_counted_as_the_console_does(tmp_path):
     numbers = {"rollout/seconds": 3.1, "rollout/wait_seconds": 0.4, "train/seconds": 2.0, "step/seconds": 2.5}
     run = report.load(recorded(tmp_path, 2, **numbers))
-    assert report.step_parts(run)["rollout wait"] == {1: 0.4, 2: 0.4}
-    assert "rollout wait 0.4 s, train 2.0 s" in console.step_line(1, console.Pace(2, 0.0), numbers)
+    assert report.step_parts(run)["wait"] == {1: 0.4, 2: 0.4}
+    assert "wait 0.4 s, train 2.0 s" in console.step_line(1, console.Pace(2, 0.0), numbers)
 
 
 def test_steps_that_generated_nothing_do_not_make_the_speed(tmp_path):
