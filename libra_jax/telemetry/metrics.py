@@ -19,7 +19,7 @@ from typing import Any
 
 from libra_jax import config as config_lib
 from libra_jax.protocols import ConfigError
-from libra_jax.telemetry import escapes, files, redaction, samples
+from libra_jax.telemetry import files, redaction, samples
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
@@ -233,7 +233,7 @@ class WandbSink:
     def sample(self, sample: samples.Sample) -> None:
         """Keeps a rollout for the table that goes out with the step's numbers."""
         kind = "evaluation_samples" if sample.evaluation else "samples"
-        prompt, *turns = (f"{piece.title}\n{escapes.visible(piece.text, lines=True)}" for piece in sample.pieces)
+        prompt, *turns = (f"{piece.title}\n{piece.shown()}" for piece in sample.pieces)
         row = [sample.step, sample.rank, sample.reward, sample.headline, prompt, "\n".join(turns)]
         self._rows.setdefault(kind, []).append(row)
 

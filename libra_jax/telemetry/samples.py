@@ -17,6 +17,9 @@ from libra_jax.telemetry import escapes, files
 
 SAMPLES_FILE = "samples.jsonl"
 
+MOST_CHARACTERS = 20_000
+"""Characters of one piece of text in viewers and in the report. A longer piece is cut in its middle, and says so."""
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -31,6 +34,14 @@ class Piece:
     title: str
     text: str
     source: str
+
+    def shown(self) -> str:
+        """Returns the text as viewers get it: safe to show, and cut in its middle if it is very long."""
+        text = self.text
+        if len(text) > MOST_CHARACTERS:
+            half = MOST_CHARACTERS // 2
+            text = f"{text[:half]}\n[... {len(text) - 2 * half:,} characters left out ...]\n{text[-half:]}"
+        return escapes.visible(text, lines=True)
 
 
 @dataclass(frozen=True)
@@ -63,8 +74,8 @@ class Sample:
         return "best" if self.rank == 1 else "worst" if self.rank == self.of else "middle"
 
     def text(self) -> str:
-        """Returns all of it as plain text, safe to show."""
-        told = [f"== {piece.title} ==\n{escapes.visible(piece.text, lines=True)}" for piece in self.pieces]
+        """Returns it as plain text for viewers, safe to show."""
+        told = [f"== {piece.title} ==\n{piece.shown()}" for piece in self.pieces]
         return "\n".join([self.headline, *told])
 
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Sequence
 
-from libra_jax.telemetry import escapes, page, samples
+from libra_jax.telemetry import page, samples
 
 EACH = 2
 """Best, and worst, rollouts of the last step that are shown; of the first step it is one of each."""
-
-MOST_CHARACTERS = 20_000
-"""Characters of one piece of text on the page; a longer piece is cut in its middle."""
 
 NOTE = (
     "Rollouts as the policy saw and wrote them, special tokens spelled out; control characters are shown as escapes. "
@@ -54,15 +51,8 @@ def sections(found: Sequence[samples.Sample]) -> list[page.Section]:
 
 def _sample(sample: samples.Sample) -> str:
     pieces = "".join(
-        f'<p class="who">{html.escape(piece.title)}</p><pre class="{piece.source}">{_text(piece.text)}</pre>'
+        f'<p class="who">{html.escape(piece.title)}</p><pre class="{piece.source}">{html.escape(piece.shown())}</pre>'
         for piece in sample.pieces
     )
     head = f"{sample.place}: {sample.headline}" if sample.place != "middle" else sample.headline
     return f'<details class="sample"><summary>{html.escape(head)}</summary>{pieces}</details>'
-
-
-def _text(text: str) -> str:
-    if len(text) > MOST_CHARACTERS:
-        half = MOST_CHARACTERS // 2
-        text = f"{text[:half]}\n[... {len(text) - 2 * half:,} characters left out ...]\n{text[-half:]}"
-    return html.escape(escapes.visible(text, lines=True))

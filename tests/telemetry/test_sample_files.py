@@ -81,3 +81,16 @@ def test_the_report_shows_best_and_worst_rollouts_as_harmless_text(tmp_path):
 def test_a_negative_count_of_samples_is_refused_by_name():
     with pytest.raises(protocols.ConfigError, match=r"config\.telemetry\.samples: must not be negative, not -1"):
         config_lib.TelemetryConfig(samples=-1)
+
+
+def test_viewers_and_report_get_a_very_long_text_cut_in_its_middle(tmp_path):
+    long = "a" * samples.MOST_CHARACTERS + "b" * 500 + "c" * samples.MOST_CHARACTERS
+    one = make(tmp_path, tensorboard=False)
+    one.sample(sample_records.record(1, prompt=long))
+    one.metrics(1, {"reward/mean": 0.5})
+    one.close()
+    [sample] = samples.read(tmp_path / "samples.jsonl")
+    assert sample.pieces[0].text == long
+    for text in (sample.text(), report.write_report(tmp_path).read_text()):
+        assert f"[... {samples.MOST_CHARACTERS + 500:,} characters left out ...]" in text
+        assert "b" * 500 not in text
