@@ -178,6 +178,6 @@ def write_picture(entries: Sequence[Entry], bound_seconds: float, path: Path, ti
         axes.set_xlabel("seconds a training step (mean over seeds, +- one standard deviation)")
         axes.set_title(title, loc="left", fontsize=11)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, loc="lower right")
+        picture.legend(frameon=False, loc="outside lower right")
         metadata = {"Date": None} if path.suffix == ".svg" else None
         picture.savefig(path, dpi=150, metadata=metadata)
