@@ -193,7 +193,7 @@ def _is_address(host: str) -> bool:
 def _sent(start_response: Callable[..., Any], answer: _Answer) -> Iterable[bytes]:
     line, kind, body = answer
     headers = [("Content-Type", kind), ("Content-Length", str(len(body))), ("Cache-Control", "no-store")]
-    headers.append(("X-Content-Type-Options", "nosniff"))  # text stays text, whatever a model wrote into it
+    headers.append(("X-Content-Type-Options", "nosniff"))  # text with a model's HTML in it stays text
     if line.startswith("401"):
         headers.append(("WWW-Authenticate", "Bearer"))
     start_response(line, headers)

@@ -30,6 +30,7 @@ from libra_jax.telemetry import (
     samples,
     samples_section,
     timeline,
+    timeline_picture,
     tools_section,
     trace,
     transitions,
@@ -242,7 +243,7 @@ def sentences(run: Run) -> list[str]:
 
 
 def _outcome(run: Run, calls: int) -> str:
-    """What came of the tool calls, in counts: a share would round a few failures away."""
+    """Failed tool calls, in counts: a share would round a few of them away."""
     counts = {status: sum(one.of_status(status) for one in run.tools.tools.values()) for status in trace.STATUSES}
     lost = [f"{counts[status]:,} {verb}" for status, verb in OUTCOMES.items() if counts[status]]
     return f" ({' and '.join(lost)})" if lost else ", all successful" if counts["success"] == calls else ""
@@ -332,7 +333,7 @@ def timeline_section(spans: Sequence[timeline.Span]) -> page.Section | None:
     """The timeline's last few steps."""
     if not spans:
         return None
-    trained = sorted(span.end for span in spans if figures.kind(span)[0] == "training")[-PICTURED_STEPS - 1 :]
+    trained = sorted(span.end for span in spans if timeline_picture.kind(span)[0] == "training")[-PICTURED_STEPS - 1 :]
     end = trained[-1] if len(trained) > 1 else max(span.end for span in spans)
     start = trained[0] if len(trained) > 1 else max(end - 30.0, min(span.start for span in spans))
     shown = [span for span in spans if span.end > start and span.start < end]
@@ -342,7 +343,7 @@ def timeline_section(spans: Sequence[timeline.Span]) -> page.Section | None:
     if not shown or end <= start:
         return None
     note = f"The whole run is in {timeline.TIMELINE_FILE}: open it at ui.perfetto.dev."
-    return page.Section("The last steps, by worker", figures.lanes(shown, start, end), note, wide=True)
+    return page.Section("The last steps, by worker", timeline_picture.lanes(shown, start, end), note, wide=True)
 
 
 def replaced_table(run: Run) -> str:

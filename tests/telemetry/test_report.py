@@ -17,6 +17,7 @@ from libra_jax.telemetry import (
     recorder,
     report,
     timeline,
+    timeline_picture,
     tools_picture,
 )
 
@@ -215,7 +216,7 @@ def test_the_mean_of_five_steps_uses_fewer_at_the_start():
 
 def test_the_busy_share_counts_overlapping_spans_once():
     spans = [timeline.Span("engine-0", 0, "generate", *ends, {}) for ends in ((0, 4), (1, 2), (6, 12), (-5, 1))]
-    assert figures.busy_share(spans, 0.0, 10.0) == pytest.approx(0.8)
+    assert timeline_picture.busy_share(spans, 0.0, 10.0) == pytest.approx(0.8)
 
 
 def test_a_reward_of_several_functions_shows_each_with_its_time_and_its_cache(tmp_path):
