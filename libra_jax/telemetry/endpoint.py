@@ -213,6 +213,7 @@ def _token(config: config_lib.TelemetryConfig) -> bytes:
 
 class _Server(socketserver.ThreadingMixIn, simple_server.WSGIServer):
     daemon_threads = True
+    request_queue_size = 2 * MOST_CONNECTIONS  # or a burst waits for the kernel to try again, for seconds
 
     def __init__(self, *arguments: Any) -> None:
         self._connections: dict[socket.socket, None] = {}
