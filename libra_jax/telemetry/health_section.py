@@ -58,7 +58,7 @@ PLOTS = (
     ),
     Plot(
         "Groups without a gradient",
-        {"groups/no_gradient": "share of groups"},
+        {"groups/without_gradient": "share of groups"},
         "Share of groups whose rollouts all have the same reward, so that they teach nothing.",
         percent=True,
     ),

@@ -257,7 +257,7 @@ HEALTH = {
     "clip/high_fraction": 0.02,
     "clip/low_fraction": 0.01,
     "reward/std": 0.4,
-    "groups/no_gradient": 0.25,
+    "groups/without_gradient": 0.25,
     "tokens/mean": 300.0,
 }
 
