@@ -12,14 +12,16 @@ from typing import Any
 import wiring
 from libra_jax import config as libra_config
 from libra_jax import protocols
-from libra_jax.planning import costs, demand, forecast, profiles, search, uncertainty
+from libra_jax.planning import costs, demand, forecast, plans, profiles, search, uncertainty
 from libra_jax.simulator import comparison, lengths, scripts, settings, traces, workloads
 
 SAMPLES = 8_192
 """Trajectories that lengths are taken from, at most."""
 
-MOST_ACCELERATORS = 1_000_000
-"""More than any cluster has; costs of a larger one would say nothing."""
+MOST_ACCELERATORS = plans.MOST_DEVICES
+
+MOST_TRAJECTORIES = 1_000_000
+"""Trajectories of a training step, at most: each one has entries in the search's tables."""
 
 MOST_SLOTS = 256
 """Requests that an instance decodes at once where no config says how many: vLLM's default of max_num_seqs."""
@@ -234,7 +236,13 @@ def case(values: Mapping[str, Any], asked: Asked) -> Case:
       ConfigError: something does not fit, or is given twice; the message names it.
       DataError: the trace or the model directory cannot be used.
     """
-    simulated = "simulation" in values
+    simulated, batch = "simulation" in values, values["coordinator"]
+    if batch["groups_per_step"] * batch["group_size"] > MOST_TRAJECTORIES:
+        field = max(("groups_per_step", "group_size"), key=lambda name: int(batch[name]))
+        raise protocols.ConfigError(
+            f"config.coordinator.{field}: {batch[field]:,} makes more trajectories a step than a plan is made for; "
+            f"groups_per_step x group_size is at most {MOST_TRAJECTORIES:,}"
+        )
     for flag, text in (("hardware", asked.hardware), ("model", asked.model)):
         field = _field(flag, simulated)
         if text is not None and field in asked.given:
@@ -278,7 +286,7 @@ def _of_simulation(values: Mapping[str, Any], asked: Asked) -> Case:
     workload, groups = comparison.workload(run), run.steps * run.coordinator.groups_per_step
     size = run.coordinator.group_size
     every = max(1, -(-groups * size // SAMPLES))
-    drawn = [workload.script(task, sample) for task in range(0, groups, every) for sample in range(size)]
+    drawn = [workload.script(task, sample) for task in range(0, groups, every) for sample in range(min(size, SAMPLES))]
     drawn = lengths.reshaped(drawn, asked.wanted)
     source = Path(run.workload.trace).name if run.workload.trace else run.workload.shape
     model, slots = run.simulation.cost_model(), run.simulation.slots
@@ -335,7 +343,7 @@ def _drawn(run: libra_config.RunConfig, asked: Asked) -> list[scripts.Script]:
     shape = workloads.WorkloadConfig(shape=asked.workload)
     made = workloads.create(shape, seed=run.seed, tasks=groups, max_context=run.rollout.max_context)
     every = max(1, -(-groups * size // SAMPLES))
-    drawn = [made.script(task, sample) for task in range(0, groups, every) for sample in range(size)]
+    drawn = [made.script(task, sample) for task in range(0, groups, every) for sample in range(min(size, SAMPLES))]
     return lengths.reshaped(drawn, asked.wanted)
 
 

@@ -208,7 +208,7 @@ def read_directory(path: str | pathlib.Path) -> TransformerConfig:
         values = json.loads(file.read_text())
     except FileNotFoundError:
         raise DataError(f"{file}: missing, so {directory} is not a Hugging Face model directory.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or nested too deeply
         raise DataError(f"{file}: is not whole JSON ({error}); download it again.") from None
     if not isinstance(values, dict):
         raise DataError(f"{file}: must hold a JSON object, not a {type(values).__name__}.")

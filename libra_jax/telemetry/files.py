@@ -187,7 +187,7 @@ def whole_json_lines(path: Path) -> Iterator[dict[str, Any]]:
         for line in file:
             if not line.endswith(b"\n"):
                 return
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 record = json.loads(line)
                 if isinstance(record, dict):
                     yield record

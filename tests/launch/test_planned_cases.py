@@ -104,3 +104,10 @@ def test_what_a_plan_is_said_to_read_are_fields_of_the_config():
         value = settings.SimulatedRun()
         for part in name.split("."):
             value = getattr(value, part)
+
+
+def test_a_step_of_more_trajectories_than_any_has_is_refused_at_once():
+    huge = values()
+    huge["coordinator"]["group_size"] = 10**12
+    with pytest.raises(protocols.ConfigError, match=r"config\.coordinator\.group_size: .* at most 1,000,000"):
+        planned.case(huge, planned.Asked(wanted=lengths.Wanted(PAIR)))

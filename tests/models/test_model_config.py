@@ -138,6 +138,12 @@ def test_the_sliding_window_refusal_names_edits_that_work(change, edits):
     model_config.from_hf({k: v for k, v in (TINY | change | edits).items() if v is not None})
 
 
+def test_a_config_nested_too_deeply_is_a_sentence(tmp_path):
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(DataError, match=r"config\.json: is not whole JSON"):
+        model_config.read_directory(tmp_path)
+
+
 def test_bad_directories_are_sentences(tmp_path):
     def message():
         with pytest.raises(DataError) as caught:
