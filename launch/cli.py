@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, cast, get_type_hints
 
 from absl import app, flags, logging
+from ml_collections import config_flags
 
 from libra_jax import config as libra_config
 from libra_jax import protocols
@@ -96,6 +97,26 @@ def check_output(path: Path) -> None:
             path.unlink()
     except OSError as error:
         raise protocols.DataError(f"--output: {path} cannot be written ({error.strerror or error})") from error
+
+
+def read_config(config_type: type[Any], file: str, settings: Sequence[str]) -> dict[str, Any]:
+    """Returns what a config file says under `--config.` flags, as launch/train.py would read both.
+
+    Args:
+      config_type: dataclass of the file's config, for the nearest field to a mistyped flag.
+      file: path, with the variant behind a colon.
+      settings: the flags, like "--config.steps=10".
+
+    Raises:
+      ConfigError: the file or a flag cannot be read; the message says which.
+    """
+    argv, own = ["config", f"--config={file}", *settings], flags.FlagValues()
+    config_flags.DEFINE_config_file("config", None, flag_values=own, lock_config=True, sys_argv=argv)
+    try:
+        own(argv)
+        return dict(own.config.to_dict())
+    except Exception as error:  # the file is a user's program, which may raise anything
+        raise protocols.ConfigError(_flag_sentence(config_type, argv, error)) from error
 
 
 def _guarded(main: Callable[[], int | None], interrupted: str, lost: int = 1) -> int:

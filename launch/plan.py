@@ -27,6 +27,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import plan_picture
 import planned
 import unread
 from absl import flags
@@ -38,7 +39,7 @@ from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, forecast, hardware, search, uncertainty
-from libra_jax.simulator import lengths, pictures, settings, synthetic
+from libra_jax.simulator import lengths, settings, synthetic
 
 OBJECTIVES = ("step_time", "per_accelerator", "cheapest")
 SWEEPS = ("accelerators", "hardware", "lengths")
@@ -284,32 +285,10 @@ def _write(
     picture = output.with_suffix(".svg")
     try:
         output.write_text(json.dumps(made, indent=2) + "\n")
-        _draw(picture, best, splits, case)
+        plan_picture.draw(picture, best, splits, case)
     except OSError as error:
         raise protocols.DataError(f"--output: {output} cannot be written ({error.strerror or error})") from error
     print(f"wrote {output} and {picture}")
-
-
-def _draw(path: Path, best: search.Split, splits: list[search.Split], case: planned.Case) -> None:
-    """Both stages' times against the number of training devices; of one split alone, a bar for each stage."""
-    stages = [("training", "#54a24b", "train_seconds"), ("rollout", "#4c78a8", "rollout_seconds")]
-    sentence = f"Plan: {best.train.devices} train, {best.step_seconds:.0f} s a step"
-    degrees = ", ".join(f"{bucket.count} of degree {bucket.tensor_parallel}" for bucket in best.rollout)
-    title = [sentence, f"{case.subject()}; instances {degrees}", f"{case.work.source}: {case.lengths}"]
-    with pictures.drawn(path, 2.6 if len(splits) > 1 else 1.6, title) as axes:
-        if len(splits) == 1:  # a line needs two points
-            times = [getattr(best, field) for _, _, field in stages]
-            pictures.bars(axes, [name for name, _, _ in stages], times, [0.0, 0.0], "{:.0f}")
-            axes.set_xlabel("seconds a step; no other split fits")
-            return
-        devices = [item.train.devices for item in splits]
-        for name, colour, field in stages:
-            axes.plot(devices, [getattr(item, field) for item in splits], "o-", color=colour, markersize=4, label=name)
-        axes.axvline(best.train.devices, color="#c44e52", linewidth=1.2, label="the plan")
-        axes.set_ylim(bottom=0.0)
-        axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.set_xlabel("accelerators that train; the others roll out")
-        axes.set_ylabel("seconds a step")
 
 
 if __name__ == "__main__":

@@ -164,7 +164,7 @@ def write_picture(entries: Sequence[Entry], bound_seconds: float, path: Path, ti
     """
     names = policies(entries)
     seeds = len({entry["seed"] for entry in entries})
-    with pictures.drawn(path, 1.1 + 0.36 * len(names), title) as axes:
+    with pictures.drawn(path, 0.2 + pictures.bars_height(names), title) as axes:
         means = [mean_step_seconds(entries, name) for name in names]
         pictures.bars(axes, names, means, [spread(step_seconds(entries, name)) for name in names], "{:.0f}")
         label = f"bound: no policy takes less than {bound_seconds:.0f} s"

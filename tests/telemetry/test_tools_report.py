@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 
@@ -153,3 +154,9 @@ def test_what_returns_foretell_is_told_in_sentences_and_rows():
     assert "naming the fullest bucket each time is right for" in second
     assert [section.title for section in causes_section.sections(found)] == [causes_section.TITLE, "Causal states"]
     assert causes_section.sections(None) == []
+
+
+def test_a_share_just_below_zero_has_no_sign():
+    found = foresight.measure([foresight.attempt(one) for one in invented()])
+    below = dataclasses.replace(found, explained=-0.001)
+    assert "account for 0% of the variance" in causes_section.sentences(below)[0]
