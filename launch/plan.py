@@ -4,7 +4,7 @@
 
   python launch/plan.py --hardware=h100 --model=Qwen3-8B --accelerators=16 --workload=search --generated_tokens=4000
 
---generated_tokens=4000,9000 gives mean and P90 (a log-normal); --turns, --payload_tokens and --prompt_tokens say the
+--generated_tokens=4000,7000 gives mean and P90 (a log-normal); --turns, --payload_tokens and --prompt_tokens say the
 rest, and what no flag says is the workload's (swe, search, math). A trace or a config's own workload serve too:
 
   python launch/plan.py --config=configs/simulate.py --output=runs/plan.json
@@ -121,7 +121,7 @@ def _asked() -> planned.Asked:
             numbers = []
         if len(numbers) not in (1, 2):
             raise protocols.ConfigError(
-                f"--generated_tokens: {','.join(_GENERATED.value)!r} is neither a mean nor mean,P90, like 4000,9000"
+                f"--generated_tokens: {','.join(_GENERATED.value)!r} is neither a mean nor mean,P90, like 4000,7000"
             )
         generated = lengths.LogNormal.fitted(*numbers) if len(numbers) == 2 else numbers[0]
     wanted = lengths.Wanted(generated, _TURNS.value, _PAYLOAD.value, _PROMPT.value)
@@ -217,7 +217,8 @@ def _print_sweep(case: planned.Case) -> None:
             f"{tokens * work.count / best.step_seconds / best.devices:.1f}",
             f"{seconds:.3f}",
         )
-    print(f"{case.subject()}; {case.work.source}: {case.lengths}.")
+    subject = f"{case.name} on {case.devices:,} accelerators" if _SWEEP.value == "hardware" else case.subject()
+    print(f"{subject}; {case.work.source}: {case.lengths}.")
     console.Console().print(rows)
     if _SWEEP.value == "accelerators":
         print(

@@ -278,6 +278,7 @@ def _mean(entries: Sequence[Mapping[str, Any]], *path: str) -> float:
 def _print(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     heads = "config", "tokens/s", "+-", "x first", "step, s", "at the end", "train", "rollout"
     rows = table.Table(*heads, "moves", "saved, s", "lost")
+    rows.columns[0].overflow = "fold"  # names that differ at their end alone have to be whole
     first = _mean(next(iter(results.values())), "tokens_per_second")
     for name, entries in results.items():
         rates = [entry["tokens_per_second"] for entry in entries]

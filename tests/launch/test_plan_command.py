@@ -66,6 +66,7 @@ def test_a_sweep_says_what_each_case_comes_to_and_which_has_no_plan():
     assert result.returncode == 0, result.stderr
     for name in ("a100", "h200", "v5p"):
         assert re.search(rf"│ {name} +│ \d+", result.stdout), f"{name} has a mesh"
+    assert result.stdout.startswith("Qwen3-14B on 64 accelerators; swe: ")
     assert "v5e: the model trains on no mesh of 64 v5e devices" in result.stdout
 
 
