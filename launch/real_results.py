@@ -71,7 +71,7 @@ def outcome(run: submission.Run, answers: Mapping[str, str], failed: Mapping[str
     Args:
       run: which.
       answers: what launchers answered, by the name of the workdir.
-      failed: what went wrong when it was started just now, likewise.
+      failed: what went wrong when it was started just now, by the same name.
     """
     name = run.workdir.name
     recorded = metrics.read(run.workdir / metrics.METRICS_FILE)

@@ -166,12 +166,12 @@ def _turns(tokens: int, count: int, call: protocols.Turn) -> tuple[protocols.Tur
 
 
 def _returning(turns: Sequence[protocols.Turn], payload: int) -> tuple[protocols.Turn, ...]:
-    """The same turns, whose tools return so many tokens."""
+    """The same turns, whose tools return `payload` tokens."""
     return (*(dataclasses.replace(turn, payload_tokens=payload) for turn in turns[:-1]), turns[-1])
 
 
 def _long(turns: Sequence[protocols.Turn], tokens: int) -> tuple[protocols.Turn, ...]:
-    """The same turns with so many generated tokens in all; the first are left out where tokens are fewer than turns."""
+    """The same turns with `tokens` generated tokens; where turns are more than those, the first are left out."""
     kept, before = turns[-tokens:], 0
     total = sum(max(1, turn.generated_tokens) for turn in kept)
     made, seen = [], 0
