@@ -96,7 +96,7 @@ def test_a_comparison_writes_a_table_the_entries_the_bound_and_a_picture_and_rep
     assert [(state["tool"], state["status"], state["count"]) for state in causes["states"]] == [("bash", "success", 12)]
     assert (tmp_path / "runs" / "first-causes.svg").read_text().startswith("<svg xmlns")
     assert "What the tool returns of" in result.stdout
-    assert "Causal states alone account for 0% of the variance of what is left after 12 returns." in result.stdout
+    assert "Causal states alone account for none of the variance of what is left after 12 returns." in result.stdout
     again = simulate(*arguments, f"--output={second}", "--jobs=1")
     assert again.returncode == 0, again.stderr
     assert without_wall_seconds(first) == without_wall_seconds(second)

@@ -159,4 +159,4 @@ def test_what_returns_foretell_is_told_in_sentences_and_rows():
 def test_a_share_just_below_zero_has_no_sign():
     found = foresight.measure([foresight.attempt(one) for one in invented()])
     below = dataclasses.replace(found, explained=-0.001)
-    assert "account for 0% of the variance" in causes_section.sentences(below)[0]
+    assert "account for none of the variance" in causes_section.sentences(below)[0]
