@@ -50,10 +50,10 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
     _check_hosts(config)
     _check_elastic(config)
     _check_attention(config, shape)
-    if config.rollout.max_context > shape.max_position_embeddings:
+    if config.rollout.max_context > shape.longest_context:
         raise protocols.ConfigError(
             f"config.rollout.max_context: {config.rollout.max_context} exceeds the model's "
-            f"{shape.max_position_embeddings} positions; lower it or use another model"
+            f"{shape.longest_context} positions; lower it or use another model"
         )
     if need_weights and config.model.path and not any(Path(config.model.path).glob("*.safetensors")):
         raise protocols.DataError(f"{config.model.path}: holds no *.safetensors; give a directory with the weights")
