@@ -37,6 +37,8 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
     feasibility.check_mesh(shape, {"fsdp": config.trainer.fsdp, "tensor": config.trainer.tensor})
     for degree in config.rollout.tensor_parallel:
         feasibility.check_tensor_parallel(shape, degree)
+    if config.rollout.engine == "vllm":
+        feasibility.check_served(shape)
     if _engines_on_cpu(config) and shape.head_dim not in CPU_HEAD_SIZES:
         raise protocols.ConfigError(
             f"config.model: vLLM's CPU attention has no kernel for the model's head_dim {shape.head_dim}; it has "
@@ -48,10 +50,10 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
     _check_hosts(config)
     _check_elastic(config)
     _check_attention(config, shape)
-    if config.rollout.max_context > shape.max_position_embeddings:
+    if config.rollout.max_context > shape.longest_context:
         raise protocols.ConfigError(
             f"config.rollout.max_context: {config.rollout.max_context} exceeds the model's "
-            f"{shape.max_position_embeddings} positions; lower it or use another model"
+            f"{shape.longest_context} positions; lower it or use another model"
         )
     if need_weights and config.model.path and not any(Path(config.model.path).glob("*.safetensors")):
         raise protocols.DataError(f"{config.model.path}: holds no *.safetensors; give a directory with the weights")
@@ -117,6 +119,7 @@ def _check_tasks(config: libra_config.RunConfig, *, needed: bool) -> None:
         return
     with resolving.named(config.task.source, "task.source", "task(0)"):
         source.task(0)
+    factories.demonstrated_tasks(config, source)
 
 
 def _check_character_tokenizer(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> None:

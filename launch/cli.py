@@ -9,6 +9,7 @@ import difflib
 import functools
 import gc
 import itertools
+import logging as python_logging
 import os
 import re
 import sys
@@ -21,10 +22,11 @@ from typing import Any, cast, get_type_hints
 import config_files
 import config_help
 from absl import app, flags, logging
-from ml_collections import config_dict
+from ml_collections import config_dict, config_flags
 
 from libra_jax import config as libra_config
 from libra_jax import protocols
+from libra_jax.telemetry import escapes
 
 GARBAGE_THRESHOLDS = (20_000, 50, 20)
 """Of `gc.set_threshold`: a coordinator keeps many small objects for long, hardly any of them in cycles, and Python's
@@ -71,10 +73,22 @@ def run(
             module_name=sys.argv[0],  # as the script's own, so that --help shows it beside --config
         )
     logging.set_verbosity(logging.WARNING)  # libraries' own progress is not for the terminal; -v=0 brings it back
+    logging.get_absl_handler().setFormatter(_Visible(logging.PythonFormatter()))
     app.run(
         lambda _: sys.exit(_guarded(main, interrupted, lost)),
         flags_parser=functools.partial(_parse_flags, config_type, default_config, needs_config),
     )
+
+
+class _Visible(python_logging.Formatter):
+    """Formats log records as another formatter does, with what would control a terminal spelled out."""
+
+    def __init__(self, inner: python_logging.Formatter) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def format(self, record: python_logging.LogRecord) -> str:
+        return escapes.visible(self._inner.format(record), lines=True)
 
 
 def seeds(text: str) -> list[int]:
@@ -107,14 +121,36 @@ def check_output(path: Path) -> None:
         raise protocols.DataError(f"--output: {path} cannot be written ({error.strerror or error})") from error
 
 
+def read_config(config_type: type[Any], file: str, settings: Sequence[str]) -> dict[str, Any]:
+    """Returns what a config file says under `--config.` flags, as launch/train.py would read both.
+
+    Args:
+      config_type: dataclass of the file's config, for the nearest field to a mistyped flag.
+      file: path, with the variant behind a colon.
+      settings: the flags, like "--config.steps=10".
+
+    Raises:
+      ConfigError: the file or a flag cannot be read; the message says which.
+    """
+    argv, own, path = ["config", f"--config={file}", *settings], flags.FlagValues(), file.partition(":")[0]
+    config_flags.DEFINE_config_file("config", None, flag_values=own, lock_config=True, sys_argv=argv)
+    try:
+        with config_files.watched(path):
+            own(argv)
+            return dict(own.config.to_dict())
+    except Exception as error:  # the file is a user's program, which may raise anything
+        said = config_files.sentence(error, path) or _flag_sentence(config_type, argv, error)
+        raise protocols.ConfigError(said) from error
+
+
 def _guarded(main: Callable[[], int | None], interrupted: str, lost: int = 1) -> int:
     try:
         return main() or 0
     except Exception as error:
         traced = bool(os.environ.get("LIBRA_JAX_TRACEBACK"))
         if traced:
-            traceback.print_exc()
-        print(f"error: {_sentence(error, traced)}", file=sys.stderr)
+            print(escapes.visible(traceback.format_exc(), lines=True), end="", file=sys.stderr)
+        print(f"error: {escapes.visible(_sentence(error, traced), lines=True)}", file=sys.stderr)
         return lost if isinstance(error, protocols.WorkerLost) else 1
     except KeyboardInterrupt:
         print(f"error: {interrupted}", file=sys.stderr)
@@ -154,7 +190,8 @@ def _parse_flags(config_type: type[Any], default_config: str | None, needs_confi
             raise
         if os.environ.get("LIBRA_JAX_TRACEBACK"):
             traceback.print_exc()
-        print(f"error: {raised or _flag_sentence(config_type, argv, error)}", file=sys.stderr)
+        said = raised or _flag_sentence(config_type, argv, error)
+        print(f"error: {escapes.visible(said, lines=True)}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import changes
 import cleartext
 import overrides
 from absl import flags
@@ -29,6 +30,10 @@ DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print what would be submitted; su
 
 _HIDDEN = ("environment", "secret", "setup")
 """Flags whose values may be secrets: messages do not show them."""
+
+_ALLOW_CHANGES = flags.DEFINE_string(
+    "allow_changes", "", "Settings in which a run may go on otherwise than it began; see launch/train.py."
+)
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -111,10 +116,12 @@ def run() -> Run:
     values["cluster"].update(ours)
     settings = [argument for argument in given if not argument.startswith("--config.cluster.backend=")]
     settings += [f"--config.cluster.{name}={value}" for name, value in ours.items()]
-    plan = [f"--plan={PLAN.value}"] if PLAN.value is not None else []
+    further = [f"--plan={PLAN.value}"] if PLAN.value is not None else []
+    if changes.allowed_names(_ALLOW_CHANGES.value):
+        further.append(f"--allow_changes={_ALLOW_CHANGES.value}")
     return Run(
         libra_config.parse(libra_config.RunConfig, values),
-        (f"--config={config_flags.get_config_filename(flag)}", *sorted(settings), *plan),
+        (f"--config={config_flags.get_config_filename(flag)}", *sorted(settings), *further),
     )
 
 

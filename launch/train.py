@@ -16,9 +16,11 @@ import signal
 import sys
 import types
 
+import changes
 import hub
 import observing
 import overrides
+import warn
 from absl import flags
 from ml_collections import config_flags
 
@@ -32,6 +34,7 @@ from libra_jax import protocols
 from libra_jax.agents import factories
 from libra_jax.agents.tools import toolkit
 from libra_jax.coordinator import run as coordinator
+from libra_jax.telemetry import escapes
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "The run's config file, such as configs/quickstart.py.", lock_config=True
@@ -42,6 +45,12 @@ _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print the resolved config, tasks
 _TAKE_OVER = flags.DEFINE_bool(
     "take_over", False, "End a run that still lives in the workdir, on whatever host, and go on in its place."
 )
+_ALLOW_CHANGES = flags.DEFINE_string(
+    "allow_changes",
+    "",
+    "Settings in which the run may go on otherwise than its workdir's config.json says, with commas between them: "
+    "optimizer.learning_rate,algorithm.kl_coefficient. Each change is recorded in config_history.jsonl.",
+)
 
 
 def main() -> int:
@@ -49,6 +58,7 @@ def main() -> int:
     last_resort = observing.LastResort(config.deadlines.grace)
     # Until the run is there, which stops as it should.
     signal.signal(signal.SIGTERM, functools.partial(_leave, last_resort))
+    changes.allowed_names(_ALLOW_CHANGES.value)  # a mistyped name is refused before anything starts
     found = hub.resolved(config, download=not _DRY_RUN.value)
     if _DRY_RUN.value:
         _describe(config, found)
@@ -58,6 +68,7 @@ def main() -> int:
     for note in found.notes:
         print(f"{note[0].upper()}{note[1:]}.")
     checks.validate(found.config, need_weights=True)
+    warn.warn(found.config)
     summary = asyncio.run(_train(config, found.config, last_resort))
     if summary.terminated:
         observing.end_process()
@@ -71,7 +82,9 @@ def _describe(named: libra_config.RunConfig, found: hub.Found) -> None:
       DataError: it cannot run here, because weights, a tokenizer or tasks are missing.
     """
     checks.validate(found.config, need_weights=False)
-    print(dry_run.describe(found.config, found.notes, named))
+    warn.warn(found.config)
+    said = dry_run.describe(found.config, found.notes, named)
+    print(escapes.visible(said, lines=True))  # it quotes a task, which may be anybody's
     missing = [*found.problems, *checks.missing(found.config, found.fields)]
     if missing:
         raise protocols.DataError(f"this run cannot start here: {'; '.join(missing)}. All else was checked")
@@ -93,7 +106,12 @@ async def _train(
         toolkit.Toolkit(config.tools, config.sandbox, config.task.call_seconds) as tools,
         factories.demonstrator(config.task, tools, needed=config.warm_start.steps > 0) as demonstrator,
     ):
-        workdir = workdirs.open_workdir(named, _WORKDIR.value, take_over=_TAKE_OVER.value)
+        workdir = workdirs.open_workdir(
+            named,
+            _WORKDIR.value,
+            take_over=_TAKE_OVER.value,
+            allow_changes=changes.allowed_names(_ALLOW_CHANGES.value),
+        )
         return await wiring.train(
             config,
             workdir,

@@ -16,7 +16,7 @@ import placement
 
 from libra_jax import config as libra_config
 from libra_jax import protocols
-from libra_jax.agents import factories, tokenizers
+from libra_jax.agents import factories, samples, tokenizers
 from libra_jax.agents.rewards import composition
 from libra_jax.agents.tools import toolkit
 from libra_jax.cluster import create as cluster
@@ -27,7 +27,7 @@ from libra_jax.models import config as model_config
 from libra_jax.planning import costs, forecast, planner, plans, profiles
 from libra_jax.scheduling import costs as scheduling_costs
 from libra_jax.scheduling import registry as schedulers
-from libra_jax.telemetry import files, report, resume, status
+from libra_jax.telemetry import escapes, files, report, resume, status
 from libra_jax.telemetry import recorder as telemetry
 
 TRAINER = "libra_jax.training.trainer:create"
@@ -253,7 +253,7 @@ async def train(
             try:
                 print(f"Report: {report.write_report(workdir)}")
             except protocols.DataError as error:  # a run stopped before it began has recorded nothing
-                print(f"No report: {error}")
+                print(escapes.visible(f"No report: {error}"))
     return summary
 
 
@@ -262,6 +262,7 @@ def _parts(config: libra_config.RunConfig, workdir: Path, tools: toolkit.Toolkit
     shape = policy_shape(config, need_weights=True)
     engines = placement.Engines(config, shape, workdir)
     on_ray = config.cluster.backend == "ray"
+    tokenizer = tokenizers.create(config.task, config.model.path)
     return {
         "trainer_spec": trainer_spec(config, workdir),
         "make_trainer": functools.partial(trainer_processes, config, workdir) if on_ray else None,
@@ -271,7 +272,8 @@ def _parts(config: libra_config.RunConfig, workdir: Path, tools: toolkit.Toolkit
         "make_engine": engines.add,
         "tasks": factories.task_source(config.task, config.seed),
         "make_environment": factories.environment_factory(config.task, tools),
-        "tokenizer": tokenizers.create(config.task, config.model.path),
+        "tokenizer": tokenizer,
+        "samples": samples.Samples(config.telemetry.samples, config.seed, tokenizer),
         "scheduler": scheduler(config),
         "planner": global_planner(_by_kept_profile(config, workdir), shape),
         "export": workdir / "model",

@@ -24,6 +24,23 @@ from libra_jax.config.training import AlgorithmConfig, ModelConfig, OptimizerCon
 MAX_SEED = 2**31 - 1
 """Largest seed. Instances add their number to the seed, and NumPy's generators take 32 bits."""
 
+MAY_CHANGE = (
+    "steps",
+    "telemetry",
+    "deadlines",
+    "evaluation",
+    "checkpoint",
+    "rollout.slots",
+    "rollout.slots_by_instance",
+    "rollout.restarts",
+    "rollout.health_seconds",
+    "trainer.restarts",
+    "reward.restarts",
+    "elastic.restarts",
+    "cluster.address",
+)
+"""Settings, and groups of settings, that a run may change when it goes on: none of them changes what it learns."""
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -71,6 +88,7 @@ class RunConfig:
             f"{self.task.answer_tokens} leaves no room for anything else in rollout.max_context = "
             f"{self.rollout.max_context}; lower it, or set task.context_policy=stop",
         )
+        self._check_decoupled()
         self._check_sandbox()
         self._check_elastic()
         longest = max((self.trainer.row_tokens, *self.trainer.row_buckets))
@@ -79,6 +97,21 @@ class RunConfig:
             "trainer.row_tokens",
             f"the longest row ({longest}) must hold a whole context (rollout.max_context = {self.rollout.max_context})",
         )
+
+    def _check_decoupled(self) -> None:
+        """Refuses clips that the trainer's one update a batch leaves without effect."""
+        if self.algorithm.objective != "decoupled":
+            return
+        defaults = AlgorithmConfig()
+        for name in ("clip_low", "clip_high", "dual_clip"):
+            value, default = getattr(self.algorithm, name), getattr(defaults, name)
+            check(
+                value == default,
+                f"algorithm.{name}",
+                f"{value} never binds with algorithm.objective=decoupled: a batch takes one update, so the ratio to "
+                f"the proximal policy is 1; leave it at {default} and bound the importance weight by "
+                "algorithm.correction and correction_cap, or set algorithm.objective=behaviour",
+            )
 
     def _check_sandbox(self) -> None:
         for name in ("python", "shell", "edit"):
@@ -140,9 +173,13 @@ class RunConfig:
 
 
 def identity(config: RunConfig) -> dict[str, Any]:
-    """What makes two configs the same run, as nested plain dicts: all but its steps and the cluster's address."""
+    """Returns what names a run's default workdir: nested plain dicts without steps, address, telemetry and deadlines.
+
+    Other settings of `MAY_CHANGE` stay in the name, so that a sweep over them has a workdir for each value.
+    """
     values = to_dict(config)
-    del values["steps"]
+    for name in ("steps", "telemetry", "deadlines"):
+        del values[name]
     values["cluster"]["address"] = ""
     return values
 

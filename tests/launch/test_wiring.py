@@ -107,6 +107,24 @@ def test_the_runs_scorer_is_made_of_the_configs_functions_and_weights(tmp_path, 
     assert [score.reward for score in scores] == [pytest.approx(4.0)]
 
 
+def test_a_run_writes_as_many_samples_as_the_config_says(tmp_path, monkeypatch):
+    made: list[Any] = []
+
+    class Reading:
+        def __init__(self, config: config.RunConfig, *, samples: Any, **_: Any) -> None:
+            made.append(samples.of_evaluation(1, [protocols.Trajectory(f"p/{n}", "p", reward=0.0) for n in range(9)]))
+
+        async def run(self) -> coordinator.RunSummary:
+            return coordinator.RunSummary()
+
+    monkeypatch.setattr(wiring.coordinator, "Coordinator", Reading)
+    run = config.RunConfig(
+        telemetry=config.TelemetryConfig(console=False, tensorboard=False, report=False, samples=5),
+    )
+    asyncio.run(wiring.train(run, tmp_path, toolkit.Toolkit(run.tools, run.sandbox)))
+    assert [len(records) for records in made] == [5]
+
+
 def test_a_tokenizer_that_cannot_be_copied_beside_the_trained_weights_is_named(tmp_path):
     source, model = tmp_path / "source", tmp_path / "model"
     source.mkdir()
