@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from libra_jax import checksums
+from libra_jax.telemetry import escapes
 
 Warn = Callable[[str, str], None]
 """`warn(key, sentence)`: shows the sentence, once for each key."""
@@ -35,6 +36,9 @@ PLANS_FILE = "plans.jsonl"
 
 TRANSITIONS_FILE = "transitions.jsonl"
 """Workers that changed sides and meshes that changed their size, one change a line, written when it ended."""
+
+CONFIG_HISTORY_FILE = "config_history.jsonl"
+"""Settings that changed when the run went on, one line a start: time, step, each setting's value before and after."""
 
 FLUSH_BYTES = 64 * 1024
 """Pending bytes that cause a flush between steps."""
@@ -184,7 +188,7 @@ def json_line(record: Mapping[str, Any]) -> bytes:
         text = json.dumps(record, allow_nan=False, ensure_ascii=False)
     except (TypeError, ValueError):
         text = json.dumps(finite(record), allow_nan=False, ensure_ascii=False, default=str)
-    data = text.encode("utf-8", "replace")
+    data = escapes.json_text(text).encode("utf-8", "replace")
     return (checksums.sealed(data) if record else data) + b"\n"
 
 

@@ -21,6 +21,7 @@ class Outcome:
       lost: what of the session went with it: nothing (""), the interpreter's "state", or "all", its files included.
       broken: the sandbox itself ended, fell silent or answered nonsense, which is no doing of the code's as far as
         anyone can tell.
+      own_end: of one that is `broken`: its first process ended with a status of its own, and nobody killed it.
       archive: of `Session.save`: the workspace's files, as a tar.
     """
 
@@ -29,6 +30,7 @@ class Outcome:
     seconds: float
     lost: str = ""
     broken: bool = False
+    own_end: bool = False
     archive: bytes = b""
 
 

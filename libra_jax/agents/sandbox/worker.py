@@ -25,6 +25,7 @@ REAP_SECONDS = 10.0
 _REASON_BYTES = 2000
 _SLACK_SECONDS = 1.0
 _TOLD_BYTES = 65536
+_SIGNALLED = 128  # from here on a status tells of a signal
 
 
 class Worker:
@@ -142,10 +143,11 @@ class Worker:
             self.kill()
             return limits_module.Outcome("timeout", f"[no end after {seconds:g} s]", loop.time() - began, "all", True)
         except (EOFError, OSError, wire.Malformed) as error:
-            self.kill()
             self.ended = not isinstance(error, wire.Malformed)
+            own = self.ended and await self._own_end()
+            self.kill()
             how = "ended" if self.ended else "sent what is no answer"
-            return limits_module.Outcome("failure", f"[the sandbox {how}]", loop.time() - began, "all", True)
+            return limits_module.Outcome("failure", f"[the sandbox {how}]", loop.time() - began, "all", True, own)
         except BaseException:
             self.kill()
             raise
@@ -160,6 +162,12 @@ class Worker:
         if reply.note:
             text += f"{chr(10) if text and not text.endswith(chr(10)) else ''}[{reply.note}]"
         return limits_module.Outcome(reply.status, text, loop.time() - began, reply.lost)
+
+    async def _own_end(self) -> bool:
+        """Returns whether the first process ended with a status of its own, which its backend passes on."""
+        with contextlib.suppress(deadlines.Overdue):
+            return 0 < await deadlines.within(_SLACK_SECONDS, self.process.wait()) < _SIGNALLED
+        return False
 
     async def _answer(self, most_bytes: int) -> wire.Reply:
         assert self.process.stdin is not None
