@@ -135,6 +135,25 @@ RIGHTS = {
     "kill-a-process-of-the-host": ("python", "import os\nos.kill({pid}, 9)\nprint('ESCAPED')"),
     "kill-everything": ("python", "import os\nos.kill(-1, 9)"),
     "trace-the-first-process": ("python", syscall(101, 16, 1, 0, 0)),
+    "limits-of-the-first-process": (
+        "python",
+        "import resource\nresource.prlimit(1, resource.RLIMIT_NOFILE, (64, 64))\nprint('ESCAPED')",
+    ),
+    "priority-of-the-first-process": ("python", "import os\nos.setpriority(os.PRIO_PROCESS, 1, 5)\nprint('ESCAPED')"),
+    "priority-of-every-process": ("python", "import os\nos.setpriority(os.PRIO_USER, 0, 5)\nprint('ESCAPED')"),
+    "cores-of-the-first-process": (
+        "python",
+        "import os\nos.sched_setaffinity(1, list(os.sched_getaffinity(0))[:1])\nprint('ESCAPED')",
+    ),
+    "scheduling-of-the-first-process": (
+        "python",
+        "import os\nos.sched_setscheduler(1, os.SCHED_BATCH, os.sched_param(0))\nprint('ESCAPED')",
+    ),
+    "disk-priority-of-the-first-process": ("python", syscall(251, 1, 1, 3 << 13)),
+    "slots-of-asynchronous-input": ("python", syscall(206, 64, "ctypes.byref(ctypes.c_ulong())")),
+    "watches-of-files": ("python", syscall(294, 0)),
+    "others-off-a-core": ("python", syscall(157, 62, 1, 0, 0, 0)),
+    "a-call-of-a-newer-kernel": ("python", syscall(467, -100, "b'.'", 1, 0, 0)),
     "memory-of-another-process": ("python", syscall(310, 1, 0, 0, 0, 0, 0)),
     "namespace-of-its-own": ("python", syscall(272, 0x10000000)),
     "namespace-by-clone": ("python", syscall(56, 0x10000011, 0, 0, 0, 0)),
@@ -176,6 +195,22 @@ SPENDING = {
     ),
     "memory-in-files-without-a-name": ("python", "import os\nos.memfd_create('x')\nprint('ESCAPED')"),
     "memory-in-segments": ("python", syscall(29, 0, 1_000_000, 0o1600)),
+    "large-memory-that-is-shared": ("python", "import mmap\nmmap.mmap(-1, 2**21)\nprint('ESCAPED')"),
+    "memory-shared-and-let-go": (
+        "python",
+        "import mmap, time\nheld = []\nfor _ in range(400):\n  held.append(mmap.mmap(-1, 2**20))\n"
+        "  held[-1].write(bytes(2**20))\n  held[-1].madvise(mmap.MADV_DONTNEED)\ntime.sleep(60)",
+    ),
+    "memory-of-a-device-shared-and-let-go": (
+        "python",
+        "import mmap, os, time\nheld, zero = [], os.open('/dev/zero', os.O_RDWR)\nfor _ in range(4):\n"
+        "  held.append(mmap.mmap(zero, 2**27))\n  held[-1].madvise(mmap.MADV_DONTNEED)\ntime.sleep(60)",
+    ),
+    "memory-in-sockets": (
+        "python",
+        "import os, socket, time\nfor _ in range(10):\n  if os.fork() == 0: break\nheld = []\nfor _ in range(100):\n"
+        "  held += socket.socketpair()\ntime.sleep(60)",
+    ),
     "fill-the-workspace": ("python", "for i in range(100): open(str(i), 'wb').write(bytes(2**20))"),
     "fill-the-temporary-folder": ("python", "for i in range(100): open(f'/tmp/{{i}}', 'wb').write(bytes(2**20))"),
     "fill-the-shared-memory": ("python", "for i in range(100): open(f'/dev/shm/{{i}}', 'wb').write(bytes(2**20))"),
