@@ -196,21 +196,6 @@ SPENDING = {
     "memory-in-files-without-a-name": ("python", "import os\nos.memfd_create('x')\nprint('ESCAPED')"),
     "memory-in-segments": ("python", syscall(29, 0, 1_000_000, 0o1600)),
     "large-memory-that-is-shared": ("python", "import mmap\nmmap.mmap(-1, 2**21)\nprint('ESCAPED')"),
-    "memory-shared-and-let-go": (
-        "python",
-        "import mmap, time\nheld = []\nfor _ in range(400):\n  held.append(mmap.mmap(-1, 2**20))\n"
-        "  held[-1].write(bytes(2**20))\n  held[-1].madvise(mmap.MADV_DONTNEED)\ntime.sleep(60)",
-    ),
-    "memory-of-a-device-shared-and-let-go": (
-        "python",
-        "import mmap, os, time\nheld, zero = [], os.open('/dev/zero', os.O_RDWR)\nfor _ in range(4):\n"
-        "  held.append(mmap.mmap(zero, 2**27))\n  held[-1].madvise(mmap.MADV_DONTNEED)\ntime.sleep(60)",
-    ),
-    "memory-in-sockets": (
-        "python",
-        "import os, socket, time\nfor _ in range(10):\n  if os.fork() == 0: break\nheld = []\nfor _ in range(100):\n"
-        "  held += socket.socketpair()\ntime.sleep(60)",
-    ),
     "fill-the-workspace": ("python", "for i in range(100): open(str(i), 'wb').write(bytes(2**20))"),
     "fill-the-temporary-folder": ("python", "for i in range(100): open(f'/tmp/{{i}}', 'wb').write(bytes(2**20))"),
     "fill-the-shared-memory": ("python", "for i in range(100): open(f'/dev/shm/{{i}}', 'wb').write(bytes(2**20))"),

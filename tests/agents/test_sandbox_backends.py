@@ -247,7 +247,7 @@ def test_a_reply_that_breaks_off_is_the_end_of_the_sandbox():
 
 
 def test_the_supervisor_is_of_the_standard_library_alone():
-    for name in ("children.py", "supervisor.py"):
+    for name in ("usage.py", "children.py", "supervisor.py"):
         with open(os.path.join(os.path.dirname(supervisor.__file__), name)) as file:
             imported = [line.split()[1].split(".")[0] for line in file if line.startswith(("import ", "from "))]
         assert set(imported) - {"libra_jax", "__future__"} <= set(sys.stdlib_module_names)

@@ -21,6 +21,7 @@ class Outcome:
       lost: what of the session went with it: nothing (""), the interpreter's "state", or "all", its files included.
       broken: the sandbox itself ended, fell silent or answered nonsense, which is no doing of the code's as far as
         anyone can tell.
+      by_code: the sandbox was given up because of its processes, its files or what it used. Never with `broken`.
       archive: of `Session.save`: the workspace's files, as a tar.
     """
 
@@ -29,7 +30,12 @@ class Outcome:
     seconds: float
     lost: str = ""
     broken: bool = False
+    by_code: bool = False
     archive: bytes = b""
+
+
+class SpoiledByCode(protocols.WorkerLost):
+    """A sandbox could not go on because of its code's files or processes. Another sandbox would meet the same."""
 
 
 def cut(text: str, most: int) -> str:

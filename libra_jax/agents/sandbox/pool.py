@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
+import functools
 import json
 import logging
 from collections.abc import Mapping
@@ -103,9 +104,14 @@ class Sandbox:
         try:
             await self._first()
             await asyncio.gather(*(self._refill() for _ in range(self._warm - 1)))
+            _warn_once(tuple(self.caveats()))
         except BaseException:
             await self.close()
             raise
+
+    def caveats(self) -> list[str]:
+        """Returns what this machine's sandboxes do not contain, or limit only roughly. Call after `start`."""
+        return self._backend.caveats(group=self._parent is not None)
 
     async def _first(self) -> None:
         """Finds out whether sandboxes start here at all, and under a control group."""
@@ -151,14 +157,16 @@ class Sandbox:
           seconds: how long it may take, if not `Limits.seconds`.
 
         Raises:
-          WorkerLost: no sandbox could be started, or the files could not be unpacked.
+          WorkerLost: no sandbox could be started, or it broke while the files were unpacked.
+          SpoiledByCode: the files cannot be unpacked within the limits.
           DeadlineMissed: none became free within `Limits.start_seconds`.
         """
         lent = await self.take(fresh=True)
         try:
             unpacked = await lent.call("load", files, LOAD_SECONDS)
             if unpacked.status != "success":
-                raise protocols.WorkerLost(f"a sandbox's files could not be unpacked: {unpacked.text}")
+                lost = protocols.WorkerLost if unpacked.broken else limits_module.SpoiledByCode
+                raise lost(f"a sandbox's files could not be unpacked: {unpacked.text}")
             return await lent.call("run", code.encode(), self.limits.of_call(seconds))
         finally:
             self.give_back(lent, used=True)
@@ -412,6 +420,13 @@ class Session:
         lent, self._worker = self._worker, None
         if lent is not None:
             self._sandbox.give_back(lent, used=True)
+
+
+@functools.cache  # a run has several pools
+def _warn_once(caveats: tuple[str, ...]) -> None:
+    if caveats:
+        sentences = ". ".join(text[:1].upper() + text[1:] for text in caveats)
+        _log.warning("Sandboxes are limited only roughly here. %s.", sentences)
 
 
 def _told(outcome: limits_module.Outcome, lost: str) -> limits_module.Outcome:

@@ -145,11 +145,16 @@ class Worker:
             self.kill()
             self.ended = not isinstance(error, wire.Malformed)
             how = "ended" if self.ended else "sent what is no answer"
-            return limits_module.Outcome("failure", f"[the sandbox {how}]", loop.time() - began, "all", True)
+            by_code = self.ended and await self._out_of_memory()
+            if by_code:
+                how = f"ended: more than {self._limits.memory_mib} MiB of memory"
+            seconds = loop.time() - began
+            return limits_module.Outcome("failure", f"[the sandbox {how}]", seconds, "all", not by_code, by_code)
         except BaseException:
             self.kill()
             raise
-        if reply.lost == "all":
+        by_code = reply.lost == "all"
+        if by_code:
             self.kill()
         if most and reply.status == "success" and not reply.left_out:
             archive = reply.head + reply.tail
@@ -159,12 +164,17 @@ class Worker:
             text = limits_module.cut(text, self._limits.output_bytes)
         if reply.note:
             text += f"{chr(10) if text and not text.endswith(chr(10)) else ''}[{reply.note}]"
-        return limits_module.Outcome(reply.status, text, loop.time() - began, reply.lost)
+        return limits_module.Outcome(reply.status, text, loop.time() - began, reply.lost, by_code=by_code)
+
+    async def _out_of_memory(self) -> bool:
+        """Whether the sandbox ended because its code took more memory than its control group has."""
+        return self._group is not None and await deadlines.off_loop(self._group.ran_out)
 
     async def _answer(self, most_bytes: int) -> wire.Reply:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        await self.process.stdin.drain()
+        with contextlib.suppress(ConnectionError):  # it may have answered before it had read everything
+            await self.process.stdin.drain()
         return await wire.receive(self.process.stdout, most_bytes)
 
     def kill(self) -> None:
