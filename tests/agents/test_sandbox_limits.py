@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import errno
 import io
+import shutil
 import tarfile
 
 import pytest
@@ -67,6 +68,59 @@ def test_memory_that_no_process_shows_is_counted(code):
     (outcome,) = run(f"{FORK}{code}time.sleep(60)")
     assert outcome.status == "failure"
     assert "stopped: more than 256 MiB of memory" in outcome.text or "more mappings of memory" in outcome.text
+
+
+def test_no_socket_buffers_more_than_the_kernels_default():
+    code = (
+        "import socket\nfor one in socket.socketpair():\n  for kind in (socket.SO_SNDBUF, socket.SO_RCVBUF):\n"
+        "    before = one.getsockopt(socket.SOL_SOCKET, kind)\n"
+        "    one.setsockopt(socket.SOL_SOCKET, kind, before * 2)\n"
+        "    assert one.getsockopt(socket.SOL_SOCKET, kind) == before\n"
+        "    one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)\n"
+    )
+    assert run(code)[0].status == "success"
+
+
+PROGRAMS = {
+    "threads": "import threading\nt = threading.Thread(target=print)\nt.start()\nt.join()",
+    "asyncio": (
+        "import asyncio\nasync def work():\n"
+        "  child = await asyncio.create_subprocess_exec('cat', stdin=-1, stdout=-1)\n"
+        "  assert await child.communicate(b'x') == (b'x', None)\n"
+        "  served = await asyncio.start_server(lambda r, w: w.close(), '127.0.0.1', 0)\n"
+        "  reader, writer = await asyncio.open_connection(*served.sockets[0].getsockname())\n"
+        "  assert await reader.read() == b''\nasyncio.run(work())"
+    ),
+    "processes": (
+        "import concurrent.futures as futures, multiprocessing\nwith futures.ProcessPoolExecutor(2) as pool:\n"
+        "  assert list(pool.map(abs, [-1, 2])) == [1, 2]\nassert multiprocessing.Array('d', 10)[0] == 0"
+    ),
+    "a database": "import sqlite3\nheld = sqlite3.connect('x')\nheld.execute('pragma journal_mode=wal')",
+    "its own limits": "import os, resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (99, 99))\nos.nice(1)",
+    "a terminal": "import pty\nassert pty.spawn(['true']) == 0",
+}
+COMMANDS = {
+    "git": "git init -q r; cd r; touch f; git add f; git -c user.name=a -c user.email=a@b commit -qm x; git gc -q",
+    "gcc": "echo 'int main(){return 0;}' >a.c; gcc a.c -o a; ./a",
+    "bash": "seq 9 | sort -r | xargs -n1 echo >f; tar cz f | tar tz; cat <(echo a); timeout 9 nice -n 3 true",
+}
+
+
+def test_what_python_programs_do_is_allowed():
+    for outcome in run(*PROGRAMS.values(), limits=limits.Limits(seconds=20.0)):
+        assert outcome.status == "success", outcome.text
+
+
+@pytest.mark.parametrize("program", COMMANDS)
+def test_common_programs_run(program):
+    if shutil.which(program) is None:
+        pytest.skip(f"needs {program}")
+
+    async def work(_, session):
+        return await session.shell(f"(set -e; {COMMANDS[program]})")
+
+    outcome = sandboxes.with_session(work, limits=limits.Limits(seconds=20.0))
+    assert outcome.status == "success", outcome.text
 
 
 def test_a_few_sockets_and_shared_pieces_are_no_excess():

@@ -185,7 +185,7 @@ def _members(archive: tarfile.TarFile, most_bytes: int, where: str) -> Snapshot:
         left -= tarfile.BLOCKSIZE
         if left < 0:
             break
-        archive.members.clear()  # else it keeps each one
+        vars(archive)["members"].clear()  # else it keeps each one
         if member.isreg() and not member.issparse() and is_inside(path):
             left -= member.size
             if left < 0:

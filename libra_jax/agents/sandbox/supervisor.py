@@ -321,10 +321,10 @@ class Supervisor:
             return f"more than {limits['processes']} processes and threads", ""
         if self.processor.seconds(everything, interval) > limits["cpu_seconds"]:
             return f"more than {limits['cpu_seconds']:g} s of processor time", ""
-        held = usage.memory(found, network=os.getpid() == 1)
-        if held == float("inf"):
+        memory = usage.memory(found, network=os.getpid() == 1)
+        if memory == float("inf"):
             return "more mappings of memory than can be counted", ""
-        if held > limits["memory_mib"] * 2**20:
+        if memory > limits["memory_mib"] * 2**20:
             return f"more than {limits['memory_mib']} MiB of memory", ""
         for path in self.settings["private"]:
             held = os.statvfs(path)
