@@ -189,6 +189,10 @@ def test_delegated_control_groups_are_found_and_filled(tmp_path):
     assert (made.path / "pids.max").read_text() == "19"
     assert (made.path / "memory.max").read_text() == str(256 * 2**20)
     assert (made.path / "cgroup.procs").read_text() == "123"
+    assert not made.ran_out()
+    for count in (0, 2):
+        (made.path / "memory.events").write_text(f"max 7\noom_kill {count}\n")
+        assert made.ran_out() == (count > 0)
 
 
 # The wire ---------------------------------------------------------------------------------------------------------

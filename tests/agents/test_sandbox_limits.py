@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import errno
 import io
+import os
 import shutil
 import tarfile
 
@@ -64,10 +65,23 @@ def run(*codes, limits=PATIENT, **arguments):
 
 
 @pytest.mark.parametrize("code", MEMORY.values(), ids=MEMORY.keys())
-def test_memory_that_no_process_shows_is_counted(code):
+def test_memory_that_no_process_shows_is_counted(code, monkeypatch):
+    monkeypatch.setattr(backends, "_makes_devices", lambda: False)  # else no memory can be had from the device
     (outcome,) = run(f"{FORK}{code}time.sleep(60)")
     assert outcome.status == "failure"
     assert "stopped: more than 256 MiB of memory" in outcome.text or "more mappings of memory" in outcome.text
+
+
+def test_no_memory_is_shared_through_a_device():
+    if os.geteuid() != 0 or not backends._makes_devices():
+        pytest.skip("takes root, and its right to make devices")
+    code = (
+        "import mmap, os\nwith open('/dev/zero', 'rb') as zero:\n  assert zero.read(3) == bytes(3)\n"
+        "  assert mmap.mmap(zero.fileno(), 2**21, access=mmap.ACCESS_COPY)[:3] == bytes(3)\n"
+        "open('/dev/null', 'w').write('x')\nos.open('/dev/zero', os.O_RDWR)"
+    )
+    outcome = run(code)[0]
+    assert "PermissionError: [Errno 13] Permission denied: '/dev/zero'" in outcome.text
 
 
 def test_no_socket_buffers_more_than_the_kernels_default():
@@ -214,12 +228,14 @@ def test_a_sandbox_killed_from_outside_is_not_the_codes_doing():
 
 def test_what_is_limited_only_roughly_is_told_at_the_start(caplog, unfiltered, monkeypatch):
     monkeypatch.setattr(backends, "_maps_users", lambda _: False)
+    monkeypatch.setattr(backends, "_makes_devices", lambda: False)
     monkeypatch.setattr(pool.cgroups, "delegated", lambda: None)
     pool._warn_once.cache_clear()
     run("1")
     run("1")
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    for part in ("limited only roughly", "delegate a control group", "No filter of system calls", "one user's"):
+    parts = ("limited only roughly", "delegate a control group", "No filter of system calls", "one user's", "/dev/zero")
+    for part in parts:
         assert part in said
 
 

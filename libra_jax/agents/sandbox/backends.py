@@ -34,6 +34,12 @@ INSTALL = (
 _USERS = range(2_000_000_000, 2_016_777_216)
 """Ids that no system gives to users. Each sandbox of a root runs as another one of them."""
 
+_PRIVATELY = ("unshare", "--mount", "--propagation=private")
+_EMPTY = "mount -t tmpfs -o mode=755 none /mnt"
+_ZERO = "/mnt/zero"
+_MAKE_ZERO = f"mknod -m 444 {_ZERO} c 1 5"
+"""Makes a /dev/zero that can be read alone. Who may write to it can share memory through it that no limit counts."""
+
 _HELP_SECONDS = 10.0
 _SAMPLED = (
     "memory, sockets and processor time are looked at every 20 ms or so, and code that is quick exceeds their limits "
@@ -199,6 +205,7 @@ class Bubblewrap:
             config.check(readable, "sandbox.packages", f"{path} is for root alone; let others read it (chmod o+rx)")
         hidden = [path for path in self._shown if self._root and not _open_to_all(path)]
         self._sources = {path: f"/mnt/{hidden.index(path)}" if path in hidden else path for path in self._shown}
+        self._zero = _ZERO if self._root and _makes_devices() else ""
         self._prefix = self._preparation(hidden)
         found = re.match(r"(\d+)\.(\d+)", platform.release())
         release = (int(found[1]), int(found[2])) if found else (0, 0)
@@ -213,9 +220,11 @@ class Bubblewrap:
         """
         script = "echo 1000 2>/dev/null >/proc/self/oom_score_adj; set -e; "
         words = ["sh", "-c"]
-        if hidden:
-            words = ["unshare", "--mount", "--propagation=private", *words]
-            script += "mount -t tmpfs -o mode=755 none /mnt; "
+        if hidden or self._zero:
+            words = [*_PRIVATELY, *words]
+            script += f"{_EMPTY}; "
+        if self._zero:
+            script += f"{_MAKE_ZERO}; "
         for number, path in enumerate(hidden):
             script += f"mkdir /mnt/{number}; mount --bind {shlex.quote(path)} /mnt/{number}; "
         return [*words, script + 'exec "$@"', "sh"]
@@ -257,6 +266,8 @@ class Bubblewrap:
             found.append(f"no filter of system calls for {platform.machine()}: code can change limits and priorities")
         if self._users is None:
             found.append("all sandboxes are one user's: pipes, watches and open files in transit are counted together")
+        if not (group or self._zero):
+            found.append("memory that is shared through /dev/zero and mostly unmapped again is not counted")
         return found
 
     def _isolation(self) -> list[str]:
@@ -274,6 +285,8 @@ class Bubblewrap:
         for name in _ETC:
             words += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
         words += ["--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev"]
+        if self._zero:
+            words += ["--dev-bind", self._zero, "/dev/zero"]
         for path in (WORKSPACE, "/tmp", "/dev/shm"):
             if "--size" in self._options:  # else the first process looks at it now and then
                 words += ["--size", str(self._limits.workspace_mib * 2**20)]
@@ -281,6 +294,17 @@ class Bubblewrap:
         for path, place in self._shown.items():
             words += ["--ro-bind", self._sources[path], place]
         return [*words, "--remount-ro", "/dev"]
+
+
+@functools.cache
+def _makes_devices() -> bool:
+    """Whether a device can be made in a mount namespace of its own, which some containers refuse to root."""
+    script = f"set -e; {_EMPTY}; {_MAKE_ZERO}; head -c1 {_ZERO}"
+    try:
+        done = subprocess.run([*_PRIVATELY, "sh", "-c", script], capture_output=True, timeout=_HELP_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
 
 
 def _maps_users(users: range) -> bool:
