@@ -7,6 +7,7 @@ import errno
 import io
 import os
 import shutil
+import signal
 import tarfile
 
 import pytest
@@ -182,6 +183,23 @@ def test_a_stateless_call_leaves_no_limits_where_no_filter_is(unfiltered, change
     assert changed.by_code
 
 
+def test_files_in_transit_in_one_sandbox_leave_room_in_another():
+    if os.geteuid() != 0:
+        pytest.skip("takes root, else all sandboxes are one user's")
+    send = (
+        "import socket\nheld = [socket.socketpair() for _ in range(4)]\n"
+        "for left, right in held[:{}]:\n  for _ in range(100): socket.send_fds(left, [b'x'], [0])\n"
+    )
+
+    async def work():
+        async with pool.Sandbox(PATIENT, warm=2) as sandbox, sandbox.session() as one, sandbox.session() as other:
+            return await one.python(send.format(4)), await other.python(send.format(1))
+
+    full, free = asyncio.run(work())
+    assert "Too many references" in full.text
+    assert free.status == "success", free.text
+
+
 def test_a_call_that_no_list_names_is_unknown():
     """As `open_tree_attr`, which came after most lists were made."""
     code = (
@@ -202,28 +220,44 @@ def test_processes_that_leave_no_room_for_a_call_are_the_codes_doing():
     assert following.text == "42\n"
 
 
+def test_a_first_process_that_gives_up_is_the_codes_doing(monkeypatch):
+    whole = backends.source()
+    monkeypatch.setattr(
+        backends, "source", lambda: whole.replace("everything, limits =", "1 / 0; everything, limits =")
+    )
+    (outcome,) = run("import time\ntime.sleep(9)")
+    assert (outcome.broken, outcome.by_code) == (False, True)
+    assert "its first process could not go on with what is in it" in outcome.text
+
+
 def test_files_that_exceed_a_limit_are_the_codes_doing():
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w") as archive:
-        for number in range(600):
-            archive.addfile(tarfile.TarInfo(f"f{number}"))
+        member = tarfile.TarInfo("large")
+        member.size = 5 * 2**20
+        archive.addfile(member, io.BytesIO(bytes(member.size)))
 
     async def work():
         async with pool.Sandbox(PATIENT, warm=1) as sandbox:
             await sandbox.examine(content.getvalue(), "print(1)")
 
-    with pytest.raises(limits.SpoiledByCode, match=r"files could not be unpacked.*more than 500 files"):
+    with pytest.raises(limits.SpoiledByCode, match=r"files could not be unpacked.*File too large"):
         asyncio.run(work())
 
 
 def test_a_sandbox_killed_from_outside_is_not_the_codes_doing():
     async def work(sandbox, session):
         await session.python("1")
+        found = sandboxes.descendants(session._worker.process.pid)
         session._worker.process.kill()
-        return await session.python("1")
+        assert not await sandboxes.gone(found)
+        outer = await session.python("1")
+        await session.python("1")
+        signal.pidfd_send_signal(session._worker._first, signal.SIGKILL)
+        return outer, await session.python("1")
 
-    outcome = sandboxes.with_session(work, limits=PATIENT)
-    assert (outcome.broken, outcome.by_code) == (True, False)
+    for outcome in sandboxes.with_session(work, limits=PATIENT):
+        assert (outcome.broken, outcome.by_code) == (True, False)
 
 
 def test_what_is_limited_only_roughly_is_told_at_the_start(caplog, unfiltered, monkeypatch):

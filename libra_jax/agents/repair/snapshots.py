@@ -46,7 +46,7 @@ _EXTENSIONS = (
     tarfile.GNUTYPE_LONGNAME,
     tarfile.GNUTYPE_LONGLINK,
 )
-"""Kinds of members that describe others. `tarfile` reads each of them whole, whatever its size."""
+"""Kinds of members that describe others. `tarfile` reads each of them whole, of any size."""
 
 
 @dataclass(frozen=True)

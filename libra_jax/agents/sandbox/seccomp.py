@@ -70,7 +70,7 @@ ALLOWED = {
     "cachestat": 451, "fchmodat2": 452, "map_shadow_stack": 453, "futex_wake": 454, "futex_wait": 455,
     "futex_requeue": 456, "mseal": 462, "setxattrat": 463, "getxattrat": 464, "listxattrat": 465, "removexattrat": 466,
 }  # fmt: skip
-"""Calls by number, allowed whatever their arguments."""
+"""Calls by number, allowed with any arguments."""
 
 ONLY_WITH: dict[str, tuple[int, Sequence[tuple[int, Sequence[int]]]]] = {
     "socket": (41, [(0, _SOCKETS)]),

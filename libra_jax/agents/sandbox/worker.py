@@ -22,6 +22,9 @@ GRACE_SECONDS = 3.0
 REAP_SECONDS = 10.0
 """How long the processes of a killed sandbox may take to be gone."""
 
+_SIGNALS = 128
+"""Statuses from here on stand for signals."""
+
 _REASON_BYTES = 2000
 _SLACK_SECONDS = 1.0
 _TOLD_BYTES = 65536
@@ -145,9 +148,11 @@ class Worker:
             self.kill()
             self.ended = not isinstance(error, wire.Malformed)
             how = "ended" if self.ended else "sent what is no answer"
-            by_code = self.ended and await self._out_of_memory()
-            if by_code:
-                how = f"ended: more than {self._limits.memory_mib} MiB of memory"
+            by_code = False
+            if self.ended and await self._ran_out():
+                how, by_code = f"ended: more than {self._limits.memory_mib} MiB of memory", True
+            elif self.ended and await self._gave_up():
+                how, by_code = "ended: its first process could not go on with what is in it", True
             seconds = loop.time() - began
             return limits_module.Outcome("failure", f"[the sandbox {how}]", seconds, "all", not by_code, by_code)
         except BaseException:
@@ -166,7 +171,16 @@ class Worker:
             text += f"{chr(10) if text and not text.endswith(chr(10)) else ''}[{reply.note}]"
         return limits_module.Outcome(reply.status, text, loop.time() - began, reply.lost, by_code=by_code)
 
-    async def _out_of_memory(self) -> bool:
+    async def _gave_up(self) -> bool:
+        """Whether the first process ended with a status of its own, where a signal from outside would show as one.
+
+        No code in the sandbox can send it a signal.
+        """
+        with contextlib.suppress(deadlines.Overdue):
+            return 0 < await deadlines.within(_SLACK_SECONDS, self.process.wait()) < _SIGNALS
+        return False
+
+    async def _ran_out(self) -> bool:
         """Whether the sandbox ended because its code took more memory than its control group has."""
         return self._group is not None and await deadlines.off_loop(self._group.ran_out)
 
