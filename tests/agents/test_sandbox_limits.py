@@ -14,7 +14,7 @@ import pytest
 import sandboxes
 
 from libra_jax import protocols
-from libra_jax.agents.sandbox import backends, limits, pool, seccomp
+from libra_jax.agents.sandbox import backends, limits, pool, seccomp, usage
 
 PATIENT = dataclasses.replace(sandboxes.SMALL, seconds=20.0, cpu_seconds=20.0)
 LIMITS_OF_THE_FIRST = "resource.prlimit(1, resource.RLIMIT_NOFILE, (64, 64))"
@@ -164,6 +164,14 @@ def test_processor_time_of_processes_no_one_waits_for_is_counted():
     )
     (outcome,) = run(code, limits=dataclasses.replace(PATIENT, cpu_seconds=1.0))
     assert "stopped: more than 1 s of processor time" in outcome.text
+
+
+def test_processes_that_wait_for_a_core_use_no_processor_time():
+    counted = usage.Processor()
+    counted.begin({})
+    many = {pid: usage.Process("R", 1, 0.0, 0.0, 1) for pid in range(10**7, 10**7 + 1000)}
+    counted.seconds(many, interval=0.02)
+    assert counted.seconds({}, interval=0.02) == pytest.approx(0.02 * len(os.sched_getaffinity(0)))
 
 
 @pytest.mark.parametrize(

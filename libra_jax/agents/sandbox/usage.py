@@ -86,6 +86,7 @@ class Processor:
         self._seen: dict[int, _Sight] = {}
         self._vanished = 0.0
         self._before = (0.0, 0.0)
+        self._cores = len(os.sched_getaffinity(0))
 
     def begin(self, found: dict[int, Process]) -> None:
         """Starts to count, with the processes that live on from before."""
@@ -104,11 +105,13 @@ class Processor:
             if pid not in found or found[pid].seconds < sight.seconds:  # ended, or its id is another's by now
                 self._vanished += sight.seconds + sight.unseen
                 del self._seen[pid]
+        ready = {pid: _running(pid, process) for pid, process in found.items() if process.runs}
+        share = interval * min(1.0, self._cores / max(1, sum(ready.values())))  # those that wait for a core use none
         for pid, process in found.items():
-            running = _running(pid, process) if process.runs else 0
+            used = ready.get(pid, 0) * share
             known = pid in self._seen
             # Half an interval passes on average between the last look at a process and its end.
-            unseen = running * interval / 2 if known else max(0.0, running * interval - process.seconds)
+            unseen = used / 2 if known else max(0.0, used - process.seconds)
             self._seen[pid] = _Sight(process.seconds, unseen)
         waited_for, seen = self._totals(found)
         return max(waited_for - self._before[0], seen - self._before[1])
