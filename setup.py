@@ -32,6 +32,7 @@ setup(
         "absl-py>=2.1",
         "flax>=0.12.8",
         "google-re2>=1.1",
+        "huggingface_hub>=1.31",
         "jax>=0.10.2",
         "jinja2>=3.1",
         "jsonschema>=4.23",

@@ -1,10 +1,12 @@
 """Your own questions: a JSONL or Parquet file with a `prompt` and an `answer` a row, scored by exact match.
 
-Starts from the shipped character model, which has everything to learn; for a pretrained one add
-`--config.model.path=DIR --config.task.tokenizer=` (empty: the model's own). The policy may call a calculator. Where
-there are several GPUs, add `--config.trainer.platform=cuda`. Expected result: depends on the questions and the model.
+Without weights it starts from the shipped character model, which has everything to learn. With a model's directory
+after the colon it trains that model, with its own tokenizer and the settings that pretrained weights survive: learning
+rate, bfloat16, recomputed activations, longer outputs. The policy may call a calculator. Where there are several GPUs,
+add `--config.trainer.platform=cuda`. Expected result: depends on the questions and the model.
 
   python launch/train.py --config=configs/questions.py --config.task.path=questions.jsonl
+  python launch/train.py --config=configs/questions.py:models/Qwen3-1.7B --config.task.path=questions.jsonl
 """
 
 import ml_collections
@@ -12,7 +14,7 @@ import ml_collections
 from libra_jax import config as libra_config
 
 
-def get_config() -> ml_collections.ConfigDict:
+def get_config(weights: str = "") -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict(libra_config.to_dict(libra_config.RunConfig()))
     config.name = "questions"
     config.task.source = "libra_jax.agents.datasets:task_source"
@@ -26,4 +28,24 @@ def get_config() -> ml_collections.ConfigDict:
 
     config.coordinator.groups_per_step = 16
     config.coordinator.staleness = 1
+    if weights:
+        _pretrained(config, weights)
     return config
+
+
+def _pretrained(config: ml_collections.ConfigDict, weights: str) -> None:
+    """Changes what differs between pretrained weights and the character model."""
+    config.model.path = weights
+    config.model.compute_dtype = "bfloat16"
+    config.model.remat = "dots"
+    config.task.tokenizer = ""  # the model's own
+
+    config.rollout.dtype = "bfloat16"
+    config.rollout.max_context = 4096
+    config.rollout.max_tokens = 1024
+    config.trainer.row_tokens = 4096
+    config.trainer.rows_per_micro_batch = 4
+
+    config.algorithm.correction = "truncated"  # engine and trainer round differently in bfloat16
+    config.optimizer.learning_rate = 1e-6
+    config.optimizer.warmup_steps = 10

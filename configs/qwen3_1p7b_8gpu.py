@@ -1,7 +1,7 @@
 """Qwen3-1.7B on your own questions (a JSONL file), 8 GPUs of one host: 4 train, 4 roll out.
 
 Each line of the file has a `prompt` and an `answer`; the policy may call a calculator and is scored by exact match.
-Expected on 8 x H100: not run by us yet; `--dry_run` validates it anywhere, without weights.
+Expected on 8 x H100: not run by us yet; `--dry_run` checks it anywhere, and names the weights and data that lack.
 
   python launch/train.py --config=configs/qwen3_1p7b_8gpu.py \
       --config.model.path=models/Qwen3-1.7B --config.task.path=data/questions.jsonl

@@ -96,8 +96,12 @@ class Verdict:
 def main() -> None:
     folders = _folders()
     output = Path(_OUTPUT.value) if _OUTPUT.value else (folders[0] if folders else FOLDER) / "profile.json"
-    cli.check_output(output)
-    runs = [_read(folder) for folder in folders or list(_recorded(FOLDER))]
+    if folders:  # read first: the profile's folder is one of them, and is not to be made where it is missing
+        runs = [_read(folder) for folder in folders]
+        cli.check_output(output)
+    else:
+        cli.check_output(output)
+        runs = [_read(folder) for folder in _recorded(FOLDER)]
     model = runs[0].model
     for run in runs[1:]:
         if run.model != model:

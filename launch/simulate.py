@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import unread
 from absl import flags
 from ml_collections import config_flags
 
@@ -27,7 +28,7 @@ from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.planning import plans
 from libra_jax.scheduling import foresight
-from libra_jax.simulator import causes, comparison, report, settings
+from libra_jax.simulator import causes, comparison, report, settings, subject
 
 COMPARED = ("cmlfq", "cmlfq_paper", "least_loaded", "sticky", "mlfq", "heddle", "oracle")
 
@@ -55,6 +56,8 @@ def main() -> None:
             "config.planner.period: what is compared here has one layout for all, and so a bound; set it to 0, or give "
             "runs that plan to launch/sweep.py"
         )
+    given = unread.given(flags.FLAGS["config"])
+    unread.refuse_ignored(given, script="simulate.py", ignored=settings.IGNORED, instead=settings.COUNTS)
     asked = _run(_CONFIG.value.to_dict(), _TRACE.value)
     run = comparison.prepare(asked, policies)
     output = None if _OUTPUT.value is None else Path(_OUTPUT.value)
@@ -72,6 +75,8 @@ def main() -> None:
         result, moves = comparison.sensitivity(run, policies, seeds, jobs=jobs, progress=_progress)
     else:
         result, moves = comparison.compare(run, policies, seeds, jobs=jobs, progress=_progress), []
+    about = subject.Subject.of_run(run)
+    print(f"{about.machine}\n{about.work}")
     print(report.table(result.entries, result.bound_seconds))
     for move in moves:
         print(comparison.moved_line(move))
@@ -79,7 +84,7 @@ def main() -> None:
     if found is not None:
         print(f"\nWhat the tool returns of {run.workload.trace} foretell:\n{causes.table(found)}")
     if output is not None:
-        _write(output, run, result, moves, found)
+        _write(output, run, about, result, moves, found)
 
 
 def _run(values: dict[str, Any], trace: str | None) -> settings.SimulatedRun:
@@ -110,6 +115,7 @@ def _progress(line: str) -> None:
 def _write(
     output: Path,
     run: settings.SimulatedRun,
+    about: subject.Subject,
     result: comparison.Comparison,
     moves: Sequence[comparison.Moved],
     found: foresight.Foresight | None,
@@ -118,8 +124,9 @@ def _write(
     try:
         shared = libra_config.to_dict(run)
         del shared["seed"], shared["scheduler"]["policy"]
-        output.write_text(report.to_json(result.entries, result.bound_seconds, shared))
-        report.write_picture(result.entries, result.bound_seconds, picture, run.name)
+        output.write_text(report.to_json(result.entries, result.bound_seconds, about.as_json(), shared))
+        title = [run.name, about.machine, about.work]
+        report.write_picture(result.entries, result.bound_seconds, picture, title)
         if moves:
             beside = output.with_name(f"{output.stem}-sensitivity.json")
             beside.write_text(json.dumps([asdict(move) for move in moves], indent=2) + "\n")

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
+import re
 import shlex
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich import console, table
+import real_results
 
 from libra_jax import config as libra_config
 from libra_jax import parent_death, protocols
@@ -29,9 +29,10 @@ LAUNCHERS = {"here": "train.py", "slurm": "slurm.py", "kubernetes": "kubernetes.
 SUBMIT_SECONDS = 180.0
 """In which a launcher has to submit a run."""
 
+LONGEST_TITLE = 120
+"""Characters of a run's name in a file's: a file system takes 255, the seed and the hash included."""
+
 RECORD = "submitted.jsonl"
-LAST = 10
-"""Training steps whose mean reward the table has."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Run:
       config: what that says, the seed and steps included.
       steps: that were asked for, where it was not the config that did.
       workdir: of the run.
+      settings: `--config.` flags besides seed and steps.
     """
 
     name: str
@@ -51,18 +53,14 @@ class Run:
     config: libra_config.RunConfig
     steps: int | None
     workdir: Path
+    settings: tuple[str, ...] = ()
 
     def command(self, launcher: str, extra: Sequence[str]) -> list[str]:
         """Of the launcher, for this run."""
-        settings = [f"--config={self.file}", f"--config.seed={self.config.seed}"]
+        settings = [f"--config={self.file}", *self.settings, f"--config.seed={self.config.seed}"]
         settings += [f"--config.steps={self.steps}"] if self.steps else []
         script = Path(__file__).parent / LAUNCHERS[launcher]
         return [sys.executable, str(script), *settings, f"--workdir={self.workdir}", *extra]
-
-    def rewards(self) -> list[float]:
-        """Of the training steps that are recorded."""
-        recorded = metrics.read(self.workdir / metrics.METRICS_FILE)
-        return [scalars["reward/mean"] for step, scalars in recorded.items() if step > 0 and "reward/mean" in scalars]
 
     @property
     def taken(self) -> int:
@@ -75,16 +73,21 @@ class Run:
         return self.taken >= self.config.steps
 
 
+def title(name: str) -> str:
+    """A run's name as part of a file's."""
+    plain = name.replace(".py", "").replace("/", "-").replace(":", "-").strip("-.")
+    return re.sub(r"[^\w.=+-]+", "-", plain)[:LONGEST_TITLE]
+
+
 def workdir(folder: Path, name: str, config: libra_config.RunConfig) -> Path:
     """Of a run of a sweep: named by its config, its seed and a hash of its settings."""
-    title = name.replace(".py", "").replace("/", "-").replace(":", "-").strip("-.")
-    return folder / f"{title}-seed{config.seed}-{libra_config.digest(config)}"
+    return folder / f"{title(name)}-seed{config.seed}-{libra_config.digest(config)}"
 
 
 def run(
     runs: Sequence[Run], folder: Path, launcher: str, flags: str, *, jobs: int, again: bool, dry_run: bool = False
 ) -> None:
-    """Submits the runs that neither are done nor were submitted before; prints a table of all.
+    """Submits the runs that neither are done nor were submitted before; prints and writes what all come to.
 
     Args:
       runs: of the sweep.
@@ -105,6 +108,7 @@ def run(
         raise protocols.ConfigError(f"--launcher_flags: cannot be read as a shell would ({error})") from error
     if {"--dry_run", "--dry_run=true"} & set(extra):
         raise protocols.ConfigError("--launcher_flags: has --dry_run, with which nothing is submitted; give it apart")
+    _check_apart(runs)
     answers = dict(_recorded(folder / RECORD))
     unfinished = [entry for entry in runs if not entry.done]
     left = [entry for entry in unfinished if again or entry.workdir.name not in answers]
@@ -125,10 +129,24 @@ def run(
                 answers[entry.workdir.name] = answer
                 _record(folder / RECORD, entry, launcher, answer)
             _say(f"[{number}/{len(left)}] {entry.workdir.name}: {problem or answer}")
-    _print(runs, answers, failed)
+    outcomes = [real_results.outcome(entry, answers, failed) for entry in runs]
+    real_results.show(outcomes)
+    print(f"wrote {' and '.join(map(str, real_results.write(folder, outcomes)))}")
     if failed:
         named = "; ".join(f"{name}: {problem}" for name, problem in failed.items())
         raise protocols.LibraError(f"{len(failed)} of {len(left)} runs failed, the others are kept: {named}")
+
+
+def _check_apart(runs: Sequence[Run]) -> None:
+    """Refuses one run under two names, as of the values 1e-4 and 0.0001."""
+    seen: dict[tuple[str, int, str], Run] = {}
+    for entry in runs:
+        known = entry.file, entry.config.seed, libra_config.digest(entry.config)
+        if (other := seen.setdefault(known, entry)) is not entry:
+            raise protocols.ConfigError(
+                f"--sweep: {other.name!r} and {entry.name!r} are the same run; name each value once, and no field that "
+                "changes nothing in a run"
+            )
 
 
 def _launch(entry: Run, launcher: str, extra: Sequence[str]) -> tuple[str, str]:
@@ -168,17 +186,6 @@ def _record(path: Path, entry: Run, launcher: str, answer: str) -> None:
     line = {"run": entry.workdir.name, "launcher": launcher, "answer": answer}
     with path.open("a") as file:
         file.write(json.dumps(line) + "\n")
-
-
-def _print(runs: Sequence[Run], answers: dict[str, str], failed: dict[str, str]) -> None:
-    rows = table.Table("config", "seed", "state", "steps", f"reward, last {LAST}", "submitted as")
-    for entry in runs:
-        name, rewards = entry.workdir.name, entry.rewards()
-        state = "done" if entry.done else "failed" if name in failed else "submitted" if name in answers else "left"
-        mean = f"{statistics.fmean(rewards[-LAST:]):.3f}" if rewards else ""
-        steps = f"{entry.taken} of {entry.config.steps}"
-        rows.add_row(entry.name, str(entry.config.seed), state, steps, mean, answers.get(name, ""))
-    console.Console(width=None if sys.stdout.isatty() else 160).print(rows)
 
 
 def _say(line: str) -> None:

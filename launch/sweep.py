@@ -1,13 +1,15 @@
-"""Runs a list of configs under several seeds; one table, one picture, and what is done is not done again.
+"""Runs configs, or a grid of their settings, under several seeds: tables, a picture, and nothing is done twice.
 
+  python launch/sweep.py --configs=configs/quickstart.py --sweep=optimizer.learning_rate=1e-4,3e-4 --seeds=0,1,2
   python launch/sweep.py --of=configs/ablation.py --configs=static,homogeneous,heterogeneous,cmlfq,elastic --seeds=0,1
   python launch/sweep.py --configs=configs/simulate.py,configs/ablation.py:greedy --output=runs/mine
 
-Each run leaves a file in the output folder, named by its config, its seed and a hash of its settings: the same command
-goes on where it was stopped, and a changed setting runs anew. These are simulated runs. With --launcher they are real
-ones, each in a workdir of its own in the output folder (`submission.py`):
+Several --sweep make a product; --config.steps=10 and the like change all runs, as they do with launch/train.py. Real
+runs go one after the other here, or to a --launcher, each into a workdir of its own in the output folder
+(`submission.py`). A simulated run leaves a file there. Both are named by config, settings, seed and a hash: the same
+command goes on where it was stopped, a changed setting is another run, and a run that failed is a row with its reason,
+tried again by the same command.
 
-  python launch/sweep.py --launcher=here --configs=configs/quickstart.py --seeds=0,1,2 --output=runs/seeds
   python launch/sweep.py --launcher=slurm --launcher_flags="--partition=gpu" --configs=... --output=/shared/seeds
 """
 
@@ -15,7 +17,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import importlib.util
+import functools
+import itertools
 import json
 import os
 import statistics
@@ -24,7 +27,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import grid
 import submission
+import unread
 from absl import flags
 from rich import console, table
 
@@ -32,13 +37,16 @@ import cli
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.planning import costs
-from libra_jax.simulator import comparison, pools, report, settings
+from libra_jax.simulator import comparison, pictures, pools, report, settings
 from libra_jax.telemetry import page, pool_picture, timeline, transitions
 
 LAST = 5
 """The last fifth of a run's steps is told apart: what it ends at, once lengths have drifted."""
 
 _CONFIGS = flags.DEFINE_string("configs", None, "Config files (or variants of --of), separated by commas.")
+_SWEEP = flags.DEFINE_multi_string(
+    "sweep", [], "A field of the config and its values, like optimizer.learning_rate=1e-4,3e-4; several: all pairs."
+)
 _OF = flags.DEFINE_string("of", None, "Config file whose variants --configs names.")
 _SEEDS = flags.DEFINE_string("seeds", "0", "Seeds, separated by commas.")
 _STEPS = flags.DEFINE_integer("steps", None, "Training steps of each run; default: as its config says.", lower_bound=1)
@@ -47,9 +55,9 @@ _SENSITIVITY = flags.DEFINE_bool("sensitivity", False, "Move each coefficient by
 _JOBS = flags.DEFINE_integer(
     "jobs", None, "Runs at a time; default: one a core if they are simulated, else one.", lower_bound=1
 )
-_LAUNCHER = flags.DEFINE_enum("launcher", None, list(submission.LAUNCHERS), "Submit real runs with this launcher.")
+_LAUNCHER = flags.DEFINE_enum("launcher", None, list(submission.LAUNCHERS), "Where real runs go; default: here.")
 _LAUNCHER_FLAGS = flags.DEFINE_string("launcher_flags", "", "Further flags of the launcher, in one string.")
-_DRY_RUN = flags.DEFINE_bool("dry_run", False, "With --launcher: print its commands, and submit nothing.")
+_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print the commands of real runs, and start none.")
 _AGAIN = flags.DEFINE_bool("again", False, "Submit runs that were submitted before, too: their jobs are gone.")
 
 
@@ -70,76 +78,94 @@ class Job:
     moved: str = ""
 
 
-def main() -> None:
-    if not _CONFIGS.value:
-        raise protocols.ConfigError("--configs: name at least one config file, or with --of one of its variants")
-    names = list(dict.fromkeys(name.strip() for name in _CONFIGS.value.split(",") if name.strip()))
+def main(overrides: Sequence[str]) -> None:
+    cells = grid.cells(_CONFIGS.value or "", _OF.value, overrides, _SWEEP.value)
+    read = {cell.name: _values(cell) for cell in cells}
+    simulated = [cell for cell in cells if "simulation" in read[cell.name]]
+    if simulated and len(simulated) < len(cells):
+        other = next(cell for cell in cells if cell not in simulated)
+        raise protocols.ConfigError(
+            f"--configs: {simulated[0].file} is a simulated run and {other.file} a real one; sweep them apart"
+        )
     folder = Path(_OUTPUT.value)
     cli.check_output(folder / "sweep.json")
-    if _LAUNCHER.value:
-        _submit(names, folder)
+    if not simulated:
+        _submit(cells, read, folder)
         return
+    if _LAUNCHER.value:
+        raise protocols.ConfigError(f"--configs: {cells[0].file} is a simulated run; leave out --launcher")
     if _DRY_RUN.value:
-        raise protocols.ConfigError("--dry_run: prints what a --launcher would be given; simulated runs have none")
-    jobs = [_job(name, seed, folder) for name in names for seed in cli.seeds(_SEEDS.value)]
+        raise protocols.ConfigError("--dry_run: prints the commands of real runs; simulated runs have none")
+    names = [cell.name for cell in cells]
+    jobs = [_job(cell.name, read[cell.name], seed, folder) for cell in cells for seed in cli.seeds(_SEEDS.value)]
+    for first, second in itertools.combinations(cells, 2):
+        if first.file == second.file and read[first.name] == read[second.name]:
+            raise protocols.ConfigError(f"--sweep: {first.name!r} and {second.name!r} are the same run; name one")
     if _SENSITIVITY.value:
         jobs += [moved for job in list(jobs) for moved in _moves(job, folder)]
     left = [job for job in jobs if not job.file.exists()]
     _say(f"{len(names)} configs, {len(jobs)} runs, of which {len(jobs) - len(left)} are done already")
-    _run(left)
+    failed = _run(left)
     jobs = [job for job in jobs if job.file.exists()]
-    results = {name: [_read(job.file) for job in jobs if (job.name, job.moved) == (name, "")] for name in names}
+    found = {name: [_read(job.file) for job in jobs if (job.name, job.moved) == (name, "")] for name in names}
+    results = {name: entries for name, entries in found.items() if entries}
+    if not results:
+        raise protocols.LibraError(f"no run ended well: {'; '.join(failed)}")
+    machines = {f"{job.run.simulation.model} on {job.run.simulation.hardware}" for job in jobs}
+    print(f"{' and '.join(sorted(machines))}:")
     _print(results)
-    for line in _sensitivity(names, jobs):
+    for line in _sensitivity(list(results), jobs):
         print(line)
     summary = {name: [dict(entry) for entry in entries] for name, entries in results.items()}
     (folder / "sweep.json").write_text(json.dumps(summary, indent=2) + "\n")
-    _draw(folder / "sweep.svg", results)
+    _draw(folder / "sweep.svg", results, sorted(machines))
     drawn = [folder / "sweep.svg", *(picture for job in jobs if (picture := _draw_pools(job)) is not None)]
     print(f"wrote {folder / 'sweep.json'} and {', '.join(map(str, drawn))}")
+    if failed:
+        raise protocols.LibraError(
+            f"{len(failed)} of {len(left)} runs failed, the others are kept: {'; '.join(failed)}"
+        )
 
 
-def _submit(names: Sequence[str], folder: Path) -> None:
+def _submit(cells: Sequence[grid.Cell], read: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
     if _SENSITIVITY.value:
-        raise protocols.ConfigError("--sensitivity: moves coefficients of simulated runs; leave out --launcher")
+        raise protocols.ConfigError("--sensitivity: moves coefficients of simulated runs, and these are real ones")
     runs = []
-    for name in names:
+    for cell in cells:
         for seed in cli.seeds(_SEEDS.value):
-            text, values = _values(name, seed)
-            if "simulation" in values:
-                raise protocols.ConfigError(f"--configs: {text} is a simulated run; leave out --launcher")
-            config = libra_config.parse(libra_config.RunConfig, values)
-            workdir = submission.workdir(folder, name, config)
-            runs.append(submission.Run(name, text, config, _STEPS.value, workdir))
+            config = libra_config.parse(libra_config.RunConfig, _seeded(read[cell.name], seed))
+            workdir = submission.workdir(folder, cell.name, config)
+            runs.append(submission.Run(cell.name, cell.file, config, _STEPS.value, workdir, cell.settings))
     jobs, again, dry_run = _JOBS.value or 1, _AGAIN.value, _DRY_RUN.value
-    launcher, launcher_flags = _LAUNCHER.value, _LAUNCHER_FLAGS.value
+    launcher, launcher_flags = _LAUNCHER.value or "here", _LAUNCHER_FLAGS.value
     submission.run(runs, folder, launcher, launcher_flags, jobs=jobs, again=again, dry_run=dry_run)
 
 
-def _values(name: str, seed: int) -> tuple[str, dict[str, Any]]:
-    """The config file with its variant, and what it says with the seed and --steps."""
-    text = f"{_OF.value}:{name}" if _OF.value else name
-    values = _load(text)
-    values["seed"] = seed
-    if _STEPS.value:
-        values["steps"] = _STEPS.value
-    return text, values
+def _values(cell: grid.Cell) -> dict[str, Any]:
+    """What the config file says under the cell's settings."""
+    try:
+        values = cli.read_config(settings.SimulatedRun, cell.file, cell.settings)
+    except protocols.ConfigError as error:
+        raise protocols.ConfigError(f"--configs: {cell.name}: {error}") from error
+    if "simulation" in values:
+        given = [setting.removeprefix("--config.").split("=")[0] for setting in cell.settings]
+        unread.refuse_ignored(given, script="sweep.py", ignored=settings.IGNORED, instead=settings.COUNTS)
+    return values
 
 
-def _job(name: str, seed: int, folder: Path) -> Job:
-    text, values = _values(name, seed)
-    if "simulation" not in values:
-        raise protocols.ConfigError(
-            f"--configs: {text} is no simulated run (it has no config.simulation); --launcher=here runs real ones"
-        )
-    run = libra_config.parse(settings.SimulatedRun, values)
+def _seeded(values: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """The settings of one run."""
+    return {**values, "seed": seed, "steps": _STEPS.value or values["steps"]}
+
+
+def _job(name: str, values: Mapping[str, Any], seed: int, folder: Path) -> Job:
+    run = libra_config.parse(settings.SimulatedRun, _seeded(values, seed))
     run = comparison.prepare(run, [run.scheduler.policy])
     return Job(name, run, _file(name, run, folder))
 
 
 def _file(name: str, run: settings.SimulatedRun, folder: Path) -> Path:
-    title = name.replace(".py", "").replace("/", "-").replace(":", "-")
-    return folder / f"{title}-seed{run.seed}-steps{run.steps}-{libra_config.digest(run)}.json"
+    return folder / f"{submission.title(name)}-seed{run.seed}-steps{run.steps}-{libra_config.digest(run)}.json"
 
 
 def _moves(job: Job, folder: Path) -> Iterator[Job]:
@@ -177,32 +203,14 @@ def _sensitivity(names: Sequence[str], jobs: Sequence[Job]) -> Iterator[str]:
         yield f"{moved}: {verdict} ({ratios})"
 
 
-def _load(text: str) -> dict[str, Any]:
-    """What a config file's get_config says, given the variant behind a colon."""
-    file, _, variant = text.partition(":")
-    path = Path(file)
-    if path.suffix != ".py" or not path.is_file():
-        raise protocols.ConfigError(f"--configs: {file}: no such config file; variants of one file need --of=FILE")
-    spec = importlib.util.spec_from_file_location(f"sweep_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-        made = module.get_config(variant) if variant else module.get_config()
-    except (ValueError, TypeError, AttributeError, ImportError, SyntaxError) as error:
-        raise protocols.ConfigError(f"--configs: {text}: {error}") from error
-    values: dict[str, Any] = made.to_dict()
-    return values
-
-
-def _run(jobs: Sequence[Job]) -> None:
+def _run(jobs: Sequence[Job]) -> list[str]:
+    """Simulates the runs, each into its file; returns a sentence for each that failed."""
+    failed: list[str] = []
     workers = min(_JOBS.value or os.cpu_count() or 1, len(jobs))
     if not workers:
-        return
+        return failed
     with pools.pool(workers) as pool:
         doing = {pool.submit(result_of, job.run): job for job in jobs}
-        failed = []
         for number, done in enumerate(concurrent.futures.as_completed(doing), start=1):
             job = doing[done]
             error = done.exception()
@@ -222,10 +230,7 @@ def _run(jobs: Sequence[Job]) -> None:
                 f"{entry['tokens_per_second']:.0f} tokens/s "
                 f"(simulated in {entry['wall_seconds']:.1f} s)"
             )
-    if failed:
-        raise protocols.LibraError(
-            f"{len(failed)} of {len(jobs)} runs failed, the others are kept: {'; '.join(failed)}"
-        )
+    return failed
 
 
 def result_of(run: settings.SimulatedRun) -> dict[str, Any]:
@@ -273,6 +278,7 @@ def _mean(entries: Sequence[Mapping[str, Any]], *path: str) -> float:
 def _print(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     heads = "config", "tokens/s", "+-", "x first", "step, s", "at the end", "train", "rollout"
     rows = table.Table(*heads, "moves", "saved, s", "lost")
+    rows.columns[0].overflow = "fold"  # names that differ at their end alone have to be whole
     first = _mean(next(iter(results.values())), "tokens_per_second")
     for name, entries in results.items():
         rates = [entry["tokens_per_second"] for entry in entries]
@@ -292,20 +298,16 @@ def _print(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     console.Console(width=None if sys.stdout.isatty() else 120).print(rows)
 
 
-def _draw(path: Path, results: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    from matplotlib import figure, rc_context
-
+def _draw(path: Path, results: Mapping[str, Sequence[Mapping[str, Any]]], machines: Sequence[str]) -> None:
     names = list(results)
     rates = [[entry["tokens_per_second"] for entry in results[name]] for name in names]
-    with rc_context({"svg.hashsalt": "libra-jax", "font.size": 10}):
-        drawn = figure.Figure(figsize=(7.0, 1.2 + 0.42 * len(names)), layout="constrained")
-        axes = drawn.add_subplot()
-        spread = [statistics.stdev(each) if len(each) > 1 else 0.0 for each in rates]
-        axes.barh(names, list(map(statistics.fmean, rates)), xerr=spread, color="#4c78a8", capsize=3, height=0.65)
-        axes.invert_yaxis()
-        axes.set_xlabel("generated tokens a second (mean over seeds, +- one standard deviation)")
-        axes.spines[["top", "right"]].set_visible(False)
-        drawn.savefig(path, metadata={"Date": None})
+    spread = [statistics.stdev(each) if len(each) > 1 else 0.0 for each in rates]
+    title = ["Generated tokens a second, simulated", *machines]
+    with pictures.drawn(path, 0.2 + pictures.bars_height(names), title) as axes:
+        pictures.bars(axes, names, list(map(statistics.fmean, rates)), spread, "{:,.0f}")
+        seeds = max(map(len, rates))
+        of_seeds = f"\nmean of {seeds} seeds ± standard deviation" if seeds > 1 else ""
+        axes.set_xlabel(f"generated tokens a second{of_seeds}")
 
 
 def _draw_pools(job: Job) -> Path | None:
@@ -325,6 +327,9 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
+    sys.argv, others = grid.taken(sys.argv)
     cli.run(
-        main, settings.SimulatedRun, interrupted="interrupted; the same command goes on with the runs that are left."
+        functools.partial(main, others),
+        settings.SimulatedRun,
+        interrupted="interrupted; the same command goes on with the runs that are left.",
     )

@@ -8,7 +8,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # An engine's processes import thousands of modules each: compiled once, they start in a fraction of the time.
 export PYTHONDONTWRITEBYTECODE=
-bash launch/setup.sh --dev
+bash launch/setup.sh --dev --quiet
 export PATH="$PWD/.venv/bin:$PATH"
 echo "== ruff"
 ruff check .  # a line of its own: inside && a failure would not end the script

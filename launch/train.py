@@ -16,8 +16,11 @@ import signal
 import sys
 import types
 
+import changes
+import hub
 import observing
 import overrides
+import warn
 from absl import flags
 from ml_collections import config_flags
 
@@ -27,18 +30,26 @@ import dry_run
 import wiring
 import workdirs
 from libra_jax import config as libra_config
+from libra_jax import protocols
 from libra_jax.agents import factories
 from libra_jax.agents.tools import toolkit
 from libra_jax.coordinator import run as coordinator
+from libra_jax.telemetry import escapes
 
 _CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "The run's config file; configs/quickstart.py.", lock_config=True
+    "config", None, "The run's config file, such as configs/quickstart.py.", lock_config=True
 )
 _PLAN = flags.DEFINE_string("plan", None, "Plan of launch/plan.py to lay the run out by.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run writes; default runs/<config>-<hash of config>.")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print the resolved config, tasks, mesh and partition; stop.")
 _TAKE_OVER = flags.DEFINE_bool(
     "take_over", False, "End a run that still lives in the workdir, on whatever host, and go on in its place."
+)
+_ALLOW_CHANGES = flags.DEFINE_string(
+    "allow_changes",
+    "",
+    "Settings in which the run may go on otherwise than its workdir's config.json says, with commas between them: "
+    "optimizer.learning_rate,algorithm.kl_coefficient. Each change is recorded in config_history.jsonl.",
 )
 
 
@@ -47,15 +58,36 @@ def main() -> int:
     last_resort = observing.LastResort(config.deadlines.grace)
     # Until the run is there, which stops as it should.
     signal.signal(signal.SIGTERM, functools.partial(_leave, last_resort))
+    changes.allowed_names(_ALLOW_CHANGES.value)  # a mistyped name is refused before anything starts
+    found = hub.resolved(config, download=not _DRY_RUN.value)
     if _DRY_RUN.value:
-        checks.validate(config, need_weights=False)
-        print(dry_run.describe(config))
+        _describe(config, found)
         return 0
-    checks.validate(config, need_weights=True)
-    summary = asyncio.run(_train(config, last_resort))
+    if found.problems:
+        raise protocols.DataError("; ".join(found.problems))
+    for note in found.notes:
+        print(f"{note[0].upper()}{note[1:]}.")
+    checks.validate(found.config, need_weights=True)
+    warn.warn(found.config)
+    summary = asyncio.run(_train(config, found.config, last_resort))
     if summary.terminated:
         observing.end_process()
     return 0
+
+
+def _describe(named: libra_config.RunConfig, found: hub.Found) -> None:
+    """Prints what the run would be.
+
+    Raises:
+      DataError: it cannot run here, because weights, a tokenizer or tasks are missing.
+    """
+    checks.validate(found.config, need_weights=False)
+    warn.warn(found.config)
+    said = dry_run.describe(found.config, found.notes, named)
+    print(escapes.visible(said, lines=True))  # it quotes a task, which may be anybody's
+    missing = [*found.problems, *checks.missing(found.config, found.fields)]
+    if missing:
+        raise protocols.DataError(f"this run cannot start here: {'; '.join(missing)}. All else was checked")
 
 
 def _leave(last_resort: observing.LastResort, number: int, _: types.FrameType | None) -> None:
@@ -65,13 +97,21 @@ def _leave(last_resort: observing.LastResort, number: int, _: types.FrameType | 
     raise SystemExit(os.EX_TEMPFAIL)
 
 
-async def _train(config: libra_config.RunConfig, last_resort: observing.LastResort) -> coordinator.RunSummary:
+async def _train(
+    named: libra_config.RunConfig, config: libra_config.RunConfig, last_resort: observing.LastResort
+) -> coordinator.RunSummary:
+    """Trains. `named` is the config as given, which the workdir keeps; in `config`, paths stand for its ids."""
     # An environment that cannot be made is found out before anything is written.
     async with (
         toolkit.Toolkit(config.tools, config.sandbox, config.task.call_seconds) as tools,
         factories.demonstrator(config.task, tools, needed=config.warm_start.steps > 0) as demonstrator,
     ):
-        workdir = workdirs.open_workdir(config, _WORKDIR.value, take_over=_TAKE_OVER.value)
+        workdir = workdirs.open_workdir(
+            named,
+            _WORKDIR.value,
+            take_over=_TAKE_OVER.value,
+            allow_changes=changes.allowed_names(_ALLOW_CHANGES.value),
+        )
         return await wiring.train(
             config,
             workdir,
@@ -85,7 +125,7 @@ async def _train(config: libra_config.RunConfig, last_resort: observing.LastReso
 if __name__ == "__main__":
     cli.run(
         main,
-        default_config="configs/quickstart.py",
         interrupted="interrupted; the same command goes on from the last checkpoint, if there is one.",
         lost=os.EX_TEMPFAIL,
+        needs_config=True,
     )

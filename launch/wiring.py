@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import placement
 
 from libra_jax import config as libra_config
 from libra_jax import protocols
-from libra_jax.agents import factories, tokenizers
+from libra_jax.agents import factories, samples, tokenizers
 from libra_jax.agents.rewards import composition
 from libra_jax.agents.tools import toolkit
 from libra_jax.cluster import create as cluster
@@ -27,7 +27,7 @@ from libra_jax.models import config as model_config
 from libra_jax.planning import costs, forecast, planner, plans, profiles
 from libra_jax.scheduling import costs as scheduling_costs
 from libra_jax.scheduling import registry as schedulers
-from libra_jax.telemetry import files, report, resume, status
+from libra_jax.telemetry import escapes, files, report, resume, status
 from libra_jax.telemetry import recorder as telemetry
 
 TRAINER = "libra_jax.training.trainer:create"
@@ -253,7 +253,7 @@ async def train(
             try:
                 print(f"Report: {report.write_report(workdir)}")
             except protocols.DataError as error:  # a run stopped before it began has recorded nothing
-                print(f"No report: {error}")
+                print(escapes.visible(f"No report: {error}"))
     return summary
 
 
@@ -262,6 +262,7 @@ def _parts(config: libra_config.RunConfig, workdir: Path, tools: toolkit.Toolkit
     shape = policy_shape(config, need_weights=True)
     engines = placement.Engines(config, shape, workdir)
     on_ray = config.cluster.backend == "ray"
+    tokenizer = tokenizers.create(config.task, config.model.path)
     return {
         "trainer_spec": trainer_spec(config, workdir),
         "make_trainer": functools.partial(trainer_processes, config, workdir) if on_ray else None,
@@ -271,7 +272,8 @@ def _parts(config: libra_config.RunConfig, workdir: Path, tools: toolkit.Toolkit
         "make_engine": engines.add,
         "tasks": factories.task_source(config.task, config.seed),
         "make_environment": factories.environment_factory(config.task, tools),
-        "tokenizer": tokenizers.create(config.task, config.model.path),
+        "tokenizer": tokenizer,
+        "samples": samples.Samples(config.telemetry.samples, config.seed, tokenizer),
         "scheduler": scheduler(config),
         "planner": global_planner(_by_kept_profile(config, workdir), shape),
         "export": workdir / "model",
@@ -309,7 +311,7 @@ async def _train(
         reward = await rewards.enter_async_context(composed)
         run = make(config, cluster=actors, recorder=recorder, workdir=workdir, reward=reward, epoch=epoch)
         summary = await run.run()
-        _add_tokenizer(config, workdir / "model")
+        _add_files(config, workdir / "model")
     finally:
         await rewards.aclose()
         await actors.shutdown()
@@ -317,20 +319,33 @@ async def _train(
     return summary
 
 
-def _add_tokenizer(config: libra_config.RunConfig, model: Path) -> None:
-    """Copies the tokenizer's files beside the exported weights, so that the directory can be loaded as `model.path`.
+TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template.*")
+
+GENERATION_FILES = ("generation_config.json",)
+"""Stop tokens and sampling settings, without which others that load the export may generate past a turn's end."""
+
+
+def _add_files(config: libra_config.RunConfig, model: Path) -> None:
+    """Copies the tokenizer's files and the original model's generation config beside the exported weights.
 
     Raises:
       LibraError: a file cannot be copied; the training is done, and the message says what is missing.
     """
-    source = Path(config.task.tokenizer or config.model.path)
-    if config.task.tokenizer != "character" and source.is_dir() and model.is_dir():
-        for pattern in ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template.*"):
-            for file in source.glob(pattern):
-                try:
-                    shutil.copy2(file, model)
-                except OSError as error:
-                    raise protocols.LibraError(
-                        f"The trained weights are in {model}, but {file} could not be copied there "
-                        f"({error.strerror or error}): copy the tokenizer's files yourself to load that directory."
-                    ) from error
+    if config.task.tokenizer != "character":
+        _copy(Path(config.task.tokenizer or config.model.path), TOKENIZER_FILES, model)
+    if config.model.path:
+        _copy(Path(config.model.path), GENERATION_FILES, model)
+
+
+def _copy(source: Path, patterns: Sequence[str], model: Path) -> None:
+    if not source.is_dir() or not model.is_dir():
+        return
+    for pattern in patterns:
+        for file in source.glob(pattern):
+            try:
+                shutil.copy2(file, model)
+            except OSError as error:
+                raise protocols.LibraError(
+                    f"The trained weights are in {model}, but {file} could not be copied there "
+                    f"({error.strerror or error}): copy {', '.join(patterns)} yourself to load that directory."
+                ) from error

@@ -12,8 +12,11 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import changes
 
 from libra_jax import config as libra_config
 from libra_jax import machine, protocols
@@ -40,23 +43,26 @@ def check_place(path: Path) -> None:
             return
 
 
-def open_workdir(config: libra_config.RunConfig, workdir: str | None, *, take_over: bool = False) -> Path:
+def open_workdir(
+    config: libra_config.RunConfig, workdir: str | None, *, take_over: bool = False, allow_changes: Sequence[str] = ()
+) -> Path:
     """Makes the workdir and writes `config.json`; refuses one that belongs to another config, or to a run that lives.
 
-    How many steps a run takes may change from one start to the next, but not to fewer than it has taken; so may the
-    cluster's address, because a cluster that is started again is somewhere else.
+    Settings of `libra_config.MAY_CHANGE` may differ from one start to the next, steps not below those taken. Every
+    change is printed, and recorded in the workdir (`changes.record`).
 
     Args:
       config: the run's configuration.
       workdir: where; None is the config's own place.
       take_over: a run that lives in there is no reason to refuse: `take_epoch` will fence it off.
+      allow_changes: further settings that may differ, as `changes.allowed_names` returns them.
 
     Raises:
       ConfigError: the workdir's config differs; the fields are named. Or a run lives in there; its process is named.
     """
     path = Path(workdir) if workdir else default(config)
     try:
-        return _open(path, config, take_over)
+        return _open(path, config, take_over, allow_changes)
     except OSError as error:
         raise protocols.ConfigError(
             f"--workdir={path} cannot be used ({error.strerror or error}); choose a folder that can be written"
@@ -101,7 +107,7 @@ def _has_ended(workdir: Path) -> bool:
     return False
 
 
-def _open(path: Path, config: libra_config.RunConfig, take_over: bool) -> Path:
+def _open(path: Path, config: libra_config.RunConfig, take_over: bool, allow_changes: Sequence[str]) -> Path:
     existed = path.exists()
     if existed and not take_over:  # locked before it is read; a refused config leaves no new folder behind
         _refuse_if_in_use(path)
@@ -109,7 +115,13 @@ def _open(path: Path, config: libra_config.RunConfig, take_over: bool) -> Path:
     stored_file = path / "config.json"
     if stored_file.exists():
         stored = _stored(stored_file)
-        _check_same_run(path, redaction.redacted(stored), resolved)
+        differing = changes.find(redaction.redacted(stored), resolved)
+        changes.check(path, differing, allow_changes)
+        _check_steps(path, resolved)
+        if differing:
+            step = checkpoints.newest_step(path)
+            changes.record(path, differing, allow_changes, max(0, step))
+            print(f"The run in {path} goes on with other settings: {'; '.join(map(str, differing))}.", file=sys.stderr)
         if stored == resolved:
             return path
     if not existed:
@@ -136,15 +148,9 @@ def _stored(file: Path) -> dict[str, Any]:
     )
 
 
-def _check_same_run(path: Path, stored: dict[str, Any], resolved: dict[str, Any]) -> None:
+def _check_steps(path: Path, resolved: dict[str, Any]) -> None:
+    """Refuses fewer steps than the run has taken, and to train again what a run without checkpoints had recorded."""
     steps, taken = resolved["steps"], checkpoints.newest_step(path)
-    here = {**stored.get("cluster", {}), "address": resolved["cluster"]["address"]}
-    differing = _differences({**stored, "steps": steps, "cluster": here}, resolved)
-    if differing:
-        raise protocols.ConfigError(
-            f"--workdir={path} belongs to another config: {'; '.join(differing)}. "
-            "Use another workdir, or the old settings"
-        )
     if not resolved["checkpoint"]["every"] and taken < 1:
         recorded = max(metrics.read(path / metrics.METRICS_FILE), default=0)
         if recorded > 0:
@@ -201,10 +207,3 @@ def _lives_elsewhere(workdir: Path, record: dict[str, Any]) -> bool:
         file=sys.stderr,
     )
     return status.changes_within(workdir, status.WATCH_SECONDS)
-
-
-def _differences(stored: Any, resolved: Any, name: str = "config") -> list[str]:
-    if not (isinstance(stored, dict) and isinstance(resolved, dict)):
-        return [] if stored == resolved else [f"{name} is {stored!r} there and {resolved!r} here"]
-    keys = dict.fromkeys([*stored, *resolved])
-    return [sentence for key in keys for sentence in _differences(stored.get(key), resolved.get(key), f"{name}.{key}")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 from collections.abc import AsyncIterator, Callable
 from typing import cast
@@ -15,19 +16,62 @@ TRIAL_CLOSE_SECONDS = 30.0
 """How long an environment that was made on trial may take to close."""
 
 
-def task_source(task: config.TaskConfig, seed: int) -> protocols.TaskSource:
+def task_source(task: config.TaskConfig, seed: int, field: str = "task.arguments") -> protocols.TaskSource:
     """The tasks of `task.source`.
 
+    Args:
+      task: names the source and its arguments.
+      seed: of the run.
+      field: setting that an error blames for the arguments.
+
     Raises:
-      ConfigError: the factory cannot be found or called.
+      ConfigError: the factory cannot be found or called, or `task.path` is set and it reads none.
       DataError: its file cannot be used.
     """
     factory = resolving.resolve(task.source, "task.source")
     reserved = {"path": task.path, "seed": seed}
     for name in reserved:
-        config.check(name not in task.arguments, "task.arguments", f"must not hold {name!r}: it has a field of its own")
+        config.check(name not in task.arguments, field, f"must not hold {name!r}: it has a field of its own")
+    if not _takes_path(factory):
+        config.check(
+            not task.path,
+            "task.path",
+            f"{task.path!r} would be ignored, because {task.source} has no parameter 'path'; clear task.path, or set "
+            "task.source to one that reads a file, such as libra_jax.agents.datasets:task_source",
+        )
+        del reserved["path"]
     arguments = {**reserved, **task.arguments}
-    return cast(protocols.TaskSource, resolving.call(factory, task.source, arguments, "task.arguments"))
+    return cast(protocols.TaskSource, resolving.call(factory, task.source, arguments, field))
+
+
+def demonstrated_tasks(settings: config.RunConfig, tasks: protocols.TaskSource) -> protocols.TaskSource:
+    """Returns the tasks that the warm start demonstrates: the run's own, or others by `warm_start.arguments`.
+
+    Args:
+      settings: the run's configuration.
+      tasks: the run's own.
+
+    Raises:
+      ConfigError: `task.source` does not take the arguments.
+      DataError: its file cannot be used.
+    """
+    own = settings.warm_start.arguments
+    if not (own and settings.warm_start.steps):
+        return tasks
+    return task_source(
+        dataclasses.replace(settings.task, arguments={**settings.task.arguments, **own}),
+        settings.seed,
+        field="warm_start.arguments",
+    )
+
+
+def _takes_path(factory: Callable[..., object]) -> bool:
+    """Whether a source of tasks can be handed `task.path`."""
+    try:
+        parameters = inspect.signature(factory).parameters
+    except (TypeError, ValueError):  # a callable without a readable signature
+        return True
+    return "path" in parameters or any(item.kind is item.VAR_KEYWORD for item in parameters.values())
 
 
 def environment_factory(

@@ -63,7 +63,8 @@ async def run_attempt(
     """Runs one attempt to its end, from wherever `trajectory` stands, and returns that same object.
 
     At the end `trajectory.reward` and `trajectory.finish` are set. An attempt whose policy did not answer within its
-    limits (any other finish than "answered") has reward 0, unless `reward` says otherwise. Its metrics, besides the
+    limits (any other finish than "answered") has reward 0, unless `reward` says otherwise; `task.cut_off` says whether
+    the trainer looks at it. Its metrics, besides the
     environment's: `turns`, `tool_calls`, `tool_timeouts`, `answered`, `tool_success` (1 if the last tool call
     succeeded), `rewarded_after_tool` (1 if rewarded, with a successful tool call before the answer), `replay_differs`
     (1 if retained tokens had to be dropped) and, where they may be cut, `returns_cut`. `environment` is closed in every
@@ -345,6 +346,7 @@ class _Attempt:
     # The end ----------------------------------------------------------------------------------------------------
 
     async def _finish(self, finish: str, reward: float | None) -> None:
+        own = float(reward) if guarded.is_finite(reward) else None
         if self.reward is not None:
             self.status("scoring")
             reward = await self._score(self.reward, finish, reward)
@@ -364,7 +366,7 @@ class _Attempt:
             rewarded_after_tool=float(after_tool),
             answered=float(finish == "answered"),
         )
-        trajectory.reward, trajectory.finish = float(reward), finish
+        trajectory.reward, trajectory.finish, trajectory.environment_reward = float(reward), finish, own
         self.status(f"{finish}, reward {float(reward):g}")
 
     async def _score(self, scorer: scoring.Scorer, finish: str, own: float | None) -> float:

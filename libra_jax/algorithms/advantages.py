@@ -24,7 +24,7 @@ from libra_jax.algorithms import checks
 
 
 def _centred(rewards_N: jax.Array, groups_N: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Rewards minus their group's mean (a group of one keeps its reward), group sizes, and who shares a group [N, N].
+    """Rewards minus their group's mean (a group of one keeps its reward), group sizes, and group numbers below N.
 
     The mean is subtracted twice: the second pass removes the rounding error of the first, which an estimator that
     divides by a standard deviation would otherwise blow up where all rewards of a group are equal.
@@ -33,17 +33,18 @@ def _centred(rewards_N: jax.Array, groups_N: jax.Array) -> tuple[jax.Array, jax.
     checks.rank(1, rewards_N=rewards_N)
     checks.same_shape(rewards_N=rewards_N, groups_N=groups_N)
     checks.integer(groups_N=groups_N)
-    shared_NxN = groups_N[:, None] == groups_N[None, :]
-    size_N = _group_sum(jnp.ones_like(rewards_N), shared_NxN)
+    # Numbered 0, 1, ... by a sort, so that time and memory grow with N and not with N squared.
+    _, number_N = jnp.unique(groups_N, return_inverse=True, size=groups_N.shape[0])
+    size_N = _group_sum(jnp.ones_like(rewards_N), number_N)
     centred_N = rewards_N
     for _ in range(2):
-        centred_N = centred_N - _group_sum(centred_N, shared_NxN) / size_N
-    return jnp.where(size_N > 1, centred_N, rewards_N), size_N, shared_NxN
+        centred_N = centred_N - _group_sum(centred_N, number_N) / size_N
+    return jnp.where(size_N > 1, centred_N, rewards_N), size_N, number_N
 
 
-def _group_sum(values_N: jax.Array, shared_NxN: jax.Array) -> jax.Array:
-    """Sum over each trajectory's group, given to every member."""
-    return jnp.sum(jnp.where(shared_NxN, values_N[None, :], 0.0), axis=1)
+def _group_sum(values_N: jax.Array, number_N: jax.Array) -> jax.Array:
+    """Returns to every trajectory the sum over its group."""
+    return jax.ops.segment_sum(values_N, number_N, num_segments=values_N.shape[0])[number_N]
 
 
 def grpo(rewards_N: jax.Array, groups_N: jax.Array, *, eps: float = 1e-6) -> jax.Array:
@@ -70,8 +71,8 @@ def grpo(rewards_N: jax.Array, groups_N: jax.Array, *, eps: float = 1e-6) -> jax
     References:
       Shao et al. (DeepSeekMath), arXiv 2402.03300, section 4.1.2.
     """
-    centred_N, size_N, shared_NxN = _centred(rewards_N, groups_N)
-    variance_N = _group_sum(jnp.square(centred_N), shared_NxN) / jnp.maximum(size_N - 1, 1)
+    centred_N, size_N, number_N = _centred(rewards_N, groups_N)
+    variance_N = _group_sum(jnp.square(centred_N), number_N) / jnp.maximum(size_N - 1, 1)
     scale_N = jnp.where(size_N > 1, jnp.sqrt(variance_N) + eps, 1.0)
     return centred_N / scale_N
 

@@ -5,7 +5,16 @@ Config files (`configs/*.py`) start from `RunConfig()` as an `ml_collections.Con
 that reading a config imports no accelerator library.
 """
 
-from libra_jax.config.checks import ALIASES, check, check_choice, check_cores, check_finite
+from libra_jax.config.checks import (
+    ALIASES,
+    LEAST_TEMPERATURE,
+    MOST_TEMPERATURE,
+    check,
+    check_choice,
+    check_cores,
+    check_finite,
+    check_temperature,
+)
 from libra_jax.config.coordination import (
     CheckpointConfig,
     CoordinatorConfig,
@@ -25,11 +34,12 @@ from libra_jax.config.environments import (
 from libra_jax.config.operation import ClusterConfig, DeadlineConfig, TelemetryConfig
 from libra_jax.config.parsing import MOVED, parse, to_dict
 from libra_jax.config.rollout import ORDERINGS, POLICIES, CostConfig, RolloutConfig, SchedulerConfig, slots_by_degree
-from libra_jax.config.run import RunConfig, digest, identity
+from libra_jax.config.run import MAY_CHANGE, RunConfig, digest, identity
 from libra_jax.config.training import (
     ADVANTAGES,
     AGGREGATIONS,
     CORRECTIONS,
+    GROUP_ADVANTAGES,
     KL_ESTIMATORS,
     LOSSES,
     AlgorithmConfig,
@@ -44,8 +54,12 @@ __all__ = [
     "AGGREGATIONS",
     "ALIASES",
     "CORRECTIONS",
+    "GROUP_ADVANTAGES",
     "KL_ESTIMATORS",
+    "LEAST_TEMPERATURE",
     "LOSSES",
+    "MAY_CHANGE",
+    "MOST_TEMPERATURE",
     "MOVED",
     "OF_REWARDS",
     "ORDERINGS",
@@ -77,6 +91,7 @@ __all__ = [
     "check_choice",
     "check_cores",
     "check_finite",
+    "check_temperature",
     "digest",
     "identity",
     "parse",

@@ -33,6 +33,21 @@ def check_choice(value: str, choices: tuple[str, ...], field_name: str) -> None:
         raise ConfigError(f"config.{field_name}: {value!r} is not one of {', '.join(choices)}{hint}")
 
 
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0
+"""Sampling temperatures that vLLM 0.32 takes as they are (vllm/sampling_params.py). Below, it samples at the least one
+with a log line, while the trainer would score at what was asked for; above, it refuses the request."""
+
+
+def check_temperature(value: float, field_name: str, hint: str = "") -> None:
+    """Raises ConfigError unless vLLM samples at `value`; `hint` ends the sentence."""
+    check_finite(value, field_name)
+    check(
+        LEAST_TEMPERATURE <= value <= MOST_TEMPERATURE,
+        field_name,
+        f"must lie in [{LEAST_TEMPERATURE:g}, {MOST_TEMPERATURE:g}], as vLLM samples at no other, not {value}{hint}",
+    )
+
+
 def check_cores(cores: tuple[int, ...], field_name: str) -> None:
     """Raises ConfigError unless this process may run on each of the CPU cores."""
     here = sorted(os.sched_getaffinity(0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from libra_jax.config.checks import check, check_choice, check_finite
+from libra_jax.config.checks import check, check_choice, check_finite, check_temperature
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,9 @@ class CoordinatorConfig:
     group_size: int = 8  # attempts a prompt
     staleness: int = 0  # eta: a group trains at most this many versions after its first dispatch; 0 is synchronous
     stale: str = "wait"  # a group about to pass eta: wait (training waits for it) or replace
-    filter_zero_variance: bool = False  # replace groups whose rewards are all equal (counted, capped)
+    # Replace groups whose rewards are all equal (counted, capped). The environment's own rewards are compared, without
+    # what reward functions add; with reward.environment_weight=0 the functions' sums are.
+    filter_zero_variance: bool = False
     max_replacements: float = 1.0  # replaced groups allowed, as a multiple of the groups trained (plus one step)
     # Groups begun beyond what a step needs, as a share of it, rounded up. The first to finish are trained on, the last
     # are given up whole: training sees fewer long attempts than the policy makes, which biases it. 0 is off.
@@ -45,13 +47,13 @@ class EvaluationConfig:
 
     every: int = 0  # training steps between evaluations; also before the first and after the last; 0 is off
     tasks: int = 128
-    temperature: float = 0.0  # 0 is greedy
+    temperature: float = 0.0  # 0 is greedy; else 0.01 to 2
 
     def __post_init__(self) -> None:
         check(self.every >= 0, "evaluation.every", "must not be negative")
         check(self.tasks > 0, "evaluation.tasks", "must be positive")
-        check_finite(self.temperature, "evaluation.temperature")
-        check(self.temperature >= 0, "evaluation.temperature", "must not be negative")
+        if self.temperature != 0:
+            check_temperature(self.temperature, "evaluation.temperature", "; 0 is greedy")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from libra_jax import protocols
 from libra_jax.config.checks import check, check_choice, check_finite
 from libra_jax.config.parsing import parse
 
@@ -21,10 +22,10 @@ class TaskConfig:
 
     source: str = "libra_jax.agents.calculator:task_source"  # factory(path=, seed=, **arguments) -> TaskSource
     environment: str = "libra_jax.agents.calculator:environment"  # factory(**environment_arguments) -> Environment
-    path: str = ""  # JSONL or Parquet file, for the sources that read one
+    path: str = ""  # JSONL or Parquet file or a dataset's folder or Hugging Face id, for the sources that read one
     arguments: Mapping[str, Any] = field(default_factory=dict)  # further keyword arguments of the source
     environment_arguments: Mapping[str, Any] = field(default_factory=dict)
-    tokenizer: str = "character"  # "character", or a Hugging Face directory; empty: model.path
+    tokenizer: str = "character"  # "character", or a Hugging Face directory or id; empty: model.path
     max_turns: int = 4  # model outputs an attempt may have
     max_tokens: int = 0  # generated tokens an attempt may have, over all its outputs; 0: as many as its context holds
     max_seconds: float = 0.0  # of an attempt from its first token on, tools and waits included; 0: no limit
@@ -32,6 +33,14 @@ class TaskConfig:
     # the return's middle is cut out that answer_tokens are left).
     context_policy: str = "stop"
     answer_tokens: int = 64  # room for the next output that context_policy=cut leaves
+    # What a rollout teaches that a limit of the run ended: mask (nothing: it is left out of the loss, of its group's
+    # baseline and of coordinator.filter_zero_variance), zero (it trains with the reward it has: 0, or what reward
+    # functions give it).
+    cut_off: str = "mask"
+    # The limits that cut_off is about. By default those that hardware, load and tool returns decide: task.max_seconds
+    # and rollout.max_context. What the policy alone decides it can learn to keep, so it trains with the reward it has:
+    # outputs (max_turns), tokens of one output (length: rollout.max_tokens) and of the rollout (max_tokens).
+    cut_off_limits: tuple[str, ...] = ("max_seconds", "max_context")
     reset_seconds: float = 120.0  # deadline of a reset, snapshot or restore: past it, a crash; and of a close
     tool_seconds: float = 10.0  # deadline of a step: past it, the tool named by running_tool timed out, else a crash
     wait_seconds: float = 600.0  # before a step, for what other attempts hold: a sandbox, say; past it, it is a crash
@@ -45,6 +54,9 @@ class TaskConfig:
         check(self.max_seconds >= 0, "task.max_seconds", f"must not be negative, not {self.max_seconds}; 0 is no limit")
         check_choice(self.context_policy, ("stop", "cut"), "task.context_policy")
         check(self.answer_tokens > 0, "task.answer_tokens", f"must be positive, not {self.answer_tokens}")
+        check_choice(self.cut_off, ("zero", "mask"), "task.cut_off")
+        for limit in self.cut_off_limits:
+            check_choice(limit, protocols.LIMITS, "task.cut_off_limits")
         check_finite(self.reset_seconds, "task.reset_seconds")
         check(self.reset_seconds > 0, "task.reset_seconds", f"must be positive, not {self.reset_seconds}")
         check(self.tool_seconds > 0, "task.tool_seconds", f"must be positive, not {self.tool_seconds}")
@@ -54,6 +66,10 @@ class TaskConfig:
         check(self.retry_seconds >= 0, "task.retry_seconds", f"must not be negative, not {self.retry_seconds}")
         for name in ("source", "environment"):
             check(":" in getattr(self, name), f"task.{name}", 'must have the form "package.module:factory"')
+
+    def masks(self, finish: str | None) -> bool:
+        """Whether a rollout that ended so is left out of the loss; `finish` is one of `protocols.FINISHES`."""
+        return self.cut_off == "mask" and finish in self.cut_off_limits
 
     @property
     def call_seconds(self) -> float:

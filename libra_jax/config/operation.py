@@ -42,11 +42,13 @@ class TelemetryConfig:
     tensorboard: bool = True
     wandb_project: str = ""  # empty is off
     report: bool = True  # report.html at the end
+    samples: int = 8  # rollouts a step, and an evaluation, written out as text (agents/samples.py); 0: off
     port: int = 0  # of the health page and of Prometheus's metrics, in the coordinator's process; 0: off, -1: any
     host: str = "127.0.0.1"  # the address of this host that it listens at; beyond the loopback it needs a token
     token_env: str = ""  # environment variable that holds the token; readers send "Authorization: Bearer <token>"
 
     def __post_init__(self) -> None:
+        check(self.samples >= 0, "telemetry.samples", f"must not be negative, not {self.samples}; 0 saves none")
         check(-1 <= self.port <= 65535, "telemetry.port", f"must be a port, 0 (off) or -1 (any), not {self.port}")
         try:
             address = ipaddress.ip_address(self.host)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from libra_jax.config.checks import check, check_choice, check_finite
+from libra_jax.config.checks import check, check_choice, check_temperature
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class RolloutConfig:
     slots_by_instance: tuple[int, ...] = ()  # the same, one entry an instance of tensor_parallel; empty: slots for all
     max_context: int = 512  # longest context, in tokens (prompt, tools and generated)
     max_tokens: int = 96  # generated tokens a turn
-    temperature: float = 1.0  # sampling temperature; the trainer scores with the same
+    temperature: float = 1.0  # sampling temperature, 0.01 to 2; the trainer scores with the same
     top_p: float = 1.0  # refused below 1: every loss here is a function of probability ratios (log-prob contract)
     top_k: int = 0  # 0 is off; refused above 0, likewise
     dtype: str = "float32"  # engine weights, and the wire dtype of publication
@@ -62,8 +62,7 @@ class RolloutConfig:
         )
         check_choice(self.kv_transfer, ("none", "nixl"), "rollout.kv_transfer")
         check(self.health_seconds > 0, "rollout.health_seconds", f"must be positive, not {self.health_seconds}")
-        check_finite(self.temperature, "rollout.temperature")
-        check(self.temperature > 0, "rollout.temperature", f"must be positive to train on, not {self.temperature}")
+        check_temperature(self.temperature, "rollout.temperature")
         check(0 < self.top_p <= 1, "rollout.top_p", f"must lie in (0, 1], not {self.top_p}")
         fraction = self.gpu_memory_fraction
         check(0 < fraction <= 1, "rollout.gpu_memory_fraction", f"must lie in (0, 1], not {fraction}")

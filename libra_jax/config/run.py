@@ -21,13 +21,33 @@ from libra_jax.config.parsing import to_dict
 from libra_jax.config.rollout import RolloutConfig, SchedulerConfig
 from libra_jax.config.training import AlgorithmConfig, ModelConfig, OptimizerConfig, TrainerConfig, WarmStartConfig
 
+MAX_SEED = 2**31 - 1
+"""Largest seed. Instances add their number to the seed, and NumPy's generators take 32 bits."""
+
+MAY_CHANGE = (
+    "steps",
+    "telemetry",
+    "deadlines",
+    "evaluation",
+    "checkpoint",
+    "rollout.slots",
+    "rollout.slots_by_instance",
+    "rollout.restarts",
+    "rollout.health_seconds",
+    "trainer.restarts",
+    "reward.restarts",
+    "elastic.restarts",
+    "cluster.address",
+)
+"""Settings, and groups of settings, that a run may change when it goes on: none of them changes what it learns."""
+
 
 @dataclass(frozen=True)
 class RunConfig:
     """A whole run."""
 
     name: str = "run"  # names the default workdir
-    seed: int = 0
+    seed: int = 0  # from 0 to 2**31 - 1
     # Training steps. A workdir whose run has ended goes on when more are asked for; a learning rate that decays
     # (optimizer.schedule) is then where a run of so many steps from the start would have it: it jumps up.
     steps: int = 100
@@ -55,7 +75,8 @@ class RunConfig:
         check(bool(self.name), "name", "must not be empty: it names the default workdir")
         check("/" not in self.name, "name", f"must hold no '/', as it names the default workdir, not {self.name!r}")
         check(self.steps > 0, "steps", f"must be positive, not {self.steps}")
-        check(self.seed >= 0, "seed", f"must not be negative, not {self.seed}")
+        check(self.name.isprintable(), "name", f"must be printable and on one line, not {self.name!r}")
+        check(0 <= self.seed <= MAX_SEED, "seed", f"must lie in [0, {MAX_SEED}], not {self.seed}")
         check(
             self.rollout.max_tokens < self.rollout.max_context,
             "rollout.max_tokens",
@@ -67,6 +88,7 @@ class RunConfig:
             f"{self.task.answer_tokens} leaves no room for anything else in rollout.max_context = "
             f"{self.rollout.max_context}; lower it, or set task.context_policy=stop",
         )
+        self._check_decoupled()
         self._check_sandbox()
         self._check_elastic()
         longest = max((self.trainer.row_tokens, *self.trainer.row_buckets))
@@ -75,6 +97,21 @@ class RunConfig:
             "trainer.row_tokens",
             f"the longest row ({longest}) must hold a whole context (rollout.max_context = {self.rollout.max_context})",
         )
+
+    def _check_decoupled(self) -> None:
+        """Refuses clips that the trainer's one update a batch leaves without effect."""
+        if self.algorithm.objective != "decoupled":
+            return
+        defaults = AlgorithmConfig()
+        for name in ("clip_low", "clip_high", "dual_clip"):
+            value, default = getattr(self.algorithm, name), getattr(defaults, name)
+            check(
+                value == default,
+                f"algorithm.{name}",
+                f"{value} never binds with algorithm.objective=decoupled: a batch takes one update, so the ratio to "
+                f"the proximal policy is 1; leave it at {default} and bound the importance weight by "
+                "algorithm.correction and correction_cap, or set algorithm.objective=behaviour",
+            )
 
     def _check_sandbox(self) -> None:
         for name in ("python", "shell", "edit"):
@@ -136,9 +173,13 @@ class RunConfig:
 
 
 def identity(config: RunConfig) -> dict[str, Any]:
-    """What makes two configs the same run, as nested plain dicts: all but its steps and the cluster's address."""
+    """Returns what names a run's default workdir: nested plain dicts without steps, address, telemetry and deadlines.
+
+    Other settings of `MAY_CHANGE` stay in the name, so that a sweep over them has a workdir for each value.
+    """
     values = to_dict(config)
-    del values["steps"]
+    for name in ("steps", "telemetry", "deadlines"):
+        del values[name]
     values["cluster"]["address"] = ""
     return values
 

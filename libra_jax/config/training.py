@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from libra_jax.config.checks import check, check_choice, check_finite
 
@@ -12,17 +14,27 @@ class ModelConfig:
     """The policy. Set `path` for pretrained weights, or `preset` for random initial ones."""
 
     preset: str = "libra-tiny"  # name of a shipped config.json (libra_jax/models/presets), used where path is empty
-    path: str = ""  # Hugging Face model directory (config.json, *.safetensors, tokenizer files)
-    compute_dtype: str = "float32"  # activations and matrix products: float32 or bfloat16
-    param_dtype: str = "float32"  # master weights and optimizer moments
+    path: str = ""  # Hugging Face model directory (config.json, *.safetensors, tokenizer files), or an id on the hub
+    # Activations and matrix products: float32 or bfloat16. On GPUs and TPUs float32 sets
+    # jax_default_matmul_precision=highest, unless JAX_DEFAULT_MATMUL_PRECISION is set: by default products would take
+    # TF32 or bfloat16 inputs, and the trainer's log-probabilities would leave the engine's.
+    compute_dtype: str = "float32"
+    param_dtype: str = "float32"  # master weights and optimizer moments; float32 alone
     remat: str = "none"  # what the backward pass recomputes: none, dots (keep matmul outputs), full
     attention: str = "auto"  # auto, chunked, splash (TPU), cudnn (GPU)
     attention_chunk: int = 512  # queries and keys a block of the chunked online softmax
     logits_chunk: int = 1024  # tokens whose vocabulary logits exist at once
 
     def __post_init__(self) -> None:
-        for name in ("compute_dtype", "param_dtype"):
-            check_choice(getattr(self, name), ("float32", "bfloat16"), f"model.{name}")
+        check_choice(self.compute_dtype, ("float32", "bfloat16"), "model.compute_dtype")
+        check(
+            self.param_dtype != "bfloat16",
+            "model.param_dtype",
+            "bfloat16 has 8 significant bits, so it rounds away every update below 1/512 of a weight: at a learning "
+            "rate of 1e-6, 100 Adam steps move 2% of the weights; keep float32, and compute in bfloat16 "
+            "(model.compute_dtype). To save memory raise trainer.fsdp",
+        )
+        check_choice(self.param_dtype, ("float32",), "model.param_dtype")
         check_choice(self.remat, ("none", "dots", "full"), "model.remat")
         check_choice(self.attention, ("auto", "chunked", "splash", "cudnn"), "model.attention")
         check(self.attention_chunk > 0, "model.attention_chunk", f"must be positive, not {self.attention_chunk}")
@@ -30,6 +42,8 @@ class ModelConfig:
 
 
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
+"""Those that compare the rewards of a group."""
 LOSSES = ("clipped", "gspo", "cispo")
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum")
 CORRECTIONS = ("none", "truncated", "masked")
@@ -47,7 +61,10 @@ class AlgorithmConfig:
     dual_clip: float = 0.0  # lower bound factor for negative advantages; 0 is off (else above 1)
     aggregation: str = "token_mean"
     sequence_length_constant: float = 1.0  # divisor of sequence_sum
-    objective: str = "behaviour"  # behaviour: ratio to the sampling policy; decoupled: to a recomputed proximal one
+    # behaviour: ratio to the sampling policy; decoupled: to the policy at the step's start (the proximal one). A batch
+    # takes one update, so decoupled has a ratio of 1 and no clip ever binds: its gradient is that of
+    # -weight * advantage * log-probability, weight from `correction`. Changed clips are refused there.
+    objective: str = "behaviour"
     correction: str = "none"  # importance sampling of the proximal over the behaviour policy: none, truncated, masked
     correction_cap: float = 2.0  # truncated: weights above are cut to it; masked: tokens above are dropped
     kl_coefficient: float = 0.0  # above zero a frozen reference model lives on the trainer's mesh
@@ -161,6 +178,8 @@ class WarmStartConfig:
     batch_size: int = 64  # demonstrations a step
     learning_rate: float = 3e-3
     target_loss: float = 0.0  # ends it early, at the first step whose mean token loss is no higher; 0 is off
+    # Arguments of task.source that demonstrations have instead of those in task.arguments: shorter or easier tasks.
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check(self.steps >= 0, "warm_start.steps", "must not be negative")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 from collections.abc import Callable
 
 from libra_jax import config as configuration
@@ -54,6 +55,12 @@ class Attempts:
         self._note = note
         self._noted = False
         self._crashes = telling.FirstFew(note)
+        self._voids: collections.Counter[str] = collections.Counter()
+
+    def take_voids(self) -> collections.Counter[str]:
+        """Returns how many attempts at each prompt crashed since the last call, by the prompt's id."""
+        taken, self._voids = self._voids, collections.Counter()
+        return taken
 
     def begin(self, trajectory_id: str, task: protocols.Task) -> protocols.Trajectory:
         """An attempt that has not begun, begun now."""
@@ -94,6 +101,7 @@ class Attempts:
                 self._report(trajectory)
                 return
             except protocols.EnvironmentCrashed as crash:
+                self._voids[trajectory.prompt_id] += 1
                 if retry == retries or isinstance(crash, protocols.RewardFailed):
                     raise
                 self._crashes.tell(f"Attempt {trajectory.trajectory_id} is begun anew: {crash}")
@@ -123,4 +131,4 @@ def _empty(trajectory: protocols.Trajectory) -> None:
     """Makes the trajectory, which others hold, one that has not begun."""
     trajectory.clear()
     trajectory.metrics.clear()
-    trajectory.reward = trajectory.finish = None
+    trajectory.reward = trajectory.finish = trajectory.environment_reward = None

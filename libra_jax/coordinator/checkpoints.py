@@ -304,6 +304,7 @@ def _encode_trajectory(trajectory: protocols.Trajectory) -> dict[str, Any]:
         "prompt_id": trajectory.prompt_id,
         "turns": [asdict(turn) for turn in trajectory.turns],
         "reward": trajectory.reward,
+        "environment_reward": trajectory.environment_reward,
         "finish": trajectory.finish,
         "metrics": dict(trajectory.metrics),
         "start_seconds": trajectory.start_seconds,

@@ -289,6 +289,7 @@ class Dispatcher:
         stream.last_delta = now
         if not stream.answered:
             stream.answered = True
+            stream.engine.answered_life, stream.engine.fault = stream.life, ""
             stream.engine.answered = stream.engine.answered or now
             self.routing.answered(request.route, now - stream.begin)
         request.trajectory.append_sampled(delta)

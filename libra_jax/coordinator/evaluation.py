@@ -4,11 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.agents import resolving
 from libra_jax.coordinator import attempts, reports
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation found.
+
+    Attributes:
+      metrics: `evaluation/accuracy` (mean reward over the tasks that were scored), `evaluation/unscored` (tasks whose
+        environment kept crashing: they are left out, never scored zero), `evaluation/agent/...` and
+        `evaluation/reward/...`.
+      rollouts: the scored ones, in the order of the tasks.
+    """
+
+    metrics: dict[str, float]
+    rollouts: Sequence[protocols.Trajectory]
 
 
 async def evaluate(
@@ -17,7 +34,7 @@ async def evaluate(
     runner: attempts.Attempts,
     tasks: protocols.TaskSource,
     version: int,
-) -> dict[str, float]:
+) -> Evaluation:
     """Attempts the first `evaluation.tasks` held-out tasks.
 
     Args:
@@ -25,11 +42,6 @@ async def evaluate(
       runner: runs one attempt.
       tasks: where held-out tasks come from.
       version: the served version, which names the attempts.
-
-    Returns:
-      `evaluation/accuracy` (mean reward over the tasks that were scored), `evaluation/unscored` (tasks whose
-      environment kept crashing: they are left out, never scored zero), `evaluation/agent/...` and
-      `evaluation/reward/...`.
 
     Raises:
       EnvironmentCrashed: no task could be scored.
@@ -61,11 +73,12 @@ async def evaluate(
     crashes = [crash for crash in outcomes if crash is not None]
     if not scored:
         raise crashes[0]
-    return {
+    metrics = {
         "evaluation/accuracy": statistics.fmean(reports.rewards_of(scored)),
         "evaluation/unscored": len(crashes),
         **{f"evaluation/{name}": value for name, value in reports.mean_metrics(scored).items()},
     }
+    return Evaluation(metrics, scored)
 
 
 async def _crash_of(attempt: asyncio.Future[None]) -> protocols.EnvironmentCrashed | None:

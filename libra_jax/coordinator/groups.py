@@ -143,11 +143,36 @@ class Groups:
         self.scored += any(trajectory.finish == "answered" for trajectory in group.trajectories)
         if crash is not None:
             self._count(group, ENVIRONMENT, str(crash))
-        elif self._config.coordinator.filter_zero_variance and _same_rewards(group):
-            self._count(group, ZERO_VARIANCE, f"every attempt at {group.task.prompt_id} had the same reward")
+        elif self._config.coordinator.filter_zero_variance and self._same_rewards(group):
+            self._count(group, ZERO_VARIANCE, self._why_same(group))
         else:
             self.finished[group.group_id] = group
             self._settled()
+
+    def _same_rewards(self, group: protocols.Group) -> bool:
+        """Whether the environment tells none of a group's rollouts from the others; masked rollouts do not count.
+
+        Reward functions shape the sum, and a brevity term alone makes nearly every sum differ. So the environment's own
+        reward is compared; the sum only where the environment's reward has no weight, or is missing.
+        """
+        masks = self._config.task.masks
+        kept = [trajectory for trajectory in group.trajectories if not masks(trajectory.finish)]
+        return len({self._compared_reward(trajectory) for trajectory in kept}) <= 1
+
+    def _why_same(self, group: protocols.Group) -> str:
+        prompt, limits = group.task.prompt_id, self._config.task
+        cut = sum(limits.masks(trajectory.finish) for trajectory in group.trajectories)
+        if cut >= len(group.trajectories) - 1 and cut:
+            return (
+                f"{cut} of {len(group.trajectories)} rollouts of {prompt} were cut off at a limit and masked "
+                "(task.cut_off); raise task.max_seconds or rollout.max_context, or set task.cut_off=zero"
+            )
+        whose = "the environment gave" if self._config.reward.environment_weight else "the reward functions gave"
+        return f"{whose} every rollout of {prompt} the same reward"
+
+    def _compared_reward(self, trajectory: protocols.Trajectory) -> float | None:
+        own = trajectory.environment_reward if self._config.reward.environment_weight else None
+        return trajectory.reward if own is None else own
 
     def _leave(self, group: protocols.Group) -> None:
         self._tasks.pop(group.group_id, None)
@@ -187,10 +212,6 @@ class Groups:
     def _reward_functions(self) -> str:
         named = [function.factory for function in self._config.reward.parsed().values()]
         return f", reward {', '.join(named)}" if named else ""
-
-
-def _same_rewards(group: protocols.Group) -> bool:
-    return len({trajectory.reward for trajectory in group.trajectories}) == 1
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import collections
 import dataclasses
 import itertools
+import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -32,6 +33,18 @@ def make(
     return next(spec for number in numbers if (spec := make_spec(number, degree, others)).name not in taken)
 
 
+def exception_told(text: str) -> str:
+    """Returns the Python exception that an engine's error quotes, without paths; empty without one.
+
+    The error of a killed process quotes none: vLLM then says only that its initialization failed. A further start may
+    succeed.
+    """
+    found = re.search(r"\b\w*(?:Error|Exception): .+", " ".join(text.split()))
+    if found is None or "Engine core initialization failed" in found[0]:
+        return ""
+    return re.sub(r"/\S+", "PATH", found[0])
+
+
 class NoRoom(protocols.LibraError):
     """A plan asks for an engine that no devices are left for, or none that share a host."""
 
@@ -52,6 +65,9 @@ class Engine:
       restarts: times it was started again.
       answered: event-loop seconds of its first token, since it came back to service if it has slept.
       life: counts its starts, so that an error of an earlier life is not blamed on the present one.
+      answered_life: last life that brought a token.
+      fault: exception by which its last life ended before a token; empty where no exception was told.
+      repeats: the last two lives ended by the same exception before a token, so that a further start is useless.
     """
 
     spec: protocols.ActorSpec
@@ -64,6 +80,9 @@ class Engine:
     restarts: int = 0
     life: int = 0
     answered: float | None = None
+    answered_life: int = -1
+    fault: str = ""
+    repeats: bool = False
 
     @property
     def name(self) -> str:
@@ -164,6 +183,8 @@ class Instances:
             return
         engine.state = "lost"
         self.losses += not engine.hybrid
+        fault = "" if engine.answered_life == engine.life else exception_told(str(error))
+        engine.repeats, engine.fault = bool(fault) and fault == engine.fault, fault
         self._take_out(engine)
         self._recorder.status(engine.name, protocols.LOST)
         self.changed()
@@ -171,7 +192,9 @@ class Instances:
             return
         left = self._config.rollout.restarts - engine.restarts
         what_next = "its requests resume elsewhere" if self.serving() else "its requests wait"
-        if left:
+        if engine.repeats:
+            what_next += ", and it is not started again: its last start ended so, too, before a token"
+        elif left:
             what_next += f", and it is started again (restart {engine.restarts + 1} of {self._config.rollout.restarts})"
         self._recorder.note(f"Engine {engine.name} was lost ({error}); {what_next}.")
         self.fewer()
@@ -343,15 +366,15 @@ class Instances:
 
     async def _restart(self, engine: Engine, error: BaseException) -> None:
         await self._stop(engine)
-        if engine.restarts >= self._config.rollout.restarts:
+        if engine.repeats or engine.restarts >= self._config.rollout.restarts:
             engine.state = "dead"
             self._recorder.status(engine.name, "dead")
             if all(other.state == "dead" for other in self.engines.values()):
+                ended = f"it was started again {engine.restarts} times (config.rollout.restarts) and ended with"
+                if engine.repeats:
+                    ended = "two starts in a row ended with the same error before a token, and a third would, too"
                 self._ending.call(
-                    protocols.WorkerLost(
-                        f"No rollout engine is left: the last was {engine.name}; it was started again "
-                        f"{engine.restarts} times (config.rollout.restarts) and ended with: {error}"
-                    )
+                    protocols.WorkerLost(f"No rollout engine is left: the last was {engine.name}; {ended}: {error}")
                 )
             return
         engine.restarts += 1

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.coordinator import dispatch, routing
 
@@ -50,6 +51,8 @@ class StepReport:
       routing: what its decisions came to, likewise.
       replaced: groups replaced since the step before, by reason.
       replaced_tokens: tokens generated in them.
+      task: says which rollouts the trainer masks (`TaskConfig.masks`).
+      voids: attempts that a crash of the environment voided since the step before, by prompt.
       evaluation: what the evaluation after the step reported, if there was one.
       plan: what the planner had predicted, if there is one.
     """
@@ -62,6 +65,8 @@ class StepReport:
     routing: routing.RoutingCounts = field(default_factory=routing.RoutingCounts)
     replaced: Mapping[str, int] = field(default_factory=dict)
     replaced_tokens: int = 0
+    task: configuration.TaskConfig = field(default_factory=configuration.TaskConfig)
+    voids: Mapping[str, int] = field(default_factory=dict)
     evaluation: Mapping[str, float] = field(default_factory=dict)
     plan: Mapping[str, float] = field(default_factory=dict)
 
@@ -71,6 +76,7 @@ class StepReport:
         rewards = rewards_of(trajectories)
         staleness = [self.version - group.dispatch_version for group in self.groups]
         generated = [trajectory.generated_tokens for trajectory in trajectories]
+        masked = [self.task.masks(trajectory.finish) for trajectory in trajectories]
         counts, times = self.counts, self.times
         return {
             **self.trainer,
@@ -79,7 +85,8 @@ class StepReport:
             "reward/std": statistics.pstdev(rewards),
             "tokens_per_second": counts.tokens / times.step if times.step > 0 else 0.0,
             "tokens/generated": counts.tokens,
-            "tokens/trained": sum(generated),
+            "tokens/trained": sum(count for count, out in zip(generated, masked, strict=True) if not out),
+            "rollout/masked": statistics.fmean(masked),
             "tokens/mean": statistics.fmean(generated),
             "turns/mean": statistics.fmean(len(trajectory.turns) for trajectory in trajectories),
             "staleness/mean": statistics.fmean(staleness),
@@ -96,6 +103,8 @@ class StepReport:
             "groups/replaced": sum(self.replaced.values()),
             **{f"groups/replaced_{reason}": count for reason, count in self.replaced.items()},
             "tokens/replaced": self.replaced_tokens,
+            "voids/attempts": sum(self.voids.values()),
+            "voids/most_of_a_prompt": max(self.voids.values(), default=0),
             **{f"finish/{name}": share for name, share in _finishes(trajectories).items()},
             **mean_metrics(trajectories),
             **tool_metrics(trajectories),

@@ -16,6 +16,8 @@ from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
+from libra_jax.agents import factories
+from libra_jax.agents import samples as samples_lib
 from libra_jax.agents.rewards import scoring
 from libra_jax.coordinator import (
     attempts,
@@ -27,6 +29,7 @@ from libra_jax.coordinator import (
     fencing,
     handover,
     instances,
+    learning,
     parts,
     plan_follower,
     reports,
@@ -80,6 +83,7 @@ class Coordinator:
       recorder: where the run writes what happened.
       workdir: the run's folder; checkpoints go there and are resumed from there.
       reward: scores attempts; None leaves them the environments' own rewards.
+      samples: writes rollouts out as text; None saves none.
       export: where the trained parameters are written at the end as a Hugging Face directory; None is nowhere.
       make_trajectory: an empty trajectory (the simulator's hold no token lists).
       planner: decides who trains and who rolls out; None leaves everything as it is.
@@ -108,6 +112,7 @@ class Coordinator:
         recorder: protocols.Recorder,
         workdir: Path,
         reward: scoring.Scorer | None = None,
+        samples: samples_lib.Samples | None = None,
         export: Path | None = None,
         make_trajectory: attempts.MakeTrajectory = attempts.make_trajectory,
         planner: plan_follower.Planner | None = None,
@@ -126,6 +131,7 @@ class Coordinator:
         self._scheduler = scheduler
         self._recorder = recorder
         self._workdir = workdir
+        self._samples = samples
         self._export = export
         self._planner = planner
         hybrid = [spec.name for spec in engine_specs[len(engine_specs) - len(replica_specs) :]]
@@ -157,13 +163,17 @@ class Coordinator:
             make_trainer=make_trainer,
             epoch=epoch,
         )
-        self._warm_start = warm_start.WarmStart(config, tasks=tasks, demonstrator=demonstrator, tokenizer=tokenizer)
+        demonstrated = factories.demonstrated_tasks(config, tasks)
+        self._warm_start = warm_start.WarmStart(
+            config, tasks=demonstrated, demonstrator=demonstrator, tokenizer=tokenizer
+        )
         self._summary = RunSummary()
         self._ready = False  # workers are up, and a checkpoint has been restored if there was one
         self._step = 0  # training steps taken, which is also the trainer's version
         self._evaluated = protocols.NO_VERSION  # the version evaluated last
         self._reported: collections.Counter[str] = collections.Counter()
         self._reported_tokens = 0
+        self._learning = learning.Watch(config, recorder.note)
 
     # The life of a run ------------------------------------------------------------------------------------------
 
@@ -307,7 +317,7 @@ class Coordinator:
         times.wait = begin - waiting_since
         metrics = await self._train_unless_stopped(batch)
         times.train = self._loop.time() - begin - (self._parts.recovery.seconds - before)
-        report = reports.StepReport(self._step - 1, batch, metrics, times)
+        report = reports.StepReport(self._step - 1, batch, metrics, times, task=self._config.task)
         try:
             times.sync = await self._ending.race(self._publish())
             report.evaluation = await self._evaluate_if_due()
@@ -364,14 +374,18 @@ class Coordinator:
         result = await self._ending.race(work)
         end = self._loop.time()
         self._evaluated = self._step
-        self._summary.accuracies[self._step] = result["evaluation/accuracy"]
+        self._summary.accuracies[self._step] = result.metrics["evaluation/accuracy"]
         self._recorder.span("coordinator", "evaluation", begin, end, {"policy_version": self._step})
-        return {**result, "evaluation/seconds": end - begin}
+        if self._samples is not None:
+            for record in self._samples.of_evaluation(self._step, result.rollouts):
+                self._recorder.sample(record)
+        return {**result.metrics, "evaluation/seconds": end - begin}
 
     def _record(self, report: reports.StepReport) -> None:
         replaced = self._parts.groups.replaced - self._reported
         report.replaced, report.replaced_tokens = replaced, self._parts.groups.replaced_tokens - self._reported_tokens
         self._reported, self._reported_tokens = self._parts.groups.replaced.copy(), self._parts.groups.replaced_tokens
+        report.voids = self._parts.runner.take_voids()
         report.counts, report.routing = (
             self._parts.dispatcher.take_counts(),
             self._parts.dispatcher.routing.take_counts(),
@@ -383,7 +397,11 @@ class Coordinator:
         metrics = {**report.metrics(), **self._parts.recovery.take_metrics()}
         for record in report.trace():
             self._recorder.trajectory(record)
+        if self._samples is not None:
+            for record in self._samples.of_step(self._step, report.groups):
+                self._recorder.sample(record)
         self._recorder.metrics(self._step, metrics)
+        self._learning.look(self._step, metrics)
         self._summary.rewards[self._step] = metrics["reward/mean"]
         self._step_began = self._loop.time()
 

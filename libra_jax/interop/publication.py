@@ -46,6 +46,15 @@ def published_entries(config: models_config.TransformerConfig) -> tuple[hf_names
     return (*entries, hf_names.HfEntry("lm_head.weight", table.path, table.layer, table.shape))
 
 
+def wire_dtype(shape: Sequence[int], dtype: str) -> str:
+    """Returns the dtype in which a tensor of this shape travels.
+
+    Vectors travel in float32. A trainer computes with norm weights in float32, and a hybrid replica that got them
+    rounded to bfloat16 returned gradients 2% off. An engine rounds them to its own dtype as it copies them.
+    """
+    return "float32" if len(shape) == 1 else dtype
+
+
 def create(
     model_config: models_config.TransformerConfig,
     dtype: str,
@@ -90,7 +99,7 @@ class Publisher:
 
     Args:
       model_config: the model's shape.
-      dtype: wire dtype: float32, bfloat16 or float16; what the engine computes in.
+      dtype: wire dtype of matrices: float32, bfloat16 or float16; what the engine computes in. Vectors: `wire_dtype`.
       bucket_bytes: most bytes of a bucket; a single larger tensor gets a bucket of its own size.
       transport: "memfd".
       checksum: digest each bucket, so that the engine can tell damage.
@@ -106,10 +115,9 @@ class Publisher:
     ) -> None:
         if transport != "memfd":
             raise protocols.ConfigError(f"config.rollout.transport: {transport!r} does not travel through host memory")
-        self._dtype = getattr(torch, dtype)
         self._checksum = checksum
         self._sources = published_entries(model_config)
-        self._buckets = _pack(self._sources, dtype, self._dtype.itemsize, bucket_bytes)
+        self._buckets = _pack(self._sources, dtype, bucket_bytes)
         self._memory: list[memfd.Owner] = []
         self._version: int | None = None
         self._written: int | None = None  # the version whose bytes lie in memory, closed or not
@@ -222,7 +230,8 @@ class Publisher:
             (owner, entry) for owner, entries in zip(self._memory, self._buckets, strict=True) for entry in entries
         )
         for source, (owner, entry) in zip(self._sources, placed, strict=True):
-            flat = torch.frombuffer(owner.buffer, dtype=self._dtype, count=math.prod(entry.shape), offset=entry.offset)
+            kind = getattr(torch, entry.dtype)
+            flat = torch.frombuffer(owner.buffer, dtype=kind, count=math.prod(entry.shape), offset=entry.offset)
             targets[source.path].append((source.layer, flat.view(entry.shape)))
         for target in targets.values():
             self._copy_leaf(next(gathered), target)  # which no name holds while the next one is gathered
@@ -287,15 +296,16 @@ def _size(entries: Sequence[protocols.WeightEntry]) -> int:
 
 
 def _pack(
-    sources: Sequence[hf_names.HfEntry], dtype: str, itemsize: int, bucket_bytes: int
+    sources: Sequence[hf_names.HfEntry], dtype: str, bucket_bytes: int
 ) -> tuple[tuple[protocols.WeightEntry, ...], ...]:
     """Lays the tensors out in buckets, in order."""
     buckets: list[list[protocols.WeightEntry]] = [[]]
     for source in sources:
-        nbytes = itemsize * math.prod(source.shape)
+        kind = wire_dtype(source.shape, dtype)
+        nbytes = getattr(torch, kind).itemsize * math.prod(source.shape)
         offset = -(-_size(buckets[-1]) // ALIGNMENT) * ALIGNMENT if buckets[-1] else 0
         if offset and offset + nbytes > bucket_bytes:
             buckets.append([])
             offset = 0
-        buckets[-1].append(protocols.WeightEntry(source.hf_name, dtype, source.shape, offset, nbytes))
+        buckets[-1].append(protocols.WeightEntry(source.hf_name, kind, source.shape, offset, nbytes))
     return tuple(map(tuple, buckets))

@@ -72,7 +72,7 @@ class TransformerConfig:
       num_heads: query heads.
       num_kv_heads: key and value heads; divides `num_heads`.
       head_dim: width of a head; not necessarily hidden_size / num_heads.
-      max_position_embeddings: longest context that the model was made for.
+      max_position_embeddings: longest context that the model was made for; for yarn, after stretching.
       rms_norm_eps: added to the mean square under the root.
       rope: rotary position embedding.
       qkv_bias: query, key and value projections have a bias.
@@ -107,6 +107,11 @@ class TransformerConfig:
     pad_token_id: int | None = None
     initializer_range: float = 0.02
 
+    @property
+    def longest_context(self) -> int:
+        """Returns the most tokens that a sequence may have; a linear factor multiplies them, as in vLLM."""
+        return int(self.max_position_embeddings * (self.rope.factor if self.rope.kind == "linear" else 1))
+
 
 def from_hf(values: Mapping[str, Any], source: str = "config.json") -> TransformerConfig:
     """Reads the fields of a Hugging Face config.json, in the spelling of transformers 4 or 5.
@@ -129,6 +134,10 @@ def from_hf(values: Mapping[str, Any], source: str = "config.json") -> Transform
     bias = bool(values.get("attention_bias", False))
     defaults = {"llama": 2048, "qwen2": 32768, "qwen3": 32768}
     max_positions = int(values.get("max_position_embeddings") or defaults[architecture])
+    rope = _rope_from_hf(values, max_positions, source)
+    if rope.kind == "yarn":
+        # Model cards add yarn and leave max_position_embeddings as it was. vLLM expects it stretched already.
+        max_positions = max(max_positions, int(rope.factor * rope.original_max_positions))
     eos = values.get("eos_token_id")
     return TransformerConfig(
         architecture=architecture,
@@ -141,7 +150,7 @@ def from_hf(values: Mapping[str, Any], source: str = "config.json") -> Transform
         head_dim=head_dim,
         max_position_embeddings=max_positions,
         rms_norm_eps=float(values.get("rms_norm_eps", 1e-6)),
-        rope=_rope_from_hf(values, max_positions, source),
+        rope=rope,
         qkv_bias=architecture == "qwen2" or bias,
         output_bias=architecture != "qwen2" and bias,
         mlp_bias=architecture == "llama" and bool(values.get("mlp_bias", False)),
@@ -208,7 +217,7 @@ def read_directory(path: str | pathlib.Path) -> TransformerConfig:
         values = json.loads(file.read_text())
     except FileNotFoundError:
         raise DataError(f"{file}: missing, so {directory} is not a Hugging Face model directory.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or nested too deeply
         raise DataError(f"{file}: is not whole JSON ({error}); download it again.") from None
     if not isinstance(values, dict):
         raise DataError(f"{file}: must hold a JSON object, not a {type(values).__name__}.")
@@ -265,9 +274,15 @@ def _refuse_unsupported(values: Mapping[str, Any], source: str) -> None:
     activation = values.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise DataError(f"{source}: hidden_act {activation!r} is not supported; supported is silu.")
-    layer_types = values.get("layer_types") or ()
-    if values.get("use_sliding_window") or any(kind != "full_attention" for kind in layer_types):
-        raise DataError(f"{source}: sliding-window attention is not supported; set use_sliding_window to false.")
+    edits = ["set use_sliding_window to false"] if values.get("use_sliding_window") else []
+    if any(kind != "full_attention" for kind in values.get("layer_types") or ()):
+        edits.append("remove layer_types")
+    if edits:
+        window = values.get("sliding_window") or 4096  # the default of transformers' Qwen2Config and Qwen3Config
+        raise DataError(
+            f"{source}: sliding-window attention is not supported. Contexts within the window are computed alike "
+            f"without: in a copy of the file, {' and '.join(edits)}, and set rollout.max_context to at most {window}."
+        )
     if values.get("quantization_config"):
         raise DataError(f"{source}: quantized weights cannot be trained; use the model's unquantized release.")
 
@@ -295,9 +310,20 @@ def _head_dim(values: Mapping[str, Any], architecture: str, hidden_size: int, he
 
 
 def _rope_from_hf(values: Mapping[str, Any], max_positions: int, source: str) -> RopeConfig:
-    # transformers 5 keeps everything in `rope_parameters`; before, `rope_theta` stood beside `rope_scaling`.
-    merged = {**(values.get("rope_parameters") or {}), **(values.get("rope_scaling") or {})}
+    # transformers 5 keeps everything in `rope_parameters`; before, `rope_theta` stood beside `rope_scaling`. Where a
+    # file has both, transformers takes `rope_scaling` alone: model cards add it to what is there.
+    replaced, scaling = values.get("rope_parameters") or {}, values.get("rope_scaling") or {}
+    merged = scaling or replaced
+    if any(isinstance(value, Mapping) for value in merged.values()):
+        raise DataError(
+            f"{source}: rope parameters that differ by layer are not supported; give one set for all layers."
+        )
     theta = float(merged.get("rope_theta") or values.get("rope_theta") or 10_000.0)
+    if float(replaced.get("rope_theta") or theta) != theta:
+        raise DataError(
+            f"{source}: rope_scaling replaces rope_parameters, as in transformers, so rope_theta would be {theta:g} "
+            f"and not {replaced['rope_theta']:g}; write the rope_theta that is meant into rope_scaling."
+        )
     if float(merged.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0) != 1.0:
         raise DataError(f"{source}: partial_rotary_factor other than 1 is not supported.")
     kind = merged.get("rope_type") or merged.get("type") or "default"
@@ -310,7 +336,7 @@ def _rope_from_hf(values: Mapping[str, Any], max_positions: int, source: str) ->
         )
     if kind not in ("linear", "llama3", "yarn"):
         raise DataError(f"{source}: rope type {kind!r} is not supported; supported are default, linear, llama3, yarn.")
-    original = merged.get("original_max_position_embeddings") or values.get("original_max_position_embeddings")
+    original = values.get("original_max_position_embeddings") or merged.get("original_max_position_embeddings")
     original = int(original or max_positions)
     factor = merged.get("factor")
     if factor is None and kind == "yarn":

@@ -32,6 +32,22 @@ def check_tensor_parallel(config: TransformerConfig, degree: int) -> None:
         )
 
 
+def check_served(config: TransformerConfig) -> None:
+    """Checks that vLLM serves the model as the trainer computes it.
+
+    Raises:
+      ConfigError: a Qwen2 whose head_dim is not hidden_size / num_attention_heads: vLLM's reads no head_dim
+        (vllm/model_executor/models/qwen2.py) and dies while it loads the weights.
+    """
+    width = config.hidden_size // config.num_heads
+    if config.architecture == "qwen2" and config.head_dim != width:
+        raise ConfigError(
+            f"config.model: vLLM takes no head_dim of its own for Qwen2, and the model's config.json has head_dim "
+            f"{config.head_dim} where hidden_size / num_attention_heads = {width}; use another model, or weights of a "
+            "qwen3 or llama model_type, whose head_dim vLLM reads."
+        )
+
+
 def check_mesh(config: TransformerConfig, mesh_shape: Mapping[str, int]) -> None:
     """Checks that the model splits evenly over a mesh.
 

@@ -28,6 +28,8 @@ from libra_jax.protocols import DataError
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_COMPARED_ROWS = 4096
 
 
 def load(
@@ -39,20 +41,22 @@ def load(
     """Reads the weights of a Hugging Face directory.
 
     Args:
-      directory: holds `model.safetensors`, or the shards that `model.safetensors.index.json` lists.
+      directory: holds `model.safetensors`, or else the shards that `model.safetensors.index.json` lists.
       config: the model's shape (`config.read_directory`).
       dtype: of every leaf; the files may hold another.
       shardings: a Sharding for each leaf, in the parameters' nesting; None places all on the default device.
 
     Raises:
       DataError: a file is missing or truncated, or a tensor is missing, has another shape, or has no place in the
-        model. Rotary frequencies, and the output projection of a tied model, are ignored.
+        model, or the output projection of a tied model differs from the embedding. Rotary frequencies are ignored.
     """
     with contextlib.ExitStack() as stack:
         tensors = _open_tensors(pathlib.Path(directory), stack)
         for entry in hf_names.weight_map(config):
             _check_tensor(entry, tensors, directory)
         _refuse_strangers(config, tensors)
+        if config.tie_word_embeddings:
+            _refuse_other_head(tensors)
         params: dict[str, Any] = {}
         for path, entries in _by_leaf(config).items():
             place = jax.sharding.SingleDeviceSharding(jax.devices()[0]) if shardings is None else _get(shardings, path)
@@ -137,10 +141,11 @@ def _open_tensors(directory: pathlib.Path, stack: contextlib.ExitStack) -> _Tens
 def _weight_files(directory: pathlib.Path) -> Sequence[pathlib.Path]:
     if not directory.is_dir():
         raise DataError(f"{directory}: no such model directory; give the path of a downloaded Hugging Face model.")
+    # The single file first, as transformers reads: an index beside it is left over from an older save.
+    if (directory / _SINGLE).is_file():
+        return [directory / _SINGLE]
     index = directory / _INDEX
     if not index.is_file():
-        if (directory / _SINGLE).is_file():
-            return [directory / _SINGLE]
         raise DataError(f"{directory}: holds neither {_SINGLE} nor {_INDEX}; download the model's safetensors release.")
     try:
         names = json.loads(index.read_text())["weight_map"].values()
@@ -163,6 +168,28 @@ def _refuse_strangers(config: model_config.TransformerConfig, tensors: _Tensors)
     for name, (file, _) in tensors.items():
         if name not in known and not name.endswith("rotary_emb.inv_freq"):
             raise DataError(f"{file}: tensor {name} has no place in the model that config.json describes.")
+
+
+def _refuse_other_head(tensors: _Tensors) -> None:
+    """Refuses a tied model whose file holds another output projection, which transformers would use.
+
+    Raises:
+      DataError: the two tables differ.
+    """
+    if _HEAD not in tensors:
+        return
+    (file, head), (_, embedding) = tensors[_HEAD], tensors[_EMBEDDING]
+    left, right = head.get_slice(_HEAD), embedding.get_slice(_EMBEDDING)
+    rows = right.get_shape()[0]
+    same = left.get_shape() == right.get_shape()
+    for start in range(0, rows, _COMPARED_ROWS):  # a part at a time: whole tables may be gigabytes
+        part = slice(start, min(start + _COMPARED_ROWS, rows))
+        same = same and np.array_equal(left[part], right[part])
+    if not same:
+        raise DataError(
+            f"{file}: {_HEAD} differs from {_EMBEDDING}, although config.json says tie_word_embeddings; set that to "
+            f"false to train both, or remove {_HEAD}."
+        )
 
 
 def _read_leaf(

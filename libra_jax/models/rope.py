@@ -27,13 +27,16 @@ def frequencies(rope: model_config.RopeConfig, head_dim: int) -> tuple[np.ndarra
       float32 array [K / 2], in radians a position; and the scale.
     """
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    inverse = 1.0 / np.float32(rope.theta) ** exponent
+    # The power in float64, rounded once: numpy's own float32 power differs from torch's in the last bit, and a position
+    # of 100,000 makes 0.01 radians of it. The rest is float32, operation by operation as transformers computes it.
+    power = (np.float64(rope.theta) ** exponent.astype(np.float64)).astype(np.float32)
+    inverse = np.float32(1.0) / power
     if rope.kind == "linear":
         return inverse / np.float32(rope.factor), 1.0
     if rope.kind == "llama3":
         return _llama3(rope, inverse), 1.0
     if rope.kind == "yarn":
-        return _yarn(rope, inverse, head_dim), _yarn_scale(rope)
+        return _yarn(rope, power, head_dim), _yarn_scale(rope)
     return inverse, 1.0
 
 
@@ -59,7 +62,7 @@ def _llama3(rope: model_config.RopeConfig, inverse: np.ndarray) -> np.ndarray:
     return ((1 - smooth) * inverse / rope.factor + smooth * inverse).astype(np.float32)
 
 
-def _yarn(rope: model_config.RopeConfig, inverse: np.ndarray, head_dim: int) -> np.ndarray:
+def _yarn(rope: model_config.RopeConfig, power: np.ndarray, head_dim: int) -> np.ndarray:
     def dimension(turns: float) -> float:
         """The (real-valued) dimension that turns so often over the original context."""
         return head_dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -70,7 +73,8 @@ def _yarn(rope: model_config.RopeConfig, inverse: np.ndarray, head_dim: int) -> 
     low, high = max(low, 0), min(high, head_dim - 1)
     ramp = (np.arange(head_dim // 2, dtype=np.float32) - low) / (high - low or 0.001)
     keep = 1 - np.clip(ramp, 0, 1)
-    return (inverse / rope.factor * (1 - keep) + inverse * keep).astype(np.float32)
+    stretched, kept = 1 / (np.float32(rope.factor) * power), 1 / power
+    return (stretched * (1 - keep) + kept * keep).astype(np.float32)
 
 
 def _yarn_scale(rope: model_config.RopeConfig) -> float:

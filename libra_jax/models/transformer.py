@@ -60,7 +60,11 @@ class Linear(nnx.Module):
         # Over one axis of tokens: of two, XLA's CPU backend would transpose each factor of the weight's gradient first.
         y = jnp.einsum("ri,oi->ro", x.reshape(-1, x.shape[-1]), self.weight[...].astype(x.dtype))
         y = y.reshape(*x.shape[:-1], -1)
-        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+        if self.bias is None:
+            return y
+        # The sum rounds once either way. Its gradient, a sum over tokens, would stop growing in bfloat16.
+        bias = self.bias[...].astype(x.dtype).astype(jnp.float32)
+        return (y.astype(jnp.float32) + bias).astype(x.dtype)
 
 
 class RMSNorm(nnx.Module):
@@ -165,9 +169,11 @@ class Transformer(nnx.Module):
         def layer(x_BxTxD: jax.Array, state: nnx.State) -> tuple[jax.Array, None]:
             return nnx.merge(graph, state)(x_BxTxD, cos, sin, attend), None
 
+        tokens_BxT = axes.constrain(tokens_BxT, ("batch", "tokens"))
         # Gathered over fsdp first: a lookup in a table split along D would leave the partitioner to replicate the rows.
-        table_VxD = axes.constrain(self.embed_tokens.weight[...].astype(options.compute_dtype), ("vocab", None))
-        x_BxTxD = table_VxD[axes.constrain(tokens_BxT, ("batch", "tokens"))]
+        table_VxD = axes.constrain(self.embed_tokens.weight[...], ("vocab", None))
+        # Cast after the lookup: the gradient adds every occurrence of a token, and a bfloat16 sum loses 10% of it.
+        x_BxTxD = table_VxD[tokens_BxT].astype(options.compute_dtype)
         x_BxTxD = axes.constrain(x_BxTxD, ("batch", "residual", None))
         x_BxTxD, _ = jax.lax.scan(_rematerialized(layer, options.remat), x_BxTxD, stacked)
         return self.norm(x_BxTxD)

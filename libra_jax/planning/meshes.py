@@ -216,7 +216,7 @@ class Training:
     def _meshes(self, most: int) -> Iterator[Mesh]:
         room = self._model.sheet.memory_bytes * self._model.coefficients.memory_fraction
         for tensor in self.tensor_degrees():
-            for fsdp in range(1, most // tensor + 1):
+            for fsdp in range(1, min(self._model.shape.hidden_size, most // tensor) + 1):
                 if self._model.shape.hidden_size % fsdp:
                     continue
                 enough = -(-max(map(len, self._rows.values())) // fsdp)  # more replicas have nothing to do

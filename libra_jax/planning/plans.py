@@ -13,6 +13,9 @@ from typing import Any
 from libra_jax import config as configuration
 from libra_jax import protocols
 
+MOST_DEVICES = 1_000_000
+"""Accelerators, at most, of a plan: more than any cluster has."""
+
 
 def core_degrees(run: configuration.RunConfig) -> tuple[int, ...]:
     """Tensor-parallel degrees of the instances that plans are about: all but the hybrid ones, which are the last."""
@@ -53,7 +56,7 @@ def read(path: Path) -> protocols.Plan:
         raise protocols.DataError(f"{path}: the plan cannot be read ({error.strerror or error})") from error
     except KeyError as error:
         raise protocols.DataError(f"{path}: this is no plan of launch/plan.py: it has no {error.args[0]}") from error
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise protocols.DataError(f"{path}: this is no plan of launch/plan.py ({error})") from error
     sizes = [plan.data, plan.fsdp, plan.tensor]
     sizes += [size for bucket in plan.rollout for size in dataclasses.astuple(bucket)]
@@ -61,6 +64,8 @@ def read(path: Path) -> protocols.Plan:
         raise protocols.DataError(
             f"{path}: a plan has at least one instance, and every size is a positive whole number"
         )
+    if plan.train_devices + plan.rollout_devices > MOST_DEVICES:  # each instance becomes an entry of the config
+        raise protocols.DataError(f"{path}: a plan has at most {MOST_DEVICES:,} accelerators")
     if devices != plan.train_devices:
         raise protocols.DataError(
             f"{path}: train.devices is {devices}, and data x fsdp x tensor are {plan.train_devices}"

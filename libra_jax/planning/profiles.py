@@ -284,7 +284,7 @@ def read(path: Path) -> Profile:
         raise protocols.DataError(
             f"config.planner.profile: {path} cannot be read ({error.strerror or error}); launch/calibrate.py writes one"
         ) from error
-    except (ValueError, KeyError, TypeError, AttributeError, protocols.ConfigError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, protocols.ConfigError) as error:
         problem = f"{type(error).__name__}: {error}"
         raise protocols.DataError(
             f"config.planner.profile: {path} is no profile of launch/calibrate.py ({problem})"

@@ -279,4 +279,6 @@ def compared(best: Split, splits: Sequence[Split]) -> str:
         reason = f"training takes {second.train_seconds:.1f} s on {second.train.devices} devices"
     else:
         reason = f"rollout takes {second.rollout_seconds:.1f} s on the {second.plan.rollout_devices} devices left"
-    return f"{second.train.devices} training devices would make the step {100 * more:.1f}% longer: {reason}"
+    # The search stops at a precision, so the runner-up may even be shorter by less than what is printed.
+    longer = f"{100 * more:.1f}% longer" if more >= 0.0005 else "no shorter"
+    return f"{second.train.devices} training devices would make the step {longer}: {reason}"

@@ -61,6 +61,7 @@ from libra_jax.protocols.training import (
 )
 from libra_jax.protocols.trajectories import (
     FINISHES,
+    LIMITS,
     AttemptSnapshot,
     CausalState,
     Group,
@@ -73,6 +74,7 @@ from libra_jax.protocols.trajectories import (
 __all__ = [
     "EVALUATION_GROUP",
     "FINISHES",
+    "LIMITS",
     "LOST",
     "NO_VERSION",
     "POOLS",

@@ -27,6 +27,10 @@ class Recorder(Protocol):
         """One line of `trace.jsonl`."""
         ...
 
+    def sample(self, record: Mapping[str, Any]) -> None:
+        """One line of `samples.jsonl`: a rollout as text."""
+        ...
+
     def decision(self, record: Mapping[str, Any]) -> None:
         """One line of `plans.jsonl`: a look for a better plan."""
         ...

@@ -20,7 +20,10 @@ class TokenSource(enum.IntEnum):
 
 
 ToolStatus = Literal["success", "failure", "timeout"]
-FINISHES = ("answered", "length", "max_turns", "max_tokens", "max_seconds", "max_context")
+LIMITS = ("length", "max_turns", "max_tokens", "max_seconds", "max_context")
+"""Limits that may end an attempt; `length` is that of one output (`rollout.max_tokens`)."""
+
+FINISHES = ("answered", *LIMITS)
 """Why an attempt ended: the environment ended it, or an output, or the attempt, met a limit."""
 
 
@@ -89,6 +92,8 @@ class Trajectory:
       policy_versions: version that sampled each token; `NO_VERSION` elsewhere.
       turns: one entry a model output.
       reward: scalar reward, None until the environment has scored the attempt.
+      environment_reward: the environment's own part of `reward`, before weights and reward functions; 0 where a limit
+        ended the attempt, None where the environment gave no finite number.
       finish: why it ended, one of `FINISHES`.
       metrics: numbers the environment reports, averaged into the step's metrics under `agent/`; `moves`, the times that
         another instance went on with it; and what reward functions report, under names of their own (`reward.../...`).
@@ -112,6 +117,7 @@ class Trajectory:
     start_seconds: float = 0.0
     seconds: float = 0.0
     snapshot: AttemptSnapshot | None = None
+    environment_reward: float | None = None
 
     def append_text(self, token_ids: Sequence[int], source: TokenSource) -> None:
         """Appends tokens that no policy sampled (prompt or tool return)."""

@@ -126,13 +126,18 @@ class VllmEngine:
             self._die(f"its process {pid} ended while it started")
             return
         self._watches.append(watch)
-        asyncio.get_running_loop().add_reader(watch, self._die, f"its process {pid} ended")
+        asyncio.get_running_loop().add_reader(watch, self._ended, pid)
 
     def _unwatch(self) -> None:
         for watch in self._watches:
             asyncio.get_running_loop().remove_reader(watch)
             os.close(watch)
         self._watches.clear()
+
+    def _ended(self, pid: int) -> None:
+        """Dies with the exception that the process left in its log, if it left one."""
+        told = self._launch.reason()
+        self._die(f"its process {pid} ended" + (f": {told}" if told else ""))
 
     def _die(self, reason: str) -> None:
         """Fails every running and later call."""

@@ -167,7 +167,7 @@ def _config(path: Path) -> configuration.RunConfig:
         raise protocols.DataError(
             f"{path}: cannot be read ({error.strerror or error}); give the --workdir of a finished run"
         ) from error
-    except (ValueError, AttributeError, protocols.ConfigError) as error:
+    except (ValueError, AttributeError, RecursionError, protocols.ConfigError) as error:
         raise protocols.DataError(f"{path}: is not the config of a run of this version ({error})") from error
 
 

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from libra_jax.simulator import pictures
+
 Entry = Mapping[str, Any]
 
 KEYS = (
@@ -55,16 +57,20 @@ def spread(values: Sequence[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def to_json(entries: Sequence[Entry], bound_seconds: float, config: Mapping[str, Any]) -> str:
+def to_json(
+    entries: Sequence[Entry], bound_seconds: float, subject: Mapping[str, Any], config: Mapping[str, Any]
+) -> str:
     """The output file: the entries, the bound (seconds a step, mean over seeds), and what was simulated.
 
     Args:
       entries: a policy and seed each.
       bound_seconds: what no policy can beat.
+      subject: model, machine and lengths (`subject.Subject.as_json`).
       config: what all entries have in common.
     """
     ordered = [{key: entry[key] for key in KEYS} for entry in entries]
-    return json.dumps({"policies": ordered, "bound_seconds": bound_seconds, "config": config}, indent=2) + "\n"
+    written = {"for": subject, "policies": ordered, "bound_seconds": bound_seconds, "config": config}
+    return json.dumps(written, indent=2) + "\n"
 
 
 def table(entries: Sequence[Entry], bound_seconds: float) -> str:
@@ -147,37 +153,21 @@ def order(entries: Sequence[Entry]) -> list[str]:
     return sorted(policies(entries), key=lambda policy: mean_step_seconds(entries, policy))
 
 
-def write_picture(entries: Sequence[Entry], bound_seconds: float, path: Path, title: str) -> None:
+def write_picture(entries: Sequence[Entry], bound_seconds: float, path: Path, title: Sequence[str]) -> None:
     """Draws each policy's mean step time with its spread over seeds, and the bound as a line.
 
     Args:
       entries: as `table`.
       bound_seconds: as `table`.
       path: where to, .svg or .png.
-      title: of the picture.
+      title: of the picture, its lines.
     """
-    from matplotlib import figure, rc_context  # only here: a picture is all that needs it
-
     names = policies(entries)
-    means = [mean_step_seconds(entries, name) for name in names]
-    spreads = [spread(step_seconds(entries, name)) for name in names]
-    with rc_context({"svg.hashsalt": "libra-jax", "font.size": 10}):
-        picture = figure.Figure(figsize=(7.0, 1.2 + 0.42 * len(names)), layout="constrained")
-        axes = picture.add_subplot()
-        axes.barh(
-            names,
-            means,
-            xerr=spreads if any(spreads) else None,
-            color="#4c78a8",
-            ecolor="#333333",
-            capsize=3,
-            height=0.65,
-        )
-        axes.axvline(bound_seconds, color="#c44e52", linewidth=1.5, label=f"bound {bound_seconds:.0f} s")
-        axes.invert_yaxis()
-        axes.set_xlabel("seconds a training step (mean over seeds, +- one standard deviation)")
-        axes.set_title(title, loc="left", fontsize=11)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, loc="lower right")
-        metadata = {"Date": None} if path.suffix == ".svg" else None
-        picture.savefig(path, dpi=150, metadata=metadata)
+    seeds = len({entry["seed"] for entry in entries})
+    with pictures.drawn(path, 0.2 + pictures.bars_height(names), title) as axes:
+        means = [mean_step_seconds(entries, name) for name in names]
+        pictures.bars(axes, names, means, [spread(step_seconds(entries, name)) for name in names], "{:.0f}")
+        label = f"bound: no policy takes less than {bound_seconds:.0f} s"
+        axes.axvline(bound_seconds, color="#c44e52", linewidth=1.5, label=label)
+        of_seeds = f"\nmean of {seeds} seeds ± standard deviation" if seeds > 1 else ""
+        axes.set_xlabel(f"seconds a training step{of_seeds}")

@@ -107,6 +107,9 @@ class StepRecorder:
     def trajectory(self, record: Mapping[str, Any]) -> None:
         """Kept by nobody."""
 
+    def sample(self, record: Mapping[str, Any]) -> None:
+        """Kept by nobody: simulated tokens have no text."""
+
     def decision(self, record: Mapping[str, Any]) -> None:
         self.decisions.append(record)
 

@@ -7,6 +7,37 @@ from dataclasses import dataclass, field
 from libra_jax import config as configuration
 from libra_jax.simulator import faults, workloads, world
 
+COUNTS: dict[str, str] = {
+    "planner.hardware": "simulation.hardware",
+    "model.preset": "simulation.model",
+    "model.path": "simulation.model",
+    "trainer.data": "simulation.train_mesh",
+    "trainer.fsdp": "simulation.train_mesh",
+    "trainer.tensor": "simulation.train_mesh",
+    "task.source": "workload.shape",
+    "task.path": "workload.trace",
+}
+"""Fields of a real run, and the one that says the same of a simulated run."""
+
+IGNORED = (
+    *COUNTS,
+    "model.compute_dtype",
+    "model.param_dtype",
+    "model.attention",
+    "optimizer",
+    "reward",
+    "sandbox",
+    "telemetry",
+    "tools",
+    "task.arguments",
+    "task.environment",
+    "task.environment_arguments",
+    "task.tokenizer",
+    "trainer.context",
+    "trainer.platform",
+)
+"""Fields and groups that no simulated run reads."""
+
 
 @dataclass(frozen=True)
 class SimulatedRun(configuration.RunConfig):
@@ -15,3 +46,15 @@ class SimulatedRun(configuration.RunConfig):
     simulation: world.SimulationConfig = field(default_factory=world.SimulationConfig)
     workload: workloads.WorkloadConfig = field(default_factory=workloads.WorkloadConfig)
     faults: faults.FaultConfig = field(default_factory=faults.FaultConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        plain = configuration.RunConfig()
+        for name in ("planner.hardware", "model.preset", "model.path"):
+            group, _, leaf = name.partition(".")
+            value = getattr(getattr(self, group), leaf)
+            configuration.check(
+                value == getattr(getattr(plain, group), leaf),
+                name,
+                f"a simulated run does not read it, and it says {value!r}; config.{COUNTS[name]} counts: set that",
+            )

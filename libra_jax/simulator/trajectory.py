@@ -160,6 +160,7 @@ class Trajectory(protocols.Trajectory):
         self.token_ids: Any = Runs(name=trajectory_id)
         self.turns = []
         self.reward = None
+        self.environment_reward = None
         self.finish = None
         self.metrics = {}
         self.start_seconds = start_seconds

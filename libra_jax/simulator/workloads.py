@@ -48,6 +48,8 @@ class Summary:
       context_max: of the longest context.
       turns_mean: model outputs.
       turn_tokens_max: generated tokens of the longest turn.
+      prompt_mean: tokens of the prompt.
+      payload_mean: tokens of a tool's return; 0 where no tool is called.
     """
 
     generated_mean: float
@@ -57,6 +59,18 @@ class Summary:
     context_max: int
     turns_mean: float
     turn_tokens_max: int
+    prompt_mean: float
+    payload_mean: float
+
+    def __str__(self) -> str:
+        """Returns a clause for tables and titles."""
+        turns = f"{self.turns_mean:.3g} turns" if self.turns_mean != 1.0 else "1 turn"
+        tools = f", tool returns of {self.payload_mean:,.0f}" if self.turns_mean > 1.0 else ""
+        return (
+            f"{self.generated_mean:,.0f} generated tokens in the mean (P90 {self.generated_p90:,}, at most "
+            f"{self.generated_max:,}) over {turns}{tools}; prompts of {self.prompt_mean:,.0f}, contexts of at most "
+            f"{self.context_max:,}"
+        )
 
 
 def create(config: WorkloadConfig, *, seed: int, tasks: int, max_context: int) -> scripts.Workload:
@@ -80,9 +94,14 @@ def create(config: WorkloadConfig, *, seed: int, tasks: int, max_context: int) -
 
 def summarise(workload: scripts.Workload, tasks: range, samples: int) -> Summary:
     """Lengths over `samples` attempts at each of `tasks`."""
-    drawn = [workload.script(task, sample) for task in tasks for sample in range(samples)]
+    return summary_of([workload.script(task, sample) for task in tasks for sample in range(samples)])
+
+
+def summary_of(drawn: Sequence[scripts.Script]) -> Summary:
+    """Lengths of these attempts, at least one."""
     generated = sorted(script.generated_tokens for script in drawn)
     contexts = [script.context_tokens for script in drawn]
+    payloads = [turn.payload_tokens for script in drawn for turn in script.turns[:-1]]
     return Summary(
         generated_mean=statistics.fmean(generated),
         generated_p90=generated[int(0.9 * (len(generated) - 1))],
@@ -91,6 +110,8 @@ def summarise(workload: scripts.Workload, tasks: range, samples: int) -> Summary
         context_max=max(contexts),
         turns_mean=statistics.fmean(len(script.turns) for script in drawn),
         turn_tokens_max=max(turn.generated_tokens for script in drawn for turn in script.turns),
+        prompt_mean=statistics.fmean(script.prompt_tokens for script in drawn),
+        payload_mean=statistics.fmean(payloads) if payloads else 0.0,
     )
 
 

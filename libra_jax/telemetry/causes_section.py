@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from libra_jax.scheduling import foresight
-from libra_jax.telemetry import page, tools_picture
+from libra_jax.telemetry import escapes, page, tools_picture
 
 TITLE = "What tool returns foretell"
 
@@ -32,14 +32,14 @@ def sections(found: foresight.Foresight | None) -> list[page.Section]:
 
 def label(state: foresight.State) -> str:
     """A state in a line."""
-    return f"{state.tool}, {state.status}, {foresight.told(state.size_class)}"
+    return escapes.visible(f"{state.tool}, {state.status}, {foresight.told(state.size_class)}")
 
 
 def rows(found: foresight.Foresight) -> list[tuple[str, ...]]:
     """A row of texts a state, for `HEADS`."""
     return [
         (
-            state.tool,
+            escapes.visible(state.tool),
             foresight.told(state.size_class),
             state.status,
             f"{state.count:,}",
@@ -54,7 +54,7 @@ def sentences(found: foresight.Foresight) -> list[str]:
     """How well what is left was foretold, as plain text."""
     count = sum(state.count for state in found.states)
     out = [
-        f"Causal states alone account for {_share(found.explained)} of the variance of what is left after "
+        f"Causal states alone account for {_explained(found.explained)} of the variance of what is left after "
         f"{count:,} returns."
     ]
     if not found.judged:
@@ -69,9 +69,14 @@ def sentences(found: foresight.Foresight) -> list[str]:
         else "What is left is always the same: there is nothing to foretell."
     )
     if not math.isnan(found.path_explained):
-        out.append(f"C-MLFQ's mean prediction accounts for {_share(found.path_explained)} of the variance.")
+        out.append(f"C-MLFQ's mean prediction accounts for {_explained(found.path_explained)} of the variance.")
     return out
 
 
 def _share(value: float) -> str:
-    return "an unknown share" if math.isnan(value) else f"{value:.0%}"
+    return "an unknown share" if math.isnan(value) else f"{value:z.0%}"
+
+
+def _explained(value: float) -> str:
+    """A share of variance; predictions that are worse than the mean explain none of it."""
+    return _share(value) if math.isnan(value) or value > 0 else "none"

@@ -9,13 +9,22 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TextIO
 
-from libra_jax.telemetry import files
+from libra_jax.telemetry import escapes, files
 
 STATUS_SECONDS = 5.0
 """Least time between two status lines in plain output."""
 
 RATE_STEPS = 10
 """Steps whose mean duration the remaining time is estimated from."""
+
+TIMES = {"wait": "rollout/wait_seconds", "train": "train/seconds", "sync": "sync/seconds"}
+"""Parts of a step's time as a line calls them, and their metrics. The report has the same."""
+
+WIDTH = 120
+"""Columns of a step's line at most."""
+
+LESS_IMPORTANT = ("mismatch", "moves", "loss", "staleness", "sync", "train", "wait")
+"""Parts that a step's line leaves out where it would be too long, in this order."""
 
 LOST = "console"
 """Key of the warning that the console itself is lost."""
@@ -73,35 +82,75 @@ class Pace:
         return (self.steps - last) * (ended - began) / (last - first) if last > first else None
 
 
+class Speed:
+    """Generated tokens a second over the last `RATE_STEPS` steps.
+
+    One step alone says little: an asynchronous one may train on what was generated before it, and generate nothing.
+    """
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[float, float]] = deque(maxlen=RATE_STEPS)
+        self._told: float | None = None
+
+    def step_ended(self, scalars: Mapping[str, float]) -> None:
+        """Counts a step by its numbers; one that does not say what it generated counts alone."""
+        tokens, seconds = scalars.get("tokens/generated"), scalars.get("step/seconds")
+        if tokens is None or not seconds:
+            self._steps.clear()
+            self._told = scalars.get("tokens_per_second", self._told)
+        else:
+            self._steps.append((tokens, seconds))
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """The speed; None while it is not known."""
+        if not self._steps:
+            return self._told
+        return sum(tokens for tokens, _ in self._steps) / sum(seconds for _, seconds in self._steps)
+
+
 def step_line(step: int, pace: Pace, scalars: Mapping[str, float]) -> str:
-    """The one line that stands for a step in plain output."""
-    width = len(str(pace.steps))
-    parts = [f"step {step:>{width}}/{pace.steps}"]
+    """Returns the one line that stands for a step in plain output, at most `WIDTH` columns.
+
+    Args:
+      step: that has ended.
+      pace: of the run.
+      scalars: the step's numbers; `tokens_per_second` is that of the last steps.
+    """
+    parts, times = _step_parts(step, pace, scalars)
+    for name in ("", *LESS_IMPORTANT):  # the least important go first
+        parts.pop(name, None)
+        times.pop(name, None)
+        told = {**parts, "times": ", ".join(times.values())} if times else parts
+        left = told.pop("left", None)  # the last one
+        line = "  ".join([*told.values(), *([left] if left else [])])
+        if len(line) <= WIDTH:
+            break
+    return line
+
+
+def _step_parts(step: int, pace: Pace, scalars: Mapping[str, float]) -> tuple[dict[str, str], dict[str, str]]:
+    """The parts of a step's line by their names, and the times among them."""
+    parts = {"step": f"step {step:>{len(str(pace.steps))}}/{pace.steps}"}
     if (reward := scalars.get("reward/mean")) is not None:
-        parts.append(f"reward {reward:.3f}")
+        parts["reward"] = f"reward {reward:z.3f}"
     if (evaluation := scalars.get("evaluation/accuracy")) is not None:
-        parts.append(f"held-out {evaluation:.3f}")
-    if (rate := scalars.get("tokens_per_second")) is not None:
-        parts.append(f"{rate:,.0f} tokens/s")
+        parts["held-out"] = f"held-out {evaluation:z.3f}"
+    if rate := scalars.get("tokens_per_second"):
+        parts["speed"] = f"{rate:,.0f} tokens/s"
     if (staleness := scalars.get("staleness/max")) is not None:
-        parts.append(f"staleness {staleness:.0f}")
+        parts["staleness"] = f"staleness {staleness:.0f}"
     if (loss := scalars.get("loss")) is not None:
-        parts.append(f"loss {loss:.4g}")
+        parts["loss"] = f"loss {loss:.4g}"
     if (mismatch := scalars.get("mismatch/kl")) is not None:
-        parts.append(f"mismatch {mismatch:.1e}")
+        parts["mismatch"] = f"mismatch {mismatch:.1e}"
     if moves := scalars.get("routing/moves"):
         right = scalars.get("routing/one_shot_accuracy")
-        parts.append(f"{moves:.0f} moves" + ("" if right is None else f", {right:.0%} routed right"))
-    times = [
-        f"{part} {seconds_text(scalars[f'{part}/seconds'])}"
-        for part in ("rollout", "train", "sync")
-        if f"{part}/seconds" in scalars
-    ]
-    if times:
-        parts.append(", ".join(times))
+        parts["moves"] = f"{moves:.0f} moves" + ("" if right is None else f", {right:.0%} routed right")
     if pace.remaining_seconds and pace.done < pace.steps:
-        parts.append(f"{seconds_text(pace.remaining_seconds)} left")
-    return "  ".join(parts)
+        parts["left"] = f"{seconds_text(pace.remaining_seconds)} left"
+    times = {name: f"{name} {seconds_text(scalars[metric])}" for name, metric in TIMES.items() if metric in scalars}
+    return parts, times
 
 
 class PlainConsole:
@@ -120,13 +169,18 @@ class PlainConsole:
         self._clock = clock
         self._warn = warn
         self._pace = Pace(steps, clock())
+        self._speed = Speed()
         self._last_line = float("-inf")
         self._lost = False
         self._line(f"libra-jax · {name} · {steps} training steps")
 
     def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
         self._pace.step_ended(step, self._clock())
-        self._line(step_line(step, self._pace, scalars))
+        self._speed.step_ended(scalars)
+        shown = {name: value for name, value in scalars.items() if name != "tokens_per_second"}
+        if (speed := self._speed.tokens_per_second) is not None and "tokens_per_second" in scalars:
+            shown["tokens_per_second"] = speed
+        self._line(step_line(step, self._pace, shown))
 
     def status(self, worker: str, text: str) -> None:
         if self._clock() - self._last_line >= STATUS_SECONDS:
@@ -146,7 +200,7 @@ class PlainConsole:
             return
         self._last_line = self._clock()
         try:
-            self._stream.write(text + "\n")
+            self._stream.write(escapes.visible(text) + "\n")
             self._stream.flush()
         except (OSError, ValueError) as error:  # ValueError: the stream has been closed
             self._lost = True

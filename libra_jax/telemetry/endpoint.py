@@ -6,13 +6,17 @@
 
 A server of the standard library, as the Prometheus client's own is, on threads of its own: it answers when the event
 loop does not. It listens at the loopback unless `telemetry.host` says otherwise, and asks for a token then. The token
-travels in the clear: beyond hosts that trust each other's network, put a proxy with TLS before it.
+travels in the clear: beyond hosts that trust each other's network, put a proxy with TLS before it. Without a token it
+answers readers that call it by an address or as localhost alone: a web page whose name is made to lead here (DNS
+rebinding) reads nothing.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import hmac
+import io
 import ipaddress
 import json
 import os
@@ -20,6 +24,8 @@ import re
 import socket
 import socketserver
 import threading
+import time
+import urllib.parse
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from wsgiref import simple_server
@@ -29,10 +35,13 @@ from prometheus_client import core, registry
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.telemetry import screen, status
+from libra_jax.telemetry import escapes, screen, status
 
 IDLE_SECONDS = 10.0
-"""After which a connection on which nothing comes is closed."""
+"""Seconds in which a reader has to send its whole request."""
+
+MOST_CONNECTIONS = 32
+"""Connections that are open at once. One more closes the oldest, so that silent ones keep no reader out."""
 
 _TOOL = re.compile(r"tool/(?P<tool>.+)/(?P<what>\w+)")
 _Answer = tuple[str, str, bytes]
@@ -63,7 +72,7 @@ class Collector(registry.Collector):
 
 def _labelled(family: Any, values: Mapping[str, float]) -> core.Metric:
     for label, value in values.items():
-        family.add_metric([label], value)
+        family.add_metric([escapes.visible(label)], value)
     return family
 
 
@@ -72,8 +81,8 @@ def _workers(workers: Mapping[str, Mapping[str, Any]]) -> Iterator[core.Metric]:
     doing = core.GaugeMetricFamily("libra_worker_state", "1: what the worker does.", labels=["worker", "state"])
     seconds = core.GaugeMetricFamily("libra_worker_state_seconds", "Since when.", labels=["worker"])
     for name, worker in workers.items():
-        doing.add_metric([name, re.sub(r"\d+", "N", worker["doing"])], 1.0)
-        seconds.add_metric([name], worker["seconds"])
+        doing.add_metric([escapes.visible(name), escapes.visible(re.sub(r"\d+", "N", worker["doing"]))], 1.0)
+        seconds.add_metric([escapes.visible(name)], worker["seconds"])
     yield doing
     yield seconds
 
@@ -97,7 +106,7 @@ def _scalars(scalars: Mapping[str, float]) -> Iterator[core.Metric]:
         if others:
             yield _labelled(core.GaugeMetricFamily(family, "Of the last step.", labels=["name"]), values)
         else:
-            yield core.GaugeMetricFamily(family, f"{first} of the last step.", values[first])
+            yield core.GaugeMetricFamily(family, f"{escapes.visible(first)} of the last step.", values[first])
 
 
 class Endpoint:
@@ -142,6 +151,9 @@ class Endpoint:
         self._thread.join()
 
     def _answer(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        if not self._token and not _is_address(environ.get("HTTP_HOST", "")):
+            text = b"Read this page as localhost or by an address; under other names it needs telemetry.token_env.\n"
+            return _sent(start_response, ("403 Forbidden", "text/plain", text))
         given = environ.get("HTTP_AUTHORIZATION", "").encode()
         if self._token and not hmac.compare_digest(given, b"Bearer " + self._token):
             text = b"This page needs the run's token: send the header Authorization: Bearer <token>.\n"
@@ -169,9 +181,19 @@ def _is_well(view: Mapping[str, Any]) -> bool:
     return not view["problems"] and (view["ended"] or {}).get("how") != "failed"
 
 
+def _is_address(host: str) -> bool:
+    """Returns whether a request's Host is localhost or an address, which no name server decides."""
+    try:
+        name = urllib.parse.urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or bool(ipaddress.ip_address(name))
+    except ValueError:
+        return False
+
+
 def _sent(start_response: Callable[..., Any], answer: _Answer) -> Iterable[bytes]:
     line, kind, body = answer
     headers = [("Content-Type", kind), ("Content-Length", str(len(body))), ("Cache-Control", "no-store")]
+    headers.append(("X-Content-Type-Options", "nosniff"))  # text with a model's HTML in it stays text
     if line.startswith("401"):
         headers.append(("WWW-Authenticate", "Bearer"))
     start_response(line, headers)
@@ -191,6 +213,29 @@ def _token(config: config_lib.TelemetryConfig) -> bytes:
 
 class _Server(socketserver.ThreadingMixIn, simple_server.WSGIServer):
     daemon_threads = True
+    request_queue_size = 2 * MOST_CONNECTIONS  # or a burst waits for the kernel to try again, for seconds
+
+    def __init__(self, *arguments: Any) -> None:
+        self._connections: dict[socket.socket, None] = {}
+        self._lock = threading.Lock()
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answers on a thread, and closes the oldest connection where there are too many."""
+        with self._lock:
+            self._connections[request] = None
+            surplus = list(self._connections)[:-MOST_CONNECTIONS]
+            for oldest in surplus:
+                del self._connections[oldest]
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread finds the end of the stream, and closes it
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Forgets the connection and closes it."""
+        with self._lock:
+            self._connections.pop(request, None)
+        super().shutdown_request(request)
 
     def server_bind(self) -> None:
         """Like the standard library's, without asking for the host's name, which may take seconds."""
@@ -202,8 +247,32 @@ class _Server(socketserver.ThreadingMixIn, simple_server.WSGIServer):
         """A reader that went away is no news."""
 
 
+class _Hasty(io.RawIOBase):
+    """Reads from a connection until a deadline, however often something comes.
+
+    Args:
+      connection: read from; its timeout is changed.
+      seconds: until the deadline.
+    """
+
+    def __init__(self, connection: socket.socket, seconds: float) -> None:
+        self._connection = connection
+        self._deadline = time.monotonic() + seconds
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._connection.settimeout(max(1e-3, self._deadline - time.monotonic()))
+        return self._connection.recv_into(buffer)
+
+
 class _Quiet(simple_server.WSGIRequestHandler):
-    timeout = IDLE_SECONDS
+    def setup(self) -> None:
+        """Limits the whole request in time; the standard library's limit begins again with each byte."""
+        super().setup()
+        self.rfile.close()
+        self.rfile = io.BufferedReader(_Hasty(self.connection, IDLE_SECONDS))
 
     def log_message(self, format: str, *arguments: Any) -> None:
         """Who reads is not the console's business."""

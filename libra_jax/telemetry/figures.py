@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from libra_jax.telemetry import timeline
+from libra_jax.telemetry import escapes
 
 INK, MUTED, GRID, SURFACE = "#010101", "#020202", "#030303", "#040404"
 BLUE, GREEN, ORANGE, PURPLE, TEAL = "#050505", "#060606", "#070707", "#080808", "#090909"
@@ -30,8 +30,14 @@ VARIABLES = {
 MOST_POINTS = 400
 """Points a drawn curve has at most; longer ones are averaged down."""
 
-PART_COLOURS = {"rollout": BLUE, "training": GREEN, "weight update": ORANGE, "checkpoint": PURPLE, "other": MUTED}
+PART_COLOURS = {"wait": BLUE, "training": GREEN, "weight update": ORANGE, "checkpoint": PURPLE, "other": MUTED}
 """Parts of a step's time, in the order in which they are stacked."""
+
+FEW_POINTS = 20
+"""Points up to which a curve marks each of them. A single one has no line, and would not be seen."""
+
+WIDE = 100.0
+"""Ratio of the greatest to the least value beyond which a linear axis hides the small ones."""
 
 LINE_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, TEAL)
 LINE_DASHES = ("solid", (0, (4, 3)))
@@ -40,10 +46,13 @@ LINE_DASHES = ("solid", (0, (4, 3)))
 Curve = Mapping[int, float]
 """Value by step."""
 
+FONT = 10.5
+"""Points of a picture's text. Half-width pictures are as wide as a phone, where it has about as many pixels."""
+
 _STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "libra-jax",
-    "font.size": 9.5,
+    "font.size": FONT,
     "text.color": INK,
     "axes.edgecolor": GRID,
     "axes.labelcolor": MUTED,
@@ -113,19 +122,56 @@ def svg(figure: Any) -> str:
     text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
     for colour, name in VARIABLES.items():
         text = text.replace(colour, f"var(--{name})")
-    text = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font: \1px var(--font)", text)
+    # Versions of matplotlib write a font in one property or in two.
+    font = r"(?:font-size: ([\d.]+)px; font-family: [^;\"]*|font: ([\d.]+)px [^;\"]*)"
+    text = re.sub(font, lambda found: f"font: {found[1] or found[2]}px var(--font)", text)
     used = set(re.findall(r"[\"(]#([\w-]+)", text))
     text = re.sub(r' id="([\w-]+)"', lambda match: match.group(0) if match.group(1) in used else "", text)
     text = re.sub(r"<g>\s*</g>\s*", "", text)
     return re.sub(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" role="img">', text, count=1)
 
 
-def _step_axis(axes: Any) -> None:
+def label(text: str) -> str:
+    """Text of a run for a picture: safe to show, and no formula, as which matplotlib reads what is between dollars."""
+    return escapes.visible(text).replace("$", r"\$")
+
+
+def line(axes: Any, curve: Curve, **style: Any) -> None:
+    """Draws a curve, with a mark at each point where there are few."""
+    steps, values = thinned(curve)
+    few = {"marker": "o", "markersize": 5, "markeredgewidth": 0} if len(steps) <= FEW_POINTS else {}
+    axes.plot(steps, values, clip_on=False, **{**few, **style})  # whole marks at the axes' edge
+
+
+def step_axis(axes: Any) -> None:
+    """Makes the horizontal axis one of training steps: whole numbers, with room beside a single one."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set_xlabel("training step")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, steps=[1, 2, 5, 10]))
-    axes.margins(x=0.01)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, steps=[1, 2, 5, 10], min_n_ticks=1))
+    first, last = axes.dataLim.intervalx
+    room = max(0.5 if last - first < FEW_POINTS else 0.0, 0.01 * (last - first))
+    axes.set_xlim(first - room, last + room)
+
+
+def whole_ticks(axis: Any) -> None:
+    """Keeps an axis of counts to whole numbers."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(integer=True, nbins=6, min_n_ticks=1))
+
+
+def legend_above(axes: Any, columns: int) -> None:
+    """Puts the legend above the axes, where it covers nothing."""
+    axes.legend(
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncols=columns,
+        handlelength=1.4,
+        columnspacing=1.4,
+        borderaxespad=0.2,
+        borderpad=0.2,
+    )
 
 
 def reward(rewards: Curve, evaluations: Curve) -> str:
@@ -133,63 +179,117 @@ def reward(rewards: Curve, evaluations: Curve) -> str:
 
     def draw() -> Any:
         figure, axes = canvas(10, 3.6)
-        if rewards:
+        if len(rewards) > FEW_POINTS:
             axes.plot(*thinned(rewards), color=BLUE, alpha=0.3, linewidth=1.2, label="reward of the step")
             axes.plot(*thinned(moving_mean(rewards)), color=BLUE, linewidth=2.4, label="mean of 5 steps")
+        elif rewards:
+            line(axes, rewards, color=BLUE, linewidth=1.8, label="reward of the step")
         if evaluations:
             marker = {"marker": "D", "markersize": 6, "markeredgecolor": SURFACE, "markeredgewidth": 1.2}
-            line = {"color": ORANGE, "linewidth": 1.2, "linestyle": (0, (4, 3)), "label": "held-out tasks"}
-            axes.plot(list(evaluations), list(evaluations.values()), **line, **marker)
+            dashed = {"color": ORANGE, "linewidth": 1.2, "linestyle": (0, (4, 3)), "label": "held-out tasks"}
+            axes.plot(list(evaluations), list(evaluations.values()), **dashed, **marker)
         values = [*rewards.values(), *evaluations.values()]
         if min(values) >= 0 and max(values) <= 1:
             axes.set_ylim(0, 1.03)
-        _step_axis(axes)
-        axes.legend(loc="lower right", ncols=3)
+        step_axis(axes)
+        legend_above(axes, 3)
         return figure
 
     return styled(draw)
 
 
-def curve(values: Curve, *, colour: str = BLUE, log: bool = False, zero: bool = True, stairs: bool = False) -> str:
-    """One number over the steps."""
+def curve(
+    values: Curve,
+    *,
+    colour: str = BLUE,
+    log: bool = False,
+    zero: bool = True,
+    stairs: bool = False,
+    whole: bool = False,
+    smooth: bool = False,
+) -> str:
+    """One number over the steps.
+
+    Args:
+      values: by step.
+      colour: of the line.
+      log: a logarithmic axis, if all values are positive and some are ten times others.
+      zero: the axis includes zero.
+      stairs: horizontal pieces instead of slopes, for whole numbers.
+      whole: the values are counts.
+      smooth: a pale line of the values under their mean of five steps, if there are many.
+    """
 
     def draw() -> Any:
         figure, axes = canvas(5, 2.6)
         style = {"drawstyle": "steps-mid"} if stairs else {}
-        axes.plot(*thinned(values), color=colour, linewidth=1.8, **style)
-        if log and min(values.values()) > 0:
+        if smooth and len(values) > FEW_POINTS:
+            axes.plot(*thinned(values), color=colour, alpha=0.3, linewidth=1.0, label="step")
+            axes.plot(*thinned(moving_mean(values)), color=colour, linewidth=2.0, label="mean of 5 steps")
+            legend_above(axes, 2)
+        else:
+            line(axes, values, color=colour, linewidth=1.8, **style)
+        if log and 0 < 10 * min(values.values()) < max(values.values()):
             axes.set_yscale("log")
         elif zero:
             axes.set_ylim(bottom=min(0.0, *values.values()), top=max(values.values()) * 1.08 or 1.0)
-        if stairs:
-            from matplotlib.ticker import MaxNLocator
-
-            axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-        elif not log:
+        if stairs or whole:
+            whole_ticks(axes.yaxis)
+        elif axes.get_yscale() != "log":
             axes.yaxis.set_major_formatter(_thousands)
-        _step_axis(axes)
+        step_axis(axes)
         return figure
 
     return styled(draw)
 
 
-def curves(values: Mapping[str, Curve]) -> str:
-    """Several numbers over the steps, by name."""
+def curves(
+    values: Mapping[str, Curve],
+    *,
+    width: float = 10.0,
+    height: float = 3.0,
+    percent: bool = False,
+    log: bool = False,
+    zero: bool = False,
+) -> str:
+    """Several numbers over the steps, by name.
+
+    Args:
+      values: by step, by name.
+      width: inches.
+      height: inches.
+      percent: the values are shares.
+      log: a logarithmic axis, if all values are positive and some are far larger than others.
+      zero: another axis begins at zero, if no value is negative.
+    """
 
     def draw() -> Any:
-        figure, axes = canvas(10, 3.0)
+        figure, axes = canvas(width, height)
         for index, (name, curve) in enumerate(values.items()):
             colour, dashes = LINE_COLOURS[index % len(LINE_COLOURS)], LINE_DASHES[index // len(LINE_COLOURS) % 2]
-            axes.plot(*thinned(curve), color=colour, linestyle=dashes, linewidth=1.8, label=name)
-        _step_axis(axes)
-        axes.legend(loc="best", ncols=min(4, len(values)), handlelength=1.6, columnspacing=1)
+            line(axes, curve, color=colour, linestyle=dashes, linewidth=1.8, label=label(name))
+        axes.yaxis.set_major_formatter(_share if percent else _thousands)
+        found = [value for curve in values.values() for value in curve.values()]
+        if log and min(found) > 0 and max(found) > WIDE * min(found):
+            axes.set_yscale("log")
+        elif zero and min(found) >= 0:
+            axes.set_ylim(bottom=0, top=max(found) * 1.08 or 1.0)
+        step_axis(axes)
+        if len(values) > 1:
+            legend_above(axes, 4 if width > 5 else 2)
+        else:
+            axes.set_ylabel(label(next(iter(values))))
         return figure
 
     return styled(draw)
 
 
 def _thousands(value: float, _: Any) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:g}"
+    return f"{value:z,.0f}" if abs(value) >= 1000 else f"{value:zg}"
+
+
+def _share(value: float, _: Any) -> str:
+    return f"{100 * value:z.3g}%"
 
 
 def step_times(parts: Mapping[str, Curve]) -> str:
@@ -197,18 +297,35 @@ def step_times(parts: Mapping[str, Curve]) -> str:
 
     def draw() -> Any:
         figure, axes = canvas(5, 2.6)
-        columns = [thinned(part) for part in parts.values()]
-        colours = [PART_COLOURS[name] for name in parts]
-        axes.stackplot(
-            columns[0][0], *(values for _, values in columns), labels=list(parts), colors=colours, alpha=0.85, lw=0
-        )
+        stack(axes, parts, PART_COLOURS)
         axes.set_ylabel("seconds")
-        axes.set_ylim(bottom=0, top=axes.get_ylim()[1] * 1.15)
-        _step_axis(axes)
-        axes.legend(loc="upper right", ncols=len(columns), handlelength=1, columnspacing=1)
+        step_axis(axes)
+        legend_above(axes, 3)
         return figure
 
     return styled(draw)
+
+
+def stack(axes: Any, parts: Mapping[str, Curve], colours: Mapping[str, str]) -> None:
+    """Stacks curves that share their steps: areas, or bars of a few steps.
+
+    Args:
+      axes: drawn on.
+      parts: value by step, by name.
+      colours: by name.
+    """
+    columns = {name: thinned(part) for name, part in parts.items()}
+    steps = next(iter(columns.values()))[0]
+    heights = [values for _, values in columns.values()]
+    shades = [colours[name] for name in columns]
+    if len(steps) > FEW_POINTS:
+        axes.stackplot(steps, *heights, labels=list(columns), colors=shades, alpha=0.85, lw=0)
+    else:
+        low = [0.0] * len(steps)
+        for name, values, shade in zip(columns, heights, shades, strict=True):
+            axes.bar(steps, values, bottom=low, color=shade, alpha=0.85, width=0.7, label=name)
+            low = [below + value for below, value in zip(low, values, strict=True)]
+    axes.set_ylim(bottom=0)
 
 
 def predicted(measured: Curve, steps: Curve, training: Curve, moves: Sequence[int]) -> str:
@@ -216,15 +333,16 @@ def predicted(measured: Curve, steps: Curve, training: Curve, moves: Sequence[in
 
     def draw() -> Any:
         figure, axes = canvas(10, 3.0)
-        axes.plot(*thinned(measured), color=BLUE, linewidth=1.8, label="step, measured")
-        axes.plot(*thinned(steps), color=ORANGE, linewidth=1.6, linestyle=(0, (4, 3)), label="step, predicted")
-        axes.plot(*thinned(training), color=GREEN, linewidth=1.4, linestyle=(0, (4, 3)), label="training, predicted")
+        dashes = (0, (4, 3))
+        line(axes, measured, color=BLUE, linewidth=1.8, label="step, measured")
+        line(axes, steps, color=ORANGE, linewidth=1.6, linestyle=dashes, label="step, predicted")
+        line(axes, training, color=GREEN, linewidth=1.4, linestyle=dashes, label="training, predicted")
         for index, step in enumerate(moves):
             axes.axvline(step, color=TEAL, linewidth=1.2, linestyle=":", label="move" if index == 0 else None)
         axes.set_ylabel("seconds")
-        axes.set_ylim(bottom=0, top=axes.get_ylim()[1] * 1.2)
-        _step_axis(axes)
-        axes.legend(loc="upper right", ncols=4, handlelength=1.6, columnspacing=1)
+        axes.set_ylim(bottom=0)
+        step_axis(axes)
+        legend_above(axes, 4)
         return figure
 
     return styled(draw)
@@ -250,87 +368,12 @@ def lengths(generated_tokens: Sequence[int]) -> str:
         places = {name: numpy.percentile(values, part) for name, part in (("median", 50), ("P90", 90))}
         for place in places.values():
             axes.axvline(place, color=INK, linewidth=1, linestyle=(0, (2, 2)))
-        text = "\n".join(f"{name} {place:,.0f}" for name, place in {**places, "longest": high}.items())
-        axes.text(0.98, 0.95, text, transform=axes.transAxes, ha="right", va="top", linespacing=1.5)
+        text = " · ".join(f"{name} {place:,.0f}" for name, place in {**places, "longest": high}.items())
+        axes.set_title(text, loc="left", fontsize=FONT)
         axes.set_xlabel("generated tokens")
         axes.set_ylabel("trajectories")
+        whole_ticks(axes.yaxis)
         axes.xaxis.set_major_formatter(_thousands)
         return figure
 
     return styled(draw)
-
-
-_KINDS = (
-    ("weight update", ORANGE, ("sync", "weight", "publish", "pause")),
-    ("evaluation", TEAL, ("eval",)),
-    ("checkpoint", MUTED, ("checkpoint", "save")),
-    ("training", GREEN, ("train", "warm", "grad", "step")),
-    ("generating", BLUE, ("generate", "decode", "prefill")),
-)
-
-
-def kind(span: timeline.Span) -> tuple[str, str]:
-    """What a span is, in a word and a colour: by its name, else by its track."""
-    if span.track.startswith("tool"):
-        return "tool call", PURPLE
-    for text in (span.name.lower(), span.track.lower()):
-        for name, colour, prefixes in _KINDS:
-            if text.startswith(prefixes):
-                return name, colour
-    return "other", MUTED
-
-
-def busy_share(spans: Sequence[timeline.Span], start: float, end: float) -> float:
-    """Part of [start, end] in which at least one span is open."""
-    covered, reached = 0.0, start
-    for span in sorted(spans, key=lambda span: span.start):
-        covered += max(0.0, min(span.end, end) - max(span.start, reached))
-        reached = max(reached, min(span.end, end))
-    return covered / (end - start)
-
-
-def lanes(spans: Sequence[timeline.Span], start: float, end: float) -> str:
-    """Every span between `start` and `end` seconds, one band a track and one line a lane."""
-    tracks: dict[str, list[timeline.Span]] = {}
-    for span in spans:
-        tracks.setdefault(span.track, []).append(span)
-    order = sorted(tracks, key=lambda track: (timeline.row_order(track), track))
-
-    def draw() -> Any:
-        used = {track: sorted({span.lane for span in tracks[track]}) for track in order}
-        heights = [min(3.2, 0.8 + 0.08 * len(used[track])) for track in order]
-        figure, axes = canvas(10, 0.8 + 0.36 * sum(heights))
-        boxes: dict[tuple[str, str], list[tuple[float, float, float, float]]] = {}
-        top = 0.0
-        for track, height in zip(order, heights, strict=True):
-            thick = (height - 0.3) / len(used[track])
-            for span in tracks[track]:
-                low = top + 0.15 + used[track].index(span.lane) * thick
-                box = (max(span.start, start) - start, low, min(span.end, end) - start, low + thick * 0.86)
-                boxes.setdefault(kind(span), []).append(box)
-            axes.axhline(top, color=GRID, linewidth=0.8)
-            label = f"{track}  {busy_share(tracks[track], start, end):.0%} busy"
-            axes.text(-0.008, top + height / 2, label, transform=axes.get_yaxis_transform(), ha="right", va="center")
-            top += height
-        for (name, colour), rectangles in boxes.items():
-            axes.add_patch(_boxes(rectangles, colour, name))
-        axes.set(xlim=(0, end - start), ylim=(top, 0), yticks=[], xlabel="seconds")
-        axes.grid(False)
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(boxes), handlelength=1, columnspacing=1.4)
-        return figure
-
-    return styled(draw)
-
-
-def _boxes(rectangles: Sequence[tuple[float, float, float, float]], colour: str, name: str) -> Any:
-    """All rectangles (left, low, right, high) of a colour as one path, which is far smaller than one element each."""
-    from matplotlib.patches import PathPatch
-    from matplotlib.path import Path
-
-    corners = [
-        corner
-        for left, low, right, high in rectangles
-        for corner in ((left, low), (right, low), (right, high), (left, high), (left, low))
-    ]
-    codes = [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY] * len(rectangles)
-    return PathPatch(Path(corners, codes), facecolor=colour, edgecolor="none", alpha=0.9, label=name)

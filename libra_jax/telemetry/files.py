@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from libra_jax.telemetry import escapes
+
 Warn = Callable[[str, str], None]
 """`warn(key, sentence)`: shows the sentence, once for each key."""
 
@@ -31,6 +33,9 @@ PLANS_FILE = "plans.jsonl"
 
 TRANSITIONS_FILE = "transitions.jsonl"
 """Workers that changed sides and meshes that changed their size, one change a line, written when it ended."""
+
+CONFIG_HISTORY_FILE = "config_history.jsonl"
+"""Settings that changed when the run went on, one line a start: time, step, each setting's value before and after."""
 
 FLUSH_BYTES = 64 * 1024
 """Pending bytes that cause a flush between steps."""
@@ -169,7 +174,7 @@ def json_line(record: Mapping[str, Any]) -> bytes:
         text = json.dumps(record, allow_nan=False, ensure_ascii=False)
     except (TypeError, ValueError):
         text = json.dumps(finite(record), allow_nan=False, ensure_ascii=False, default=str)
-    return text.encode("utf-8", "replace") + b"\n"
+    return escapes.json_text(text).encode("utf-8", "replace") + b"\n"
 
 
 def whole_json_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -182,7 +187,7 @@ def whole_json_lines(path: Path) -> Iterator[dict[str, Any]]:
         for line in file:
             if not line.endswith(b"\n"):
                 return
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 record = json.loads(line)
                 if isinstance(record, dict):
                     yield record

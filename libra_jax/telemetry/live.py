@@ -19,7 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from libra_jax.telemetry import console, files
+from libra_jax.telemetry import console, escapes, files
 
 REFRESH_SECONDS = 0.5
 SPARK_STEPS = 40
@@ -55,6 +55,7 @@ class LiveConsole:
         self._clock = clock
         self._warn = warn
         self._pace = console.Pace(steps, clock())
+        self._speed = console.Speed()
         self._scalars: dict[str, float] = {}
         self._rewards: deque[float] = deque(maxlen=SPARK_STEPS)
         self._evaluation: tuple[int, float] | None = None
@@ -78,6 +79,7 @@ class LiveConsole:
 
     def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
         self._pace.step_ended(step, self._clock())
+        self._speed.step_ended(scalars)
         self._scalars = dict(scalars)
         if "reward/mean" in scalars:
             self._rewards.append(scalars["reward/mean"])
@@ -126,8 +128,8 @@ class LiveConsole:
         parts: list[RenderableType] = [self._progress(), self._numbers()]
         if workers := dict(self._workers):
             parts.append(self._worker_table(workers))
-        parts.extend(Text(note, style="dim", overflow="fold") for note in list(self._notes))
-        title = Text(f"libra-jax · {self._name}", style="bold")
+        parts.extend(Text(escapes.visible(note), style="dim", overflow="fold") for note in list(self._notes))
+        title = Text(escapes.visible(f"libra-jax · {self._name}"), style="bold")
         return Panel(Group(*parts), title=title, title_align="left", box=box.ROUNDED, border_style="dim")
 
     def _progress(self) -> RenderableType:
@@ -145,7 +147,7 @@ class LiveConsole:
         scalars = self._scalars
         shown = {
             "reward": (scalars.get("reward/mean"), ".3f"),
-            "tokens/s": (scalars.get("tokens_per_second"), ",.0f"),
+            "tokens/s": (self._speed.tokens_per_second or None, ",.0f"),
             "staleness": (scalars.get("staleness/max"), ".0f"),
             "loss": (scalars.get("loss"), ".4g"),
             "mismatch KL": (scalars.get("mismatch/kl"), ".1e"),
@@ -171,5 +173,7 @@ class LiveConsole:
         table.add_column("for", justify="right", no_wrap=True)
         now = self._clock()
         for worker, (text, since) in workers.items():
-            table.add_row(Text(worker), Text(text), console.seconds_text(max(0.0, now - since)))
+            table.add_row(
+                Text(escapes.visible(worker)), Text(escapes.visible(text)), console.seconds_text(max(0.0, now - since))
+            )
         return table

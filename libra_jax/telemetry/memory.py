@@ -15,6 +15,7 @@ class MemoryRecorder:
       steps: (step, scalars) of each call.
       spans: (track, name, start, end, arguments) of each call.
       trajectories: records, in order.
+      samples: records, in order.
       decisions: records, in order.
       transitions: records, in order.
       pool_sizes: of each call, `start` in event-loop seconds.
@@ -26,6 +27,7 @@ class MemoryRecorder:
         self.steps: list[tuple[int, dict[str, float]]] = []
         self.spans: list[tuple[str, str, float, float, dict[str, Any]]] = []
         self.trajectories: list[dict[str, Any]] = []
+        self.samples: list[dict[str, Any]] = []
         self.decisions: list[dict[str, Any]] = []
         self.transitions: list[dict[str, Any]] = []
         self.pool_sizes: list[timeline.PoolSizes] = []
@@ -40,6 +42,9 @@ class MemoryRecorder:
 
     def trajectory(self, record: Mapping[str, Any]) -> None:
         self.trajectories.append(dict(record))
+
+    def sample(self, record: Mapping[str, Any]) -> None:
+        self.samples.append(dict(record))
 
     def decision(self, record: Mapping[str, Any]) -> None:
         self.decisions.append(dict(record))

@@ -19,11 +19,13 @@ from typing import Any
 
 from libra_jax import config as config_lib
 from libra_jax.protocols import ConfigError
-from libra_jax.telemetry import files, redaction
+from libra_jax.telemetry import files, redaction, samples
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 WANDB_ID_FILE = "wandb_run_id"
+SAMPLE_COLUMNS = ["step", "rank", "reward", "rollout", "prompt", "turns"]
+"""Columns of the table of samples that Weights & Biases gets."""
 
 
 def plain(scalars: Mapping[str, Any]) -> dict[str, float]:
@@ -106,6 +108,17 @@ def _import_tensorboardx() -> tuple[ModuleType, ModuleType]:
     return events, records
 
 
+def _tensorboard_folder(workdir: Path) -> Path:
+    """Returns the folder of the run's events. TensorBoard calls a run by the folder in which it finds its events.
+
+    A run goes on where its first session began, also if its workdir has another name by now. Sessions of a version that
+    wrote into `tensorboard` itself go on there.
+    """
+    parent = workdir / TENSORBOARD_FOLDER
+    begun = [path.parent for path in (*parent.glob("*.libra"), *parent.glob("*/*.libra"))]
+    return min(begun, default=parent / (workdir.resolve().name or "run"))
+
+
 class TensorBoardSink:
     """Writes the scalars of a step as one TensorBoard event.
 
@@ -113,14 +126,14 @@ class TensorBoardSink:
     its bounded queue would block the event loop for good.
 
     Args:
-      workdir: the run's folder; events go to its `tensorboard` folder, one file a session.
+      workdir: the run's folder; events go to `tensorboard/<name of the workdir>` in it, one file a session.
       warn: receives the warning of a disk that is full.
       guard: whether this run may still write there.
     """
 
     def __init__(self, workdir: Path, warn: files.Warn, guard: files.Guard = files.always) -> None:
         self._events, self._records = _import_tensorboardx()
-        folder = workdir / TENSORBOARD_FOLDER
+        folder = _tensorboard_folder(workdir)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             earlier = [int(name.suffixes[-2][1:]) for name in folder.glob("events.out.tfevents.*.libra")]
@@ -139,12 +152,32 @@ class TensorBoardSink:
         length = struct.pack("<Q", len(data))
         self._file.write(length + struct.pack("<I", checksum(length)) + data + struct.pack("<I", checksum(data)))
 
-    def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Appends one step's event. What earlier sessions wrote at this session's first step or later is void."""
+    def _begin(self, step: int) -> None:
+        """Voids what earlier sessions wrote at this session's first step or later."""
         if self._purge:
             self._purge = False
             start = self._events.SessionLog(status=self._events.SessionLog.START)
             self._write(self._events.Event(wall_time=time.time(), step=step, session_log=start))
+
+    def sample(self, sample: samples.Sample) -> None:
+        """Appends the best and the worst rollout of a step as text; the others are in `samples.jsonl`."""
+        if sample.place == "middle":
+            return
+        self._begin(sample.step)
+        event = self._events.Event(wall_time=time.time(), step=sample.step)
+        kind = "evaluation_samples" if sample.evaluation else "samples"
+        value = event.summary.value.add(tag=f"{kind}/{sample.place}/text_summary")
+        value.metadata.plugin_data.plugin_name = "text"
+        value.tensor.dtype = 7  # DT_STRING of TensorFlow's types
+        value.tensor.tensor_shape.dim.add(size=1)
+        # TensorBoard reads Markdown: indented lines are code, which text cannot end as it could a fence.
+        indented = "".join(f"    {line}\n" for line in sample.text().splitlines())
+        value.tensor.string_val.append(indented.encode("utf-8", "replace"))
+        self._write(event)
+
+    def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Appends one step's event."""
+        self._begin(step)
         event = self._events.Event(wall_time=time.time(), step=step)
         for name, value in scalars.items():
             event.summary.value.add(tag=name, simple_value=value)
@@ -166,8 +199,9 @@ class WandbSink:
 
     def __init__(self, run_config: config_lib.RunConfig, workdir: Path, warn: files.Warn) -> None:
         self._warn = warn
+        self._rows: dict[str, list[list[Any]]] = {}
         try:
-            wandb = importlib.import_module("wandb")
+            self._wandb = wandb = importlib.import_module("wandb")
         except ImportError:
             raise ConfigError(
                 "config.telemetry.wandb_project: the wandb package is not installed; "
@@ -188,11 +222,20 @@ class WandbSink:
             raise ConfigError(f"config.telemetry.wandb_project: Weights & Biases did not start: {error}") from error
 
     def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Queues one step's numbers for the package's own sender process."""
+        """Queues one step's numbers and samples for the package's own sender process."""
+        rows, self._rows = self._rows, {}
         try:
-            self._run.log(dict(scalars), step=step)
+            tables = {kind: self._wandb.Table(columns=SAMPLE_COLUMNS, data=data) for kind, data in rows.items()}
+            self._run.log({**scalars, **tables}, step=step)
         except Exception as error:  # a lost viewer never stops a run, whatever it raises
             self._warn("wandb", f"Weights & Biases does not take metrics any more ({error}); the run goes on without.")
+
+    def sample(self, sample: samples.Sample) -> None:
+        """Keeps a rollout for the table that goes out with the step's numbers."""
+        kind = "evaluation_samples" if sample.evaluation else "samples"
+        prompt, *turns = (f"{piece.title}\n{piece.shown()}" for piece in sample.pieces)
+        row = [sample.step, sample.rank, sample.reward, sample.headline, prompt, "\n".join(turns)]
+        self._rows.setdefault(kind, []).append(row)
 
     def flush(self) -> None:
         """Nothing to do: the package sends by itself."""

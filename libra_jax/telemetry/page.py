@@ -7,6 +7,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from libra_jax.telemetry import escapes
+
 _STYLE = """
 :root { color-scheme: light dark; --font: system-ui, -apple-system, "Segoe UI", Roboto, "Inter", sans-serif;
   --page: #f6f7f9; --surface: #ffffff; --ink: #1c2430; --muted: #667085; --grid: #e4e7ec;
@@ -22,21 +24,31 @@ h1 small { display: block; font-size: 13px; font-weight: 500; color: var(--muted
 h2, summary { font-size: 15px; font-weight: 600; margin: 0 0 8px; }
 .lead { max-width: 72ch; margin: 0 0 28px; padding: 0; list-style: none; }
 .lead li { margin: 2px 0; }
-.cards { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 16px; }
+.cards { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); grid-auto-flow: dense; gap: 16px; }
 .card { background: var(--surface); border: 1px solid var(--grid); border-radius: 12px;
   padding: 16px 18px; min-width: 0; }
 .wide { grid-column: 1 / -1; }
 .card svg { display: block; width: 100%; height: auto; }
+.picture { overflow-x: auto; }
 .note, .card p { color: var(--muted); font-size: 13px; margin: 8px 0 0; }
 summary { cursor: pointer; margin: 0; }
 details[open] summary { margin-bottom: 10px; }
+h3 { font-size: 13.5px; margin: 14px 0 4px; }
+.sample { border-top: 1px solid var(--grid); padding: 8px 0; }
+.sample summary { font-size: 13.5px; font-weight: 500; overflow-wrap: anywhere; }
+.sample pre { white-space: pre-wrap; overflow-wrap: anywhere; border-left: 3px solid var(--muted);
+  padding: 2px 0 2px 10px; max-height: 30em; overflow-y: auto; }
+.sample pre.model { border-color: var(--blue); } .sample pre.tool { border-color: var(--purple); }
+.card .who { margin: 10px 0 2px; }
 pre { overflow-x: auto; font: 12.5px/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; margin: 0; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: 13.5px; font-variant-numeric: tabular-nums; }
 th { text-align: left; font-weight: 500; color: var(--muted); }
 th, td { padding: 5px 12px 5px 0; border-bottom: 1px solid var(--grid); }
 tr:last-child td { border-bottom: 0; }
-@media (max-width: 760px) { .cards { grid-template-columns: minmax(0, 1fr); } }
+@media (max-width: 760px) { .cards { grid-template-columns: minmax(0, 1fr); }
+  main { padding: 24px 12px 48px; } .card { padding: 14px; } .wide svg { min-width: 760px; }
+  table { width: max-content; min-width: 100%; } td { max-width: 70vw; } }
 @media print { body { background: none; } .card { break-inside: avoid; } }
 """
 
@@ -60,10 +72,15 @@ class Section:
     folded: bool = False
 
 
+def _escaped(text: str) -> str:
+    """Text as HTML shows it, which a model or a tool may have written."""
+    return html.escape(escapes.visible(text, lines=True))
+
+
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """An HTML table of texts."""
-    head = "".join(f"<th>{html.escape(text)}</th>" for text in heads)
-    lines = ("<tr>" + "".join(f"<td>{html.escape(text)}</td>" for text in row) + "</tr>" for row in rows)
+    head = "".join(f"<th>{_escaped(text)}</th>" for text in heads)
+    lines = ("<tr>" + "".join(f"<td>{_escaped(text)}</td>" for text in row) + "</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
 
 
@@ -93,12 +110,12 @@ def render(title: str, heading: str, lead: Sequence[str], sections: Sequence[Sec
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{html.escape(title)}</title>
+<title>{_escaped(title)}</title>
 <style>{_STYLE}</style>
 </head>
 <body>
 <main>
-<h1><small>Libra-JAX run report</small>{html.escape(heading)}</h1>
+<h1><small>Libra-JAX run report</small>{_escaped(heading)}</h1>
 <ul class="lead">{items}</ul>
 <div class="cards">
 {cards}
@@ -111,8 +128,10 @@ def render(title: str, heading: str, lead: Sequence[str], sections: Sequence[Sec
 
 def _card(section: Section) -> str:
     kind = "card wide" if section.wide else "card"
-    note = f'<p class="note">{html.escape(section.note)}</p>' if section.note else ""
-    title = html.escape(section.title)
+    note = f'<p class="note">{_escaped(section.note)}</p>' if section.note else ""
+    title = _escaped(section.title)
+    # Wide pictures scroll on a phone, where shrunk to its width nobody could read them.
+    body = re.sub(r"<svg .*?</svg>", r'<div class="picture">\g<0></div>', section.body, flags=re.DOTALL)
     if section.folded:
-        return f'<details class="{kind}"><summary>{title}</summary>{section.body}{note}</details>'
-    return f'<section class="{kind}"><h2>{title}</h2>{section.body}{note}</section>'
+        return f'<details class="{kind}"><summary>{title}</summary>{body}{note}</details>'
+    return f'<section class="{kind}"><h2>{title}</h2>{body}{note}</section>'

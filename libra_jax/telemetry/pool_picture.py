@@ -107,8 +107,8 @@ def draw(sizes: Sequence[timeline.PoolSizes], changes: Sequence[transitions.Tran
         top = _draw_areas(axes, moments, columns)
         _draw_marks(axes, {name: [(a / unit_seconds, b / unit_seconds) for a, b in shown[name]] for name in shown}, top)
         axes.set(xlim=(moments[0], moments[-1]), ylim=(0, 1.14 * top), xlabel=unit, ylabel="devices")
-        axes.yaxis.get_major_locator().set_params(integer=True)
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=5, handlelength=1, columnspacing=1.4)
+        figures.whole_ticks(axes.yaxis)
+        figures.legend_above(axes, 5)
         return figure
 
     return figures.styled(picture)

@@ -32,7 +32,7 @@ MOST_ROWS = 500
 def sections(
     sizes: Sequence[timeline.PoolSizes], changes: Sequence[transitions.Transition], end: float
 ) -> list[page.Section]:
-    """The picture, what transitions cost, those that came to nothing, and all of them; what there is data for.
+    """Returns the picture if pools ever changed, what transitions cost, those that came to nothing, and all of them.
 
     Args:
       sizes: of the pools, when they changed.
@@ -40,7 +40,8 @@ def sections(
       end: of the run, in seconds.
     """
     out = []
-    if picture := pool_picture.draw(sizes, changes, end):
+    moved = bool(changes) or any(change.devices != sizes[0].devices for change in sizes)
+    if moved and (picture := pool_picture.draw(sizes, changes, end)):
         out.append(page.Section("Pools", picture, NOTE, wide=True))
     if not changes:
         return out

@@ -6,11 +6,11 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from libra_jax import config as config_lib
 from libra_jax.protocols import ConfigError
-from libra_jax.telemetry import console, files, live, metrics, timeline, trace
+from libra_jax.telemetry import console, files, live, metrics, samples, timeline, trace
 
 FLUSH_SECONDS = 1.0
 """Longest time that a record waits in memory, as long as further records come in."""
@@ -36,6 +36,13 @@ class Console(MetricsSink, Protocol):
     def status(self, worker: str, text: str) -> None: ...
 
     def note(self, text: str) -> None: ...
+
+
+@runtime_checkable
+class SampleSink(Protocol):
+    """Takes rollouts as text."""
+
+    def sample(self, sample: samples.Sample) -> None: ...
 
 
 class _Warnings:
@@ -66,6 +73,7 @@ class RunRecorder:
       clock: seconds now, on the clock of the spans.
       trace_file: takes trajectories.
       timeline_file: takes spans.
+      samples_file: takes rollouts as text.
       plans_file: takes the planner's decisions.
       transitions_file: takes changes of sides and of meshes.
       metrics_sinks: take steps, in this order.
@@ -77,6 +85,7 @@ class RunRecorder:
         clock: Callable[[], float],
         trace_file: trace.TraceFile,
         timeline_file: timeline.TimelineFile,
+        samples_file: files.RecordFile,
         plans_file: files.RecordFile,
         transitions_file: files.RecordFile,
         metrics_sinks: list[MetricsSink],
@@ -85,11 +94,20 @@ class RunRecorder:
         self._clock = clock
         self._trace = trace_file
         self._timeline = timeline_file
+        self._samples = samples_file
         self._plans = plans_file
         self._transitions = transitions_file
         self._watchers = watchers
         self._metrics_sinks = [*metrics_sinks, *watchers]
-        self._sinks: list[Sink] = [trace_file, timeline_file, plans_file, transitions_file, *self._metrics_sinks]
+        self._sample_sinks = [sink for sink in metrics_sinks if isinstance(sink, SampleSink)]
+        self._sinks: list[Sink] = [
+            trace_file,
+            timeline_file,
+            samples_file,
+            plans_file,
+            transitions_file,
+            *self._metrics_sinks,
+        ]
         self._flushed_at = clock()
         self._closed = False
 
@@ -112,6 +130,16 @@ class RunRecorder:
         """One line of `trace.jsonl`."""
         if not self._closed:
             self._trace.trajectory(record)
+            self._flush_if_due()
+
+    def sample(self, record: Mapping[str, Any]) -> None:
+        """One line of `samples.jsonl`: a rollout as text. Viewers get it with the step's numbers."""
+        if not self._closed:
+            self._samples.write(files.json_line(record))
+            if self._sample_sinks:
+                sample = samples.parse(record)
+                for sink in self._sample_sinks:
+                    sink.sample(sample)
             self._flush_if_due()
 
     def decision(self, record: Mapping[str, Any]) -> None:
@@ -196,10 +224,11 @@ def create(
         sinks.append(metrics.WandbSink(config, workdir, warn))
     trace_file = trace.TraceFile(workdir, warn, guard)
     timeline_file = timeline.TimelineFile(workdir, clock, warn, guard)
+    samples_file = files.open_lines(workdir / samples.SAMPLES_FILE, warn, guard)
     plans_file = files.open_lines(workdir / files.PLANS_FILE, warn, guard)
     transitions_file = files.open_lines(workdir / files.TRANSITIONS_FILE, warn, guard)
     if config.telemetry.console:
         make = live.LiveConsole if sys.stdout.isatty() else console.PlainConsole
         warn.console = make(config.name, config.steps, sys.stdout, clock, warn)
     watchers = [item for item in (watcher, warn.console) if item is not None]
-    return RunRecorder(clock, trace_file, timeline_file, plans_file, transitions_file, sinks, watchers)
+    return RunRecorder(clock, trace_file, timeline_file, samples_file, plans_file, transitions_file, sinks, watchers)

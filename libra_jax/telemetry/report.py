@@ -17,15 +17,20 @@ from libra_jax.protocols import DataError
 from libra_jax.scheduling import foresight
 from libra_jax.telemetry import (
     causes_section,
+    changes_section,
     console,
     figures,
     files,
+    health_section,
     metrics,
     page,
     plan_section,
     pool_section,
     rewards_section,
+    samples,
+    samples_section,
     timeline,
+    timeline_picture,
     tools_section,
     trace,
     transitions,
@@ -46,15 +51,24 @@ KEPT_SPANS = 20_000
 KEPT_ATTEMPTS = 20_000
 """Trajectories at the trace's end on which it is judged what tool returns foretell."""
 
+WINDOW = 5
+"""Steps, at most, whose mean reward is compared at either end of the run."""
+
 REPLACED = "groups/replaced_"
 """What the name of a metric starts with that counts a step's replaced groups of one reason."""
 
-PARTS_NOTE = "Rollout is the time that training waited for it; generation that overlaps training costs no step time."
+PARTS_NOTE = (
+    "Wait is the time in which training waited for rollouts, as in the console's lines. Generation that "
+    "overlaps training costs no step time."
+)
 
 MOVES_NOTE = (
     "Requests that another instance went on with, a step. routing/move_seconds is how long they waited for its first "
     "tokens, the prefill of their context included; routing/stay_seconds how long those that did not move waited."
 )
+
+OUTCOMES = {"failure": "failed", "timeout": "timed out"}
+"""What a tool call of a status did."""
 
 REASONS = {
     "environment": "the environment kept crashing",
@@ -79,6 +93,8 @@ class Run:
       decisions: the planner's, in order.
       pools: their sizes, in order.
       changes: transitions of workers and meshes, in order.
+      config_history: settings that changed when the run went on, in order.
+      samples: rollouts of the first and of the last step as text.
     """
 
     steps: dict[int, dict[str, float]]
@@ -91,6 +107,8 @@ class Run:
     decisions: list[dict[str, Any]] = field(default_factory=list)
     pools: list[timeline.PoolSizes] = field(default_factory=list)
     changes: list[transitions.Transition] = field(default_factory=list)
+    config_history: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[samples.Sample] = field(default_factory=list)
 
     def curve(self, name: str) -> dict[int, float]:
         """Finite values by step, of the steps that have the number."""
@@ -138,7 +156,9 @@ def load(workdir: Path) -> Run:
     changes = [transitions.parse(record) for record in files.whole_json_lines(workdir / files.TRANSITIONS_FILE)]
     known = config if isinstance(config, dict) else {}
     foretold = foresight.measure(attempts) if tools.tools else None
-    return Run(steps, list(spans), seconds, lengths, tools, foretold, known, decisions, pools, changes)
+    history = list(files.whole_json_lines(workdir / files.CONFIG_HISTORY_FILE))
+    shown = samples_section.ends(samples.read(workdir / samples.SAMPLES_FILE))
+    return Run(steps, list(spans), seconds, lengths, tools, foretold, known, decisions, pools, changes, history, shown)
 
 
 def write_report(workdir: Path) -> Path:
@@ -164,13 +184,17 @@ def write_report(workdir: Path) -> Path:
     return path
 
 
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
 def _median(values: Sequence[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
 def _went(name: str, first: float, last: float) -> str:
     verb = "stayed at" if abs(last - first) < 0.005 else "rose from" if last > first else "fell from"
-    return f"{name} {verb} {first:.2f}" + ("" if verb == "stayed at" else f" to <b>{last:.2f}</b>")
+    return f"{name} {verb} {first:z.2f}" + ("" if verb == "stayed at" else f" to <b>{last:z.2f}</b>")
 
 
 def sentences(run: Run) -> list[str]:
@@ -181,11 +205,14 @@ def sentences(run: Run) -> list[str]:
     if run.steps:
         of = f" of {planned}" if isinstance(planned, int) and planned > done else ""
         time = f" in {console.seconds_text(run.seconds)}" if run.seconds else ""
-        out.append(f"The run trained <b>{done}{of} steps</b>{time}.")
+        out.append(f"The run trained <b>{done}{of} step{'' if (done, of) == (1, '') else 's'}</b>{time}.")
     if rewards := list(run.curve("reward/mean").values()):
-        size = min(5, -(-len(rewards) // 2))
-        ends = sum(rewards[:size]) / size, sum(rewards[-size:]) / size
-        out.append(_went("The training reward", *ends) + (f" (means of {size} steps)." if size > 1 else "."))
+        size = min(WINDOW, len(rewards) // 2)  # two windows that share no step
+        if size:
+            means = f" (means of the first and the last {size} steps)" if size > 1 else ""
+            out.append(_went("The training reward", _mean(rewards[:size]), _mean(rewards[-size:])) + f"{means}.")
+        else:
+            out.append(f"The training reward was <b>{rewards[0]:z.2f}</b>.")
     if scores := list(run.curve("evaluation/accuracy").items()):
         (first, before), (last, after) = scores[0], scores[-1]
         if last > first:
@@ -194,13 +221,15 @@ def sentences(run: Run) -> list[str]:
             out.append(f"The score on held-out tasks was <b>{after:.2f}</b> at step {last}.")
     if run.lengths:
         calls = sum(one.outcomes.total() for one in run.tools.tools.values())
-        good = sum(one.of_status("success") for one in run.tools.tools.values()) / max(1, calls)
-        called = f", with {calls:,} tool calls ({good:.0%} successful)" if calls else ""
+        called = f", with {calls:,} tool calls{_outcome(run, calls)}" if calls else ""
         out.append(f"It generated <b>{sum(run.lengths):,} tokens</b> in {len(run.lengths):,} trajectories{called}.")
     if turns := tools_section.sentence(run.tools):
         out.append(turns)
     if rates := run.curve("tokens_per_second"):
-        out.append(f"The median step generated <b>{_median(list(rates.values())):,.0f} tokens a second</b>.")
+        seconds = run.curve("step/seconds")
+        known = {step: seconds[step] for step in rates if seconds.get(step)} or dict.fromkeys(rates, 1.0)
+        rate = sum(rates[step] * weight for step, weight in known.items()) / sum(known.values())
+        out.append(f"It generated <b>{rate:,.0f} tokens a second</b> over all its steps.")
     if ages := run.curve("staleness/max"):
         age = max(ages.values())
         out.append(f"No group was older than {age:.0f} version{'' if age == 1 else 's'} when it was trained on.")
@@ -213,13 +242,21 @@ def sentences(run: Run) -> list[str]:
     return out
 
 
+def _outcome(run: Run, calls: int) -> str:
+    """Failed tool calls, in counts: a share would round a few of them away."""
+    counts = {status: sum(one.of_status(status) for one in run.tools.tools.values()) for status in trace.STATUSES}
+    lost = [f"{counts[status]:,} {verb}" for status, verb in OUTCOMES.items() if counts[status]]
+    return f" ({' and '.join(lost)})" if lost else ", all successful" if counts["success"] == calls else ""
+
+
 def moves_sentence(run: Run) -> str:
     """What moves between instances came to; empty where there were none."""
     moves = run.curve("routing/moves")
     if not (count := sum(moves.values())):
         return ""
     tokens = sum(run.curve("routing/moved_tokens").values())
-    text = f"Requests moved to another instance <b>{count:,.0f} times</b>, with {tokens / count:,.0f} tokens of context"
+    times = "once" if count == 1 else f"{count:,.0f} times"
+    text = f"Requests moved to another instance <b>{times}</b>, with {tokens / count:,.0f} tokens of context"
     waits = [list(run.curve(f"routing/{name}_seconds").values()) for name in ("move", "stay")]
     if all(waits):
         after_move, without = (f"{1e3 * _median(seconds):,.0f} ms" for seconds in waits)
@@ -239,7 +276,7 @@ def sections(run: Run) -> list[page.Section]:
         out.append(page.Section("Reward", figures.reward(rewards, evaluations), wide=True))
     out.extend(rewards_section.sections(run.steps))
     if rates := run.curve("tokens_per_second"):
-        out.append(page.Section("Generated tokens a second", figures.curve(rates)))
+        out.append(page.Section("Generated tokens a second", figures.curve(rates, smooth=True)))
     if parts := step_parts(run):
         out.append(page.Section("Where a step's time goes", figures.step_times(parts), PARTS_NOTE))
     if ages := run.curve("staleness/max"):
@@ -249,18 +286,23 @@ def sections(run: Run) -> list[page.Section]:
         note = "KL between what the engines and the trainer say of the same tokens under the same weights."
         out.append(page.Section("Mismatch", figures.curve(mismatch, colour=figures.ORANGE, log=True), note))
     if any((moves := run.curve("routing/moves")).values()):
-        out.append(page.Section("Moves between instances", figures.curve(moves, colour=figures.TEAL), MOVES_NOTE))
+        out.append(
+            page.Section("Moves between instances", figures.curve(moves, colour=figures.TEAL, whole=True), MOVES_NOTE)
+        )
+    out.extend(health_section.sections(run.steps))
+    if loss := run.curve("loss"):
+        out.append(page.Section("Loss", figures.curve(loss, colour=figures.GREEN, zero=False)))
     out.extend(plan_section.sections(run.steps, run.decisions))
     out.extend(pool_section.sections(run.pools, run.changes, run.seconds))
     if run.lengths:
         out.append(page.Section("Trajectory lengths", figures.lengths(run.lengths)))
     out.extend(tools_section.sections(run.tools))
     out.extend(causes_section.sections(run.foresight))
-    if loss := run.curve("loss"):
-        out.append(page.Section("Loss", figures.curve(loss, colour=figures.GREEN, zero=False)))
     if picture := timeline_section(run.spans):
         out.append(picture)
+    out.extend(samples_section.sections(run.samples))
     out.append(page.Section("Replaced groups", replaced_table(run), wide=True))
+    out.extend(changes_section.sections(run.config_history))
     if run.steps:
         out.append(page.Section("All numbers", numbers_table(run), wide=True, folded=True))
     if run.config:
@@ -270,10 +312,10 @@ def sections(run: Run) -> list[page.Section]:
 
 
 def step_parts(run: Run) -> dict[str, dict[int, float]]:
-    """Seconds of each part of a step, by step; "rollout" is the time that training waited for it, where known."""
+    """Seconds of each part of a step, by step."""
     waited = "rollout/wait_seconds" if run.curve("rollout/wait_seconds") else "rollout/seconds"
     named = {
-        "rollout": waited,
+        "wait": waited,
         "training": "train/seconds",
         "weight update": "sync/seconds",
         "checkpoint": "checkpoint/seconds",
@@ -291,7 +333,7 @@ def timeline_section(spans: Sequence[timeline.Span]) -> page.Section | None:
     """The timeline's last few steps."""
     if not spans:
         return None
-    trained = sorted(span.end for span in spans if figures.kind(span)[0] == "training")[-PICTURED_STEPS - 1 :]
+    trained = sorted(span.end for span in spans if timeline_picture.kind(span)[0] == "training")[-PICTURED_STEPS - 1 :]
     end = trained[-1] if len(trained) > 1 else max(span.end for span in spans)
     start = trained[0] if len(trained) > 1 else max(end - 30.0, min(span.start for span in spans))
     shown = [span for span in spans if span.end > start and span.start < end]
@@ -301,7 +343,7 @@ def timeline_section(spans: Sequence[timeline.Span]) -> page.Section | None:
     if not shown or end <= start:
         return None
     note = f"The whole run is in {timeline.TIMELINE_FILE}: open it at ui.perfetto.dev."
-    return page.Section("The last steps, by worker", figures.lanes(shown, start, end), note, wide=True)
+    return page.Section("The last steps, by worker", timeline_picture.lanes(shown, start, end), note, wide=True)
 
 
 def replaced_table(run: Run) -> str:
@@ -321,5 +363,5 @@ def numbers_table(run: Run) -> str:
     for name in names:
         values = list(run.curve(name).values())
         if values:
-            rows.append((name, *(f"{value:,.4g}" for value in (values[0], values[-1], min(values), max(values)))))
+            rows.append((name, *(f"{value:z,.4g}" for value in (values[0], values[-1], min(values), max(values)))))
     return page.table(("name", "first", "last", "least", "greatest"), rows)

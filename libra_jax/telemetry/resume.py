@@ -7,13 +7,13 @@ import os
 from pathlib import Path
 
 from libra_jax import protocols
-from libra_jax.telemetry import files, metrics, trace
+from libra_jax.telemetry import files, metrics, samples, trace
 
 PARTIAL_SUFFIX = ".partial"
 
 
 def cut_back(workdir: Path, step: int) -> None:
-    """Cuts metrics, trace, plans and transitions back to a checkpoint, before the resumed run records its first step.
+    """Cuts the records of a run back to a checkpoint, before the resumed run records its first step.
 
     Kept are records whose `step` is at most `step`, in the numbering of `Recorder.metrics` (-1 keeps none). A record
     of `trace.jsonl` without a step goes with what was written before it, and a line torn by a kill goes. Each file is
@@ -28,7 +28,13 @@ def cut_back(workdir: Path, step: int) -> None:
     Raises:
       LibraError: a file cannot be read or written anew.
     """
-    for name in (metrics.METRICS_FILE, trace.TRACE_FILE, files.PLANS_FILE, files.TRANSITIONS_FILE):
+    for name in (
+        metrics.METRICS_FILE,
+        trace.TRACE_FILE,
+        samples.SAMPLES_FILE,
+        files.PLANS_FILE,
+        files.TRANSITIONS_FILE,
+    ):
         try:
             _cut(workdir / name, step)
         except OSError as error:

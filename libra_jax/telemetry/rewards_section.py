@@ -50,13 +50,13 @@ def _curve(steps: Mapping[int, Mapping[str, float]], name: str) -> dict[int, flo
 
 def _row(steps: Mapping[int, Mapping[str, float]], name: str, curve: Mapping[int, float]) -> tuple[str, ...]:
     values = list(curve.values())
-    size = min(WIDTH, -(-len(values) // 2))  # as in the report's first sentence
+    size = max(1, min(WIDTH, len(values) // 2))  # as in the report's first sentence: windows that share no step
     seconds = list(_curve(steps, f"reward_seconds/{name}").values())
     known = list(_curve(steps, f"reward_cached/{name}").values())
     return (
         name,
-        f"{sum(values[:size]) / size:.3f}",
-        f"{sum(values[-size:]) / size:.3f}",
+        f"{sum(values[:size]) / size:z.3f}",
+        f"{sum(values[-size:]) / size:z.3f}" if len(values) > 1 else "",
         f"{sum(seconds) / len(seconds):.3g}" if seconds else "",
         f"{sum(known) / len(known):.0%}" if known else "",
     )

@@ -13,7 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from libra_jax.telemetry import console
+from libra_jax.telemetry import console, escapes
 
 WIDTH = 100
 
@@ -35,32 +35,35 @@ def picture(view: Mapping[str, Any], verdict: str = "") -> RenderableType:
       view: of `status.RunStatus`, or read from `status.json`.
       verdict: whether it lives, a sentence; empty where that is out of question.
     """
-    began = datetime.datetime.fromtimestamp(view["began"]).strftime("%Y-%m-%d %H:%M:%S")
+    dead = verdict.startswith("DEAD")
+    ended = dead or bool(view["ended"])
     lines: list[RenderableType] = [
         Text.assemble(
             (f"step {view['step']}/{view['steps']}", "bold"),
             f"   version {view['policy_version']}   start {view['epoch']} of this run",
         ),
-        Text(f"process {view['pid']} on {view['host']}, began {began}, {console.seconds_text(view['seconds'])} ago"),
+        *map(_text, _age(view, ended=ended)),
     ]
     if verdict:
-        lines.append(Text(verdict, style="bold red" if verdict.startswith("DEAD") else "bold"))
-    lines += [Text(problem, style="bold red") for problem in view["problems"]]
-    if shown := _numbers(view["scalars"]):
+        lines.append(_text(verdict, style="bold red" if dead else "bold"))
+    lines += [_text(problem, style="bold red") for problem in view["problems"]]
+    speed = {"tokens_per_second": view.get("tokens_per_second") or None}
+    if shown := _numbers({**view["scalars"], **(speed if "tokens_per_second" in view["scalars"] else {})}):
         lines.append(shown)
-    lines.append(_workers(view["workers"]))
+    if not view["ended"] or view["ended"]["how"] == "failed":
+        lines.append(_workers(view["workers"], ended=ended))
     for title, counts in (("workers lost", view["failures"]), ("groups replaced", view["replaced"])):
         if any(counts.values()):
             told = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()) if count)
-            lines.append(Text(f"{title}: {told}"))
+            lines.append(_text(f"{title}: {told}"))
     lines += [
-        Text(f"waits: {wait['subject']} {wait['seconds']:.0f} of {wait['deadline']:g} s", style="dim")
+        _text(f"waits: {wait['subject']} {wait['seconds']:.0f} of {wait['deadline']:g} s", style="dim")
         for wait in view["waits"]
     ]
-    lines += [Text(note, style="dim", overflow="fold") for note in view["notes"]]
+    lines += [_text(note, style="dim", overflow="fold") for note in view["notes"]]
     if view["endpoint"] and not view["ended"]:
-        lines.append(Text(f"{view['endpoint']}/health and /metrics", style="dim"))
-    return Panel(Group(*lines), title=f"libra-jax · {view['run']}", title_align="left", box=box.ROUNDED)
+        lines.append(_text(f"{view['endpoint']}/health and /metrics", style="dim"))
+    return Panel(Group(*lines), title=_text(f"libra-jax · {view['run']}"), title_align="left", box=box.ROUNDED)
 
 
 def text(view: Mapping[str, Any], verdict: str = "") -> str:
@@ -68,6 +71,26 @@ def text(view: Mapping[str, Any], verdict: str = "") -> str:
     stream = io.StringIO()
     Console(file=stream, width=WIDTH, color_system=None).print(picture(view, verdict))
     return stream.getvalue()
+
+
+def _age(view: Mapping[str, Any], *, ended: bool) -> list[str]:
+    """When this start of the run began and how long it has run; the same of all its starts, if there were others."""
+    took = console.seconds_text(view["seconds"])
+    began = f"began {_moment(view['began'])}, " + (f"ran for {took}" if ended else f"{took} ago")
+    lines = [f"process {view['pid']} on {view['host']}, {began}"]
+    whole = view.get("run_seconds", view["seconds"])
+    if whole > view["seconds"]:
+        lines.append(f"the run began {_moment(view['first_began'])} and has run {console.seconds_text(whole)} in all")
+    return lines
+
+
+def _moment(wall: float) -> str:
+    return datetime.datetime.fromtimestamp(wall).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _text(content: str, **looks: Any) -> Text:
+    """Text from a run's files, which a model or a tool may have written."""
+    return Text(escapes.visible(content), **looks)
 
 
 def _numbers(scalars: Mapping[str, float | None]) -> RenderableType | None:
@@ -83,11 +106,11 @@ def _numbers(scalars: Mapping[str, float | None]) -> RenderableType | None:
     return grid
 
 
-def _workers(workers: Mapping[str, Mapping[str, Any]]) -> RenderableType:
+def _workers(workers: Mapping[str, Mapping[str, Any]], *, ended: bool) -> RenderableType:
     table = Table(box=box.SIMPLE_HEAD, expand=True, show_edge=False, header_style="dim", padding=(0, 1))
     table.add_column("worker", no_wrap=True)
-    table.add_column("doing", ratio=1, overflow="fold")
-    table.add_column("for", justify="right", no_wrap=True)
+    table.add_column("did last" if ended else "doing", ratio=1, overflow="fold")
+    table.add_column("" if ended else "for", justify="right", no_wrap=True)
     for name, worker in workers.items():
-        table.add_row(Text(name), Text(worker["doing"]), console.seconds_text(worker["seconds"]))
+        table.add_row(_text(name), _text(worker["doing"]), "" if ended else console.seconds_text(worker["seconds"]))
     return table

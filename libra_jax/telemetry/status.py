@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import json
 import logging
+import math
 import os
 import socket
 import time
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from libra_jax import machine, protocols
-from libra_jax.telemetry import files
+from libra_jax.telemetry import console, files
 
 STATUS_FILE = "status.json"
 
@@ -62,6 +63,8 @@ class RunStatus:
       epoch: the run's own in its workdir.
       clock: seconds now, on the clock of the event loop.
       waits: those under way.
+      earlier: the last view of the start before in the workdir; None for the first start.
+      step: training steps that the run has taken before this start.
 
     Attributes:
       endpoint: where the health page is; empty without one.
@@ -75,6 +78,9 @@ class RunStatus:
         epoch: int,
         clock: Callable[[], float],
         waits: Callable[[], Sequence[Waiting]] = tuple,
+        *,
+        earlier: Mapping[str, Any] | None = None,
+        step: int = 0,
     ) -> None:
         self._clock = clock
         self._waits = waits
@@ -90,12 +96,19 @@ class RunStatus:
             "process_began": _process_began(os.getpid()),
             "began": time.time(),
         }
+        known = earlier or {}
+        first = known.get("first_began", known.get("began"))
+        self._fixed["first_began"] = first if _is_number(first) else self._fixed["began"]
+        ran = known.get("run_seconds", known.get("seconds"))
+        self._ran_before = float(ran) if _is_number(ran) else 0.0
+        self._ended_at: float | None = None
+        self._speed = console.Speed()
         self._workers: dict[str, tuple[str, float]] = {}
         self._failures: collections.Counter[str] = collections.Counter()
         self._replaced: collections.Counter[str] = collections.Counter()
         self._notes: collections.deque[str] = collections.deque(maxlen=NOTES)
         self._scalars: dict[str, float] = {}
-        self._step = 0
+        self._step = step
         self._ended: dict[str, str] | None = None
         self.endpoint = ""
         self.warn: Callable[[str], None] = logging.getLogger(__name__).warning
@@ -103,6 +116,7 @@ class RunStatus:
     def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
         """One training step's numbers."""
         self._step, self._scalars = step, dict(scalars)
+        self._speed.step_ended(scalars)
         for name, count in scalars.items():
             if name.startswith(REPLACED):
                 self._replaced[name.removeprefix(REPLACED)] += int(count)
@@ -123,23 +137,27 @@ class RunStatus:
     def end(self, how: str, sentence: str) -> None:
         """The run has ended: `done`, `stopped` or `failed`."""
         self._ended = {"how": how, "sentence": sentence}
+        self._ended_at = self._clock()
 
     def flush(self) -> None:
         """Nothing to do: the heartbeat writes."""
 
     def close(self) -> None:
-        """Nothing to do, likewise."""
+        """Nothing to do: the heartbeat writes."""
 
     def view(self) -> dict[str, Any]:
         """Everything as plain values, JSON-able; seconds count from an event until now."""
         now = self._clock()
         waits = sorted(self._waits(), key=lambda wait: -wait.seconds / wait.deadline)
         silent = now - self._answered
+        seconds = (now if self._ended_at is None else self._ended_at) - self._began
         return {
             **self._fixed,
             "step": self._step,
             "policy_version": int(self._scalars.get("policy_version", self._step)),
-            "seconds": now - self._began,
+            "seconds": seconds,
+            "run_seconds": self._ran_before + seconds,
+            "tokens_per_second": self._speed.tokens_per_second,
             "wall": time.time(),
             "monotonic": time.monotonic(),
             "loop_silent_seconds": silent,
@@ -157,6 +175,10 @@ class RunStatus:
             "ended": self._ended,
             "problems": [] if self._ended else _problems(silent, waits),
         }
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _problems(silent: float, waits: Sequence[Waiting]) -> list[str]:
@@ -182,22 +204,71 @@ def _process_began(pid: int) -> int:
     return -1 if fields[0] == "Z" else int(fields[19])
 
 
+_NUMBERS = {"type": "object", "additionalProperties": {"type": ["number", "null"]}}
+_SECONDS = {"type": "number", "minimum": 0, "maximum": 1e12}
+_TEXTS = {"type": "array", "items": {"type": "string"}}
+
+
+def _object(**properties: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON schema of an object that has at least these properties."""
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+SCHEMA = _object(
+    run={"type": "string"},
+    steps={"type": "integer"},
+    epoch={"type": "integer"},
+    host={"type": "string"},
+    pid={"type": "integer"},
+    place={"type": "string"},
+    process_began={"type": "integer"},
+    began={"type": "number", "minimum": 0, "maximum": 1e11},  # a date that datetime can show
+    step={"type": "integer"},
+    policy_version={"type": "integer"},
+    seconds=_SECONDS,
+    workers={"type": "object", "additionalProperties": _object(doing={"type": "string"}, seconds=_SECONDS)},
+    waits={
+        "type": "array",
+        "items": _object(subject={"type": "string"}, seconds=_SECONDS, deadline={"type": "number"}),
+    },
+    failures={"type": "object", "additionalProperties": {"type": "integer"}},
+    replaced={"type": "object", "additionalProperties": {"type": "integer"}},
+    scalars=_NUMBERS,
+    notes=_TEXTS,
+    endpoint={"type": "string"},
+    ended={"anyOf": [{"type": "null"}, _object(how={"type": "string"}, sentence={"type": "string"})]},
+    problems=_TEXTS,
+)
+"""JSON schema of what readers of `status.json` rely on."""
+
+
 def read(workdir: Path) -> dict[str, Any] | None:
     """What `status.json` holds; None without one.
 
     Raises:
-      DataError: it cannot be read, or is no run's.
+      DataError: it cannot be read, or is no run's; the message names the field that is wrong.
     """
+    import jsonschema  # here, because every worker imports this module
+
     file = workdir / STATUS_FILE
     try:
-        record = json.loads(file.read_text())
-        if not {"run", "place", "pid", "ended"} <= record.keys():
-            raise ValueError("it is not a run's")
+        record: dict[str, Any] = json.loads(file.read_text(), parse_constant=_constant)
+        jsonschema.validate(record, SCHEMA)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, AttributeError) as error:
+    except jsonschema.ValidationError as error:
+        field = ".".join(map(str, error.absolute_path))
+        problem = f"{field}: {error.message}" if field else error.message
+        raise protocols.DataError(f"{file} cannot be read ({problem:.200}); give the workdir of a run") from None
+    except (OSError, ValueError, RecursionError) as error:
         raise protocols.DataError(f"{file} cannot be read ({error}); give the workdir of a run") from error
     return record
+
+
+def _constant(text: str) -> float:
+    if text == "NaN":
+        raise ValueError("it holds NaN")
+    return float(text)  # a deadline may be infinite
 
 
 def _fingerprint(workdir: Path) -> tuple[Any, ...]:

@@ -35,23 +35,15 @@ def outcomes(by_tool: Mapping[str, Mapping[str, figures.Curve]]) -> str:
         figure = Figure(figsize=(10, 0.5 + 1.9 * rows), layout="constrained")
         panels = figure.subplots(rows, columns, squeeze=False, sharex=True).flat
         for axes, (name, statuses) in zip(panels, by_tool.items(), strict=False):
-            curves = [figures.thinned(statuses[status]) for status in COLOURS]
-            steps = curves[0][0]
-            if len(steps) > 1:
-                heights = [values for _, values in curves]
-                axes.stackplot(steps, *heights, labels=list(COLOURS), colors=list(COLOURS.values()), alpha=0.85, lw=0)
-            else:  # an area has no width there
-                low = 0.0
-                for (_, values), (status, colour) in zip(curves, COLOURS.items(), strict=True):
-                    axes.bar(steps, values, bottom=low, color=colour, alpha=0.85, width=0.5, label=status)
-                    low += values[0]
-            axes.set_title(name, loc="left", fontsize=10)
-            axes.set_ylim(bottom=0)
-            axes.margins(x=0.01)
+            figures.stack(axes, {status: statuses[status] for status in COLOURS}, COLOURS)
+            figures.step_axis(axes)
+            axes.set_xlabel("")
+            figures.whole_ticks(axes.yaxis)
+            axes.set_title(figures.label(name), loc="left", fontsize=figures.FONT)
         for axes in list(panels)[len(by_tool) :]:
             axes.set_visible(False)
-        figure.supxlabel("training step", fontsize=9.5, color=figures.MUTED)
-        figure.supylabel("calls", fontsize=9.5, color=figures.MUTED)
+        figure.supxlabel("training step", fontsize=figures.FONT, color=figures.MUTED)
+        figure.supylabel("calls", fontsize=figures.FONT, color=figures.MUTED)
         handles, labels = figure.axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper right", ncols=len(labels), handlelength=1)
         return figure
@@ -101,12 +93,12 @@ def turns(shares: Mapping[str, Mapping[int, float]]) -> str:
                 bars[min(count, MOST_BARS)] = bars.get(min(count, MOST_BARS), 0.0) + share
             at = [count + (place - (len(shares) - 1) / 2) * width for count in bars]
             axes.bar(at, list(bars.values()), width=width, color=colours[place % 2], alpha=0.85, label=name)
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        figures.whole_ticks(axes.xaxis)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
         further = any(count > MOST_BARS for counted in shares.values() for count in counted)
         axes.set_xlabel("turns" + (f" ({MOST_BARS}: or more)" if further else ""))
         axes.set_ylabel("attempts")
-        axes.legend(loc="upper right", handlelength=1)
+        figures.legend_above(axes, 2)
         return figure
 
     return figures.styled(draw)
@@ -124,7 +116,7 @@ def left(states: Mapping[str, tuple[float, float]]) -> str:
         _name_rows(axes, list(states))
         axes.set_xlim(left=0)
         axes.set_xlabel("tokens still generated after the return")
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, handlelength=1)
+        figures.legend_above(axes, 2)
         return figure
 
     return figures.styled(draw)
@@ -132,7 +124,7 @@ def left(states: Mapping[str, tuple[float, float]]) -> str:
 
 def _name_rows(axes: Any, names: list[str]) -> None:
     """The first at the top, each with its name before it."""
-    axes.set_yticks(range(len(names)), names)
+    axes.set_yticks(range(len(names)), [figures.label(name) for name in names])
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.grid(visible=False, axis="y")
     axes.grid(visible=True, axis="x")

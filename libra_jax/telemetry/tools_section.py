@@ -20,7 +20,11 @@ NOTE = (
     "named by all of them, with the worst status and the time of the longest. Replaced attempts are in no trace."
 )
 
-ENDS_NOTE = "Share of attempts that ended in each way, in the first and the last quarter of the steps."
+ENDS_NOTE = (
+    "Share of attempts that ended in each way, in the first and the last quarter of the steps. task.cut_off masks "
+    "those that end at a limit of task.cut_off_limits (max_seconds and max_context by default): they teach nothing. "
+    "rollout/masked in metrics.jsonl is their share."
+)
 
 MOST_TOOLS = 8
 """Tools that are pictured, the most called first."""

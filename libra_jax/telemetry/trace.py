@@ -8,7 +8,6 @@ A record is `{"trajectory_id", "prompt_id", "prompt_tokens", "turns": [{"generat
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,11 @@ from libra_jax.telemetry import files
 
 TRACE_FILE = "trace.jsonl"
 STATUSES = ("success", "failure", "timeout")
+MOST_TOKENS = 1_000_000_000
+"""Tokens, at most, of anything in a trace: beyond them costs and times are no numbers that mean anything."""
+
+MOST_SECONDS = 10_000_000.0
+"""Seconds, at most, of a tool call: what a simulation takes for a deadlock."""
 
 
 class TraceFile:
@@ -78,6 +82,8 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
         raise DataError(f"{where}: this is not JSON ({error.msg}, column {error.colno})") from None
     except ValueError as error:
         raise DataError(f"{where}: this is not JSON ({error})") from None
+    except RecursionError:
+        raise DataError(f"{where}: is nested too deeply for a trajectory") from None
     _check(isinstance(record, dict), where, "a record must be a JSON object")
     _check_record(record, where)
     return record
@@ -101,14 +107,18 @@ def _check_turn(turn: Any, where: str) -> None:
     tool, status, seconds = turn.get("tool"), turn.get("status"), turn.get("tool_seconds")
     _check(tool is None or isinstance(tool, str), where, f'"tool" must be a string or null, not {tool!r}')
     _check(status is None or status in STATUSES, where, f'"status" must be one of {", ".join(STATUSES)} or null')
-    number = isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 <= seconds < math.inf
-    _check(number, where, f'"tool_seconds" must be a number of at least 0, not {seconds!r}')
+    number = isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 <= seconds <= MOST_SECONDS
+    _check(
+        number, where, f'"tool_seconds" must be a number of at least 0 and at most {MOST_SECONDS:,.0f}, not {seconds!r}'
+    )
 
 
 def _check_count(holder: Mapping[str, Any], name: str, where: str) -> None:
     value = holder.get(name)
-    whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-    _check(whole, where, f'"{name}" must be a whole number of at least 0, not {value!r}')
+    whole = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_TOKENS
+    _check(
+        whole, where, f'"{name}" must be a whole number of at least 0 and at most {MOST_TOKENS:,}, not {value!r:.40}'
+    )
 
 
 def _check(condition: bool, where: str, problem: str) -> None:

@@ -17,7 +17,10 @@ from libra_jax.training import packing
 
 
 def examples(
-    trajectories: Sequence[protocols.Trajectory], policy_version: int, vocab_size: int
+    trajectories: Sequence[protocols.Trajectory],
+    policy_version: int,
+    vocab_size: int,
+    masked: Sequence[bool] | None = None,
 ) -> list[packing.Example]:
     """Per-token arrays of each trajectory.
 
@@ -25,12 +28,17 @@ def examples(
       trajectories: to train on.
       policy_version: the version that trains; its own tokens are `on_version`.
       vocab_size: of the model.
+      masked: trajectories whose tokens are all left out of the loss; None: none.
 
     Raises:
       DataError: a trajectory's lists differ in length, a token is outside the vocabulary, or a log-probability is not a
         number; the message names the trajectory.
     """
-    return [_example(trajectory, policy_version, vocab_size) for trajectory in trajectories]
+    made = [_example(trajectory, policy_version, vocab_size) for trajectory in trajectories]
+    if masked is not None:
+        for example, out in zip(made, masked, strict=True):
+            example.mask_N[:] &= not out
+    return made
 
 
 def _example(trajectory: protocols.Trajectory, policy_version: int, vocab_size: int) -> packing.Example:
@@ -81,26 +89,40 @@ def token_advantages(
     groups: Sequence[protocols.Group],
     members: Sequence[packing.Example],
     references: Sequence[np.ndarray] | None,
+    masked: Sequence[bool],
 ) -> list[np.ndarray]:
-    """Advantage of each token, one array a trajectory.
+    """Advantage of each token, one array a trajectory. Masked trajectories have no part in any baseline.
+
+    An estimator that compares the members of a group takes a group of one by its reward alone. A trajectory whose
+    group is masked but for itself was to be compared, and has nobody left: it counts as one at its baseline.
 
     Args:
       config: names the estimator.
       groups: the batch.
       members: `examples` of its trajectories, in the same order.
       references: reference log-probability of each token, an array a trajectory; for the KL penalty in the reward.
+      masked: trajectories left out of the loss (`TaskConfig.masks`); their tokens are not under `mask_N`.
 
     Raises:
       DataError: a reward or an advantage is not finite; the message names the trajectory.
     """
     rewards_N, groups_N = rewards(groups)
+    alone_N = np.zeros(len(members), bool)
+    if any(masked):
+        masked_N = np.array(masked, bool)
+        sizes, kept = np.bincount(groups_N), np.bincount(groups_N, weights=~masked_N)
+        if config.advantage in config_lib.GROUP_ADVANTAGES:
+            alone_N = (sizes > 1)[groups_N] & (kept == 1)[groups_N] & ~masked_N
+        # A number of its own for each masked trajectory: no other one's baseline looks at its reward.
+        groups_N = np.where(masked_N, len(groups) + np.arange(len(members)), groups_N).astype(np.int32)
+        rewards_N = np.where(alone_N, np.float32(0.0), rewards_N)
     mask_NxT = _stack([example.mask_N for example in members])
     mask_NxT[:, 0] = False  # a first token has no prediction
     kl_NxT = None
     if references is not None:
         behaviour_NxT = _stack([example.behaviour_N for example in members])
         estimates = kl.estimate(behaviour_NxT, _stack(references), config.kl_estimator)
-        kl_NxT = np.asarray(estimates) * mask_NxT
+        kl_NxT = np.asarray(estimates) * (mask_NxT & ~alone_N[:, None])
     advantages_NxT = advantages.compute(
         config, rewards_N=rewards_N, groups_N=groups_N, mask_NxT=mask_NxT, kl_NxT=kl_NxT
     )
@@ -110,10 +132,32 @@ def token_advantages(
     return [row_T[: len(example.tokens_N)] for example, row_T in zip(members, advantages_NxT, strict=True)]
 
 
-def statistics(values: Sequence[np.ndarray], members: Sequence[packing.Example]) -> dict[str, float]:
-    """`advantage/mean`, `/std`, `/min` and `/max` over trained tokens."""
-    trained = np.concatenate([value[1:][example.mask_N[1:]] for value, example in zip(values, members, strict=True)])
-    return {
+NO_ADVANTAGE = 1e-6
+"""Largest absolute advantage of a group that counts as one without a gradient: above what rounding leaves."""
+
+
+def statistics(
+    values: Sequence[np.ndarray], members: Sequence[packing.Example], groups: Sequence[protocols.Group]
+) -> dict[str, float]:
+    """What the advantages of a batch are like.
+
+    Args:
+      values: advantage of each token, an array a trajectory.
+      members: `examples` of the trajectories, in the same order.
+      groups: the batch, in the same order.
+
+    Returns:
+      `groups/without_gradient`, the share of groups whose trained tokens have no advantage: equal rewards, or all
+      rollouts masked. `advantage/mean`, `/std`, `/min` and `/max` over trained tokens, left out where none is trained.
+    """
+    trained_each = [value[1:][example.mask_N[1:]] for value, example in zip(values, members, strict=True)]
+    largest = iter([float(np.abs(row).max(initial=0.0)) for row in trained_each])
+    idle = [max([next(largest) for _ in group.trajectories], default=0.0) <= NO_ADVANTAGE for group in groups]
+    found = {"groups/without_gradient": float(np.mean(idle))}
+    trained = np.concatenate(trained_each)
+    if not len(trained):
+        return found
+    return found | {
         "advantage/mean": float(trained.mean()),
         "advantage/std": float(trained.std()),
         "advantage/min": float(trained.min()),

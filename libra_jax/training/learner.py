@@ -19,7 +19,7 @@ from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.models import config as model_config
 from libra_jax.models import transformer
-from libra_jax.training import losses, optimizer, packing, step, world
+from libra_jax.training import losses, optimizer, packing, precision, step, world
 from libra_jax.training import mesh as mesh_lib
 from libra_jax.training import state as state_lib
 
@@ -70,6 +70,7 @@ class Learner:
         self._options = compiler_options
         self._transform = optimizer.transform(config.optimizer)
         mesh = mesh_lib.make(config.trainer, devices)
+        precision.keep_float32(mesh.devices.flat[0].platform, config.model.compute_dtype)
         self.layout = state_lib.layout(
             model,
             mesh,

@@ -29,7 +29,7 @@ def token_log_probs(
 
     Args:
       hidden_BxTxD: final hidden states.
-      head_DxV: output projection.
+      head_DxV: output projection, in the parameters' dtype. It is cast to that of the hidden states inside a chunk.
       targets_BxT: int32, the token that each hidden state predicts.
       temperature: sampling temperature, above 0 (the log-prob contract: scored as sampled).
       chunk: tokens, over all rows, whose logits may exist at once; at least one a row.
@@ -44,7 +44,8 @@ def token_log_probs(
     padding = count * width - columns
     hidden_NxBxCxD = _split(jnp.pad(hidden_BxTxD, ((0, 0), (0, padding), (0, 0))), count)
     targets_NxBxC = _split(jnp.pad(targets_BxT, ((0, 0), (0, padding))), count)
-    checkpointed = jax.checkpoint(score)
+    # A scan never merges the two passes, so nothing has to prevent it, and the head is cast once, not once a chunk.
+    checkpointed = jax.checkpoint(score, prevent_cse=False)
 
     def body(_: None, inputs: tuple[jax.Array, jax.Array]) -> tuple[None, tuple[jax.Array, jax.Array]]:
         hidden_BxCxD, targets_BxC = inputs
@@ -57,6 +58,8 @@ def token_log_probs(
 def _chunk_log_probs(
     hidden_BxCxD: jax.Array, head_DxV: jax.Array, targets_BxC: jax.Array, *, temperature: float, entropy_gradient: bool
 ) -> tuple[jax.Array, jax.Array]:
+    # Cast here, not before the chunks: the chunks' gradients then add up in the head's own dtype.
+    head_DxV = head_DxV.astype(hidden_BxCxD.dtype)
     logits_BxCxV = jnp.einsum("bcd,dv->bcv", hidden_BxCxD, head_DxV, preferred_element_type=jnp.float32) / temperature
     normaliser_BxC = jax.nn.logsumexp(logits_BxCxV, axis=-1)
     # Compare and sum, not gather: each device of a sharded vocabulary then looks only at its own part.

@@ -45,7 +45,7 @@ class Scorer:
         hidden_BxTxD = transformer.forward(
             params, self.model, self.options, batch["tokens"], batch["positions"], batch["segments"]
         )
-        head_DxV = transformer.unembedding(params, self.model).astype(hidden_BxTxD.dtype)
+        head_DxV = transformer.unembedding(params, self.model)
         return logprobs.token_log_probs(
             hidden_BxTxD,
             head_DxV,

@@ -58,14 +58,16 @@ def prepare(
 
     Raises:
       DataError: a trajectory holds a number that cannot be trained on; the message names it.
-      LibraError: nothing is under the loss mask, or the objective needs a reference model and there is none.
+      LibraError: nothing is under the loss mask, and not because rollouts were cut off (`task.cut_off`); or the
+        objective needs a reference model and there is none.
     """
     trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
-    examples = batch_lib.examples(trajectories, batch.policy_version, vocab_size)
-    packed = pack(config, examples)
+    masked = [config.task.masks(trajectory.finish) for trajectory in trajectories]
+    examples = batch_lib.examples(trajectories, batch.policy_version, vocab_size, masked)
+    packed = pack(config, examples, may_be_empty=any(masked))
     extras: list[dict[str, Any]] = [{} for _ in packed.micro_batches]
     references = _references(config.algorithm, packed, examples, extras, score)
-    advantages = batch_lib.token_advantages(config.algorithm, batch.groups, examples, references)
+    advantages = batch_lib.token_advantages(config.algorithm, batch.groups, examples, references, masked)
     _add(extras, "advantages", packed.scatter(advantages))
     if len(config.rollout.tensor_parallel) > 1:
         moved = [float(trajectory.metrics.get("moves", 0) > 0) for trajectory in trajectories]
@@ -73,9 +75,24 @@ def prepare(
     return Prepared(packed, extras, examples, advantages)
 
 
-def pack(config: config_lib.RunConfig, examples: Sequence[packing.Example]) -> packing.Packed:
-    """`packing.pack`; raises LibraError where nothing is under the loss mask."""
+def pack(
+    config: config_lib.RunConfig, examples: Sequence[packing.Example], *, may_be_empty: bool = False
+) -> packing.Packed:
+    """`packing.pack`, with at least one micro-batch.
+
+    Args:
+      config: the run's.
+      examples: the sequences.
+      may_be_empty: sequences without a token under the loss mask make one empty micro-batch.
+
+    Raises:
+      LibraError: nothing is under the loss mask, and `may_be_empty` is not set.
+    """
     packed = packing.pack(examples, config.trainer)
+    if not packed.micro_batches and may_be_empty:
+        # The step is taken all the same: its number is the policy's version, and replicas split its micro-batches.
+        shape = (config.trainer.rows_per_micro_batch, config.trainer.row_tokens)
+        return packing.Packed((packing.empty(shape),), packed.places, padding_fraction=1.0)
     if not packed.micro_batches:
         raise protocols.LibraError(f"no token of the batch's {len(examples)} sequences is under the loss mask.")
     return packed

@@ -195,7 +195,7 @@ class TrainerActor:
         own, collection = self._collection(prepared, shares) if shares else (None, None)
         metrics = learner.update(learner_lib.POLICY, prepared.packed, rate, prepared.extras, own, collection)
         self._version += 1
-        metrics |= batch_lib.statistics(prepared.advantages, prepared.examples)
+        metrics |= batch_lib.statistics(prepared.advantages, prepared.examples, batch.groups)
         if collection is not None:
             metrics |= collection.metrics()
         return self._finish(metrics, prepared.packed, rate)

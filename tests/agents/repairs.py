@@ -2,7 +2,10 @@
 
 import asyncio
 import contextlib
+import pathlib
+import shutil
 
+import pytest
 import sandboxes
 
 from libra_jax import config
@@ -42,12 +45,21 @@ def suite(command="", tests=TESTS, names=NAMES, seconds=None):
     return suites.Suite(files_of(tests), names, command, seconds)
 
 
+def pytest_alone(folder):
+    """A directory with pytest and none of the plugins that are installed beside it here."""
+    packages = folder / "packages"
+    for name in ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments"):
+        shutil.copytree(pathlib.Path(pytest.__file__).parent.parent / name, packages / name)
+    packages.chmod(0o755)
+    return str(packages)
+
+
 @contextlib.contextmanager
-def judging():
+def judging(packages=()):
     """Lends a function that gives the verdict on the repository with some files changed; None removes one."""
     sandboxes.skip_without_bubblewrap()
     with asyncio.Runner() as runner:
-        sandbox = pool.Sandbox(LIMITS, warm=2)
+        sandbox = pool.Sandbox(LIMITS, warm=2, packages=packages)
         runner.run(sandbox.start())
 
         def judged(changes, command="", repository=REPOSITORY, **arguments):

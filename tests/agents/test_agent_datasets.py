@@ -4,6 +4,7 @@ import asyncio
 import json
 import pathlib
 import sys
+import types
 
 import pytest
 
@@ -338,3 +339,12 @@ def test_a_trial_environment_is_the_demonstrator_where_one_is_needed_and_is_clos
 @pytest.mark.usefixtures("module")
 def test_a_trial_that_cannot_be_closed_is_no_error():
     assert demonstrator_of(config.TaskConfig(environment="my_environments:Stubborn")) is None
+
+
+def test_a_source_without_a_path_parameter_is_refused_one_and_works_without(monkeypatch):
+    module = types.ModuleType("pathless_tasks")
+    module.make = lambda seed: [seed]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pathless_tasks", module)
+    assert factories.task_source(config.TaskConfig(source="pathless_tasks:make"), seed=3) == [3]
+    with pytest.raises(protocols.ConfigError, match=r"task\.path: 'x\.jsonl' would be ignored, because pathless_tasks"):
+        factories.task_source(config.TaskConfig(source="pathless_tasks:make", path="x.jsonl"), seed=3)

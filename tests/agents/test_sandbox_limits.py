@@ -242,14 +242,14 @@ def test_files_that_exceed_a_limit_are_the_codes_doing():
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w") as archive:
         member = tarfile.TarInfo("large")
-        member.size = 5 * 2**20
+        member.size = (2 * PATIENT.file_mib + 1) * 2**20  # a sandbox that examines has twice the limits
         archive.addfile(member, io.BytesIO(bytes(member.size)))
 
     async def work():
         async with pool.Sandbox(PATIENT, warm=1) as sandbox:
             await sandbox.examine(content.getvalue(), "print(1)")
 
-    with pytest.raises(limits.SpoiledByCode, match=r"files could not be unpacked.*File too large"):
+    with pytest.raises(pool.NotUnpacked, match=r"files could not be unpacked.*File too large"):
         asyncio.run(work())
 
 

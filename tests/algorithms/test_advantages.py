@@ -105,6 +105,22 @@ def test_group_advantages_equal_the_formula(name, seed):
     np.testing.assert_allclose(result, group_reference(name, rewards, groups), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", [*GROUP_ESTIMATORS, "reinforce_plus_plus_baseline"])
+def test_group_advantages_of_16k_trajectories_hold_no_array_of_all_pairs(name):
+    count = 1 << 14
+    rng = np.random.default_rng(0)
+    rewards, groups = rng.normal(size=count).astype(np.float32), rng.integers(-9, 2000, count).astype(np.int32)
+    mask = () if name in GROUP_ESTIMATORS else (np.ones((count, 1), bool),)
+    program = jax.jit(getattr(advantages, name)).lower(rewards, groups, *mask).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 100 * 4 * count
+    if name in GROUP_ESTIMATORS:
+        expected = np.zeros(count)
+        for group in np.unique(groups):
+            (inside,) = np.nonzero(groups == group)
+            expected[inside] = group_reference(name, rewards[inside].astype(float), groups[inside])
+        np.testing.assert_allclose(program(rewards, groups), expected, rtol=1e-5, atol=1e-6)
+
+
 @settings(max_examples=15)
 @given(SEEDS, st.sampled_from([1.0, 0.9]))
 def test_reinforce_plus_plus_equals_the_formula(seed, discount):

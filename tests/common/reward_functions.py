@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import os
 import re
@@ -75,6 +76,12 @@ def later(seconds=0.0):
         return float(len(text))
 
     return score
+
+
+def rising():
+    """Every call is worth one more than the call before."""
+    calls = itertools.count(1)
+    return lambda task, text: float(next(calls))
 
 
 class Object:

@@ -90,6 +90,28 @@ def test_a_run_reports_the_share_of_each_ending(tmp_path, task, ending):
     assert found == pytest.approx({**dict.fromkeys(protocols.FINISHES, 0.0), "answered": 1 / 12, ending: 11 / 12})
 
 
+@pytest.mark.parametrize(("task", "masked"), [({}, 11 / 12), ({"cut_off": "zero"}, 0.0)])
+def test_a_run_counts_rollouts_that_its_limits_masked(tmp_path, task, masked):
+    config = doubles.make_config(task={"max_seconds": 0.2, **task})
+    specs = doubles.engine_specs(config, script="coordinator_doubles:rambling", tokens_per_second=100.0)
+    bench = doubles.Bench(config, tmp_path, specs=specs)
+    bench.run()
+    steps = [scalars for _, scalars in bench.recorder.steps]
+    assert sum(step["rollout/masked"] for step in steps) / len(steps) == pytest.approx(masked)
+    answered = [record for record in bench.recorder.trajectories if record["finish"] == "answered" or not masked]
+    trained = sum(turn["generated_tokens"] for record in answered for turn in record["turns"])
+    assert sum(step["tokens/trained"] for step in steps) == trained
+
+
+def test_the_variance_filter_replaces_groups_that_limits_left_nothing_of(tmp_path):
+    config = doubles.make_config(task={"max_seconds": 0.2}, coordinator={"filter_zero_variance": True})
+    specs = doubles.engine_specs(config, script="coordinator_doubles:rambling", tokens_per_second=100.0)
+    with pytest.raises(
+        protocols.LibraError, match=r"zero_variance 4.*2 of 2 rollouts of task-\d were cut off .*cut_off=zero"
+    ):
+        doubles.Bench(config, tmp_path, specs=specs).run()
+
+
 # Attempts in flight, after a kill -------------------------------------------------------------------------------------
 
 

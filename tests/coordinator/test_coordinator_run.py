@@ -16,8 +16,10 @@ import pytest
 from hypothesis import strategies as st
 
 from libra_jax import protocols
-from libra_jax.coordinator import handover
-from libra_jax.telemetry import trace
+from libra_jax.agents import samples
+from libra_jax.coordinator import checkpoints, handover
+from libra_jax.telemetry import recorder, resume, trace
+from libra_jax.telemetry import samples as telemetry_samples
 
 
 def prompts(count: int) -> list[str]:
@@ -125,6 +127,34 @@ def test_metrics_and_trace_say_what_happened(tmp_path):
     assert {name for track, name, *_ in bench.recorder.spans if track == "trainer"} == {"train step"}
 
 
+def test_samples_hold_best_and_worst_rollouts_of_steps_and_evaluations(tmp_path):
+    config = doubles.make_config(evaluation={"every": 2, "tasks": 3})
+    written = samples.Samples(2, 0, doubles.TokenText())
+    bench = doubles.Bench(config, tmp_path, samples=written)
+    bench.run()
+    steps = [record for record in bench.recorder.samples if not record["evaluation"]]
+    assert [record["step"] for record in steps] == [1, 1, 2, 2, 3, 3, 4, 4]
+    for best, worst in zip(steps[::2], steps[1::2], strict=True):
+        rewards = [one["reward"] for one in bench.recorder.trajectories if one["step"] == best["step"]]
+        assert (best["reward"], worst["reward"], best["of"]) == (max(rewards), min(rewards), len(rewards))
+        assert best["turns"][0]["returned"] == "50 51 1"
+    held_out = [record for record in bench.recorder.samples if record["evaluation"]]
+    assert [record["step"] for record in held_out] == [0, 0, 2, 2, 4, 4]
+    assert {record["prompt_id"].rpartition("-")[0] for record in held_out} == {"held-out"}
+
+
+def test_a_resumed_run_writes_the_samples_of_each_step_once(tmp_path):
+    for steps in (2, 4):
+        config = doubles.make_config(
+            steps=steps, checkpoint={"every": 1}, telemetry={"console": False, "tensorboard": False}
+        )
+        resume.cut_back(tmp_path, checkpoints.newest_step(tmp_path))
+        files = recorder.create(config, tmp_path, lambda: 0.0)
+        doubles.Bench(config, tmp_path, recorder=files, samples=samples.Samples(1, 0, doubles.TokenText())).run()
+        files.close()
+    assert [sample.step for sample in telemetry_samples.read(tmp_path / "samples.jsonl")] == [1, 2, 3, 4]
+
+
 def test_the_trace_is_one_that_the_simulator_reads(tmp_path):
     bench = doubles.Bench(doubles.make_config(), tmp_path)
     bench.run()
@@ -190,6 +220,26 @@ def test_a_warm_start_without_demonstrations_is_refused():
     config = doubles.make_config(warm_start={"steps": 3})
     with pytest.raises(protocols.ConfigError, match=r"warm_start\.steps.*calculator:environment offers no demonstr"):
         doubles.Bench(config, Path("unused"), demonstrator=None)
+
+
+def test_the_warm_start_demonstrates_tasks_by_arguments_of_its_own(tmp_path):
+    shown = []
+
+    class Demonstrator:
+        def demonstration(self, task):
+            shown.append(task.payload["expression"])
+            return [protocols.Message("user", "1"), protocols.Message("assistant", "3")]
+
+    def settings(**arguments):
+        warm = {"steps": 1, "batch_size": 15, "arguments": arguments}
+        return doubles.make_config(warm_start=warm, task={"arguments": {"levels": ("nested",)}}, steps=1)
+
+    doubles.Bench(settings(levels=("plain",)), tmp_path, demonstrator=Demonstrator()).run()
+    solvable = shown[:14]
+    assert len(shown) == 15
+    assert not any("(" in expression for expression in solvable), "nested expressions have parentheses"
+    with pytest.raises(protocols.ConfigError, match=r"config\.warm_start\.arguments.*levelz"):
+        doubles.Bench(settings(levelz=("plain",)), tmp_path)
 
 
 def test_the_trained_parameters_are_exported(tmp_path):

@@ -262,3 +262,53 @@ def test_a_mistaken_engine_ends_the_run_at_once(tmp_path, monkeypatch):
 
 
 # Environments and rewards -------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_fails_twice_alike_before_a_token_is_not_retried(tmp_path, monkeypatch):
+    starts = []
+
+    async def refuse(engine: Faulty, verb: str) -> None:
+        if verb == "start":
+            starts.append(engine)
+            problem = f"ValueError: head size 16 of /tmp/engine-{len(starts)} is not supported"
+            raise protocols.WorkerLost(f"engine engine-0 did not start: {problem}")
+
+    specs = faulty_specs(monkeypatch, refuse, count=1)
+    bench = doubles.Bench(doubles.make_config(rollout={"restarts": 5}), tmp_path, specs=specs)
+    with pytest.raises(protocols.WorkerLost, match=r"two starts in a row ended with the same error.*head size 16"):
+        bench.run()
+    assert len(starts) == 2
+
+
+@pytest.mark.parametrize(
+    ("errors", "starts"),
+    [
+        (["engine-0 is gone (killed)"] * 4, 4),  # tells of no exception: it may not come again
+        (["did not start: RuntimeError: Engine core initialization failed. {'EngineCore_DP0': -9}"] * 4, 4),
+        (["ValueError: one", "ValueError: two", "ValueError: one", "ValueError: two"], 4),
+        (["ValueError: one", "OSError: full", "OSError: full"], 3),
+    ],
+)
+def test_an_engine_is_retried_while_its_errors_differ(tmp_path, monkeypatch, errors, starts):
+    left = list(errors)
+
+    async def refuse(engine: Faulty, verb: str) -> None:
+        if verb == "start":
+            raise protocols.WorkerLost(left.pop(0))
+
+    specs = faulty_specs(monkeypatch, refuse, count=1)
+    bench = doubles.Bench(doubles.make_config(rollout={"restarts": 3}), tmp_path, specs=specs)
+    with pytest.raises(protocols.WorkerLost, match="No rollout engine is left"):
+        bench.run()
+    assert len(errors) - len(left) == starts
+
+
+def test_an_engine_that_brought_tokens_is_retried_whatever_it_ends_with(tmp_path, monkeypatch):
+    async def die_in_use(engine: Faulty, verb: str) -> None:
+        if verb == "delta":
+            raise protocols.WorkerLost("engine engine-0 is gone (ValueError: the same again)")
+
+    specs = faulty_specs(monkeypatch, die_in_use, count=1)
+    bench = doubles.Bench(doubles.make_config(rollout={"restarts": 3}), tmp_path, specs=specs)
+    with pytest.raises(protocols.WorkerLost, match=r"it was started again 3 times"):
+        bench.run()

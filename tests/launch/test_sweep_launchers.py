@@ -68,6 +68,49 @@ def submit(runs, folder, launcher, flags="", **options):
     submission.run(runs, folder, launcher, flags, **{"jobs": 1, "again": False, **options})
 
 
+def test_a_table_and_a_picture_have_means_and_spreads_over_seeds(tmp_path, monkeypatch, capsys):
+    """Settings with two seeds each, of which one setting's runs fail: rows with their sentences, and no mean."""
+    script = tmp_path / "launcher.py"
+    script.write_text(LAUNCHER.replace('"reward/mean": 0.5', '"reward/mean": 0.25 + 0.5 * int(given["config.seed"])'))
+    monkeypatch.setattr(submission, "LAUNCHERS", dict.fromkeys(submission.LAUNCHERS, str(script)))
+    folder = tmp_path / "sweep"
+    runs = []
+    for name, rate in (("a", "1e-4"), ("b", "3e-4")):
+        for seed in (0, 1):
+            values = {"steps": 2, "seed": seed, "optimizer": {"learning_rate": float(rate)}}
+            config = libra_config.parse(libra_config.RunConfig, values)
+            settings = (f"--config.optimizer.learning_rate={rate}",)
+            workdir = submission.workdir(folder, name, config)
+            runs.append(submission.Run(name, "configs/a.py", config, None, workdir, settings))
+    with pytest.raises(LibraError, match="2 of 4 runs failed, the others are kept"):
+        submit(runs, folder, "here", "--train --fail")
+    calls = [json.loads(line) for line in (folder / "calls").read_text().splitlines()]
+    assert [call["config.optimizer.learning_rate"] for call in calls] == ["1e-4", "1e-4", "3e-4", "3e-4"]
+    shown = capsys.readouterr().out
+    assert "no room (status 1" in shown
+    assert "2 of 2" in shown
+    assert "0.500" in shown, "the mean of 0.25 and 0.75"
+    assert "0.354" in shown, "their standard deviation"
+    summary = json.loads((folder / "sweep.json").read_text())
+    assert summary["a"]["reward"] == {"mean": 0.5, "spread": pytest.approx(0.3536, abs=1e-4)}
+    assert summary["b"]["reward"]["mean"] is None
+    assert {run["state"] for run in summary["b"]["runs"]} == {"failed"}
+    assert "mean of 2 seeds" in (folder / "sweep.svg").read_text()
+
+
+def test_what_a_run_says_of_its_end_is_in_the_table(sweep, capsys):
+    runs, folder, _ = sweep
+    submit(runs[:1], folder, "slurm")
+    ended = {"how": "failed", "sentence": "the disk is full"}
+    runs[0].workdir.mkdir()
+    (runs[0].workdir / "status.json").write_text(json.dumps({"run": "a", "place": "", "pid": 1, "ended": ended}))
+    capsys.readouterr()
+    submit(runs[:1], folder, "slurm")
+    shown = capsys.readouterr().out
+    assert "the disk is full" in shown
+    assert "failed" in shown
+
+
 def test_a_run_is_submitted_once_with_its_own_workdir(sweep, capsys):
     runs, folder, calls = sweep
     submit(runs, folder, "slurm", "--partition=gpu --comment='two words'")
@@ -152,23 +195,35 @@ def test_a_sweep_is_given_to_kubernetes_run_by_run(tmp_path, monkeypatch):
         assert f"value: {tmp_path}/runs/hosts-seed{seed}-" in applied
 
 
+GRID = "--sweep=task.environment=libra_jax.agents.calculator:environment,libra_jax.no_such:environment"
+
+
 @pytest.mark.slow
-def test_a_sweep_runs_here_and_goes_on(tmp_path):
+def test_a_grid_runs_here_tells_what_failed_and_goes_on(tmp_path):
     (tmp_path / "small.py").write_text(CONFIG)
-    arguments = (f"--of={tmp_path}/small.py", "--configs=plain", f"--output={tmp_path}/runs", "--launcher=here")
-    first = scripts.run("sweep.py", *arguments, seconds=280)
-    assert first.returncode == 0, first.stderr + "".join(path.read_text() for path in (tmp_path / "runs").glob("*.log"))
-    assert "2 of 2" in first.stdout
-    again = scripts.run("sweep.py", *arguments)
-    assert "1 runs: 1 done, 0 submitted before, 0 now" in again.stderr
-    more = scripts.run("sweep.py", *arguments, "--steps=3", seconds=280)
-    assert "3 of 3" in more.stdout, more.stderr
+    arguments = (f"--of={tmp_path}/small.py", "--configs=plain", f"--output={tmp_path}/runs", GRID)
+    first = scripts.run("sweep.py", *arguments, "--config.optimizer.learning_rate=2e-4", seconds=280)
+    assert first.returncode == 1, first.stderr
+    assert "1 of 2 runs failed, the others are kept" in first.stderr
+    assert "2 of 2" in first.stdout, first.stdout
+    assert "libra_jax.no_such" in first.stdout
+    summary = json.loads((tmp_path / "runs" / "sweep.json").read_text())
+    good, bad = summary.values()
+    assert [run["state"] for run in good["runs"] + bad["runs"]] == ["done", "failed"]
+    assert "libra_jax.no_such" in bad["runs"][0]["sentence"]
+    assert good["reward"]["mean"] == good["runs"][0]["reward"]
+    config = json.loads((tmp_path / "runs" / good["runs"][0]["workdir"] / "config.json").read_text())
+    assert config["optimizer"]["learning_rate"] == 2e-4
+    assert (tmp_path / "runs" / "sweep.svg").read_text().startswith("<?xml")
+    again = scripts.run("sweep.py", *arguments, "--config.optimizer.learning_rate=2e-4", seconds=280)
+    assert "2 runs: 1 done, 0 submitted before, 1 now" in again.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "fragments"),
     [
         (("--configs=configs/simulate.py",), ("configs/simulate.py is a simulated run; leave out --launcher",)),
+        (("--configs=configs/quickstart.py", "--sweep=optimizer.learning_rate=2e-4,0.0002"), ("are the same run",)),
         (
             ("--configs=configs/quickstart.py", "--sensitivity"),
             ("--sensitivity: moves coefficients",),

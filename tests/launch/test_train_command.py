@@ -34,11 +34,23 @@ def test_dry_run_prints_the_config_the_mesh_and_the_partition():
 
 def test_dry_run_validates_the_real_size_config_without_its_weights():
     result = train(REAL_SIZE, "--dry_run")
-    assert result.returncode == 0, result.stderr
-    assert "qwen3, 1,720.6 M parameters (weights not at models/Qwen3-1.7B)" in result.stdout
-    assert "tasks       libra_jax.agents.datasets:task_source (no tasks at data/questions.jsonl)" in result.stdout
+    shape = "qwen3, 1,720.57 M parameters (no model at models/Qwen3-1.7B: this is model.preset=Qwen3-1.7B)"
+    assert shape in result.stdout
+    assert "tasks       libra_jax.agents.datasets:task_source (data/questions.jsonl is not here)" in result.stdout
     assert "mesh        data=1 fsdp=4 tensor=1 context=1" in result.stdout
     assert "partition   8 devices" in result.stdout
+    for line in (
+        "algorithm   grpo advantages, clipped loss (ratio in [0.8, 1.28])",
+        "KL          off",
+        "optimizer   adamw, learning rate 1e-06",
+        "memory      fits a100 (74.5 GiB), h100",
+    ):
+        assert line in result.stdout
+    missing = (
+        "config.model.path: models/Qwen3-1.7B is no folder here",
+        "config.task.path: data/questions.jsonl: no such",
+    )
+    scripts.assert_one_sentence(result, "this run cannot start here", *missing)
 
 
 def test_dry_run_counts_the_tasks_and_shows_the_first_prompt(tmp_path):
@@ -93,8 +105,19 @@ def test_a_bad_setting_is_refused_with_one_sentence_that_names_it(flag: str, fra
     assert not (tmp_path / "run").exists(), "a refused config must leave no workdir behind"
 
 
-def test_a_bad_setting_is_named_where_the_config_file_is_the_default():
-    scripts.assert_one_sentence(train("--config.rollout.slotz=3"), "did you mean rollout.slots")
+@pytest.mark.parametrize("arguments", [(), ("--config.steps=1",)])
+def test_without_a_config_the_usage_is_shown_and_nothing_is_started(arguments, tmp_path):
+    result = train(*arguments, f"--workdir={tmp_path / 'run'}")
+    scripts.assert_one_sentence(result, "error: no --config is given")
+    assert result.returncode == 2
+    assert "usage: python launch/train.py --config=configs/quickstart.py" in result.stderr
+    assert "configs/questions.py" in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_path_is_refused_where_the_source_reads_none_even_if_it_is_missing():
+    result = train(QUICKSTART, "--config.task.path=nowhere.jsonl", "--dry_run")
+    scripts.assert_one_sentence(result, "config.task.path: the calculator reads no file")
 
 
 @pytest.mark.parametrize(

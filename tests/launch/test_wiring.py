@@ -107,6 +107,24 @@ def test_the_runs_scorer_is_made_of_the_configs_functions_and_weights(tmp_path, 
     assert [score.reward for score in scores] == [pytest.approx(4.0)]
 
 
+def test_a_run_writes_as_many_samples_as_the_config_says(tmp_path, monkeypatch):
+    made: list[Any] = []
+
+    class Reading:
+        def __init__(self, config: config.RunConfig, *, samples: Any, **_: Any) -> None:
+            made.append(samples.of_evaluation(1, [protocols.Trajectory(f"p/{n}", "p", reward=0.0) for n in range(9)]))
+
+        async def run(self) -> coordinator.RunSummary:
+            return coordinator.RunSummary()
+
+    monkeypatch.setattr(wiring.coordinator, "Coordinator", Reading)
+    run = config.RunConfig(
+        telemetry=config.TelemetryConfig(console=False, tensorboard=False, report=False, samples=5),
+    )
+    asyncio.run(wiring.train(run, tmp_path, toolkit.Toolkit(run.tools, run.sandbox)))
+    assert [len(records) for records in made] == [5]
+
+
 def test_a_tokenizer_that_cannot_be_copied_beside_the_trained_weights_is_named(tmp_path):
     source, model = tmp_path / "source", tmp_path / "model"
     source.mkdir()
@@ -116,7 +134,20 @@ def test_a_tokenizer_that_cannot_be_copied_beside_the_trained_weights_is_named(t
     with pytest.raises(
         protocols.LibraError, match=r"weights are in .*model, but .*tokenizer\.json could not be copied"
     ):
-        wiring._add_tokenizer(run, model)
+        wiring._add_files(run, model)
+
+
+def test_an_export_keeps_the_generation_config_of_the_model_it_came_from(tmp_path):
+    source, model = tmp_path / "source", tmp_path / "model"
+    for folder in (source, model):
+        folder.mkdir()
+    (source / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+    (source / "model.safetensors").write_text("weights")
+    for tokenizer in ("", "character"):
+        run = config.RunConfig(model=config.ModelConfig(path=str(source)), task=config.TaskConfig(tokenizer=tokenizer))
+        wiring._add_files(run, model)
+        assert [file.name for file in model.iterdir()] == ["generation_config.json"]
+        (model / "generation_config.json").unlink()
 
 
 @pytest.mark.parametrize(

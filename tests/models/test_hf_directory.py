@@ -1,5 +1,6 @@
 """Import and export: bit-exact whatever the sharding, and a sentence for every way a directory can be broken."""
 
+import dataclasses
 import json
 import shutil
 
@@ -8,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+import transformers
 from jax.sharding import AxisType
 
 from libra_jax.models import config as model_config
@@ -149,9 +151,32 @@ def test_known_extras_are_ignored(config, params, directory):
     _rewrite(directory, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}))
     _same(hf.load(directory, config), params)
     tied = model_config.load_preset("libra-tiny")
+    _rewrite(directory, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"]}))
     loaded = hf.load(directory, tied)  # lm_head.weight is in the file, and the model does not need it
     assert "lm_head" not in loaded
     np.testing.assert_array_equal(loaded["embed_tokens"]["weight"], params["embed_tokens"]["weight"])
+
+
+@pytest.mark.parametrize(
+    "change", [lambda head: head + np.eye(*head.shape, k=-100, dtype=head.dtype), lambda head: head[:-1]]
+)
+def test_a_tied_model_with_another_head_is_refused(change, config, directory):
+    _rewrite(directory, lambda t: t.update({"lm_head.weight": change(t["model.embed_tokens.weight"])}))
+    with pytest.raises(
+        DataError, match=r"model\.safetensors: lm_head\.weight differs .* tie_word_embeddings; set that"
+    ):
+        hf.load(directory, dataclasses.replace(config, tie_word_embeddings=True))
+
+
+def test_the_single_file_is_read_beside_a_stale_index_as_transformers_does(config, params, tmp_path):
+    hf.save(jax.tree.map(lambda leaf: 2 * leaf, params), config, tmp_path / "old", max_shard_bytes=500_000)
+    hf.save(params, config, tmp_path / "model")
+    for file in (tmp_path / "old").glob("model*"):
+        shutil.copy(file, tmp_path / "model")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    loaded = hf.load(tmp_path / "model", config)
+    np.testing.assert_array_equal(loaded["norm"]["weight"], theirs.model.norm.weight.detach())
+    _same(loaded, params)
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,18 @@
 """Shapes: presets, both spellings of config.json, counts, and sentences for what cannot be used."""
 
+import copy
 import dataclasses
 import json
 
 import jax
+import numpy as np
 import pytest
 import torch
 import transformers
+from transformers.models.llama import modeling_llama
 
 from libra_jax.models import config as model_config
-from libra_jax.models import feasibility, hf_names, transformer
+from libra_jax.models import feasibility, hf_names, rope, transformer
 from libra_jax.protocols import ConfigError, DataError
 
 PUBLISHED_PARAMETERS = {  # as the model cards' safetensors metadata counts them
@@ -67,10 +70,51 @@ def test_both_spellings_of_rope_scaling_mean_the_same(kind):
     scaling = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 64, "low_freq_factor": 1.5}
     old = TINY | {"rope_theta": 5e5, "rope_scaling": {"type": kind, **scaling}}
     new = TINY | {"rope_parameters": {"rope_theta": 5e5, **scaling}}
-    rope = model_config.from_hf(old).rope
-    assert rope == model_config.from_hf(new).rope
-    assert (rope.kind, rope.theta, rope.factor) == (kind, 5e5, 4.0)
-    assert model_config.from_hf(model_config.to_hf(model_config.from_hf(new))).rope == rope
+    read = model_config.from_hf(old).rope
+    assert read == model_config.from_hf(new).rope
+    assert (read.kind, read.theta, read.factor) == (kind, 5e5, 4.0)
+    assert model_config.from_hf(model_config.to_hf(model_config.from_hf(new))).rope == read
+
+
+CARD_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+"""As model cards tell users to add it."""
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_theta": 1e6, "rope_scaling": CARD_YARN},
+        {"rope_parameters": {"rope_type": "default"}, "rope_scaling": CARD_YARN | {"rope_theta": 5e5}},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0}, "rope_scaling": CARD_YARN},
+        {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}, "rope_scaling": {}},
+        {"rope_scaling": CARD_YARN | {"rope_type": "linear"}},
+        {"rope_scaling": CARD_YARN, "original_max_position_embeddings": 16},
+    ],
+)
+def test_both_rope_fields_are_read_as_transformers_reads_them(fields):
+    theirs = transformers.AutoConfig.for_model(**copy.deepcopy(TINY | fields | {"head_dim": 16}))
+    embedding = modeling_llama.LlamaRotaryEmbedding(theirs)
+    frequencies, scale = rope.frequencies(model_config.from_hf(TINY | fields | {"head_dim": 16}).rope, 16)
+    np.testing.assert_allclose(frequencies, embedding.inv_freq.numpy(), rtol=1e-6)
+    assert scale == embedding.attention_scaling
+
+
+def test_a_theta_that_rope_scaling_would_drop_is_refused():
+    fields = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": CARD_YARN}
+    with pytest.raises(DataError, match=r"rope_theta would be 10000 and not 1e\+06; write the rope_theta"):
+        model_config.from_hf(TINY | fields)
+
+
+def test_the_stretched_context_counts():
+    def longest(scaling):
+        return model_config.from_hf(TINY | {"max_position_embeddings": 40, "rope_scaling": scaling}).longest_context
+
+    assert longest(CARD_YARN) == 128
+    assert longest(CARD_YARN | {"factor": 1.0}) == 40
+    assert longest({"type": "linear", "factor": 4.0}) == 160
+    card = model_config.from_hf(TINY | {"max_position_embeddings": 40, "rope_scaling": CARD_YARN})
+    assert model_config.to_hf(card)["max_position_embeddings"] == 128  # vLLM does not multiply yarn's again
+    assert model_config.from_hf(model_config.to_hf(card)) == card
 
 
 def test_head_count_defaults_are_those_of_the_architecture():
@@ -115,6 +159,33 @@ def test_unusable_config_is_a_sentence_that_names_the_file(change, sentence):
         model_config.from_hf(TINY | change, "some/config.json")
     assert str(caught.value).startswith("some/config.json: ")
     assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "edits"),
+    [
+        ({"use_sliding_window": True}, {"use_sliding_window": False}),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, {"layer_types": None}),
+        (
+            {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 2},
+            {"use_sliding_window": False, "layer_types": None},
+        ),
+    ],
+)
+def test_the_sliding_window_refusal_names_edits_that_work(change, edits):
+    with pytest.raises(DataError, match="sliding-window attention is not supported") as caught:
+        model_config.from_hf(TINY | change | {"sliding_window": 2048})
+    words = {"use_sliding_window": "set use_sliding_window to false", "layer_types": "remove layer_types"}
+    for field, sentence in words.items():
+        assert (sentence in str(caught.value)) == (field in edits)
+    assert "rollout.max_context to at most 2048" in str(caught.value)
+    model_config.from_hf({k: v for k, v in (TINY | change | edits).items() if v is not None})
+
+
+def test_a_config_nested_too_deeply_is_a_sentence(tmp_path):
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(DataError, match=r"config\.json: is not whole JSON"):
+        model_config.read_directory(tmp_path)
 
 
 def test_bad_directories_are_sentences(tmp_path):

@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from transformers.models.llama import modeling_llama
 
 from libra_jax.models import config as model_config
-from libra_jax.models import hf, transformer
+from libra_jax.models import hf, rope, transformer
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
@@ -53,8 +54,9 @@ def _torch_logits(reference, tokens):
         return reference(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
 
 
-def _logits(params, config, tokens):
-    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+def _logits(params, config, tokens, positions=None):
+    if positions is None:
+        positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
     options = transformer.ComputeOptions()
 
     def run(params, tokens, positions):
@@ -91,6 +93,48 @@ def test_scaled_rope_changes_the_reference(make_reference):
     for field in fields:
         scaled = _torch_logits(make_reference("llama", False, "small", **field), tokens)
         assert np.abs(scaled - plain).max() > 1e-2, field
+
+
+LONG = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 3.0},
+    "llama3": LLAMA3 | {"original_max_position_embeddings": 8192},
+    "yarn": YARN | {"original_max_position_embeddings": 32768},
+}
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_log_probs_equal_transformers_up_to_position_130k(kind, make_reference, tmp_path):
+    fields = {"rope_parameters": LONG[kind] | {"rope_theta": 1e6}, "max_position_embeddings": 131072, "head_dim": 128}
+    reference = make_reference("llama", False, "small", num_hidden_layers=1, **fields)
+    tokens = np.random.default_rng(3).integers(0, 97, (1, 64)).astype(np.int32)
+    positions = np.linspace(0, 131071, tokens.size).astype(np.int32)[None]
+    with torch.no_grad():
+        # With a mask, transformers does not take the leaps of the positions for ends of packed sequences.
+        expected = reference(
+            torch.tensor(tokens, dtype=torch.long),
+            attention_mask=torch.ones(tokens.shape),
+            position_ids=torch.tensor(positions, dtype=torch.long),
+        ).logits.log_softmax(-1)
+    reference.save_pretrained(tmp_path)
+    config = model_config.read_directory(tmp_path)
+    logits = _logits(hf.load(tmp_path, config), config, tokens, positions)
+    # The contract with the engine. About 1e-5 is usual; one torch frequency's last bit makes 6e-4.
+    np.testing.assert_allclose(jax.nn.log_softmax(logits), expected, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
+@pytest.mark.parametrize("kind", LONG)
+def test_rotary_frequencies_equal_transformers(kind, head_dim):
+    for theta in (1e4, 5e5, 1e6, 5e6):
+        shape = {"hidden_size": 4 * head_dim, "num_attention_heads": 4, "max_position_embeddings": 131072}
+        theirs = transformers.AutoConfig.for_model("llama", **shape, rope_parameters=LONG[kind] | {"rope_theta": theta})
+        expected = modeling_llama.LlamaRotaryEmbedding(theirs)
+        got, scale = rope.frequencies(model_config.from_hf(theirs.to_dict()).rope, head_dim)
+        assert scale == expected.attention_scaling
+        # Torch's vectorised power is not rounded exactly either: at most the last bit of one in 48 differs.
+        radians = 131072 * np.abs(got.astype(np.float64) - expected.inv_freq.numpy())
+        assert radians.max() < 5e-4, theta
 
 
 def test_packed_rows_equal_separate_rows(make_reference, tmp_path):

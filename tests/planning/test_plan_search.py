@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import hypothesis
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from libra_jax import protocols
 from libra_jax.models import config as model_config
-from libra_jax.planning import costs, demand, hardware, meshes, partition, search, serving
+from libra_jax.planning import costs, demand, hardware, meshes, partition, plans, profiles, search, serving
 
 MODEL = costs.CostModel(hardware.sheet("h100"), model_config.load_preset("Qwen3-1.7B", "model"))
 DEGREES = (1, 2, 4, 8)
@@ -148,3 +149,32 @@ def test_no_number_of_devices_gives_each_of_them_much_more_to_do_than_the_thrift
             continue
         spent.append(best.devices * best.step_seconds)
     assert found.devices * found.step_seconds <= 1.05 * min(spent)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param("[" * 100_000, id="deep"),
+        '{"train": {"devices": 1, "data": 1, "fsdp": 1, "tensor": 1}, "rollout": '
+        '[{"tensor_parallel": 1, "count": 1000000000000, "max_remaining_tokens": 5}]}',
+    ],
+)
+def test_a_plan_file_that_no_run_could_hold_is_refused_at_once(tmp_path, text):
+    (tmp_path / "plan.json").write_text(text)
+    message = r"plan\.json: (this is no plan of launch/plan\.py|.* at most 1,000,000)"
+    with pytest.raises(protocols.DataError, match=message):
+        plans.read(tmp_path / "plan.json")
+
+
+def test_a_profile_nested_too_deeply_is_refused_in_a_sentence(tmp_path):
+    (tmp_path / "profile.json").write_text("[" * 100_000)
+    with pytest.raises(protocols.DataError, match="is no profile of"):
+        profiles.read(tmp_path / "profile.json")
+
+
+def test_a_runner_up_that_is_as_fast_is_not_called_longer():
+    mesh = meshes.Mesh(1, 4, 1, 10.0, 1e9)
+    bucket = (protocols.PlannedBucket(1, 4, 100),)
+    best = search.Split(mesh, bucket, 20.0, 20.0)
+    other = search.Split(dataclasses.replace(mesh, data=2), bucket, 19.9999, 19.9999)
+    assert search.compared(best, [best, other]).startswith("8 training devices would make the step no shorter")

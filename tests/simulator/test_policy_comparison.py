@@ -4,6 +4,7 @@ import dataclasses
 import statistics
 
 import simulator_doubles as doubles
+from matplotlib import figure
 
 from libra_jax.planning import costs
 from libra_jax.simulator import comparison, report, settings, workloads
@@ -53,6 +54,16 @@ def test_a_picture_is_written_as_svg_and_as_png(tmp_path):
     for name, start in (("out.svg", b"<?xml"), ("out.png", b"\x89PNG")):
         report.write_picture(ENTRIES, 8.0, tmp_path / name, "two policies")
         assert (tmp_path / name).read_bytes().startswith(start)
+
+
+def test_the_legend_of_the_picture_lies_over_no_bar(tmp_path, monkeypatch):
+    saved = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda picture, *_, **__: saved.append(picture))
+    report.write_picture(ENTRIES, 8.0, tmp_path / "out.svg", "two policies")
+    saved[0].draw_without_rendering()
+    [axes] = saved[0].axes
+    legend = axes.get_legend() or saved[0].legends[0]
+    assert not legend.get_window_extent().overlaps(axes.get_window_extent())
 
 
 def small_run() -> settings.SimulatedRun:

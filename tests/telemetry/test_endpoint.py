@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import socket
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator
@@ -169,3 +171,72 @@ def test_a_port_that_is_taken_and_a_token_that_is_not_there_are_refused_with_a_s
         pass
     with pytest.raises(protocols.ConfigError, match=r"telemetry\.port: must be a port"):
         config.TelemetryConfig(port=70000)
+
+
+def asked(url: str, host: str | None, token: str = "") -> tuple[int, str]:
+    """What a reader gets that names the page by `host`, as a browser does by the address it was given."""
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=20)
+    connection.putrequest("GET", "/health", skip_host=True)
+    for name, value in (("Host", host), ("Authorization", f"Bearer {token}" if token else None)):
+        if value is not None:
+            connection.putheader(name, value)
+    connection.endheaders()
+    answer = connection.getresponse()
+    return answer.status, answer.read().decode()
+
+
+def test_a_page_of_another_name_that_leads_here_reads_nothing(monkeypatch):
+    with served(made()) as url:
+        port = url.rpartition(":")[2]
+        for host in (f"127.0.0.1:{port}", "localhost", f"[::1]:{port}", "10.0.0.7"):
+            assert asked(url, host)[0] == 200, host
+        for rebound in (f"evil.example:{port}", "127.0.0.1.evil.example", "localhost.evil", "", None, "a:b:c", "[::"):
+            status_code, text = asked(url, rebound)
+            assert (status_code, "demo" in text) == (403, False), rebound
+        assert "localhost" in text
+        assert "telemetry.token_env" in text
+    monkeypatch.setenv("LIBRA_TOKEN", "secret")
+    with served(made(), token_env="LIBRA_TOKEN") as url:  # who has the token may call it as they like
+        assert asked(url, "libra.cluster.local", token="secret")[0] == 200
+        assert asked(url, "libra.cluster.local")[0] == 401
+
+
+def test_of_very_many_silent_connections_the_oldest_are_closed_and_readers_served():
+    with served(made()) as url, contextlib.ExitStack() as closing:
+        host, port = url.removeprefix("http://").split(":")
+        silent = [
+            closing.enter_context(socket.create_connection((host, int(port)), timeout=5))
+            for _ in range(endpoint.MOST_CONNECTIONS + 3)
+        ]
+        assert get(f"{url}/health")[0] == 200
+        assert [connection.recv(1) for connection in silent[:3]] == [b""] * 3
+        silent[-1].sendall(b"GET /health HTTP/1.0\r\nHost: localhost\r\n\r\n")
+        assert silent[-1].recv(12) == b"HTTP/1.0 200"
+
+
+def test_a_request_that_comes_byte_by_byte_is_cut_off(monkeypatch):
+    monkeypatch.setattr(endpoint, "IDLE_SECONDS", 0.3)
+    with served(made()) as url:
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=5) as connection:
+            for _ in range(100):  # far beyond the limit, on a slow machine too
+                try:
+                    connection.sendall(b"G")
+                except OSError:
+                    return
+                time.sleep(0.05)
+    pytest.fail("a connection that never ends its request was kept")
+
+
+def test_escapes_of_workers_and_notes_reach_no_reader():
+    run = made()
+    run.status("engine\x1b[2J", "answering \x9b31m\u202e")
+    run.note("It said \x1b]0;owned\x07\nstep 9/9  reward 1.000")
+    run.metrics(3, {"tool/\x1b[2J/calls": 1.0, "groups/replaced_\x1b[2J": 1.0})
+    run.end("failed", "It failed: \x1b[2J")
+    with served(run) as url:
+        for page in ("/", "/health", "/metrics"):
+            shown = get(url + page)[1]
+            assert not set(shown) & set("\x1b\x9b\x07\u202e"), page
+            assert "\\x1b[2J" in shown or "\\u001b[2J" in shown, page
+        assert not any(line.startswith("│ step 9/9") for line in get(url + "/")[1].splitlines())

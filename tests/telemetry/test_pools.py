@@ -288,6 +288,7 @@ def test_a_run_without_pools_has_no_such_section_and_no_file(tmp_path):
 def test_a_run_with_one_change_of_its_pools_has_their_picture_and_no_table(tmp_path):
     one = run_recorder(tmp_path, Clock())
     one.pools(100.0, START)
+    one.pools(102.0, START | {LENT: 1})
     one.span("trainer", "train step", 104.0, 108.0)
     one.close()
     source, text = texts(tmp_path)

@@ -1,16 +1,19 @@
 """The recorder as a run uses it: every sink at once, in a pipe, on a terminal, on a full disk, closed twice."""
 
 import errno
+import io
 import json
 import logging
 import os
 import pty
+import re
 import subprocess
 import sys
 import types
 from dataclasses import replace
 
 import pytest
+import sample_records
 
 from libra_jax import config as config_lib
 from libra_jax.protocols import ConfigError
@@ -22,7 +25,7 @@ STEP = {
     "staleness/max": 1.0,
     "loss": 0.0123,
     "mismatch/kl": 1e-5,
-    "rollout/seconds": 3.1,
+    "rollout/wait_seconds": 3.1,
     "train/seconds": 1.8,
     "sync/seconds": 0.2,
 }
@@ -101,8 +104,7 @@ def test_a_pipe_gets_one_plain_line_a_step_and_a_status_now_and_then(tmp_path, c
     assert 2 <= len(statuses) <= 3
     steps = [line for line in lines if line.startswith("step")]
     assert steps[0] == (
-        "step  1/12  reward 0.625  11,812 tokens/s  staleness 1  loss 0.0123  mismatch 1.0e-05"
-        "  rollout 3.1 s, train 1.8 s, sync 0.2 s"
+        "step  1/12  reward 0.625  11,812 tokens/s  staleness 1  loss 0.0123  wait 3.1 s, train 1.8 s, sync 0.2 s"
     )
     assert steps[2].startswith("step  3/12")
     assert steps[2].endswith("45 s left")
@@ -110,6 +112,19 @@ def test_a_pipe_gets_one_plain_line_a_step_and_a_status_now_and_then(tmp_path, c
     assert "The run begins." in lines
     assert lines[-1] == "It is done."
     assert not any("\x1b" in line for line in lines)
+
+
+@pytest.mark.parametrize("make", [console.PlainConsole, live.LiveConsole])
+def test_escapes_in_notes_and_statuses_reach_no_console(make):
+    stream = io.StringIO()
+    one = make("demo", 4, stream, Clock(), lambda key, sentence: None)
+    one.note("It said \x1b[2J\x9b31m\x07\nstep 4/4  reward 1.000")
+    one.status("engine\x1b[2J", "answering \u202e")
+    one.close()
+    shown = re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", stream.getvalue())  # the console's own
+    assert "\x1b[2J" not in stream.getvalue()
+    assert not set(shown) & set("\x1b\x9b\x07\u202e")
+    assert r"It said \x1b[2J\x9b31m\x07\nstep" in shown
 
 
 def test_a_console_can_be_left_out(tmp_path, capsys):
@@ -137,6 +152,41 @@ def test_a_full_disk_is_warned_about_once_a_file_and_the_run_goes_on(tmp_path, m
     assert all("No space left on device" in line for line in warnings)
     assert list(metrics.read(tmp_path / "metrics.jsonl")) == list(range(1, 10))
     json.loads((tmp_path / "timeline.json").read_text())
+
+
+def test_a_step_line_leaves_out_what_makes_it_too_long():
+    pace = console.Pace(100_000, 0.0)
+    for step, now in ((99_998, 0.0), (99_999, 7200.0)):
+        pace.step_ended(step, now)
+    moves = {"routing/moves": 12345.0, "routing/one_shot_accuracy": 0.906, "evaluation/accuracy": 0.5}
+    full = console.step_line(99_999, pace, STEP | moves | {"rollout/wait_seconds": 4000.0, "loss": -1.234e-7})
+    assert len(full) <= console.WIDTH
+    for part in ("step  99999/100000", "reward 0.625", "held-out 0.500", "11,812 tokens/s", "2 h 0 min left"):
+        assert part in full
+    assert "mismatch" not in full
+    assert "loss 0.0123" in console.step_line(1, console.Pace(9, 0.0), {"loss": 0.0123})
+
+
+@pytest.mark.parametrize("make", [console.PlainConsole, live.LiveConsole])
+def test_a_step_that_trains_on_what_was_there_already_shows_no_zero_speed(make):
+    stream = io.StringIO()
+    one = make("demo", 4, stream, Clock(), lambda key, sentence: None)
+    for step, tokens in enumerate((900, 0), start=1):
+        one.metrics(step, {"tokens_per_second": tokens / 1.5, "tokens/generated": tokens, "step/seconds": 1.5})
+    one.close()
+    shown = re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", stream.getvalue())
+    assert re.search(r"300 tokens/s|tokens/s 300", shown)
+    assert not re.search(r"\b0 tokens/s|tokens/s 0\b", shown)
+
+
+def test_the_speed_is_that_of_the_last_steps():
+    speed = console.Speed()
+    for step in range(1, 31):
+        speed.step_ended({"tokens/generated": 10.0 * (step > 15), "step/seconds": 2.0})
+    assert speed.tokens_per_second == pytest.approx(5.0)
+    speed.step_ended({"tokens_per_second": 7.0})  # a step of which no more is known
+    assert speed.tokens_per_second == 7.0
+    assert console.Speed().tokens_per_second is None
 
 
 def test_a_step_line_tells_moves_where_there_were_any():
@@ -289,7 +339,7 @@ def test_tensorboard_gets_the_same_scalars_and_forgets_redone_steps(tmp_path):
         resume.cut_back(tmp_path, steps.start - 1)
         record_run(one, clock, steps)
         one.close()
-    events = list(tensorboard_events(tmp_path / "tensorboard"))
+    events = list(tensorboard_events(tmp_path / "tensorboard" / tmp_path.name))
     assert [event.file_version for event in events if event.file_version] == ["brain.Event:2"] * 2
     scalars: dict[int, dict[str, float]] = {}
     for event in events:
@@ -300,6 +350,54 @@ def test_tensorboard_gets_the_same_scalars_and_forgets_redone_steps(tmp_path):
             scalars[event.step] = {value.tag: value.simple_value for value in event.summary.value}
     assert list(scalars) == [1, 2, 3, 4]
     assert scalars[4] == pytest.approx(STEP)
+
+
+def test_tensorboard_gets_the_best_and_the_worst_rollout_as_text(tmp_path):
+    one = recorder.create(run_config(console=False), tmp_path, Clock())
+    for rank in range(1, 5):
+        one.sample(sample_records.record(1, rank))
+    one.sample(sample_records.record(1, evaluation=True))
+    one.metrics(1, {"reward/mean": 0.5})
+    one.close()
+    found = {
+        value.tag: value
+        for event in tensorboard_events(tmp_path / "tensorboard" / tmp_path.name)
+        for value in event.summary.value
+        if value.metadata.plugin_data.plugin_name == "text"
+    }
+    assert sorted(found) == [
+        "evaluation_samples/best/text_summary",
+        "samples/best/text_summary",
+        "samples/worst/text_summary",
+    ]
+    text = found["samples/worst/text_summary"].tensor.string_val[0].decode()
+    assert all(line.startswith("    ") for line in text.splitlines())
+    assert r"I call \x1b[2J" in text
+
+
+def test_tensorboard_calls_the_run_as_its_workdir_is_called(tmp_path):
+    for name in ("first", "second"):
+        one = recorder.create(run_config(console=False), tmp_path / name, Clock())
+        record_run(one, Clock(), range(1, 2))
+        one.close()
+        assert [folder.name for folder in (tmp_path / name / "tensorboard").iterdir()] == [name]
+    (tmp_path / "second").rename(tmp_path / "moved")
+    one = recorder.create(run_config(console=False), tmp_path / "moved", Clock())
+    record_run(one, Clock(), range(2, 3))
+    one.close()
+    folder = tmp_path / "moved" / "tensorboard" / "second"  # the curve goes on where it began
+    assert len(list(folder.iterdir())) == 2
+    assert list(folder.parent.iterdir()) == [folder]
+
+
+def test_a_run_begun_when_events_had_no_folder_goes_on_there(tmp_path):
+    (tmp_path / "tensorboard").mkdir()
+    (tmp_path / "tensorboard" / "events.out.tfevents.0000000000.libra").write_bytes(b"")
+    one = recorder.create(run_config(console=False), tmp_path, Clock())
+    record_run(one, Clock(), range(1, 2))
+    one.close()
+    names = sorted(path.name for path in (tmp_path / "tensorboard").iterdir())
+    assert names == [f"events.out.tfevents.{number:010d}.libra" for number in (0, 1)]
 
 
 def test_a_workdir_that_cannot_be_made_ends_in_a_sentence(tmp_path):

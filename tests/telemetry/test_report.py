@@ -9,7 +9,17 @@ import pytest
 
 from libra_jax import config as config_lib
 from libra_jax.protocols import DataError
-from libra_jax.telemetry import figures, recorder, report, timeline
+from libra_jax.telemetry import (
+    causes_section,
+    console,
+    figures,
+    pool_section,
+    recorder,
+    report,
+    timeline,
+    timeline_picture,
+    tools_picture,
+)
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 
@@ -48,11 +58,11 @@ class Page(HTMLParser):
 
 
 def parsed(path) -> tuple[Page, str]:
-    page = Page()
-    page.feed(path.read_text())
-    page.close()
-    assert page.open == []
-    return page, " ".join(" ".join(page.text).split())
+    found = Page()
+    found.feed(path.read_text())
+    found.close()
+    assert found.open == []
+    return found, " ".join(" ".join(found.text).split())
 
 
 def decision(step, moved):
@@ -117,14 +127,14 @@ def workdir(tmp_path):
 
 def test_a_report_tells_the_run_and_needs_nothing_else(workdir):
     path = report.write_report(workdir)
-    page, text = parsed(path)
+    found, text = parsed(path)
     for sentence in (
         "a <b> run",
         "The run trained 12 of 20 steps in 30 s.",
-        "The training reward rose from 0.57 to 0.75 (means of 5 steps).",
+        "The training reward rose from 0.57 to 0.75 (means of the first and the last 5 steps).",
         "The score on held-out tasks rose from 0.40 to 0.80 .",
-        "It generated 2,520 tokens in 72 trajectories , with 72 tool calls (100% successful).",
-        "The median step generated 9,007 tokens a second .",
+        "It generated 2,520 tokens in 72 trajectories , with 72 tool calls, all successful.",
+        "It generated 9,006 tokens a second over all its steps.",
         "No group was older than 1 version when it was trained on.",
         "Predicted and measured step times",
         "moved: saves 10 s",
@@ -136,10 +146,10 @@ def test_a_report_tells_the_run_and_needs_nothing_else(workdir):
     ):
         assert re.sub(r"\s", "", sentence) in re.sub(r"\s", "", text)
     assert "zero_variance all rewards of the group were equal 12" in text
-    assert page.elements.count("svg") == 13
-    assert "script" not in page.elements
-    assert "link" not in page.elements
-    assert all(reference.startswith("#") for reference in page.references)
+    assert found.elements.count("svg") == 13
+    assert "script" not in found.elements
+    assert "link" not in found.elements
+    assert all(reference.startswith("#") for reference in found.references)
     source = path.read_text()
     assert set(re.findall(r"url\(([^)]*)\)", source)) == {
         match for match in re.findall(r"url\(([^)]*)\)", source) if match.startswith("#")
@@ -161,8 +171,8 @@ def test_an_interrupted_run_has_a_report_too(workdir):
 def test_any_one_file_is_enough(workdir, kept):
     for name in {"metrics.jsonl", "trace.jsonl", "timeline.json", "config.json"} - {kept}:
         (workdir / name).unlink()
-    page, _ = parsed(report.write_report(workdir))
-    assert page.elements.count("svg") >= 1
+    found, _ = parsed(report.write_report(workdir))
+    assert found.elements.count("svg") >= 1
 
 
 @pytest.mark.parametrize("content", [None, "", "not json\n"])
@@ -189,7 +199,7 @@ def test_a_run_of_one_step_and_one_trajectory_has_a_report(tmp_path):
     one.metrics(1, {"reward/mean": 0.0, "tokens_per_second": 0.0, "staleness/max": 0.0, "mismatch/kl": 0.0, "loss": 0})
     one.close()
     _, text = parsed(report.write_report(tmp_path))
-    assert "trained 1 steps" in text
+    assert "trained 1 step " in text
 
 
 def test_long_curves_are_thinned_without_moving_their_mean():
@@ -206,7 +216,7 @@ def test_the_mean_of_five_steps_uses_fewer_at_the_start():
 
 def test_the_busy_share_counts_overlapping_spans_once():
     spans = [timeline.Span("engine-0", 0, "generate", *ends, {}) for ends in ((0, 4), (1, 2), (6, 12), (-5, 1))]
-    assert figures.busy_share(spans, 0.0, 10.0) == pytest.approx(0.8)
+    assert timeline_picture.busy_share(spans, 0.0, 10.0) == pytest.approx(0.8)
 
 
 def test_a_reward_of_several_functions_shows_each_with_its_time_and_its_cache(tmp_path):
@@ -215,14 +225,181 @@ def test_a_reward_of_several_functions_shows_each_with_its_time_and_its_cache(tm
     second = {**first, "reward/brevity": 0.125, "reward_seconds/brevity": 1.5, "reward_cached/brevity": 0.5}
     lines = [json.dumps({"step": step, **scalars}) for step, scalars in enumerate((first, second), start=1)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    page, text = parsed(report.write_report(tmp_path))
+    found, text = parsed(report.write_report(tmp_path))
     assert "What the reward is made of" in text
     assert "brevity -0.250 0.125 1 25%" in text  # first, last, mean seconds of a call, share known already
     assert "environment 0.650 0.650" in text
-    assert page.elements.count("svg") == 2  # the whole reward's picture, and this one
+    assert found.elements.count("svg") == 3  # the whole reward's picture, its spread's, and this one
 
 
 def test_a_reward_that_is_the_environments_own_is_not_taken_apart(tmp_path):
     scalars = {"step": 1, "reward/mean": 0.4, "reward/std": 0.1, "reward/environment": 0.4}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(scalars) + "\n")
     assert "What the reward is made of" not in parsed(report.write_report(tmp_path))[1]
+
+
+def recorded(workdir, steps, **further):
+    """A run of steps that all have these numbers."""
+    quiet = config_lib.TelemetryConfig(console=False, tensorboard=False)
+    one = recorder.create(config_lib.RunConfig(telemetry=quiet), workdir, lambda: 0.0)
+    for step in range(1, steps + 1):
+        values = {name: value(step) if callable(value) else value for name, value in further.items()}
+        one.metrics(step, {"reward/mean": step / 10, **values})
+    one.close()
+    return workdir
+
+
+HEALTH = {
+    "entropy": 2.0,
+    "grad_norm": 1.0,
+    "kl/reference": 0.1,
+    "kl/behaviour": 1e-5,
+    "clip/high_fraction": 0.02,
+    "clip/low_fraction": 0.01,
+    "reward/std": 0.4,
+    "groups/without_gradient": 0.25,
+    "tokens/mean": 300.0,
+}
+
+
+def test_the_health_of_the_learning_is_plotted_as_far_as_it_is_known(tmp_path):
+    _, text = parsed(report.write_report(recorded(tmp_path / "all", 3, **HEALTH)))
+    titles = (
+        "Entropy",
+        "Gradient norm",
+        "KL",
+        "Clip fraction",
+        "Reward spread",
+        "Groups without a gradient",
+        "Lengths",
+    )
+    assert [title for title in titles if title not in text] == []
+    assert "25%" in text
+    _, text = parsed(report.write_report(recorded(tmp_path / "few", 3, grad_norm=1.0)))
+    assert "Gradient norm" in text
+    assert "Entropy" not in text
+    assert "Groups without a gradient" not in text
+
+
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [
+        (1, "The training reward was 0.10 ."),
+        (2, "The training reward rose from 0.10 to 0.20 ."),
+        (3, "The training reward rose from 0.10 to 0.30 ."),
+        (9, "The training reward rose from 0.25 to 0.75 (means of the first and the last 4 steps)."),
+    ],
+)
+def test_the_ends_that_are_compared_share_no_step(tmp_path, steps, told):
+    _, text = parsed(report.write_report(recorded(tmp_path, steps)))
+    assert re.sub(r"\s", "", told) in re.sub(r"\s", "", text)
+
+
+def drawn(monkeypatch, make):
+    """The matplotlib figure of a picture, laid out."""
+    found = []
+    monkeypatch.setattr(figures, "svg", lambda figure: found.append(figure) or "")
+    make()
+    found[0].draw_without_rendering()
+    return found[0]
+
+
+CURVES = {
+    "reward": lambda curve: figures.reward(curve, {1: 0.5}),
+    "curve": figures.curve,
+    "curves": lambda curve: figures.curves({"a": curve, "b": curve}, width=5),
+    "times": lambda curve: figures.step_times(dict.fromkeys(("wait", "training", "checkpoint", "other"), curve)),
+    "predicted": lambda curve: figures.predicted(curve, curve, curve, []),
+    "outcomes": lambda curve: tools_picture.outcomes({"look": dict.fromkeys(tools_picture.COLOURS, curve)}),
+}
+
+
+@pytest.mark.parametrize("name", CURVES)
+@pytest.mark.parametrize("steps", [1, 2, 3, 40])
+def test_steps_have_whole_ticks_and_few_points_a_mark(monkeypatch, name, steps):
+    curve = dict.fromkeys(range(1, steps + 1), 0.5)
+    [axes] = drawn(monkeypatch, lambda: CURVES[name](curve)).axes
+    low, high = axes.get_xlim()
+    ticks = [tick for tick in axes.get_xticks() if low <= tick <= high]
+    assert ticks
+    assert all(tick == int(tick) for tick in ticks), ticks
+    assert steps == 40 or (low < 1 and steps < high)
+    if steps < 4:  # a line of one point cannot be seen
+        assert axes.patches or all(line.get_marker() not in ("", "None") for line in axes.lines)
+
+
+@pytest.mark.parametrize("name", [*sorted({*CURVES} - {"curve"}), "turns", "left"])
+def test_no_legend_lies_over_axes_and_bars(monkeypatch, name):
+    curve = dict.fromkeys(range(1, 41), 0.5)
+    make = {
+        **{name: lambda make=make: make(curve) for name, make in CURVES.items()},
+        "turns": lambda: tools_picture.turns({"steps 1 to 2": {1: 1.0}, "steps 3 to 4": {1: 1.0}}),
+        "left": lambda: tools_picture.left({"look": (2.0, 3.0)}),
+    }[name]
+    figure = drawn(monkeypatch, make)
+    legend = figure.legends[0] if figure.legends else figure.axes[0].get_legend()
+    assert legend.get_window_extent().y0 >= figure.axes[0].get_window_extent().y1 - 1
+
+
+@pytest.mark.parametrize("counts", [{1: 1.0}, {1: 0.5, 2: 0.5}])
+def test_turns_are_whole_numbers(monkeypatch, counts):
+    [axes] = drawn(monkeypatch, lambda: tools_picture.turns({"steps 1 to 2": counts})).axes
+    low, high = axes.get_xlim()
+    assert [tick for tick in axes.get_xticks() if low <= tick <= high] == list(counts)
+
+
+def test_a_few_failures_among_many_calls_are_counted(tmp_path):
+    turns = [{"generated_tokens": 1, "tool": "look", "status": "success"} for _ in range(2000)]
+    turns += [{"generated_tokens": 1, "tool": "look", "status": "failure"} for _ in range(7)]
+    turns += [{"generated_tokens": 1, "tool": "look", "status": "timeout"}]
+    (tmp_path / "trace.jsonl").write_text(json.dumps({"trajectory_id": "a", "step": 1, "turns": turns}) + "\n")
+    _, text = parsed(report.write_report(tmp_path))
+    assert "with 2,008 tool calls (7 failed and 1 timed out)." in text
+    assert "100% successful" not in text
+
+
+def test_rollout_is_called_and_counted_as_the_console_does(tmp_path):
+    numbers = {"rollout/seconds": 3.1, "rollout/wait_seconds": 0.4, "train/seconds": 2.0, "step/seconds": 2.5}
+    run = report.load(recorded(tmp_path, 2, **numbers))
+    assert report.step_parts(run)["wait"] == {1: 0.4, 2: 0.4}
+    assert "wait 0.4 s, train 2.0 s" in console.step_line(1, console.Pace(2, 0.0), numbers)
+
+
+def test_steps_that_generated_nothing_do_not_make_the_speed(tmp_path):
+    numbers = {"tokens_per_second": lambda step: 900.0 * (step % 2), "step/seconds": lambda step: 1.0 + step % 2}
+    _, text = parsed(report.write_report(recorded(tmp_path, 4, **numbers)))
+    assert "It generated 600 tokens a second over all its steps." in text
+
+
+def test_pictures_can_be_read_on_a_phone(workdir):
+    source = report.write_report(workdir).read_text()
+    assert source.count('<div class="picture"><svg') == source.count("<svg ")
+    phone = source[source.index("@media (max-width: 760px)") :]
+    wide = float(re.search(r"\.wide svg \{ min-width: (\d+)px", phone).group(1))  # which scrolls, where it is wider
+    inner = 390 - 2 * (12 + 14 + 1)
+    for kind, picture in re.findall(r'class="card( wide)?".*?(<svg.*?</svg>)', source, re.DOTALL):
+        drawn_at = float(re.search(r'viewBox="0 0 ([\d.]+) ', picture).group(1))
+        shown_at = wide if kind else inner
+        sizes = {float(size) for size in re.findall(r"font: ([\d.]+)px var\(--font\)", picture)}
+        assert sizes
+        assert min(sizes - {7.35}) * shown_at / drawn_at > 9.5  # but for powers of ten
+    assert "font-family: 'DejaVu" not in source
+
+
+def test_names_with_dollars_and_escapes_are_drawn_as_text():
+    picture = tools_picture.seconds({"$\\broken{$\x1b[2J": (0.1, 0.1, 0.1, 0.1, 0.1)})
+    assert "\\x1b[2J" in picture
+    assert "\x1b" not in picture
+
+
+def test_pools_that_never_changed_have_no_picture():
+    sizes = [timeline.PoolSizes(0.0, {"core training": 1}), timeline.PoolSizes(5.0, {"core training": 1})]
+    assert pool_section.sections(sizes, [], 9.0) == []
+    grown = [*sizes, timeline.PoolSizes(6.0, {"core training": 2})]
+    assert [section.title for section in pool_section.sections(grown, [], 9.0)] == ["Pools"]
+
+
+@pytest.mark.parametrize(("share", "told"), [(-0.001, "none"), (-0.2, "none"), (0.001, "0%"), (0.25, "25%")])
+def test_no_share_is_told_as_less_than_nothing(share, told):
+    assert causes_section._explained(share) == told
+    assert "-0" not in figures._thousands(-0.0, None)

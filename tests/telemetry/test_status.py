@@ -196,3 +196,57 @@ def test_a_file_that_is_no_runs_is_named(tmp_path, content):
     with pytest.raises(protocols.DataError, match=r"status\.json cannot be read"):
         status.read(tmp_path)
     assert status.read(tmp_path / "nothing") is None
+
+
+def test_an_ended_run_shows_no_worker_at_work_and_how_long_it_ran():
+    clock = Clock()
+    run = run_status(clock)
+    run.status("rollout", "evaluating version 12")
+    clock.now += 90.0
+    run.end("done", "Trained 12 steps.")
+    clock.now += HOUR
+    text = screen.text(run.view(), "It has ended (done).")
+    assert "evaluating" not in text
+    assert "ago" not in text
+    assert "ran for 1 min 30 s" in text
+
+
+def test_a_resumed_runs_age_and_step_count_from_its_first_start(tmp_path):
+    clock = Clock()
+    first = run_status(clock)
+    first.metrics(7, {"policy_version": 7, "tokens/generated": 50, "step/seconds": 2.0})
+    clock.now += 2 * HOUR
+    first.end("stopped", "Stopped at step 7.")
+    record = first.view() | {"first_began": 1_000_000.0}
+    clock.now += HOUR  # in which nothing ran
+    second = run_status(clock, earlier=record, step=7)
+    clock.now += 600.0
+    view = second.view()
+    assert (view["step"], view["policy_version"], view["first_began"]) == (7, 7, 1_000_000.0)
+    assert (view["seconds"], view["run_seconds"]) == (600.0, 2 * HOUR + 600.0)
+    text = screen.text(view)
+    assert "began" in text
+    assert "10 min ago" in text
+    assert "2 h 10 min in all" in text
+    third = run_status(clock, earlier=view, step=7).view()
+    assert (third["first_began"], third["run_seconds"]) == (1_000_000.0, 2 * HOUR + 600.0)
+
+
+def test_a_status_of_an_earlier_version_or_a_garbled_one_counts_from_now():
+    for earlier in ({}, {"began": "x", "seconds": None}, {"first_began": [], "run_seconds": "long"}):
+        view = run_status(earlier=earlier).view()
+        assert view["first_began"] == view["began"]
+        assert view["run_seconds"] == 0.0
+
+
+def test_a_dead_run_is_not_said_to_have_begun_some_time_ago():
+    view = run_status().view()
+    assert "ago" in screen.text(view, "It lives.")
+    assert "ago" not in screen.text(view, "DEAD: its process is gone")
+
+
+def test_the_screen_shows_the_speed_of_the_last_steps():
+    run = run_status()
+    for step, tokens in enumerate((900, 0), start=1):
+        run.metrics(step, {"tokens_per_second": tokens / 1.5, "tokens/generated": tokens, "step/seconds": 1.5})
+    assert "tokens/s 300" in screen.text(run.view())

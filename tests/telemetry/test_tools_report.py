@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 
@@ -138,7 +139,7 @@ def test_many_turns_share_the_last_bar():
 def test_the_report_of_a_workdir_has_tools_and_what_they_foretell(tmp_path):
     (tmp_path / "trace.jsonl").write_text("".join(json.dumps(one) + "\n" for one in invented()))
     text = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", report.write_report(tmp_path).read_text()))
-    assert "with 49 tool calls (65% successful)" in text
+    assert "with 49 tool calls (16 failed and 1 timed out)" in text
     assert "Tool outcomes by step" in text
     assert "Causal states alone account for" in text
 
@@ -153,3 +154,9 @@ def test_what_returns_foretell_is_told_in_sentences_and_rows():
     assert "naming the fullest bucket each time is right for" in second
     assert [section.title for section in causes_section.sections(found)] == [causes_section.TITLE, "Causal states"]
     assert causes_section.sections(None) == []
+
+
+def test_a_share_just_below_zero_has_no_sign():
+    found = foresight.measure([foresight.attempt(one) for one in invented()])
+    below = dataclasses.replace(found, explained=-0.001)
+    assert "account for none of the variance" in causes_section.sentences(below)[0]

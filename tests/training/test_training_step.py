@@ -11,7 +11,6 @@ from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.training import mesh as mesh_lib
 from libra_jax.training import optimizer, packing
-from libra_jax.training import state as state_lib
 
 
 def _batch(small, config, count=10, seed=0):
@@ -175,16 +174,3 @@ def test_supervised_steps_learn_the_sequences(small):
     losses = [learner.update("supervised", packed, 1e-2)["loss"] for _ in range(40)]
     assert losses[0] == pytest.approx(np.log(small.vocabulary), rel=0.1)
     assert losses[-1] < 0.5 * losses[0]
-
-
-def test_bfloat16_parameters_keep_their_dtype(small):
-    config = small.config(model={"param_dtype": "bfloat16", "compute_dtype": "bfloat16"})
-    learner = small.learner(config)
-    dtypes = [leaf.dtype for leaf in jax.tree.leaves(learner.layout.state)]
-    packed, extras = _batch(small, config)
-    params = jax.tree.map(lambda leaf: leaf.astype("bfloat16"), small.params)
-    learner.begin(jax.device_put(params, state_lib.shardings_of(learner.layout.state.params)))
-    metrics = learner.update("policy", packed, 1e-3, extras)
-    assert np.isfinite(metrics["loss"])
-    assert [leaf.dtype for leaf in jax.tree.leaves(learner.state)] == dtypes
-    assert {str(leaf.dtype) for leaf in jax.tree.leaves(learner.params)} == {"bfloat16"}

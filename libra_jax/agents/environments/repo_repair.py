@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import logging
 import math
 import pathlib
 import posixpath
@@ -20,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from libra_jax import config, protocols
-from libra_jax.agents import datasets, deadlines
+from libra_jax.agents import datasets, deadlines, telling
 from libra_jax.agents.environments import dialogue
 from libra_jax.agents.repair import snapshots, suites
 from libra_jax.agents.tools import toolbox, toolkit
@@ -32,6 +33,11 @@ PROMPT = (
 )
 
 _VERDICTS = 4096
+_LONGEST_REASON = 300
+_log = logging.getLogger(__name__)
+
+MORE_FILES = 2000
+"""Files that an attempt may add to a repository; a workspace with more is refused, and the attempt has failed."""
 
 
 class Repair:
@@ -41,6 +47,8 @@ class Repair:
         self._tools, self._prompt, self._partial = tools, prompt, partial
         self._seconds, self._most_bytes = seconds, most_mib * 2**20
         self._verdicts: collections.OrderedDict[str, suites.Verdict] = collections.OrderedDict()
+        self._unchanged: dict[str, suites.Findings] = {}
+        self._reasons = telling.FirstFew(lambda sentence: _log.warning("%s", sentence))
 
     async def pose(self, task: protocols.Task, box: toolbox.Toolbox) -> Sequence[protocols.Message]:
         """Puts the repository into the attempt's sandbox and shows the issue."""
@@ -61,25 +69,47 @@ class Repair:
         try:
             if saved.status != "success":
                 raise snapshots.Hostile(saved.text)
-            workspace = snapshots.taken_over(saved.archive, self._most_bytes)
-        except snapshots.Hostile:  # too much, or made so that it cannot be read: the policy's own doing
-            return _told(suites.Verdict(0, len(_must_pass(task.payload))), 0.0, 0)
+            most = len(snapshot.files) + MORE_FILES
+            workspace = await deadlines.off_loop(snapshots.taken_over, saved.archive, self._most_bytes, most)
+        except snapshots.Hostile as error:  # too much, or made so that it cannot be read: the policy's own doing
+            verdict = suites.Verdict(0, len(_must_pass(task.payload)), f"left files that were refused: {error}")
+            return self._told(task, verdict, 0.0, 0, refused=True)
         verdict = await self._judge(snapshot, workspace, await self._suite(task.payload))
         reward = verdict.share if self._partial else float(verdict.solved)
-        return _told(verdict, reward, snapshots.changed_lines(snapshot.files, workspace))
+        lines = await deadlines.off_loop(snapshots.changed_lines, snapshot.files, workspace)
+        return self._told(task, verdict, reward, lines)
+
+    def _told(
+        self, task: protocols.Task, verdict: suites.Verdict, reward: float, lines: int, *, refused: bool = False
+    ) -> dialogue.Verdict:
+        """The verdict with its metrics; the first attempts that came to nothing are logged with the reason."""
+        if refused or verdict.deceit or verdict.broke:
+            self._reasons.tell(f"An attempt at {task.prompt_id} is worth 0: {_plain(verdict.problem)}")
+        metrics = {
+            "tests_passed": float(verdict.passed),
+            "tests_total": float(verdict.total),
+            "tests_overdue": float(verdict.overdue),
+            "tests_deceived": float(verdict.deceit),
+            "sandbox_broken": float(verdict.broke),
+            "files_refused": float(refused),
+            "patch_lines": float(lines),
+        }
+        return dialogue.Verdict(reward, metrics)
 
     async def _judge(
         self, snapshot: snapshots.Snapshot, workspace: Mapping[str, snapshots.File], suite: suites.Suite
     ) -> suites.Verdict:
-        key = suites.digest(snapshot, workspace, suite)
+        key = await deadlines.off_loop(suites.digest, snapshot, workspace, suite)
         if key in self._verdicts:  # most attempts at an easy task end alike
             self._verdicts.move_to_end(key)
             return self._verdicts[key]
-        verdict = await suites.run(await self._tools.sandbox(), snapshot, workspace, suite)
+        verdict = await suites.run(await self._tools.sandbox(), snapshot, workspace, suite, self._unchanged)
         if not (verdict.problem or verdict.overdue):  # what befell this run may not befall the next
             self._verdicts[key] = verdict
             if len(self._verdicts) > _VERDICTS:
                 self._verdicts.popitem(last=False)
+        while len(self._unchanged) > _VERDICTS:
+            del self._unchanged[next(iter(self._unchanged))]
         return verdict
 
     async def _snapshot(self, payload: Mapping[str, Any]) -> snapshots.Snapshot:
@@ -121,14 +151,9 @@ class Repair:
         ]
 
 
-def _told(verdict: suites.Verdict, reward: float, lines: int) -> dialogue.Verdict:
-    metrics = {
-        "tests_passed": float(verdict.passed),
-        "tests_total": float(verdict.total),
-        "tests_overdue": float(verdict.overdue),
-        "patch_lines": float(lines),
-    }
-    return dialogue.Verdict(reward, metrics)
+def _plain(text: str) -> str:
+    """Returns the begin of a text that a policy may have written, for a log: escapes do nothing to a terminal."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text[:_LONGEST_REASON])
 
 
 def _must_pass(payload: Mapping[str, Any]) -> tuple[str, ...]:
@@ -162,8 +187,9 @@ def environment(
       prompt: what the policy is told; {issue} stands for the issue.
       system: system message; empty is none.
       partial: the reward is the share of the tests that pass, not 1 for all and 0 else.
-      test_seconds: that the hidden tests may take, past which they have failed. Fewer than `task.tool_seconds`, with
-        some left for a sandbox to start: else code that hangs passes for an environment that does.
+      test_seconds: that the hidden tests may take, past which they have failed. At most half of `task.tool_seconds`:
+        the unchanged repository may have to be judged, too, and code that hangs must not pass for an environment that
+        does.
       most_mib: MiB of files that a repository may have, before and after.
 
     Raises:
@@ -173,6 +199,11 @@ def environment(
     config.check("{issue}" in prompt, f"{field}.prompt", "must hold {issue}, in whose place the issue is put")
     good = 0 < test_seconds < math.inf
     config.check(good, f"{field}.test_seconds", f"must be positive and finite, not {test_seconds}")
+    config.check(
+        test_seconds <= tools.call_seconds / 1.9,
+        f"{field}.test_seconds",
+        f"must be at most half of task.tool_seconds, not {test_seconds}; raise task.tool_seconds",
+    )
     config.check(most_mib > 0, f"{field}.most_mib", f"must be positive, not {most_mib}")
     config.check(bool(tools.names), "tools.use", "names no tool, and without one no file can be changed: add 'edit'")
     repair = _shared(tools, prompt, partial, test_seconds, most_mib)
@@ -248,7 +279,7 @@ class FileRepairs:
         return protocols.Task(row.prompt_id, payload)
 
 
-_SAYS_NAMES = ("-v", "-rA", "-ra", "--verbose")
+_SAYS_NAMES = ("-v", "--verbose")
 
 
 def _check_listed(tests: Sequence[Any], where: str) -> None:
@@ -283,8 +314,8 @@ def _check_command(payload: Mapping[str, Any], where: str) -> None:
             "--config.task.arguments=\"{'fail_to_pass_column': 'FAIL_TO_PASS'}\""
         )
     silent = not any(word.startswith(_SAYS_NAMES) for word in str(command).split())
-    if silent and ("unittest" in command or "pytest" in command):
-        raise protocols.DataError(f"{where}: {command!r} does not say which tests pass; add -v (pytest: -rA)")
+    if silent and "unittest" in command:
+        raise protocols.DataError(f"{where}: {command!r} does not say which tests pass; add -v")
 
 
 def task_source(
@@ -310,10 +341,9 @@ def task_source(
       fail_to_pass_column: list of names of tests that the fix makes pass (`tests/test_a.py::TestA::test_b`, or dotted);
         empty: all tests have to pass.
       pass_to_pass_column: of tests that pass already and still have to; empty: none.
-      command_column: what runs the tests, from the repository's root, and names each with its outcome; empty: Python's
-        `unittest`, apart from the code that it tests, where all that crosses between the two is plain data, objects
-        and exceptions of the repository's own, and no functions. Such tests bring no files besides Python's, but for
-        those that the repository has anyway.
+      command_column: what runs the tests, from the repository's root. `pytest` reports by itself; any other runner has
+        to print each test's name and outcome as `unittest -v` does. Empty: Python's `unittest` in the sandbox. Such
+        tests bring no files besides Python's, but for those that the repository has anyway.
       holdout: share of the distinct issues kept for evaluation, at least one; 0 is none.
 
     Raises:

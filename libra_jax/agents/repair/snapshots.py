@@ -48,6 +48,9 @@ _EXTENSIONS = (
 )
 """Kinds of members that describe others. `tarfile` reads each of them whole, of any size."""
 
+LONG_BYTES = 2**20
+"""Size above which the lines of a file are counted only."""
+
 
 @dataclass(frozen=True)
 class File:
@@ -135,17 +138,17 @@ class Hostile(Exception):
     """An archive from a sandbox that is none, or holds more than it may."""
 
 
-def taken_over(archive: bytes, most_bytes: int) -> dict[str, File]:
+def taken_over(archive: bytes, most_bytes: int, most_files: int = sys.maxsize) -> dict[str, File]:
     """The regular files of an archive that came from a sandbox.
 
     Raises:
-      Hostile: it cannot be read, or its files take more than `most_bytes`.
+      Hostile: it cannot be read, its files take more than `most_bytes`, or are more than `most_files`.
     """
     if not archive:
         return {}
     try:
         with tarfile.open(fileobj=io.BytesIO(archive), mode="r:", tarinfo=_bounded_member()) as opened:
-            return dict(_members(opened, most_bytes, "the workspace").files)
+            return dict(_members(opened, most_bytes, "the workspace", most_files).files)
     except (tarfile.TarError, protocols.DataError, OSError, EOFError, ValueError, RecursionError) as error:
         raise Hostile(str(error)) from error
 
@@ -178,8 +181,9 @@ def _bounded_member() -> type[tarfile.TarInfo]:
     return Member
 
 
-def _members(archive: tarfile.TarFile, most_bytes: int, where: str) -> Snapshot:
-    files, links, left = {}, {}, most_bytes
+def _members(archive: tarfile.TarFile, most_bytes: int, where: str, most_files: int = sys.maxsize) -> Snapshot:
+    files: dict[str, File] = {}
+    links, left = {}, most_bytes
     for member in archive:
         path = posixpath.normpath(member.name)
         left -= tarfile.BLOCKSIZE
@@ -190,6 +194,8 @@ def _members(archive: tarfile.TarFile, most_bytes: int, where: str) -> Snapshot:
             left -= member.size
             if left < 0:
                 break
+            if len(files) >= most_files:
+                raise protocols.DataError(f"{where}: holds more than {most_files} files")
             source = archive.extractfile(member)
             assert source is not None
             files[path] = File(source.read(), bool(member.mode & 0o100))
@@ -230,6 +236,14 @@ def for_tests(snapshot: Snapshot, workspace: Mapping[str, File], tests: Mapping[
     return Snapshot(files, links)
 
 
+def helpers(snapshot: Snapshot, tests: Mapping[str, File]) -> list[str]:
+    """Returns the paths of modules that the repository itself has for its tests, besides the hidden ones."""
+    known = {path.split("/", 1)[0] for path in snapshot.files}
+    return [
+        path for path in snapshot.files if path.endswith(".py") and path not in tests and _is_the_suites(path, known)
+    ]
+
+
 def _is_the_suites(path: str, known: set[str]) -> bool:
     """Whether a file is no matter of the policy's; `known` are the snapshot's own names at the top."""
     *folders, name = path.split("/")
@@ -250,11 +264,16 @@ def _parents(path: str) -> set[str]:
 
 
 def changed_lines(before: Mapping[str, File], after: Mapping[str, File]) -> int:
-    """Lines added and lines taken away, over all files; a moved line is neither."""
+    """Lines added and lines taken away, over all files; a moved line is neither.
+
+    Of a file above `LONG_BYTES` only the numbers of lines are compared: a list of its lines could take gigabytes.
+    """
     count = 0
     for path in before.keys() | after.keys():
         old, new = (side[path].content if path in side else b"" for side in (before, after))
-        if old != new:
+        if old != new and max(len(old), len(new)) > LONG_BYTES:
+            count += abs(old.count(b"\n") - new.count(b"\n"))
+        elif old != new:
             lines = collections.Counter(new.splitlines())
             lines.subtract(collections.Counter(old.splitlines()))
             count += sum(map(abs, lines.values()))

@@ -1,14 +1,20 @@
-"""Hidden tests: laid over what a policy left, run in a sandbox that it never saw, and their verdict.
+"""Hidden tests: laid over what a policy left, run in a sandbox that the policy never saw, and their verdict.
 
-Two ways. Without a command, Python's `unittest` runs them in a process that the tested code cannot reach, not even by
-being imported (`examiner.py`): what that code does to its own process decides nothing, and there is no file for it to
-read the answers from: hidden data besides Python is refused (`telling_data`). With a command, such as
-`python -m pytest -rA tests`, the project's own runner imports the tested code, as SWE-bench and R2E-Gym have it. What
-the policy planted around its code is gone then, too; but code that was written to deceive the very process that judges
-it can be caught only. So controls are mixed into the tests: some that have to pass, and some that have to fail, by a
-coin tossed on the host. A run in which one comes out wrong or is not reported at all passes nothing.
+The tests and their helpers come from the task. The policy's files are data that are copied beside them, without those
+that decide how tests run. The tests import the tested code, so the two share a process. Code that was written to
+deceive the tests can be detected, and cannot be ruled out. What is detected passes nothing:
 
-Data model of SWE-bench (arXiv 2310.06770): tests that fail before and pass after, and those that pass before and after.
+- controls among the tests, of which some must pass and some must fail, by a coin tossed on the host;
+- Python's own functions, the tests' functions and the names of test modules, which `guard.py` watches;
+- objects that equal everything, arguments changed in place, endless iterations, which `witness.py` notices;
+- test files, settings of runners or limits of the sandbox that were changed while the tests ran.
+
+The unchanged repository is judged as well, if something was detected: what it does, too, is no deceit.
+
+Without a command, Python's `unittest` runs the tests. With one, such as `python -m pytest tests`, the project's own
+runner does, as SWE-bench and R2E-Gym have it; `guard.py` and `witness.py` do not look at it then.
+
+Data model of SWE-bench (arXiv 2310.06770): tests that fail before and pass after, and tests that pass before and after.
 """
 
 from __future__ import annotations
@@ -18,18 +24,20 @@ import hashlib
 import json
 import pathlib
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from libra_jax import config, protocols
-from libra_jax.agents.repair import examiner, snapshots
+from libra_jax.agents import deadlines
+from libra_jax.agents.repair import outcomes, snapshots, witness
 from libra_jax.agents.sandbox import limits, pool
 
 ATTEMPTS = 2
-"""Sandboxes that a run may take, where one dies of itself or the run is killed from somewhere."""
+"""Sandboxes that a run may take, if one dies or a signal ends the tests."""
 
 _CONTROLS = 4
-_ANSWER_BYTES = 128  # of an answer, besides a letter for each control
+_OPERATORS_OF_SHELL = frozenset("|;&<>`$()\n")
 _BOOT = (
     "import sys, types\n"
     "workspace = sys.path.pop(0)\n"  # before anything is imported: nothing of the policy's may be
@@ -38,7 +46,7 @@ _BOOT = (
     "    module = types.ModuleType(name)\n"
     "    exec(compile(source, name, 'exec'), module.__dict__)\n"
     "    setattr(package, name, module)\n"
-    "package.examiner.main(REQUEST, workspace, PROGRAMS['server'])\n"
+    "package.referee.main(REQUEST, workspace)\n"
 )
 
 
@@ -49,7 +57,7 @@ class Suite:
     Attributes:
       tests: files by path.
       must_pass: names of tests that have to pass; empty: all that there are, and at least one.
-      command: runs them, from the workspace; empty: `unittest`, apart from what it tests.
+      command: runs them, from the workspace; empty: `unittest` does.
       seconds: that a run may take; None: as any call.
     """
 
@@ -65,15 +73,19 @@ class Verdict:
 
     Attributes:
       passed: tests that passed, of those that must.
-      total: tests that must pass; 0 where no one knows how many there are, as nothing came of the run.
-      problem: what befell the run, in a few words; empty: nothing.
-      overdue: it took too long.
+      total: tests that must pass; 0 if the number is not known, because the run had no result.
+      problem: why the run passed nothing, in a few words; empty if it has a result.
+      overdue: the run took too long.
+      deceit: the tested code tampered with the tests, or lied to them.
+      broke: the tested code or its files ended the sandbox, or did not fit into it.
     """
 
     passed: int
     total: int
     problem: str = ""
     overdue: bool = False
+    deceit: bool = False
+    broke: bool = False
 
     @property
     def solved(self) -> bool:
@@ -82,56 +94,169 @@ class Verdict:
 
     @property
     def share(self) -> float:
-        """Of the tests that must pass, those that do."""
+        """Share of the tests that must pass, that do."""
         return self.passed / self.total if self.total else 0.0
 
 
-async def run(
-    sandbox: pool.Sandbox, snapshot: snapshots.Snapshot, workspace: Mapping[str, snapshots.File], suite: Suite
-) -> Verdict:
-    """Runs hidden tests on a repository as a policy left it. What the tested code does to the run is its own fault.
+@dataclass(frozen=True)
+class Findings:
+    """What one run found.
 
-    So is a run that a signal ended, if the second one ends so too: code can kill itself, and no one can tell that from
-    the kernel's killer where a machine is out of memory. Such a verdict has its `problem`, and holds for this run only.
+    Attributes:
+      passed: whether each test passed, by name.
+      problem: why there is no result, in a few words; empty if there is one.
+      overdue: the run took too long.
+      forged: the problem is a forged report.
+      killed: a signal ended the run; nobody knows who sent it.
+      changes: what the tested code changed around the tests.
+      lies: what its objects and functions did that no honest ones do.
+      calls: its functions that the tests called with an argument that can be changed in place.
+    """
+
+    passed: Mapping[str, bool] = field(default_factory=dict)
+    problem: str = ""
+    overdue: bool = False
+    forged: bool = False
+    killed: bool = False
+    changes: Sequence[str] = ()
+    lies: Sequence[str] = ()
+    calls: Sequence[str] = ()
+
+
+class _Died(Exception):
+    """The sandbox ended under the tests, or the files did not fit into it."""
+
+
+async def run(
+    sandbox: pool.Sandbox,
+    snapshot: snapshots.Snapshot,
+    workspace: Mapping[str, snapshots.File],
+    suite: Suite,
+    known: MutableMapping[str, Findings] | None = None,
+) -> Verdict:
+    """Runs hidden tests on a repository as a policy left it. The tested code answers for what it does to the run.
+
+    A sandbox that dies is tried once more. If it dies again, and the unchanged repository's sandbox does not, the
+    policy's files ended it. A run that a signal ends twice ended itself: nothing tells that from the kernel's killer on
+    a machine without memory. Such a verdict has its `problem`, and holds for this run only.
 
     Args:
       sandbox: where fresh ones come from.
       snapshot: the repository as it was.
       workspace: files as they are now, by path.
       suite: the tests.
+      known: findings on unchanged repositories, kept from call to call.
 
     Raises:
-      ConfigError: the tests bring hidden data and no command, or `sandbox.output_bytes` are too few.
-      WorkerLost: sandboxes died under the run, one after the other.
+      ConfigError: the tests bring hidden data and no command.
+      WorkerLost: sandboxes died under the run, and under the unchanged repository.
     """
     data = telling_data(snapshot, suite.tests)
     config.check(
         bool(suite.command) or not data, "task.arguments.command_column", f"must name a command: {DATA.format(data)}"
     )
-    for attempt in range(ATTEMPTS):
-        examination = _Examination(snapshot, workspace, suite)
-        config.check(
-            examination.answer_bytes <= sandbox.limits.output_bytes,
-            "sandbox.output_bytes",
-            f"{sandbox.limits.output_bytes} are too few for a verdict on {len(suite.tests)} hidden files; make it "
-            f"{examination.answer_bytes}",
-        )
-        outcome = await sandbox.examine(examination.files, examination.code, suite.seconds)
-        last = attempt + 1 == ATTEMPTS
-        if outcome.broken and last:
+    bench = _Bench(sandbox, snapshot, suite, {} if known is None else known)
+    total = len(suite.must_pass)
+    try:
+        found = await bench.findings(workspace)
+    except _Died as death:
+        try:
+            await bench.unchanged()
+        except _Died as error:
             raise protocols.WorkerLost(
-                f"{ATTEMPTS} sandboxes died under the hidden tests, the last one with {outcome.text!r}; see that this "
-                "machine has memory left, and sandbox.memory_mib"
-            )
-        killed = outcome.status == "failure" and "ended by signal" in outcome.text  # by whom, no one can tell
-        if not outcome.broken and (last or not killed):
-            return examination.judge(outcome)
-    raise AssertionError("unreachable")
+                f"sandboxes died under the hidden tests ({death}), and under those of the unchanged repository "
+                f"({error}); see that this machine has memory left, and sandbox.memory_mib"
+            ) from error
+        return Verdict(0, total, f"ended the sandbox: {death}", broke=True)
+    if found.problem:
+        return Verdict(0, total, found.problem, found.overdue, found.forged)
+    if deceits := await bench.deceits(found):
+        return Verdict(0, total, "; ".join(deceits[:3]), deceit=True)
+    wanted = [outcomes.dotted(name) for name in suite.must_pass]
+    if not wanted:  # all that the tests have, whatever the tested code did to some of them
+        try:
+            wanted = sorted(found.passed.keys() | (await bench.unchanged()).passed.keys())
+        except _Died:
+            wanted = sorted(found.passed)
+        wanted = [name for name in wanted if found.passed.get(name) is not None or not name.endswith(".import")]
+    return Verdict(sum(found.passed.get(name, False) for name in wanted), len(wanted))
+
+
+class _Bench:
+    """Judges files by one suite; the unchanged repository once, and only if there is a question."""
+
+    def __init__(
+        self,
+        sandbox: pool.Sandbox,
+        snapshot: snapshots.Snapshot,
+        suite: Suite,
+        known: MutableMapping[str, Findings],
+    ) -> None:
+        self._sandbox, self._snapshot, self._suite, self._known = sandbox, snapshot, suite, known
+
+    async def unchanged(self) -> Findings:
+        """Returns the findings on the repository as it was; it may take half of the seconds of a run.
+
+        Raises:
+          _Died: its sandboxes died.
+        """
+        key = digest(self._snapshot, self._snapshot.files, self._suite)
+        if key not in self._known:
+            self._known[key] = await self.findings(self._snapshot.files, 0.5)
+        return self._known[key]
+
+    async def findings(self, workspace: Mapping[str, snapshots.File], share: float = 1.0) -> Findings:
+        """Returns the findings on some files.
+
+        All attempts together get the seconds of one run, so that tested code cannot outlast the caller's deadline.
+
+        Args:
+          workspace: the files, by path.
+          share: of the suite's seconds that all attempts together may take.
+
+        Raises:
+          _Died: sandboxes died, one after the other.
+        """
+        found: Findings | None = None
+        most = share * self._sandbox.limits.of_call(self._suite.seconds)
+        left = most
+        for _ in range(ATTEMPTS):
+            examination = await deadlines.off_loop(_Examination, self._snapshot, workspace, self._suite)
+            try:
+                outcome = await self._sandbox.examine(examination.files, examination.code, left)
+            except pool.NotUnpacked as error:
+                death = str(error)
+                continue
+            left -= outcome.seconds
+            if outcome.broken or (outcome.by_code and outcome.status == "failure"):
+                death = outcome.text
+            else:
+                found = await deadlines.off_loop(examination.read, outcome)  # a hostile report may be long
+            if (found is not None and not found.killed) or left < most / 2:
+                break
+        if found is None:
+            raise _Died(death)
+        return found
+
+    async def deceits(self, found: Findings) -> list[str]:
+        """Returns what the tested code did and the unchanged repository does not, in a few words each."""
+        if not (found.changes or found.lies):
+            return []
+        try:
+            before = await self.unchanged()
+        except _Died:
+            before = Findings()
+        changes = [change for change in found.changes if change not in before.changes]
+        lies = [lie for lie in found.lies if lie not in before.lies]
+        new = {witness.CHANGED.format(call) for call in found.calls} - {
+            witness.CHANGED.format(call) for call in before.calls
+        }  # of a function that was not called so before, nobody knows what it may do to its arguments
+        return [*changes, *(lie for lie in lies if lie not in new)]
 
 
 DATA = (
-    "the hidden tests bring {!r}, which the tested code could read where it runs apart from them; give the task a test "
-    "command, or have the file in the repository, where the policy sees it too"
+    "the hidden tests bring {!r}, which the tested code could read; give the task a test command, "
+    "or have the file in the repository, where the policy sees it too"
 )
 """Why data that `telling_data` finds are refused."""
 
@@ -139,7 +264,7 @@ DATA = (
 def telling_data(snapshot: snapshots.Snapshot, tests: Mapping[str, snapshots.File]) -> str:
     """Path of hidden data, if the tests bring any besides what the repository has anyway; empty: they bring none.
 
-    Python files are run from memory. Other files would have to lie where the tests, and so the tested code, open them.
+    Python files are run from memory. Other files have to lie where the tests, and so the tested code, can open them.
     """
     for path, file in tests.items():
         known = snapshot.files.get(path)
@@ -161,67 +286,105 @@ def digest(snapshot: snapshots.Snapshot, workspace: Mapping[str, snapshots.File]
 
 
 class _Examination:
-    """One run: `files` and `code` are what a sandbox gets; `judge` reads what it says."""
+    """One run: `files` and `code` are what a sandbox gets; `read` understands its answer."""
 
     def __init__(self, snapshot: snapshots.Snapshot, workspace: Mapping[str, snapshots.File], suite: Suite) -> None:
         self._suite, self._secret = suite, secrets.token_hex(16)
         self._controls: dict[str, bool] = {}
+        self._modules: dict[str, str] = {}
         tests = {path: self._controlled(path, file) for path, file in suite.tests.items()}
-        made_up = snapshots.for_tests(snapshot, workspace, tests)
-        self.files = made_up.pack()
-        wanted = [examiner.dotted(name) for name in suite.must_pass]
-        sources = {path: file.content.decode(errors="replace") for path, file in tests.items() if path.endswith(".py")}
+        files = snapshots.for_tests(snapshot, workspace, tests)
+        self.files = files.pack()
+        known = {*snapshots.top_modules(snapshot.files), *snapshots.top_modules(tests)}
         request = {
             "secret": self._secret,
             "command": suite.command,
-            "sources": {} if suite.command else sources,
-            "roots": snapshots.top_modules(path for path in made_up.files if path not in tests),
-            "own": snapshots.top_modules(snapshot.files),
-            "wanted": wanted,
-            "controls": list(self._controls),
+            "tests": list(tests),
+            "helpers": [path for path in snapshots.helpers(snapshot, tests) if path in files.files],
+            "added": [name for name in snapshots.top_modules(files.files) if name not in known],
+            "startup": [name for name in snapshots.OWNED if not name.endswith((".pyc", ".pyo"))],
         }
         self.code = f"REQUEST, PROGRAMS = {(json.dumps(request), programs())!r}\n{_BOOT}"
 
-    @property
-    def answer_bytes(self) -> int:
-        """How long the answer gets, at most: however many tests there are, it counts them."""
-        return len(self._controls) + _ANSWER_BYTES
-
     def _controlled(self, path: str, file: snapshots.File) -> snapshots.File:
-        """The file with controls, where a command will run it."""
+        """Returns a test file with controls at its end."""
         name = path.rpartition("/")[2]
-        if not self._suite.command or not (name.startswith("test") and name.endswith(".py")):
+        if not (name.startswith("test") and name.endswith(".py")):
             return file
         lines, case = ["", "import unittest as _unittest", ""], f"Test{secrets.token_hex(8).title()}"
         lines.append(f"class {case}(_unittest.TestCase):")
         for place in range(_CONTROLS):
-            good = place == 0 or (place > 1 and secrets.randbelow(2) == 1)  # one of each kind at least
-            left = secrets.token_hex(4)
-            right = left if good else secrets.token_hex(4)
-            check = secrets.choice((f"self.assertEqual({left!r}, {right!r})", f"assert {left!r} == {right!r}"))
-            method = f"test_{secrets.token_hex(8)}"
-            lines += [f"    def {method}(self):", f"        {check}"]
-            self._controls[examiner.dotted(f"{path}::{case}::{method}")] = good
+            test, check = self._control(f"{path}::{case}", place)
+            lines += [f"    def {test}(self):", f"        {check}"]
+        if not self._suite.command or "pytest" in self._suite.command:  # else nobody runs plain functions
+            for place in range(2):
+                test, check = self._control(path, place)
+                lines += [f"def {test}():", f"    {check}"]
         return snapshots.File(file.content + "\n".join(lines).encode() + b"\n", file.executable)
 
-    def judge(self, outcome: limits.Outcome) -> Verdict:
-        """The verdict on what the sandbox said; whatever is not as it should be passes nothing."""
-        total = len(self._suite.must_pass)
+    def _control(self, where: str, place: int) -> tuple[str, str]:
+        """Returns name and body of a control; the first two of a place are one of each kind."""
+        good = place == 0 or (place > 1 and secrets.randbelow(2) == 1)
+        left = secrets.token_hex(4)
+        right = left if good else secrets.token_hex(4)
+        test = f"test_{secrets.token_hex(8)}"
+        name = outcomes.dotted(f"{where}::{test}")
+        self._controls[name] = good
+        self._modules[name] = outcomes.dotted(f"{where.partition('::')[0]}::").removesuffix(".")
+        if where.endswith(".py"):
+            return test, f"assert {left!r} == {right!r}"
+        return test, secrets.choice((f"self.assertEqual({left!r}, {right!r})", f"assert {left!r} == {right!r}"))
+
+    def read(self, outcome: limits.Outcome) -> Findings:
+        """Returns the findings of a run by what its sandbox answered."""
         if outcome.status == "timeout":
-            return Verdict(0, total, outcome.text, overdue=True)
+            return Findings(problem=outcome.text or "took too long", overdue=True)
         try:
             answer = json.loads(outcome.text) if outcome.status == "success" else {}
         except (ValueError, RecursionError):
             answer = {}
         if not isinstance(answer, dict) or answer.get("secret") != self._secret:
-            return Verdict(0, total, f"the tests came to nothing: {limits.cut(outcome.text, 200)}")
-        if answer["controls"] != "".join("FP"[good] for good in self._controls.values()):
-            return Verdict(0, total, "tests that must fail or pass in any case came out otherwise, or were not run")
-        return Verdict(answer["passed"], answer["total"])
+            killed = outcome.status == "failure" and "ended by signal" in outcome.text
+            return Findings(problem=f"the tests have no result: {limits.cut(outcome.text, 200)}", killed=killed)
+        if answer.get("problem"):
+            return Findings(problem=str(answer["problem"]), forged=bool(answer.get("forged")))
+        junit = answer.get("junit")
+        if not isinstance(junit, str | None):
+            return Findings(problem="the report is no text", forged=True)
+        try:
+            passed = outcomes.printed(self._printed(answer)) if junit is None else outcomes.of_junit(junit)
+        except outcomes.Unreadable as error:
+            return Findings(problem=str(error), forged=True)
+        return self._judged(passed, answer)
+
+    def _printed(self, answer: Mapping[str, Any]) -> str:
+        if "pytest" in self._suite.command:  # it would have written a report, had it come to its end
+            raise outcomes.Unreadable("pytest wrote no report")
+        return str(answer.get("printed", ""))
+
+    def _judged(self, passed: Mapping[str, bool], answer: Mapping[str, Any]) -> Findings:
+        changes, lies, calls = (_texts(answer.get(name)) for name in ("changes", "lies", "calls"))
+        for name, good in self._controls.items():
+            # Only our own runner says so of a module that none of its tests could run.
+            unloaded = not self._suite.command and f"{self._modules[name]}.import" in passed
+            if passed.get(name) is not good and not (unloaded and name not in passed):
+                return Findings(
+                    problem="tests that must pass or fail in any case did not, or were not run", forged=True
+                )
+        simple = self._suite.command and not _OPERATORS_OF_SHELL & set(self._suite.command)
+        if simple and self._controls and answer.get("status") == 0:
+            changes.append("the test command ended with status 0 although a test failed")
+        kept = {name: good for name, good in passed.items() if name not in self._controls}
+        return Findings(kept, changes=changes, lies=lies, calls=calls)
+
+
+def _texts(value: Any) -> list[str]:
+    """Returns the texts of a list that tested code may have made."""
+    return [str(text) for text in value] if isinstance(value, list) else []
 
 
 @functools.cache
 def programs() -> dict[str, str]:
-    """What a sandbox under test is handed, each after those that it needs."""
-    here = pathlib.Path(examiner.__file__).parent
-    return {name: (here / f"{name}.py").read_text() for name in ("server", "standins", "examiner")}
+    """Returns the programs that a sandbox under test gets, each after those that it needs."""
+    here = pathlib.Path(__file__).parent
+    return {name: (here / f"{name}.py").read_text() for name in ("guard", "witness", "hidden", "referee")}

@@ -34,10 +34,6 @@ class Outcome:
     archive: bytes = b""
 
 
-class SpoiledByCode(protocols.WorkerLost):
-    """A sandbox could not go on because of its code's files or processes. Another sandbox would meet the same."""
-
-
 def cut(text: str, most: int) -> str:
     """The text, or its two ends with a mark between them that tells how many characters were left out."""
     if len(text) <= most:

@@ -35,6 +35,20 @@ NO_OUTPUT = "[no output]"
 LOAD_SECONDS = 60.0
 """For files to be unpacked, or to be taken over."""
 
+EXAMINATION_OUTPUT_BYTES = 2**23
+"""What an examination may print; a report of tests has to come whole."""
+
+
+class NotUnpacked(protocols.WorkerLost):
+    """Files could not be unpacked in a sandbox that was to examine them."""
+
+
+def of_examinations(limits: limits_module.Limits) -> limits_module.Limits:
+    """Returns the limits of sandboxes that examine what a policy left: what fits into its sandbox has room there."""
+    grown = ("cpu_seconds", "memory_mib", "processes", "file_mib", "workspace_mib", "files")
+    more = {name: 2 * getattr(limits, name) for name in grown}
+    return limits_module.Limits(**{**dataclasses.asdict(limits), **more, "output_bytes": EXAMINATION_OUTPUT_BYTES})
+
 
 class Sandbox:
     """Runs code that no one has read. Made inside an event loop's coroutine, and used as `async with`.
@@ -73,6 +87,8 @@ class Sandbox:
         config.check(0 < warm <= most, "sandbox.warm", f"must lie in 1..sandbox.most = {most}, not {warm}")
         self.limits = limits or limits_module.Limits()
         self._backend = backends.make(backend, self.limits, packages, image, allow_unsafe=allow_unsafe)
+        self._examining = of_examinations(self.limits)
+        self._examiner = backends.make(backend, self._examining, packages, image, allow_unsafe=allow_unsafe)
         self._name = backend
         self._files = archives.pack(Path(workspace), self.limits.workspace_mib) if workspace else b""
         self._warm = warm
@@ -151,22 +167,23 @@ class Sandbox:
     async def examine(self, files: bytes, code: str, seconds: float | None = None) -> limits_module.Outcome:
         """Runs Python code over an archive's files, in a sandbox that serves nothing before and nothing after.
 
+        Its limits are those of `of_examinations`.
+
         Args:
           files: a tar, which the workspace begins with.
           code: what to run, however long: it is the caller's own, and what it runs is not.
           seconds: how long it may take, if not `Limits.seconds`.
 
         Raises:
-          WorkerLost: no sandbox could be started, or it broke while the files were unpacked.
-          SpoiledByCode: the files cannot be unpacked within the limits.
+          NotUnpacked: the files could not be unpacked.
+          WorkerLost: no sandbox could be started.
           DeadlineMissed: none became free within `Limits.start_seconds`.
         """
-        lent = await self.take(fresh=True)
+        lent = await self.take(examining=True)
         try:
             unpacked = await lent.call("load", files, LOAD_SECONDS)
             if unpacked.status != "success":
-                lost = protocols.WorkerLost if unpacked.broken else limits_module.SpoiledByCode
-                raise lost(f"a sandbox's files could not be unpacked: {unpacked.text}")
+                raise NotUnpacked(f"a sandbox's files could not be unpacked: {unpacked.text}")
             return await lent.call("run", code.encode(), self.limits.of_call(seconds))
         finally:
             self.give_back(lent, used=True)
@@ -200,11 +217,11 @@ class Sandbox:
 
     # Workers ----------------------------------------------------------------------------------------------------
 
-    async def take(self, *, fresh: bool = False, patient: bool = False) -> worker.Worker:
+    async def take(self, *, examining: bool = False, patient: bool = False) -> worker.Worker:
         """A sandbox for the caller alone, who gives it back.
 
         Args:
-          fresh: one that has never been called.
+          examining: a new one under the limits of examinations; those that are kept ready have a policy's.
           patient: for a place it waits as long as it takes, which the caller then bounds.
         """
         self._check_open()
@@ -215,12 +232,12 @@ class Sandbox:
             await self._place_in_time()
         try:
             self._check_open()  # the wait may have been long
-            while self._idle:
+            while self._idle and not examining:
                 lent = self._idle.popleft()
-                if lent.alive and not lent.gone and not (fresh and lent.served):
+                if lent.alive and not lent.gone:
                     return lent
                 self._retire(lent)
-            return await self._begin()
+            return await self._begin(examining=examining)
         except BaseException:
             self._places.release()
             raise
@@ -251,8 +268,9 @@ class Sandbox:
             self._idle.append(lent)
         self._top_up()
 
-    async def _begin(self) -> worker.Worker:
-        begun = await worker.Worker.start(self._backend, self.limits, self._parent)
+    async def _begin(self, *, examining: bool = False) -> worker.Worker:
+        backend, limits = (self._examiner, self._examining) if examining else (self._backend, self.limits)
+        begun = await worker.Worker.start(backend, limits, self._parent)
         self._live.add(begun)
         self._spawn(self._watch(begun), "watch")
         return begun

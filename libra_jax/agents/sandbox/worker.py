@@ -33,13 +33,12 @@ _TOLD_BYTES = 65536
 class Worker:
     """A running sandbox. `alive` until it is killed, breaks the protocol or ends; it is then of no more use.
 
-    `served` tells whether it was ever called, `ended` that it was gone of itself when a call wanted its answer.
+    `ended` tells that it was gone of itself when a call wanted its answer.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, launch: backends.Launch, limits: limits_module.Limits):
         self.process, self._launch, self._limits = process, launch, limits
         self.alive = True
-        self.served = False
         self.ended = False
         self._first = -1
         self._group: cgroups.Group | None = None
@@ -136,7 +135,6 @@ class Worker:
         assert self.process.stdin is not None
         loop = asyncio.get_running_loop()
         began = loop.time()
-        self.served = True
         head = json.dumps({"kind": kind, "seconds": seconds, "clean": clean, "most": most}).encode()
         try:
             self.process.stdin.write(supervisor.HEADER.pack(len(head), len(body)) + head + body)
@@ -145,7 +143,6 @@ class Worker:
             self.kill()
             return limits_module.Outcome("timeout", f"[no end after {seconds:g} s]", loop.time() - began, "all", True)
         except (EOFError, OSError, wire.Malformed) as error:
-            self.kill()
             self.ended = not isinstance(error, wire.Malformed)
             how = "ended" if self.ended else "sent what is no answer"
             by_code = False
@@ -153,6 +150,7 @@ class Worker:
                 how, by_code = f"ended: more than {self._limits.memory_mib} MiB of memory", True
             elif self.ended and await self._gave_up():
                 how, by_code = "ended: its first process could not go on with what is in it", True
+            self.kill()  # only now: its signal would hide a status that the first process ends with
             seconds = loop.time() - began
             return limits_module.Outcome("failure", f"[the sandbox {how}]", seconds, "all", not by_code, by_code)
         except BaseException:

@@ -1,0 +1,131 @@
+"""What may differ between a workdir's config and the config of a run that goes on in it.
+
+Settings in three classes: what only reports or waits may change freely (`libra_config.MAY_CHANGE`); what changes the
+learning or the devices has to be named in --allow_changes; what the checkpoint cannot follow is always refused. Every
+change is one line of `config_history.jsonl`, and the report shows it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import difflib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast, get_type_hints
+
+from libra_jax import config as libra_config
+from libra_jax.protocols import ConfigError
+from libra_jax.telemetry import files
+
+NEVER = ("model.preset",)
+"""Settings that no checkpoint can follow: its weights are of another shape."""
+
+_MISSING = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """One setting that differs.
+
+    Attributes:
+      name: full name without `config.`, such as `optimizer.learning_rate`.
+      before: value in the workdir's `config.json`; None where it had no such setting.
+      after: value of the run that goes on; None where it has no such setting.
+    """
+
+    name: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        return f"config.{self.name} is {self.before!r} there and {self.after!r} here"
+
+
+def allowed_names(text: str) -> tuple[str, ...]:
+    """Parses --allow_changes, a comma-separated list of settings; `config.` before a name may be left out.
+
+    Raises:
+      ConfigError: there is no such setting; the nearest one is offered.
+    """
+    names = tuple(part.strip().removeprefix("config.") for part in text.split(",") if part.strip())
+    known = dict(_settings(libra_config.RunConfig))
+    mappings = [setting for setting, kind in known.items() if "Mapping" in str(kind)]
+    for name in names:
+        if name not in known and not any(_covers(mapping, name) for mapping in mappings):
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"--allow_changes: there is no setting {name!r}{hint}")
+    return names
+
+
+def find(stored: Any, resolved: Any, name: str = "") -> list[Change]:
+    """Compares two resolved configs, nested plain values; settings in the order of the stored one."""
+    if isinstance(stored, Mapping) and isinstance(resolved, Mapping):
+        keys = dict.fromkeys([*stored, *resolved])
+        return [
+            change
+            for key in keys
+            for change in find(stored.get(key, _MISSING), resolved.get(key, _MISSING), f"{name}.{key}".lstrip("."))
+        ]
+    if stored == resolved:
+        return []
+    return [Change(name, *(None if value is _MISSING else value for value in (stored, resolved)))]
+
+
+def check(workdir: Path, changes: Sequence[Change], allowed: Sequence[str]) -> None:
+    """Refuses changes that were not allowed.
+
+    Args:
+      workdir: the run's folder, for the sentence.
+      changes: found between its config and the new one.
+      allowed: names of --allow_changes. A name of a group of settings allows all of them.
+
+    Raises:
+      ConfigError: a change is not allowed, or no checkpoint can follow it; the flag that allows it is named.
+    """
+    if fixed := [change for change in changes if any(_covers(name, change.name) for name in NEVER)]:
+        raise ConfigError(
+            f"--workdir={workdir} belongs to another model: {'; '.join(map(str, fixed))}. Its checkpoints hold weights "
+            "of that model; use another workdir, or the old settings"
+        )
+    free = (*libra_config.MAY_CHANGE, *allowed)
+    refused = [change for change in changes if not any(_covers(name, change.name) for name in free)]
+    if refused:
+        names = ",".join(dict.fromkeys(change.name for change in refused))
+        raise ConfigError(
+            f"--workdir={workdir} belongs to another config: {'; '.join(map(str, refused))}. Use another workdir, or "
+            f"the old settings, or change the run from its last checkpoint on by --allow_changes={names}"
+        )
+
+
+def record(workdir: Path, changes: Sequence[Change], allowed: Sequence[str], step: int) -> None:
+    """Appends the changes to the workdir's `config_history.jsonl`, one line for all of one start.
+
+    Args:
+      workdir: the run's folder.
+      changes: that were accepted.
+      allowed: names of --allow_changes.
+      step: training step of the checkpoint from which the run goes on.
+    """
+    entry = {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "step": step,
+        "changes": {change.name: [change.before, change.after] for change in changes},
+        "allowed": [change.name for change in changes if any(_covers(name, change.name) for name in allowed)],
+    }
+    with (workdir / files.CONFIG_HISTORY_FILE).open("a") as file:
+        file.write(json.dumps(entry) + "\n")
+
+
+def _covers(name: str, setting: str) -> bool:
+    return setting == name or setting.startswith(f"{name}.")
+
+
+def _settings(kind: type[Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields full name and type of each setting and group of settings."""
+    for name, field in get_type_hints(kind).items():
+        yield prefix + name, field
+        if dataclasses.is_dataclass(field):
+            yield from _settings(cast("type[Any]", field), f"{prefix}{name}.")

@@ -1,0 +1,124 @@
+"""Watches the evaluation of a user's config file: names the line of its errors, and ends a file that never returns."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from libra_jax import protocols
+
+NOTICE_SECONDS = 10.0
+"""Seconds of evaluation after which a notice says which file is being evaluated."""
+
+LIMIT_SECONDS = 120.0
+"""Seconds of evaluation after which the process ends. A config may import JAX from a slow file system."""
+
+LIMIT_VARIABLE = "LIBRA_JAX_CONFIG_SECONDS"
+"""Environment variable that replaces `LIMIT_SECONDS`."""
+
+_GIL_SECONDS = 5.0
+"""Seconds beyond the limit after which a file whose C code holds the interpreter's lock is ended too."""
+
+
+@contextlib.contextmanager
+def watched(file: str) -> Iterator[None]:
+    """Says which config file is being evaluated if the block takes long, and ends the process at the limit.
+
+    The process ends with exit status 2, because no exception can be raised in code that catches them all.
+
+    Args:
+      file: path of the config file; empty watches nothing.
+    """
+    if not file:
+        yield
+        return
+    limit, returned = _limit(), threading.Event()
+    arguments = (file, limit, threading.get_ident(), returned)
+    threading.Thread(target=_watch, args=arguments, name="libra-config-watch", daemon=True).start()
+    # Code such as 10**10**10 never lets another thread run. faulthandler's own thread needs no Python.
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # standard error may be closed or replaced
+        faulthandler.dump_traceback_later(limit + _GIL_SECONDS, exit=True)
+    try:
+        yield
+    finally:
+        returned.set()
+        faulthandler.cancel_dump_traceback_later()
+
+
+def sentence(error: BaseException, file: str) -> str | None:
+    """Describes an error that the evaluation of a config file raised, with the file's line.
+
+    Args:
+      error: what was raised. Libraries may have wrapped the file's own error.
+      file: path of the config file.
+
+    Returns:
+      One sentence, or None if the error was raised elsewhere.
+    """
+    link: BaseException | None = error
+    while link is not None:
+        line = _line(link, file)
+        if line:
+            # A SyntaxError's own text repeats file and line.
+            said = link.msg if isinstance(link, SyntaxError) and _is_of(link, file) else str(link)
+            text = " ".join(said.split())
+            if not isinstance(link, protocols.LibraError):
+                text = f"{type(link).__name__}: {text}" if text else type(link).__name__
+            return f"--config={file}, line {line}: {text}"
+        link = link.__cause__ or link.__context__
+    return None
+
+
+def _is_of(error: BaseException, file: str) -> bool:
+    return isinstance(error, SyntaxError) and bool(error.filename) and _same(str(error.filename), file)
+
+
+def _line(error: BaseException, file: str) -> int:
+    """Line of the file on which the error was raised, by the innermost frame of the file; 0 without one."""
+    if isinstance(error, SyntaxError) and _is_of(error, file):
+        return error.lineno or 1
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _same(frame.filename, file)]
+    return (frames[-1].lineno or 1) if frames else 0
+
+
+def _same(one: str, other: str) -> bool:
+    return Path(one).name == Path(other).name and os.path.realpath(one) == os.path.realpath(other)
+
+
+def _limit() -> float:
+    try:
+        return max(0.1, float(os.environ[LIMIT_VARIABLE]))
+    except (KeyError, ValueError):
+        return LIMIT_SECONDS
+
+
+def _watch(file: str, limit: float, thread: int, returned: threading.Event) -> None:
+    if returned.wait(min(NOTICE_SECONDS, limit / 2)):
+        return
+    notice = f"{file} is still being evaluated{_place(file, thread)}; it may take {limit:g} s ({LIMIT_VARIABLE})."
+    print(notice, file=sys.stderr, flush=True)
+    if returned.wait(limit - min(NOTICE_SECONDS, limit / 2)):
+        return
+    print(
+        f"error: --config={file}: did not return within {limit:g} s{_place(file, thread)}; mend the file, or allow "
+        f"more seconds by {LIMIT_VARIABLE} in the environment",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(2)
+
+
+def _place(file: str, thread: int) -> str:
+    """The line of the file at which a thread is."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if _same(frame.f_code.co_filename, file):
+            return f", at line {frame.f_lineno}"
+        frame = frame.f_back
+    return ""

@@ -1,0 +1,106 @@
+"""Lists a config's settings for `--config_help`: name, default and meaning, read off the dataclasses' own comments."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import io
+import re
+import textwrap
+import tokenize
+from collections.abc import Iterator
+from typing import Any, NamedTuple, cast, get_type_hints
+
+WIDTH = 110
+
+
+class Setting(NamedTuple):
+    """One setting.
+
+    Attributes:
+      name: full name, such as `optimizer.learning_rate`.
+      default: default value as Python writes it.
+      meaning: comment of the field, on one line.
+    """
+
+    name: str
+    default: str
+    meaning: str
+
+
+def listing(config_type: type[Any], word: str = "") -> str:
+    """Returns the settings whose name or meaning holds a word, two lines each.
+
+    Args:
+      config_type: dataclass of a config.
+      word: text to look for, in any case; empty lists all settings.
+    """
+    found = [
+        setting for setting in settings(config_type) if word.lower() in f"{setting.name} {setting.meaning}".lower()
+    ]
+    indent = " " * 6
+    lines = []
+    for setting in found:
+        lines.append(f"--config.{setting.name}={setting.default}")
+        lines += textwrap.wrap(setting.meaning, WIDTH, initial_indent=indent, subsequent_indent=indent)
+    return "\n".join(lines)
+
+
+def settings(config_type: type[Any], prefix: str = "") -> Iterator[Setting]:
+    """Yields every setting of a config, nested ones with their full names."""
+    kinds, meanings = get_type_hints(config_type), _meanings(config_type)
+    for item in dataclasses.fields(config_type):
+        kind, name = kinds[item.name], prefix + item.name
+        if dataclasses.is_dataclass(kind):
+            yield from settings(cast("type[Any]", kind), f"{name}.")
+            continue
+        made = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
+        default = "(required)" if made is dataclasses.MISSING else repr(made)
+        yield Setting(name, default, meanings.get(item.name, ""))
+
+
+def _meanings(config_type: type[Any]) -> dict[str, str]:
+    """Meaning of each field: the comment beside or above the field, or the field's entry under `Attributes:`."""
+    found: dict[str, str] = {}
+    for base in reversed(config_type.__mro__[:-1]):
+        if dataclasses.is_dataclass(base):
+            found |= _documented(base.__doc__ or "")
+            found |= _commented(textwrap.dedent(inspect.getsource(base)))
+    return found
+
+
+def _commented(source: str) -> dict[str, str]:
+    tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
+    comments = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
+    lines = source.splitlines()
+    body = cast(ast.ClassDef, ast.parse(source).body[0]).body
+    found = {}
+    for node in body:
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+            continue
+        above: list[str] = []
+        line = node.lineno - 1
+        while line in comments and lines[line - 1].lstrip().startswith("#"):
+            above.insert(0, comments[line])
+            line -= 1
+        inside = [
+            comments[line] for line in range(node.lineno, (node.end_lineno or node.lineno) + 1) if line in comments
+        ]
+        if above or inside:
+            found[node.target.id] = " ".join([*above, *inside])
+    return found
+
+
+def _documented(text: str) -> dict[str, str]:
+    _, _, section = inspect.cleandoc(text).partition("Attributes:\n")
+    found: dict[str, str] = {}
+    name = ""
+    for line in section.splitlines():
+        entry = re.match(r"  (\w+): (.*)", line)
+        if entry:
+            name = entry[1]
+            found[name] = entry[2]
+        elif name and line.startswith("   "):
+            found[name] += f" {line.strip()}"
+    return found

@@ -1,0 +1,202 @@
+"""Runs hidden tests by `unittest`, in the process that imports the tested code, and writes a JUnit report.
+
+A sandbox gets this file as text, so it imports the standard library only. `referee.py` forks this process, and is out
+of reach of the tested code. The hidden modules' sources are in memory only, not on the disk.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import io
+import os
+import sys
+import types
+import unittest
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+from xml.etree import ElementTree
+
+from libra_jax.agents.repair import guard, witness
+
+_CLOSELY = 200  # the guard looks after each of the first 200 tests, and then after every 200th
+
+IMPORT = "import"
+"""Name of the test case that stands for the import of a test module."""
+
+
+class Result(unittest.TestResult):
+    """Outcomes as JUnit test cases, in the order in which the tests ended."""
+
+    def __init__(self, look: guard.Guard) -> None:
+        super().__init__(io.StringIO())
+        self._guard, self._outcome = look, ""
+        self.root = ElementTree.Element("testsuite")
+        self.changes: dict[str, None] = {}
+
+    def startTest(self, test: unittest.TestCase) -> None:
+        super().startTest(test)
+        self._outcome = "error"
+
+    def stopTest(self, test: unittest.TestCase) -> None:
+        super().stopTest(test)
+        for name in vars(test).keys() & vars(unittest.TestCase).keys():
+            if callable(vars(test)[name]):
+                self.changes[f"{name} of a test case was replaced"] = None
+        self.add(str(getattr(test, "libra_name", "") or test.id()), self._outcome)
+        if self.testsRun <= _CLOSELY or not self.testsRun % _CLOSELY:  # a look takes half a millisecond
+            self.changes.update(dict.fromkeys(self._guard.changes()))
+
+    def add(self, name: str, outcome: str) -> None:
+        """Adds a test case; an empty outcome is a success."""
+        place, _, short = name.rpartition(".")
+        case = ElementTree.SubElement(self.root, "testcase", {"classname": place, "name": short})
+        if outcome:
+            ElementTree.SubElement(case, outcome)
+
+    def addError(self, test: unittest.TestCase, error: Any) -> None:
+        super().addError(test, error)
+        if not isinstance(test, unittest.TestCase):  # what runs before or after the tests of a class or module
+            self.add(test.id(), "error")
+
+    def addFailure(self, test: unittest.TestCase, error: Any) -> None:
+        super().addFailure(test, error)
+        self._outcome = "failure"
+
+    def addSkip(self, test: unittest.TestCase, reason: str) -> None:
+        super().addSkip(test, reason)
+        self._outcome = "skipped"
+
+    def addSuccess(self, test: unittest.TestCase) -> None:
+        self._outcome = ""
+
+    def addExpectedFailure(self, test: unittest.TestCase, error: Any) -> None:
+        self._outcome = ""
+
+    def addUnexpectedSuccess(self, test: unittest.TestCase) -> None:
+        super().addUnexpectedSuccess(test)
+        self._outcome = "failure"
+
+
+class Sources(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Loads the tests' modules from memory, and the packages above them from the workspace.
+
+    Args:
+      sources: path and text by dotted name.
+      roots: folders in which the workspace's modules lie.
+      look: the guard that watches loaded modules.
+      seer: what rewritten sources call.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, tuple[str, str]],
+        roots: Sequence[str],
+        look: guard.Guard,
+        seer: witness.Witness,
+    ) -> None:
+        self._roots, self._guard, self._seer = roots, look, seer
+        self._sources = dict(sources)
+        above = {name.rsplit(".", count)[0] for name in sources for count in range(1, name.count(".") + 1)}
+        self._above = above - sources.keys()
+        self.loaded: dict[str, types.ModuleType] = {}
+
+    def expect(self, tests: Iterable[str]) -> None:
+        """Imports what some modules need of the standard library, and has the guard remember it."""
+        for test in tests:
+            path, text = self._sources[test]
+            with contextlib.suppress(SyntaxError, ValueError):  # the import says so
+                names = guard.names_of(ast.parse(text, path))
+                for name in names.imported():
+                    with contextlib.suppress(ImportError):
+                        self._guard.watch(importlib.import_module(name))
+                self._guard.expect(names)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        """See `importlib`."""
+        if name in self._sources:
+            place = self._sources[name][0]
+            package = os.path.basename(place) == "__init__.py"
+            found = importlib.machinery.ModuleSpec(name, self, origin=place, is_package=package)
+            if package:
+                found.submodule_search_locations = [os.path.dirname(place)]
+            return found
+        if name not in self._above:
+            return None
+        folders = [os.path.join(root, *name.split(".")) for root in self._roots]
+        folders = [folder for folder in folders if os.path.isdir(folder)]
+        for folder in folders:
+            begin = os.path.join(folder, "__init__.py")
+            if os.path.isfile(begin):
+                return importlib.util.spec_from_file_location(name, begin, submodule_search_locations=[folder])
+        bare = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        bare.submodule_search_locations = folders
+        return bare
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """See `importlib`."""
+        name = module.__name__
+        path, text = self._sources[name]
+        tree = ast.parse(text, path)
+        module.__file__ = path
+        self.loaded[name] = module
+        names = guard.names_of(tree)
+        module.__dict__.update(self._seer.namespace())
+        code = compile(ast.fix_missing_locations(witness.Rewriter().visit(tree)), path, "exec")
+        exec(code, module.__dict__)
+        self._guard.watch_tests(module, names)
+
+
+def play(
+    tests: Mapping[str, tuple[str, str]],
+    helpers: Mapping[str, tuple[str, str]],
+    roots: Sequence[str],
+    workspace: str,
+) -> dict[str, Any]:
+    """Runs the hidden tests.
+
+    Args:
+      tests: path and text of each hidden module, by dotted name.
+      helpers: path and text of the modules that the repository has for its tests, by dotted name.
+      roots: folders in which the workspace's modules lie.
+      workspace: the folder of the tested code.
+
+    Returns:
+      `junit`, the report; `changes` and `lies`, in a few words each; `calls`, see `Witness`.
+    """
+    look = guard.Guard()
+    seer = witness.Witness(workspace, {path for path, _ in (*tests.values(), *helpers.values())})
+    for name in guard.WATCHED:
+        look.watch(importlib.import_module(name))
+    finder = Sources({**helpers, **tests}, roots, look, seer)
+    finder.expect(tests)
+    write, result = ElementTree.tostring, Result(look)
+    sys.meta_path.insert(0, finder)
+    for name in tests:
+        try:
+            module = importlib.import_module(name)
+        except BaseException:
+            result.add(f"{name}.{IMPORT}", "error")
+            continue
+        if module is not finder.loaded.get(name):
+            result.changes[f"the test module {name} was replaced"] = None
+            continue
+        _suite(module).run(result)
+    changes = [*result.changes, *(change for change in look.changes() if change not in result.changes)]
+    report = write(result.root, encoding="unicode")
+    return {"junit": report, "changes": changes, "lies": seer.seen, "calls": sorted(seer.calls)}
+
+
+def _suite(module: types.ModuleType) -> unittest.TestSuite:
+    """Returns a module's test cases, and its functions named test_ that take nothing."""
+    suite = unittest.TestSuite([unittest.defaultTestLoader.loadTestsFromModule(module)])
+    for name, value in list(vars(module).items()):
+        if name.startswith("test_") and isinstance(value, types.FunctionType) and not value.__code__.co_argcount:
+            test = unittest.FunctionTestCase(value)
+            test.libra_name = f"{module.__name__}.{name}"  # type: ignore[attr-defined]
+            suite.addTest(test)
+    return suite

@@ -1,0 +1,233 @@
+"""The process that runs hidden tests in a sandbox and answers to the host; it never imports the tested code.
+
+A sandbox gets this file as text after `guard.py`, `witness.py` and `hidden.py`, and it imports the standard library.
+What it tests cannot trace it, and it alone holds the descriptor of the answer. Tests run in a child: `hidden.py` in a
+forked one, or the project's own command. What a child reports counts only if the child ends as it should.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fnmatch
+import hashlib
+import importlib.machinery
+import json
+import os
+import resource
+import secrets
+import select
+import shutil
+import struct
+import subprocess
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from libra_jax.agents.repair import hidden
+
+_PR_SET_DUMPABLE = 4
+_HEADER = struct.Struct(">16sI")
+_MOST_BYTES = 2**21
+
+
+def seclude() -> int:
+    """Shuts this process off from others; returns the descriptor of the answer, which no child inherits."""
+    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+    answer, nothing = os.dup(1), os.open(os.devnull, os.O_RDWR)
+    for target in (0, 1, 2):
+        os.dup2(nothing, target)
+    return answer
+
+
+def _path(workspace: str) -> list[str]:
+    """Folders where the repository's modules are looked for first."""
+    packages = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return [os.path.join(workspace, "src"), workspace, *filter(None, packages)]
+
+
+def make_way(names: Sequence[str], workspace: str) -> None:
+    """Removes modules that the policy added under the name of an installed package, in whose place they would be."""
+    packages = _path(workspace)[2:]
+    for name in names:
+        found = importlib.machinery.PathFinder.find_spec(name, packages)
+        if found is not None and found.loader is not None:
+            for root in _path(workspace)[:2]:
+                shutil.rmtree(os.path.join(root, name), ignore_errors=True)
+                if os.path.isfile(os.path.join(root, f"{name}.py")):
+                    os.unlink(os.path.join(root, f"{name}.py"))
+
+
+def _limits() -> list[Any]:
+    """Limits of this process and of the sandbox's first one."""
+    kinds = sorted(value for name, value in vars(resource).items() if name.startswith("RLIMIT_"))
+    found: list[Any] = [resource.getrlimit(kind) for kind in kinds]
+    try:
+        with open("/proc/1/limits") as file:
+            found.append(file.read())
+    except OSError:
+        pass
+    return found
+
+
+# unittest, in a child that is forked from here -----------------------------------------------------------------------
+
+
+def _in_memory(paths: Sequence[str], workspace: str, *, remove: bool) -> dict[str, tuple[str, str]]:
+    """Returns modules by name, each with its path and text; the hidden ones are removed from the disk."""
+    found = {}
+    for path in paths:
+        if path.endswith(".py"):
+            place = os.path.join(workspace, path)
+            with open(place, "rb") as file:
+                text = file.read().decode(errors="replace")
+            if remove:
+                os.unlink(place)
+            name = path.removeprefix("src/").removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+            found[name] = (place, text)
+    return found
+
+
+def forked(request: Mapping[str, Any], workspace: str, answer: int) -> dict[str, Any]:
+    """Runs the hidden tests in a child, and returns the child's report.
+
+    The report is one frame with a nonce, and the child ends right after it with status 0. Anything else is no report.
+    """
+    tests = _in_memory(request["tests"], workspace, remove=True)
+    helpers = _in_memory(request["helpers"], workspace, remove=False)
+    nonce = secrets.token_bytes(16)
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(read)
+        os.close(answer)
+        _report(tests, helpers, workspace, write, nonce)
+    os.close(write)
+    text = _received(read, child)
+    _, status = os.waitpid(child, 0)
+    if os.waitstatus_to_exitcode(status):
+        return {"problem": f"the tests' process ended with status {os.waitstatus_to_exitcode(status)}"}
+    if len(text) < _HEADER.size:
+        return {"problem": "the tests' process ended before its tests did"}
+    told, length = _HEADER.unpack_from(text)
+    if told != nonce or length != len(text) - _HEADER.size:
+        return {"problem": "the tests' process sent something that is no report", "forged": True}
+    report: dict[str, Any] = json.loads(text[_HEADER.size :])
+    return report
+
+
+def _report(
+    tests: Mapping[str, tuple[str, str]],
+    helpers: Mapping[str, tuple[str, str]],
+    workspace: str,
+    target: int,
+    nonce: bytes,
+) -> None:
+    """The life of the child. It ends without `atexit`, so that nothing runs after the report."""
+    leave, write, pack, dumps = os._exit, os.write, _HEADER.pack, json.dumps
+    try:
+        import sys
+
+        path = _path(workspace)
+        sys.path[:0] = path
+        report = dumps(hidden.play(tests, helpers, path[:2], workspace)).encode()
+        left = memoryview(pack(nonce, len(report)) + report)
+        while left:
+            left = left[write(target, left) :]
+        leave(0)
+    finally:
+        leave(1)
+
+
+def _received(source: int, child: int) -> bytes:
+    """Returns what a child writes until it ends; processes that it leaves behind may hold the pipe open."""
+    ended, pieces = os.pidfd_open(child), bytearray()
+    os.set_blocking(source, False)
+    poll = select.poll()
+    poll.register(source, select.POLLIN)
+    poll.register(ended, select.POLLIN)
+    over = False
+    while len(pieces) < _MOST_BYTES:
+        if not over:
+            over = any(place == ended for place, _ in poll.poll())
+        try:
+            piece = os.read(source, 2**16)
+        except BlockingIOError:
+            if over:
+                break
+            continue
+        if not piece and over:
+            break
+        if not piece:
+            poll.unregister(source)
+            poll.poll()
+            break
+        pieces += piece
+    os.close(ended)
+    os.close(source)
+    return bytes(pieces)
+
+
+# The project's own command -------------------------------------------------------------------------------------------
+
+
+def _marks(request: Mapping[str, Any], workspace: str) -> dict[str, str]:
+    """Returns a digest of each file that decides how tests run."""
+    found, tests = {}, set(request["tests"])
+    for folder, _, names in os.walk(workspace):
+        for name in names:
+            path = os.path.relpath(os.path.join(folder, name), workspace)
+            if path in tests or any(fnmatch.fnmatchcase(name, pattern) for pattern in request["startup"]):
+                try:
+                    with open(os.path.join(folder, name), "rb") as file:
+                        found[path] = hashlib.sha256(file.read()).hexdigest()
+                except OSError as error:
+                    found[path] = type(error).__name__
+    return found
+
+
+def commanded(request: Mapping[str, Any], workspace: str) -> dict[str, Any]:
+    """Runs a command; returns its JUnit report if it makes pytest write one, else its output."""
+    before, folder = _marks(request, workspace), os.path.join("/tmp", secrets.token_hex(8))
+    os.mkdir(folder)
+    report = os.path.join(folder, secrets.token_hex(8))
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(_path(workspace)),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTEST_ADDOPTS": f"--junitxml={report}",
+    }
+    shell = subprocess.run(
+        ["/bin/bash", "--noprofile", "--norc", "-c", request["command"]],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        cwd=workspace,
+        env=environment,
+        check=False,
+    )
+    after = _marks(request, workspace)
+    touched = sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
+    found = {"changes": [f"{path} was touched while the tests ran" for path in touched], "status": shell.returncode}
+    try:
+        with open(os.open(report, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            found["junit"] = file.read(_MOST_BYTES).decode(errors="replace")
+    except OSError:
+        found["printed"] = shell.stdout[-_MOST_BYTES // 4 :].decode(errors="replace")
+    shutil.rmtree(folder, ignore_errors=True)
+    return found
+
+
+def main(request_text: str, workspace: str) -> None:
+    """Runs the tests and writes the answer: the request's secret and what the tests' process reported.
+
+    Args:
+      request_text: JSON; `suites.py` makes it.
+      workspace: folder of the repository and the tests.
+    """
+    answer, request, limits = seclude(), json.loads(request_text), _limits()
+    make_way(request["added"], workspace)
+    found = commanded(request, workspace) if request["command"] else forked(request, workspace, answer)
+    if _limits() != limits:
+        found.setdefault("changes", []).append("the limits of the sandbox were changed")
+    left = memoryview(json.dumps({**found, "secret": request["secret"]}).encode())
+    while left:
+        left = left[os.write(answer, left) :]

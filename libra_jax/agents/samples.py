@@ -1,0 +1,138 @@
+"""Samples: some rollouts of each step as text, so that a person can read what the policy wrote.
+
+The text is decoded here from the tokens of finished rollouts, special tokens spelled out. Nothing goes back: what is
+trained stays the tokens that were sampled.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from libra_jax import protocols
+
+MOST_TOKENS = 16_384
+"""Tokens of one piece of text that are written out. A longer piece is cut in its middle, and says so."""
+
+
+class Samples:
+    """Chooses rollouts of a step and writes them out as the records of `samples.jsonl`.
+
+    Args:
+      count: rollouts of a step, and of an evaluation; 0 saves none.
+      seed: orders rollouts of equal reward.
+      tokenizer: the policy's.
+    """
+
+    def __init__(self, count: int, seed: int, tokenizer: protocols.Tokenizer) -> None:
+        self._count = count
+        self._seed = seed
+        self._tokenizer = tokenizer
+
+    def of_step(self, step: int, groups: Sequence[protocols.Group]) -> list[dict[str, Any]]:
+        """Returns records of a step's rollouts, the best first.
+
+        Args:
+          step: the training step, as in `metrics.jsonl`.
+          groups: what it trained on.
+        """
+        rollouts = [(trajectory, group) for group in groups for trajectory in group.trajectories]
+        chosen = choose([trajectory for trajectory, _ in rollouts], self._count, self._seed)
+        groups_by_id = {trajectory.trajectory_id: group for trajectory, group in rollouts}
+        records = []
+        for rank, trajectory in chosen:
+            group = groups_by_id[trajectory.trajectory_id]
+            identity = {"step": step, "evaluation": False, "policy_version": group.dispatch_version}
+            identity |= {"group_id": group.group_id, "rank": rank, "of": len(rollouts)}
+            records.append(identity | self._record(trajectory))
+        return records
+
+    def of_evaluation(self, version: int, rollouts: Sequence[protocols.Trajectory]) -> list[dict[str, Any]]:
+        """Returns records of an evaluation's rollouts, the best first.
+
+        Args:
+          version: the policy version evaluated, which is the number of steps that made it.
+          rollouts: those that were scored.
+        """
+        identity = {"step": version, "evaluation": True, "policy_version": version, "group_id": None}
+        return [
+            identity | {"rank": rank, "of": len(rollouts)} | self._record(trajectory)
+            for rank, trajectory in choose(rollouts, self._count, self._seed)
+        ]
+
+    def _record(self, trajectory: protocols.Trajectory) -> dict[str, Any]:
+        pieces = [(source, self._text(tokens)) for source, tokens in _pieces(trajectory)]
+        prompt = "".join(text for source, text in pieces if source == protocols.TokenSource.PROMPT)
+        versions = [version for version in trajectory.policy_versions if version != protocols.NO_VERSION]
+        return {
+            "trajectory_id": trajectory.trajectory_id,
+            "prompt_id": trajectory.prompt_id,
+            "reward": trajectory.reward,
+            "reward_parts": {
+                name.removeprefix("reward/"): value
+                for name, value in trajectory.metrics.items()
+                if name.startswith("reward/")
+            },
+            "finish": trajectory.finish,
+            "token_versions": [min(versions), max(versions)] if versions else [],
+            "prompt": prompt,
+            "turns": list(_turns(trajectory.turns, pieces)),
+        }
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        if len(tokens) <= MOST_TOKENS:
+            return self._tokenizer.decode(tokens)
+        half = MOST_TOKENS // 2
+        begin, end = self._tokenizer.decode(tokens[:half]), self._tokenizer.decode(tokens[-half:])
+        return f"{begin}\n[... {len(tokens) - 2 * half:,} tokens left out ...]\n{end}"
+
+
+def choose(rollouts: Sequence[protocols.Trajectory], count: int, seed: int) -> list[tuple[int, protocols.Trajectory]]:
+    """Returns the best, the worst, and rollouts evenly between them by reward, with their ranks (1 is the best).
+
+    The choice depends on rewards, identifiers and the seed alone, so a step that is taken again chooses the same.
+
+    Args:
+      rollouts: finished ones; those without a reward rank last.
+      count: how many; 1 is the best alone.
+      seed: orders rollouts of equal reward.
+    """
+
+    def order(trajectory: protocols.Trajectory) -> tuple[float, int, str]:
+        reward = float("-inf") if trajectory.reward is None else trajectory.reward
+        name = trajectory.trajectory_id
+        return -reward, zlib.crc32(f"{seed} {name}".encode()), name
+
+    ranked = sorted(rollouts, key=order)
+    count = min(count, len(ranked))
+    places = [round(place * (len(ranked) - 1) / max(1, count - 1)) for place in range(count)]
+    return [(place + 1, ranked[place]) for place in places]
+
+
+def _pieces(trajectory: protocols.Trajectory) -> Iterator[tuple[int, list[int]]]:
+    """Yields the runs of tokens of one source, in order."""
+    start = 0
+    for source, run in itertools.groupby(trajectory.sources):
+        end = start + sum(1 for _ in run)
+        yield source, trajectory.token_ids[start:end]
+        start = end
+
+
+def _turns(turns: Sequence[protocols.Turn], pieces: Sequence[tuple[int, str]]) -> Iterator[Mapping[str, Any]]:
+    """Yields each output with what the environment answered. A tool's tokens follow each output but the last."""
+    known = iter(turns)
+    for place, (source, text) in enumerate(pieces):
+        if source != protocols.TokenSource.MODEL:
+            continue
+        answered = place + 1 < len(pieces) and pieces[place + 1][0] == protocols.TokenSource.TOOL
+        turn = next(known, None)
+        yield {
+            "text": text,
+            "generated_tokens": turn.generated_tokens if turn else 0,
+            "tool": turn.tool if turn else None,
+            "status": turn.status if turn else None,
+            "tool_seconds": turn.tool_seconds if turn else 0.0,
+            "returned": pieces[place + 1][1] if answered else "",
+        }

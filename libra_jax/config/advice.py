@@ -1,0 +1,90 @@
+"""Settings that a run may have, and that would likely spoil it: a sentence each, which names the field and the fix."""
+
+from __future__ import annotations
+
+from libra_jax.config.run import RunConfig
+from libra_jax.config.training import GROUP_ADVANTAGES
+
+TOY_RATE = 1e-4
+"""Adam's learning rate from which on full fine-tuning of pretrained weights is warned of. Each step moves a weight by
+about the rate; published RL runs use 1e-7 to 1e-5."""
+
+SHORT_ANSWER = 128
+"""Generated tokens a turn below which most answers of a pretrained model are cut off."""
+
+REAL_PARAMETERS = 50_000_000
+"""Parameters from which on float32 on an accelerator is a waste, rather than a test."""
+
+LARGE_PARAMETERS = 500_000_000
+"""Parameters from which on the activations of all layers outgrow weights and optimizer."""
+
+
+def advice(config: RunConfig, *, parameters: int, accelerated: bool) -> list[str]:
+    """Returns what a run should be warned of; empty if nothing is odd.
+
+    Args:
+      config: the run's.
+      parameters: of the policy.
+      accelerated: the trainer runs on GPUs or TPUs.
+    """
+    return [*_group_of_one(config), *_pretrained(config), *_large(config, parameters, accelerated)]
+
+
+def _group_of_one(config: RunConfig) -> list[str]:
+    advantage = config.algorithm.advantage
+    if config.coordinator.group_size > 1 or advantage not in GROUP_ADVANTAGES:
+        return []
+    return [
+        f"config.coordinator.group_size: with 1, {advantage} has nobody to compare a rollout with, so its advantage is "
+        "its reward and a reward of 0 teaches nothing; use 4 or more, or algorithm.advantage=reinforce_plus_plus"
+    ]
+
+
+def _pretrained(config: RunConfig) -> list[str]:
+    """Settings of the shipped character model that pretrained weights do not survive."""
+    if not config.model.path:
+        return []
+    found, optimizer, warm = [], config.optimizer, config.warm_start
+    if optimizer.name in ("adam", "adamw") and optimizer.learning_rate >= TOY_RATE:
+        found.append(
+            f"config.optimizer.learning_rate: {optimizer.learning_rate:g} moves every pretrained weight by about as "
+            "much in each step, which few models survive; 1e-6 is usual"
+        )
+    if warm.steps and optimizer.name in ("adam", "adamw") and warm.learning_rate >= TOY_RATE:
+        found.append(
+            f"config.warm_start.learning_rate: {warm.learning_rate:g} moves every pretrained weight by about as much "
+            "in each step, which few models survive; 1e-5 is usual"
+        )
+    if not optimizer.clip_norm:
+        found.append(
+            "config.optimizer.clip_norm: 0 leaves the gradient norm unlimited, so one bad batch may undo pretrained "
+            "weights; 1 is usual"
+        )
+    if config.rollout.max_tokens < SHORT_ANSWER:
+        found.append(
+            f"config.rollout.max_tokens: {config.rollout.max_tokens} generated tokens a turn cut most answers of a "
+            "pretrained model off; 1024 or more is usual, with rollout.max_context and trainer.row_tokens to match"
+        )
+    return found
+
+
+def _large(config: RunConfig, parameters: int, accelerated: bool) -> list[str]:
+    """Settings that a large model has no memory or time for."""
+    found, size = [], f"{parameters / 1e9:.2g} billion parameters"
+    if accelerated and parameters >= REAL_PARAMETERS:
+        if config.model.compute_dtype == "float32":
+            found.append(
+                "config.model.compute_dtype: float32 takes twice the memory of bfloat16 and several times its time on "
+                "an accelerator; use bfloat16 (master weights stay float32)"
+            )
+        if config.rollout.dtype == "float32":
+            found.append(
+                "config.rollout.dtype: float32 takes twice the memory and time of bfloat16 to decode on an "
+                "accelerator; use bfloat16"
+            )
+    if config.model.remat == "none" and parameters >= LARGE_PARAMETERS:
+        found.append(
+            f"config.model.remat: none keeps the activations of every layer of {size} for the backward pass; use dots, "
+            "or full for the least memory"
+        )
+    return found

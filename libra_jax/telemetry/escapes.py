@@ -1,0 +1,54 @@
+"""Makes text safe to show: no character of a model's or a tool's text moves a terminal's cursor or reorders a line.
+
+Every place that prints text passes it through `visible`: console, status screen, samples, error sentences and logs. The
+report passes it through as well, before HTML's own escapes.
+"""
+
+from __future__ import annotations
+
+import re
+
+_HIDDEN = (
+    "\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 and C1 controls but tab and newline: ANSI, OSC and DCS sequences begin with one
+    "\u00ad\u061c\u180e\u200b\u200e\u200f"  # soft hyphen, marks of direction, spaces without a width
+    "\u2028-\u202e\u2060-\u206f"  # separators of lines, embeddings, overrides and isolates of direction
+    "\ufeff\ufff9-\ufffb\ufdd0-\ufdef\ufffe\uffff"  # byte order mark, annotations, what is no character
+    "\U000e0000-\U000e0fff"  # tags, which spell out text that nobody sees
+)
+# The two joiners (U+200C, U+200D) stay: Persian, Indic scripts and emoji need them, and they reorder nothing.
+_CONTROLS = re.compile(f"[{_HIDDEN}\ud800-\udfff]")
+_CONTROLS_AND_LINES = re.compile(f"[{_HIDDEN}\ud800-\udfff\t\n]")
+_RAW_IN_JSON = re.compile(f"[{_HIDDEN}]")
+_NAMED = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
+
+
+def visible(text: str, *, lines: bool = False) -> str:
+    r"""Returns the text with control, bidirectional and invisible characters spelled out, as in `\x1b[2J`.
+
+    Args:
+      text: from anywhere.
+      lines: keeps tabs and newlines. Without, the text stays on one line, so that it cannot forge the next one.
+    """
+    return (_CONTROLS if lines else _CONTROLS_AND_LINES).sub(_spelled, text)
+
+
+def json_text(text: str) -> str:
+    r"""Returns JSON in which such characters are JSON's own escapes: it reads back the same, and `cat` shows it safely.
+
+    Args:
+      text: a JSON document that keeps characters beyond ASCII as they are.
+    """
+    return _RAW_IN_JSON.sub(_json_escape, text)
+
+
+def _spelled(found: re.Match[str]) -> str:
+    character = found.group()
+    code = ord(character)
+    if character in _NAMED:
+        return _NAMED[character]
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def _json_escape(found: re.Match[str]) -> str:
+    units = found.group().encode("utf-16-be")
+    return "".join(f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2))

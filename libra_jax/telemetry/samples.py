@@ -1,0 +1,136 @@
+"""`samples.jsonl`: some rollouts of each step as text, one a line, and how they are shown.
+
+A line is `{"step", "evaluation", "policy_version", "group_id", "rank", "of", "trajectory_id", "prompt_id", "reward",
+"reward_parts", "finish", "token_versions", "prompt", "turns": [{"text", "generated_tokens", "tool", "status",
+"tool_seconds", "returned"}]}`. `agents/samples.py` says which rollouts are chosen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from libra_jax.telemetry import escapes, files
+
+SAMPLES_FILE = "samples.jsonl"
+
+MOST_CHARACTERS = 20_000
+"""Characters of one piece of text in viewers and in the report. A longer piece is cut in its middle, and says so."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a rollout's text.
+
+    Attributes:
+      title: who wrote it, as text that is safe to show.
+      text: what was written, raw.
+      source: "prompt", "model" or "tool".
+    """
+
+    title: str
+    text: str
+    source: str
+
+    def shown(self) -> str:
+        """Returns the text as viewers get it: safe to show, and cut in its middle if it is very long."""
+        text = self.text
+        if len(text) > MOST_CHARACTERS:
+            half = MOST_CHARACTERS // 2
+            text = f"{text[:half]}\n[... {len(text) - 2 * half:,} characters left out ...]\n{text[-half:]}"
+        return escapes.visible(text, lines=True)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A rollout as text.
+
+    Attributes:
+      step: the training step; of an evaluation, the version that was evaluated.
+      evaluation: True for a held-out task.
+      prompt_id: the task's.
+      reward: NaN where the file has none.
+      rank: the rollout's place by reward in its step; 1 is the best.
+      of: rollouts of the step.
+      headline: what the record says besides its text, on one line, safe to show.
+      pieces: its text, in order.
+    """
+
+    step: int
+    evaluation: bool
+    prompt_id: str
+    reward: float
+    rank: int
+    of: int
+    headline: str
+    pieces: Sequence[Piece]
+
+    @property
+    def place(self) -> str:
+        """ "best", "worst" or "middle"."""
+        return "best" if self.rank == 1 else "worst" if self.rank == self.of else "middle"
+
+    def text(self) -> str:
+        """Returns it as plain text for viewers, safe to show."""
+        told = [f"== {piece.title} ==\n{piece.shown()}" for piece in self.pieces]
+        return "\n".join([self.headline, *told])
+
+
+def read(path: Path) -> Iterator[Sample]:
+    """Yields the samples of a file in order. Torn and garbled lines are left out, and a missing file has none."""
+    for record in files.whole_json_lines(path):
+        if isinstance(record.get("step"), int):
+            yield parse(record)
+
+
+def parse(record: Mapping[str, Any]) -> Sample:
+    """Returns a line as a sample; what is missing or of another type is left out."""
+    turns = record.get("turns")
+    pieces = [Piece("prompt", str(record.get("prompt") or ""), "prompt")]
+    for number, turn in enumerate(turns if isinstance(turns, list) else (), start=1):
+        if not isinstance(turn, dict):
+            continue
+        tokens = turn.get("generated_tokens")
+        count = f", {tokens:,} tokens" if isinstance(tokens, int) else ""
+        pieces.append(Piece(f"turn {number}: policy{count}", str(turn.get("text") or ""), "model"))
+        if turn.get("tool") or turn.get("returned"):
+            pieces.append(Piece(_tool_title(number, turn), str(turn.get("returned") or ""), "tool"))
+    return Sample(
+        step=record["step"],
+        evaluation=bool(record.get("evaluation")),
+        prompt_id=str(record.get("prompt_id") or ""),
+        reward=_number(record.get("reward")),
+        rank=int(_number(record.get("rank"), 0)),
+        of=int(_number(record.get("of"), 0)),
+        headline=_headline(record),
+        pieces=pieces,
+    )
+
+
+def _tool_title(number: int, turn: Mapping[str, Any]) -> str:
+    tool = turn.get("tool")
+    if not tool:
+        return f"turn {number}: environment"
+    seconds = _number(turn.get("tool_seconds"), 0)
+    return escapes.visible(f"turn {number}: {tool}, {turn.get('status')}, {seconds:.2f} s")
+
+
+def _headline(record: Mapping[str, Any]) -> str:
+    parts = [f"evaluation at version {record['step']}" if record.get("evaluation") else f"step {record['step']}"]
+    reward = f"reward {_number(record.get('reward')):.3g}"
+    components = record.get("reward_parts")
+    if isinstance(components, dict) and components:
+        reward += " (" + ", ".join(f"{name} {_number(value):.3g}" for name, value in components.items()) + ")"
+    parts += [reward, f"rank {record.get('rank')} of {record.get('of')}", f"finish {record.get('finish')}"]
+    if not record.get("evaluation"):
+        parts.append(f"policy version {record.get('policy_version')}, group {record.get('group_id')}")
+    parts.append(f"rollout {record.get('trajectory_id')}")
+    return escapes.visible(" · ".join(parts))
+
+
+def _number(value: object, otherwise: float = math.nan) -> float:
+    known = isinstance(value, int | float) and math.isfinite(value)
+    return float(value) if known else otherwise  # type: ignore[arg-type]

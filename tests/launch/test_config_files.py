@@ -1,0 +1,130 @@
+"""A user's config file that fails, loops or returns something else: one sentence with file and line."""
+
+import subprocess
+import sys
+
+import config_files
+import config_help
+import pytest
+import scripts
+from absl import flags
+from ml_collections import config_flags
+
+from libra_jax import config
+
+FILE = """import ml_collections
+
+def helper():
+    {code}
+
+def get_config():
+    helper()
+    return ml_collections.ConfigDict()
+"""
+
+
+def error_of(path) -> BaseException:
+    """What the evaluation of a config file ends in, as the flags' library passes it on."""
+    values, arguments = flags.FlagValues(), ["script", f"--config={path}"]
+    config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=arguments)
+    try:
+        values(arguments)
+        values.config.to_dict()
+    except BaseException as error:
+        return error
+    raise AssertionError("the config file was read")
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("undefined", "NameError: name 'undefined' is not defined"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("assert False, 'an even\\n count'", "AssertionError: an even count"),
+        ("[][1]", "IndexError: list index out of range"),
+        ("raise NotImplementedError", "NotImplementedError"),
+        ("helper()", "RecursionError: maximum recursion depth exceeded"),
+        ("raise TypeError('wrapped')", "TypeError: wrapped"),
+        ("open('/nowhere/at/all')", "FileNotFoundError: [Errno 2] No such file or directory: '/nowhere/at/all'"),
+        ("raise SystemExit(0)", "SystemExit: 0"),
+        ("x = (", "SyntaxError: '(' was never closed"),
+        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("{}['a']", "KeyError: 'a'"),
+    ],
+)
+def test_an_error_in_a_config_file_is_told_with_its_line(tmp_path, code, expected):
+    file = tmp_path / "mine.py"
+    file.write_text(FILE.format(code=code))
+    assert config_files.sentence(error_of(file), str(file)) == f"--config={file}, line 4: {expected}"
+
+
+def test_an_error_that_is_not_the_config_files_has_no_sentence(tmp_path):
+    with pytest.raises(ZeroDivisionError) as caught:
+        1 / 0  # noqa: B018
+    assert config_files.sentence(caught.value, str(tmp_path / "mine.py")) is None
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "expected"),
+    [
+        ("train.py", "undefined", "mine.py, line 2: NameError: name 'undefined' is not defined"),
+        ("simulate.py", "raise SystemExit(0)", "mine.py, line 2: SystemExit: 0"),
+        ("slurm.py", "return {}", "mine.py: get_config() returned a dict; it has to return"),
+    ],
+)
+def test_a_script_answers_a_broken_config_file_in_a_sentence(tmp_path, script, code, expected):
+    (tmp_path / "mine.py").write_text(f"def get_config():\n    {code}\n")
+    result = scripts.run(script, f"--config={tmp_path / 'mine.py'}")
+    scripts.assert_one_sentence(result, f"error: --config={tmp_path}/{expected}")
+    assert result.returncode == 2
+
+
+LOOPS = """
+import sys
+sys.path.insert(0, "launch")
+import config_files
+with config_files.watched(sys.argv[1]):
+    exec(compile(open(sys.argv[1]).read(), sys.argv[1], "exec"))
+"""
+
+
+def test_a_config_that_loops_is_told_of_and_ended_in_a_sentence(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("while True:\n    try:\n        sum(range(99))\n    except BaseException:\n        pass\n")
+    result = subprocess.run(
+        [sys.executable, "-c", LOOPS, str(file)],
+        cwd=scripts.ROOT,
+        env={"PYTHONPATH": str(scripts.ROOT), config_files.LIMIT_VARIABLE: "0.3"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    notice, error = result.stderr.splitlines()
+    assert notice.startswith(f"{file} is still being evaluated, at line ")
+    assert error.startswith(f"error: --config={file}: did not return within 0.3 s, at line ")
+    assert result.returncode == 2
+
+
+def test_settings_are_listed_with_default_and_meaning():
+    shown = config_help.listing(config.RunConfig)
+    assert "--config.optimizer.learning_rate=0.001\n      peak\n" in shown
+    assert "--config.trainer.restarts=3\n      Times that a trainer which is lost" in shown, "comments above a field"
+    assert "--config.sandbox.memory_mib=512\n      MiB of memory of all processes together" in shown, "Attributes:"
+    names = [line for line in shown.splitlines() if line.startswith("--config.")]
+    assert len(names) > 150
+
+
+def test_settings_are_found_by_a_word_of_their_name_or_meaning():
+    found = config_help.listing(config.RunConfig, "Learning_Rate").splitlines()
+    assert [line for line in found if line.startswith("--")] == [
+        "--config.optimizer.learning_rate=0.001",
+        "--config.warm_start.learning_rate=0.003",
+    ]
+    assert "--config.trainer.pack=True" in config_help.listing(config.RunConfig, "kept apart by")
+
+
+def test_help_names_the_flag_that_lists_settings():
+    assert "--config_help: List the settings" in scripts.run("simulate.py", "--helpfull").stdout
+    result = scripts.run("train.py", "--config_help=nosuchword")
+    assert (result.returncode, "no setting's name" in result.stderr) == (2, True)

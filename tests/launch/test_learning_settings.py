@@ -1,0 +1,130 @@
+"""Settings that cannot do what they say, or that spoil learning, are refused or warned of by name."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import scripts
+
+from configs import questions
+from libra_jax import config, protocols
+from libra_jax.config import advice
+from libra_jax.models import config as model_config
+from libra_jax.models import feasibility
+
+
+@pytest.mark.parametrize(("name", "value"), [("clip_low", 0.1), ("clip_high", 0.28), ("dual_clip", 3.0)])
+def test_clips_that_cannot_bind_are_refused(name, value):
+    algorithm = config.AlgorithmConfig(objective="decoupled", **{name: value})
+    with pytest.raises(protocols.ConfigError, match=rf"config\.algorithm\.{name}: {value} never binds .* leave it at"):
+        config.RunConfig(algorithm=algorithm)
+    config.RunConfig(algorithm=config.AlgorithmConfig(**{name: value}))
+
+
+def test_the_decoupled_objective_takes_default_clips():
+    run = config.RunConfig(algorithm=config.AlgorithmConfig(objective="decoupled", correction="truncated"))
+    assert run.algorithm.clip_high == config.AlgorithmConfig().clip_high
+
+
+@pytest.mark.parametrize("temperature", [0.005, 2.5, 0.0])
+def test_temperatures_that_vllm_does_not_sample_at_are_refused(temperature):
+    with pytest.raises(protocols.ConfigError, match=rf"rollout\.temperature: .*\[0\.01, 2\].*not {temperature}"):
+        config.RolloutConfig(temperature=temperature)
+    if temperature:
+        with pytest.raises(protocols.ConfigError, match=rf"evaluation\.temperature: .*\[0\.01, 2\].*not {temperature}"):
+            config.EvaluationConfig(temperature=temperature)
+    config.RolloutConfig(temperature=0.01)
+    config.EvaluationConfig(temperature=0.0)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_the_bounds_of_temperature_are_those_of_vllm():
+    sampling_params = pytest.importorskip("vllm.sampling_params")
+    exceptions = pytest.importorskip("vllm.exceptions")
+    least, most = config.LEAST_TEMPERATURE, config.MOST_TEMPERATURE
+    assert sampling_params.SamplingParams(temperature=least).temperature == least
+    assert sampling_params.SamplingParams(temperature=least / 2).temperature == least, "it samples at another one"
+    sampling_params.SamplingParams(temperature=most)
+    with pytest.raises(exceptions.VLLMValidationError, match="temperature"):
+        sampling_params.SamplingParams(temperature=most + 0.01)
+
+
+def test_bfloat16_master_weights_are_refused_with_the_reason():
+    with pytest.raises(protocols.ConfigError, match=r"model\.param_dtype: bfloat16 .* rounds .* keep float32"):
+        config.ModelConfig(param_dtype="bfloat16")
+
+
+def test_a_qwen2_with_a_head_width_of_its_own_is_refused_for_vllm():
+    usual = dataclasses.replace(model_config.load_preset("libra-tiny"), architecture="qwen2", num_heads=2, head_dim=64)
+    own = dataclasses.replace(usual, hidden_size=128, head_dim=32)
+    with pytest.raises(protocols.ConfigError, match=r"head_dim 32 .* hidden_size / num_attention_heads = 64"):
+        feasibility.check_served(own)
+    feasibility.check_served(dataclasses.replace(own, head_dim=64))
+    feasibility.check_served(dataclasses.replace(own, architecture="qwen3"))
+
+
+# Warnings -------------------------------------------------------------------------------------------------------------
+
+TOY = {"model": config.ModelConfig(path="models/Qwen3-1.7B")}
+"""Pretrained weights, and everything else as the character model has it."""
+
+SOUND = {
+    "model": config.ModelConfig(path="models/Qwen3-1.7B", compute_dtype="bfloat16", remat="dots"),
+    "optimizer": config.OptimizerConfig(learning_rate=1e-6),
+    "rollout": config.RolloutConfig(dtype="bfloat16", max_tokens=1024, max_context=4096),
+    "trainer": config.TrainerConfig(row_tokens=4096),
+}
+
+
+def warned(parameters=1_700_000_000, accelerated=True, **groups):
+    """The fields that a run is warned of, in order."""
+    found = advice.advice(config.RunConfig(**groups), parameters=parameters, accelerated=accelerated)
+    return [sentence.split(":")[0].removeprefix("config.") for sentence in found]
+
+
+def test_settings_that_pretrained_weights_do_not_survive_are_warned_of():
+    numbers = ["model.compute_dtype", "rollout.dtype"]
+    rate = ["optimizer.learning_rate", "rollout.max_tokens"]
+    assert warned(**TOY) == [*rate, *numbers, "model.remat"]
+    assert warned(**TOY, accelerated=False) == [*rate, "model.remat"]
+    assert warned(**TOY, accelerated=False, parameters=1_000_000) == rate
+    assert warned(**SOUND) == []
+    warm = config.WarmStartConfig(steps=10)
+    unlimited = config.OptimizerConfig(learning_rate=1e-6, clip_norm=0.0)
+    assert warned(**SOUND | {"optimizer": unlimited}, warm_start=warm) == [
+        "warm_start.learning_rate",
+        "optimizer.clip_norm",
+    ]
+    assert warned(parameters=410_000) == [], "the shipped character model is what the defaults are for"
+
+
+@pytest.mark.parametrize("advantage", config.ADVANTAGES)
+def test_a_group_of_one_is_warned_of(advantage):
+    groups = {
+        "algorithm": config.AlgorithmConfig(advantage=advantage),
+        "coordinator": config.CoordinatorConfig(group_size=1),
+    }
+    wanted = [] if advantage == "reinforce_plus_plus" else ["coordinator.group_size"]
+    assert warned(parameters=1, **groups) == wanted
+
+
+def test_the_config_for_questions_chooses_by_its_weights():
+    plain = config.parse(config.RunConfig, questions.get_config().to_dict())
+    assert (plain.model.path, plain.optimizer.learning_rate, plain.task.tokenizer) == ("", 1e-3, "character")
+    real = config.parse(config.RunConfig, questions.get_config("models/Qwen3-1.7B").to_dict())
+    assert (real.model.path, real.task.tokenizer) == ("models/Qwen3-1.7B", "")
+    assert advice.advice(real, parameters=1_700_000_000, accelerated=True) == []
+
+
+def test_a_dry_run_warns_by_name(tmp_path):
+    tasks = tmp_path / "questions.jsonl"
+    tasks.write_text("".join(f'{{"prompt": "1+{n}", "answer": "{n + 1}"}}\n' for n in range(40)))
+    arguments = (f"--config.task.path={tasks}", "--config.model.preset=Qwen3-1.7B", "--config.task.tokenizer=")
+    result = scripts.run(
+        "train.py", "--config=configs/questions.py", "--config.model.path=models/none", *arguments, "--dry_run"
+    )
+    assert result.returncode == 1, result.stderr  # there are no weights, which a dry run says
+    warnings = [line for line in result.stderr.splitlines() if line.startswith("warning: ")]
+    assert warnings[0].startswith("warning: config.optimizer.learning_rate: 0.001 moves every pretrained weight")

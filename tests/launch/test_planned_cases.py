@@ -1,0 +1,113 @@
+"""What launch/plan.py plans: one place says each thing, and a field that it does not read is refused by name."""
+
+import planned
+import pytest
+import unread
+
+from configs import simulate
+from libra_jax import config as libra_config
+from libra_jax import protocols
+from libra_jax.simulator import lengths, settings
+
+PAIR = lengths.LogNormal.fitted(4000, 7000)
+
+
+def values(**changes):
+    config = simulate.get_config("search")
+    config.steps = 1
+    return {**config.to_dict(), **changes}
+
+
+def test_flags_name_machine_model_and_lengths_of_a_simulated_run():
+    asked = planned.Asked(hardware="h100", model="Qwen3-8B", accelerators=16, wanted=lengths.Wanted(PAIR))
+    case = planned.case(values(), asked)
+    assert (case.name, case.model.sheet.name, case.devices) == ("Qwen3-8B", "h100", 16)
+    assert case.lengths.generated_mean == pytest.approx(4000, rel=0.01)
+    assert case.run.rollout.max_context > case.lengths.context_max
+    assert case.run.trainer.row_tokens == case.run.rollout.max_context, "rows are no longer than attempts ask for"
+    written = case.as_json()
+    assert written["model"] == "Qwen3-8B"
+    assert written["lengths"]["source"] == "search, with --generated_tokens"
+    slots = [written["slots"][degree] for degree in ("1", "2", "4", "8")]
+    assert slots == sorted(slots)
+    assert slots[-1] == planned.MOST_SLOTS, "slots are what the cache holds, not those of the config's machine"
+
+
+def test_flags_name_machine_model_and_lengths_of_a_real_run():
+    config = libra_config.to_dict(libra_config.RunConfig())
+    config["rollout"]["max_context"] = config["trainer"]["row_tokens"] = 65_536
+    asked = planned.Asked(hardware="h200", model="Qwen3-4B", accelerators=8, wanted=lengths.Wanted(PAIR))
+    case = planned.case(config, asked)
+    assert (case.name, case.model.sheet.name) == ("Qwen3-4B", "h200")
+    assert "1 turn" in str(case.lengths)
+    with pytest.raises(protocols.ConfigError, match="--generated_tokens: a mean alone scales"):
+        planned.case(config, planned.Asked(wanted=lengths.Wanted(4000.0)))
+    with pytest.raises(protocols.ConfigError, match="--trace: the config of a real run has no workload"):
+        planned.case(config, planned.Asked())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"accelerators": 1}, "--accelerators: 1 cannot both train and roll out"),
+        ({"accelerators": 10**12}, "--accelerators: 1,000,000,000,000 are more .* at most 1,000,000"),
+        ({"trace": "a", "workload": "swe"}, "--workload: --trace says what attempts are like"),
+        ({"trace": "a", "wanted": lengths.Wanted(turns=3)}, "--trace: has lengths of its own"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_refused(arguments, message):
+    with pytest.raises(protocols.ConfigError, match=message):
+        planned.Asked(**arguments)
+
+
+def test_a_flag_and_the_field_that_says_the_same_are_refused_together():
+    asked = planned.Asked(model="Qwen3-8B", given=frozenset(["simulation.model"]))
+    with pytest.raises(protocols.ConfigError, match=r"--model: --config\.simulation\.model says the same"):
+        planned.case(values(), asked)
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [
+        ("planner.hardware", "config.simulation.hardware counts"),
+        ("model.preset", "config.simulation.model counts"),
+        ("model.path", "config.simulation.model counts"),
+        ("trainer.tensor", "config.simulation.train_mesh counts"),
+        ("optimizer.learning_rate", "leave it out"),
+    ],
+)
+def test_a_field_that_no_plan_reads_is_refused_with_the_one_that_counts(name, counts):
+    read = ["simulation.model", "simulation.coefficients.memory_share", "workload.shape", "rollout.max_context"]
+    with pytest.raises(protocols.ConfigError, match=rf"--config\.{name}: launch/plan\.py does not read it; {counts}"):
+        unread.refuse([*read, name], script="plan.py", read=planned.OF_SIMULATION, instead=settings.COUNTS)
+    unread.refuse(read, script="plan.py", read=planned.OF_SIMULATION, instead=settings.COUNTS)
+
+
+@pytest.mark.parametrize(
+    ("group", "field", "value"),
+    [("planner", "hardware", "h100"), ("model", "preset", "Qwen3-8B"), ("model", "path", "x")],
+)
+def test_a_simulated_run_that_names_its_machine_elsewhere_is_refused(group, field, value):
+    named = values()
+    named[group][field] = value
+    with pytest.raises(protocols.ConfigError, match=rf"config\.{group}\.{field}: a simulated run does not read it"):
+        libra_config.parse(settings.SimulatedRun, named)
+
+
+def test_what_a_plan_is_said_to_read_are_fields_of_the_config():
+    for run, fields in ((settings.SimulatedRun(), planned.OF_SIMULATION), (libra_config.RunConfig(), planned.OF_RUN)):
+        for name in fields:
+            value = run
+            for part in name.split("."):
+                value = getattr(value, part)
+    for name in (*settings.IGNORED, *settings.COUNTS.values()):
+        value = settings.SimulatedRun()
+        for part in name.split("."):
+            value = getattr(value, part)
+
+
+def test_a_step_of_more_trajectories_than_any_has_is_refused_at_once():
+    huge = values()
+    huge["coordinator"]["group_size"] = 10**12
+    with pytest.raises(protocols.ConfigError, match=r"config\.coordinator\.group_size: .* at most 1,000,000"):
+        planned.case(huge, planned.Asked(wanted=lengths.Wanted(PAIR)))
