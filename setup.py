@@ -31,6 +31,7 @@ setup(
     install_requires=[
         "absl-py>=2.1",
         "flax>=0.12.8",
+        "google-re2>=1.1",
         "huggingface_hub>=1.31",
         "jax>=0.10.2",
         "jinja2>=3.1",

@@ -31,7 +31,7 @@ from libra_jax.protocols import ConfigError, DeadlineMissed, LibraError
 _log = logging.getLogger(__name__)
 
 _DIRECTORY_PREFIX = "libra-ray-"
-_LONGEST_TEMPORARY = 16  # our directory and Ray's socket in it add 91 characters, and the kernel takes 107
+_LONGEST_TEMPORARY = 14  # our directories and Ray's socket in them add 93 characters, and the kernel takes 107
 _REACH_SECONDS = 5.0
 _NODE_SECONDS = 10.0  # for a node of this machine that is being started beside us
 _PLENTY_OF_CPUS = 1024.0  # embedded, CPU reservations order nothing: two cores must be able to hold every actor
@@ -99,7 +99,8 @@ class RayRuntime:
                     include_dashboard=False,
                     log_to_driver=False,
                     logging_level=logging.ERROR,
-                    _temp_dir=self._directory,
+                    # Ray opens its own directory to every user (0777). The one above it is for this user alone.
+                    _temp_dir=f"{self._directory}/r",
                     _system_config=dict(settings.SYSTEM),
                 )
         except Exception as error:

@@ -56,14 +56,21 @@ def paint() -> str:
     return "look:"
 
 
-TOOLS = {tool.__name__: tool for tool in (echo, fail, rest, block, die, fill, who, paint)}
+def declare(text: str) -> str:
+    """Structured content, declared to match a pattern that Python's `re` takes for ever over."""
+    return text
+
+
+DECLARED = {"type": "object", "properties": {"text": {"type": "string", "pattern": "^(a+)+$"}}}
+TOOLS = {tool.__name__: tool for tool in (echo, fail, rest, block, die, fill, who, paint, declare)}
 KINDS = {"text": "string", "seconds": "number", "characters": "integer"}
 
 
 def listed(name):
     names = TOOLS[name].__code__.co_varnames[: TOOLS[name].__code__.co_argcount]
     schema = {"type": "object", "properties": {key: {"type": KINDS[key]} for key in names}, "required": list(names)}
-    return {"name": name, "description": TOOLS[name].__doc__, "inputSchema": schema}
+    output = {"outputSchema": DECLARED} if name == "declare" else {}
+    return {"name": name, "description": TOOLS[name].__doc__, "inputSchema": schema, **output}
 
 
 def called(name, arguments):
@@ -73,6 +80,8 @@ def called(name, arguments):
         return {"content": [{"type": "text", "text": str(error)}], "isError": True}
     if name == "paint":
         content.append({"type": "image", "data": "bm8=", "mimeType": "image/png"})
+    if name == "declare":
+        return {"content": content, "structuredContent": arguments}
     return {"content": content}
 
 

@@ -60,6 +60,11 @@ def processes_of(sandbox):
     return [found for live in sandbox._live for found in descendants(live.process.pid)]
 
 
+def groups_of(sandbox):
+    """The processes of each of its sandboxes that still runs."""
+    return [found for live in sandbox._live if (found := descendants(live.process.pid))]
+
+
 def descendants(pid):
     """The process and all that come from it; none if it has ended."""
     try:

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import gzip
+import http.server
 import json
 import os
 import shutil
@@ -9,15 +11,17 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
+import endless
 import psutil
 import pytest
 
 from libra_jax import config, parent_death, protocols
 from libra_jax.agents import deadlines
-from libra_jax.agents.tools import mcp_server, toolbox, toolkit
+from libra_jax.agents.tools import mcp_connection, mcp_server, toolbox, toolkit
 
 pytest.importorskip("mcp")
 
@@ -296,6 +300,18 @@ def test_a_program_that_cannot_be_started_is_named():
     assert (done.returncode, done.stderr.strip()) == (1, "/nowhere/server: No such file or directory")
 
 
+def test_a_server_s_pattern_does_not_hold_up_the_event_loop():
+    async def body():
+        async with opened() as (_, box):
+            return await box.call("declare", {"text": "aaa"}), await box.call("declare", {"text": "a" * 40 + "!"})
+
+    with endless.broken_off():
+        good, bad = asyncio.run(body())
+    assert (good.status, good.content) == ("success", "aaa")
+    assert bad.status == "failure"
+    assert "does not match '^(a+)+$'" in bad.content
+
+
 # Over HTTP ----------------------------------------------------------------------------------------------------------
 
 
@@ -312,6 +328,57 @@ def serving(port):
             yield process
         finally:
             process.kill()
+
+
+class Bomb(http.server.BaseHTTPRequestHandler):
+    """An MCP server whose one tool answers what gzip makes small."""
+
+    def do_POST(self):
+        message = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        method, schema = message["method"], {"type": "object"}
+        result = {
+            "initialize": {
+                "protocolVersion": message.get("params", {}).get("protocolVersion"),
+                "capabilities": {"tools": {}},
+                "serverInfo": {"name": "bomb", "version": "1"},
+            },
+            "tools/list": {"tools": [{"name": "swell", "inputSchema": schema}]},
+            "tools/call": {"content": [{"type": "text", "text": "a" * 2**23}]},
+        }.get(method)
+        body = {"jsonrpc": "2.0", "id": message.get("id")}
+        body |= {"error": {"code": -32601, "message": "no such method"}} if result is None else {"result": result}
+        packed = gzip.compress(json.dumps(body).encode())
+        self.send_response(200 if "id" in message else 202)
+        headers = {"content-type": "application/json", "content-encoding": "gzip", "content-length": str(len(packed))}
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(packed)
+
+    def do_GET(self):
+        self.send_error(405)
+
+    do_DELETE = do_GET
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_compressed_answer_is_bounded_as_it_is_decompressed(monkeypatch):
+    monkeypatch.setattr(mcp_connection, "LONGEST_ANSWER", 2**20, raising=False)
+
+    async def body():
+        async with opened(url=f"http://127.0.0.1:{server.server_port}/") as (_, box):
+            return await box.call("swell", {})
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Bomb) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            answer = asyncio.run(body())
+        finally:
+            server.shutdown()
+    assert answer.status == "failure"
+    assert "longer than 1048576 bytes" in answer.content
 
 
 def free_port():

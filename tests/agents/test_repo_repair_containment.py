@@ -3,10 +3,12 @@
 import ast
 import asyncio
 import contextlib
+import gzip
 import io
 import json
 import sys
 import tarfile
+import tracemalloc
 import unittest
 
 import pytest
@@ -609,10 +611,11 @@ def test_more_files_than_an_attempt_may_add_are_refused_and_counted(task, monkey
 
 
 def test_a_policys_sandbox_that_ends_itself_is_its_own_doing_and_a_killed_one_is_not(task, monkeypatch):
-    ends = iter([True, False])
+    by_code = iter([True, False])
 
     async def save(self, most_bytes):
-        return limits.Outcome("failure", "[the sandbox ended]", 0.1, "all", True, next(ends))
+        ended = next(by_code)
+        return limits.Outcome("failure", "[the sandbox ended]", 0.1, "all", broken=not ended, by_code=ended)
 
     monkeypatch.setattr(pool.Session, "save", save)
 
@@ -732,6 +735,47 @@ def test_of_an_archive_only_regular_files_inside_are_taken_over():
 def test_an_archive_that_is_none_or_too_large_is_hostile(content):
     with pytest.raises(snapshots.Hostile):
         snapshots.taken_over(content, 10_000)
+
+
+def tar_with(kind, size):
+    """A compressed tar of one file, before which a member of `size` bytes describes it."""
+    described = tarfile.TarInfo("././@LongLink")
+    described.type, described.size = kind, size
+    text = b"a" * size if kind == tarfile.GNUTYPE_LONGNAME else b"%d comment=" % size
+    text = text.ljust(size - 1, b"a") + b"\n"
+    rest = archive(("calc.py", tarfile.REGTYPE, b"1"))
+    return gzip.compress(described.tobuf(tarfile.GNU_FORMAT) + text.ljust(-(-size // 512) * 512, b"\0") + rest)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE],
+    ids=["name", "link", "description", "description-of-all"],
+)
+def test_a_tar_that_describes_a_file_at_length_is_refused_unread(tmp_path, kind):
+    (tmp_path / "large.tar.gz").write_bytes(tar_with(kind, 2**23))
+    (tmp_path / "small.tar.gz").write_bytes(tar_with(kind, 900))
+    assert len(snapshots.Snapshot.read(tmp_path / "small.tar.gz", 10_000).files) == 1
+    tracemalloc.start()
+    try:
+        with pytest.raises(protocols.DataError, match="names and descriptions of its members take too many bytes"):
+            snapshots.Snapshot.read(tmp_path / "large.tar.gz", 10_000)
+        assert tracemalloc.get_traced_memory()[1] < 2**22
+    finally:
+        tracemalloc.stop()
+
+
+def test_many_descriptions_of_files_are_refused_together(tmp_path):
+    one = gzip.decompress(tar_with(tarfile.XGLTYPE, 60_000))[: -10240 + 1024]
+    (tmp_path / "many.tar.gz").write_bytes(gzip.compress(one * 300))
+    with pytest.raises(protocols.DataError, match="names and descriptions"):
+        snapshots.Snapshot.read(tmp_path / "many.tar.gz", 2**20)
+
+
+def test_a_tar_of_files_with_holes_is_refused(tmp_path):
+    (tmp_path / "holes.tar").write_bytes(archive(("calc.py", tarfile.GNUTYPE_SPARSE, b"")))
+    with pytest.raises(protocols.DataError, match="files with holes"):
+        snapshots.Snapshot.read(tmp_path / "holes.tar", 10_000)
 
 
 def test_the_sandboxs_programs_are_of_the_standard_library_alone():

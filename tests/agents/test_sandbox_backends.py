@@ -189,6 +189,10 @@ def test_delegated_control_groups_are_found_and_filled(tmp_path):
     assert (made.path / "pids.max").read_text() == "19"
     assert (made.path / "memory.max").read_text() == str(256 * 2**20)
     assert (made.path / "cgroup.procs").read_text() == "123"
+    assert not made.ran_out()
+    for count in (0, 2):
+        (made.path / "memory.events").write_text(f"max 7\noom_kill {count}\n")
+        assert made.ran_out() == (count > 0)
 
 
 # The wire ---------------------------------------------------------------------------------------------------------
@@ -247,7 +251,7 @@ def test_a_reply_that_breaks_off_is_the_end_of_the_sandbox():
 
 
 def test_the_supervisor_is_of_the_standard_library_alone():
-    for name in ("children.py", "supervisor.py"):
+    for name in ("usage.py", "children.py", "supervisor.py"):
         with open(os.path.join(os.path.dirname(supervisor.__file__), name)) as file:
             imported = [line.split()[1].split(".")[0] for line in file if line.startswith(("import ", "from "))]
         assert set(imported) - {"libra_jax", "__future__"} <= set(sys.stdlib_module_names)

@@ -9,7 +9,7 @@ import sandboxes
 
 from libra_jax import protocols
 from libra_jax.agents.sandbox import pool
-from libra_jax.agents.tools import toolbox, workspace
+from libra_jax.agents.tools import schemas, toolbox, workspace
 
 SCHEMA = {
     "type": "object",
@@ -155,7 +155,7 @@ def test_references_within_a_schema_are_followed_and_one_that_leads_to_nonsense_
 def test_no_schema_is_fetched_for_a_call(monkeypatch):
     monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: pytest.fail("fetched a schema"))
     schema = {"type": "object", "properties": {"text": {"$ref": "http://127.0.0.1:9/x.json"}}}
-    assert "cannot be applied" in toolbox._mismatch({"text": "a"}, schema)
+    assert "cannot be applied" in schemas.mismatch({"text": "a"}, schema, "arguments")
 
 
 def test_the_policy_is_told_names_descriptions_and_schemas():

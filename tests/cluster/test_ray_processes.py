@@ -7,6 +7,7 @@ import os
 import pathlib
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -69,6 +70,14 @@ def gone(path: pathlib.Path, seconds: float = 30.0) -> None:
 
 def ray_directories() -> set[pathlib.Path]:
     return set(pathlib.Path("/tmp").glob("libra-ray-*"))
+
+
+def test_no_other_user_reaches_the_folder_of_an_embedded_ray(ray_session):
+    import ray
+
+    session = pathlib.Path(ray._private.worker._global_node.get_session_dir_path())
+    above = [folder for folder in session.parents if folder.name.startswith("libra-ray-")]
+    assert [stat.S_IMODE(folder.stat().st_mode) for folder in above] == [0o700]
 
 
 @pytest.mark.slow

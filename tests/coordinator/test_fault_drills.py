@@ -180,6 +180,9 @@ class Unstartable:
     def launch(self, *, group: bool) -> backends.Launch:
         return backends.Launch(("false",), {})
 
+    def caveats(self, *, group: bool) -> list[str]:
+        return []
+
 
 async def kill_all(made: Any) -> None:
     """Kills every sandbox at once, with -9: of one the first process inside, of the next the one outside of it."""

@@ -63,7 +63,7 @@ class Repair:
         assert box.session is not None
         snapshot = await self._snapshot(task.payload)
         saved = await box.session.save(self._most_bytes)
-        if saved.broken and not saved.own_end:
+        if saved.broken:
             raise protocols.WorkerLost(f"the attempt's sandbox died when its files were taken over: {saved.text}")
         await box.session.close()  # its place may be the only one that the tests can get
         try:

@@ -16,6 +16,7 @@ import sys
 import tarfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from libra_jax import protocols
 
@@ -36,6 +37,16 @@ _RUNNERS = frozenset(
 """Modules that a file at the top would take the place of."""
 
 _LONGEST_PATH = 1000
+_LONGEST_HEADER = 2**16
+_HEADERS_BYTES = 2**24
+_EXTENSIONS = (
+    tarfile.XHDTYPE,
+    tarfile.XGLTYPE,
+    tarfile.SOLARIS_XHDTYPE,
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+)
+"""Kinds of members that describe others. `tarfile` reads each of them whole, of any size."""
 
 LONG_BYTES = 2**20
 """Size above which the lines of a file are counted only."""
@@ -78,9 +89,9 @@ class Snapshot:
         if not path.is_file():
             raise protocols.DataError(f"{path}: no such directory or tar")
         try:
-            with tarfile.open(path) as archive:
+            with tarfile.open(path, tarinfo=_bounded_member()) as archive:
                 found = _members(archive, most_bytes, f"{path}")
-        except (tarfile.TarError, OSError, EOFError) as error:
+        except (tarfile.TarError, OSError, EOFError, ValueError, RecursionError) as error:
             raise protocols.DataError(f"{path}: no directory, and not readable as a tar ({error})") from error
         return found._without_root()
 
@@ -136,10 +147,38 @@ def taken_over(archive: bytes, most_bytes: int, most_files: int = sys.maxsize) -
     if not archive:
         return {}
     try:
-        with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as opened:
+        with tarfile.open(fileobj=io.BytesIO(archive), mode="r:", tarinfo=_bounded_member()) as opened:
             return dict(_members(opened, most_bytes, "the workspace", most_files).files)
     except (tarfile.TarError, protocols.DataError, OSError, EOFError, ValueError, RecursionError) as error:
         raise Hostile(str(error)) from error
+
+
+def _bounded_member() -> type[tarfile.TarInfo]:
+    """A member's class for one archive, whose names and descriptions take a bounded part of the memory.
+
+    A compressed megabyte may hold a name of a gigabyte.
+    """
+    left = _HEADERS_BYTES
+
+    class Member(tarfile.TarInfo):
+        def _proc_member(self, archive: tarfile.TarFile) -> Any:
+            nonlocal left
+            if self.type in _EXTENSIONS:
+                left -= max(self.size, tarfile.BLOCKSIZE)
+                if self.size > _LONGEST_HEADER or left < 0:
+                    raise tarfile.ReadError("names and descriptions of its members take too many bytes")
+            if self.type == tarfile.GNUTYPE_SPARSE:
+                self._refuse_sparse()
+            return super()._proc_member(archive)  # type: ignore[misc]
+
+        def _refuse_sparse(self, *_: object) -> None:
+            raise tarfile.ReadError(
+                "it has files with holes, whose maps may be of any length; make it without --sparse"
+            )
+
+        _proc_gnusparse_10 = _refuse_sparse
+
+    return Member
 
 
 def _members(archive: tarfile.TarFile, most_bytes: int, where: str, most_files: int = sys.maxsize) -> Snapshot:
@@ -148,6 +187,9 @@ def _members(archive: tarfile.TarFile, most_bytes: int, where: str, most_files: 
     for member in archive:
         path = posixpath.normpath(member.name)
         left -= tarfile.BLOCKSIZE
+        if left < 0:
+            break
+        vars(archive)["members"].clear()  # else it keeps each one
         if member.isreg() and not member.issparse() and is_inside(path):
             left -= member.size
             if left < 0:

@@ -228,7 +228,7 @@ class _Bench:
                 death = str(error)
                 continue
             left -= outcome.seconds
-            if outcome.broken:
+            if outcome.broken or (outcome.by_code and outcome.status == "failure"):
                 death = outcome.text
             else:
                 found = await deadlines.off_loop(examination.read, outcome)  # a hostile report may be long

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import re
+import secrets
 import shlex
 import shutil
 import subprocess
@@ -30,7 +31,20 @@ INSTALL = (
     "sandbox of tools needs"
 )
 
+_USERS = range(2_000_000_000, 2_016_777_216)
+"""Ids that no system gives to users. Each sandbox of a root runs as another one of them."""
+
+_PRIVATELY = ("unshare", "--mount", "--propagation=private")
+_EMPTY = "mount -t tmpfs -o mode=755 none /mnt"
+_ZERO = "/mnt/zero"
+_MAKE_ZERO = f"mknod -m 444 {_ZERO} c 1 5"
+"""Makes a /dev/zero that can be read alone. Who may write to it can share memory through it that no limit counts."""
+
 _HELP_SECONDS = 10.0
+_SAMPLED = (
+    "memory, sockets and processor time are looked at every 20 ms or so, and code that is quick exceeds their limits "
+    "for a moment; delegate a control group of version 2 with memory and pids (systemd: Delegate=yes) for exact ones"
+)
 _PATH = "/usr/local/bin:/usr/bin:/bin"
 _ENVIRONMENT = {"LANG": "C.UTF-8", "USER": "nobody", "TERM": "dumb"}
 _READ_ONLY = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
@@ -40,11 +54,16 @@ _FILES = {
     "/etc/group": f"nogroup:x:{NOBODY}:\n",
     "/etc/hosts": "127.0.0.1 localhost\n::1 localhost\n",
 }
+_MODULES = ("usage", "children")
+"""What the first process imports besides the standard library: it is handed them as text."""
+
 _BOOT = (
     "import sys, types\n"
-    "children, package = types.ModuleType('children'), types.ModuleType('package')\n"
-    "sys.modules['libra_jax.agents.sandbox'], package.children = package, children\n"
-    "exec(compile({children!r}, 'children', 'exec'), children.__dict__)\n"
+    "package = sys.modules['libra_jax.agents.sandbox'] = types.ModuleType('package')\n"
+    "for name, text in {modules!r}.items():\n"
+    "    module = types.ModuleType(name)\n"
+    "    setattr(package, name, module)\n"
+    "    exec(compile(text, name, 'exec'), module.__dict__)\n"
     "exec(compile({supervisor!r}, 'supervisor', 'exec'))\n"
 )
 
@@ -75,6 +94,10 @@ class Backend(Protocol):
 
     def launch(self, *, group: bool) -> Launch:
         """What starts one; `group`: its first process will be put into a control group that limits memory."""
+        ...
+
+    def caveats(self, *, group: bool) -> list[str]:
+        """Returns what is not contained, or limited only roughly; `group` as for `launch`."""
         ...
 
 
@@ -139,7 +162,8 @@ def _open_to_all(path: str) -> bool:
 def source() -> str:
     """The program of a sandbox's first process."""
     here = Path(__file__).parent
-    return _BOOT.format(**{name: (here / f"{name}.py").read_text() for name in ("children", "supervisor")})
+    modules = {name: (here / f"{name}.py").read_text() for name in _MODULES}
+    return _BOOT.format(modules=modules, supervisor=(here / "supervisor.py").read_text())
 
 
 def _places(packages: tuple[str, ...]) -> dict[str, str]:
@@ -181,11 +205,13 @@ class Bubblewrap:
             config.check(readable, "sandbox.packages", f"{path} is for root alone; let others read it (chmod o+rx)")
         hidden = [path for path in self._shown if self._root and not _open_to_all(path)]
         self._sources = {path: f"/mnt/{hidden.index(path)}" if path in hidden else path for path in self._shown}
+        self._zero = _ZERO if self._root and _makes_devices() else ""
         self._prefix = self._preparation(hidden)
         found = re.match(r"(\d+)\.(\d+)", platform.release())
         release = (int(found[1]), int(found[2])) if found else (0, 0)
         # From 5.14 on a user namespace has a count of its own; before, the user's other processes were in it.
         self._counts = release >= (5, 14)
+        self._users = _USERS if self._root and _maps_users(_USERS) else None
 
     def _preparation(self, hidden: list[str]) -> list[str]:
         """What goes before: first to be killed where memory runs out, then root's user is given up.
@@ -194,14 +220,21 @@ class Bubblewrap:
         """
         script = "echo 1000 2>/dev/null >/proc/self/oom_score_adj; set -e; "
         words = ["sh", "-c"]
-        if hidden:
-            words = ["unshare", "--mount", "--propagation=private", *words]
-            script += "mount -t tmpfs -o mode=755 none /mnt; "
+        if hidden or self._zero:
+            words = [*_PRIVATELY, *words]
+            script += f"{_EMPTY}; "
+        if self._zero:
+            script += f"{_MAKE_ZERO}; "
         for number, path in enumerate(hidden):
             script += f"mkdir /mnt/{number}; mount --bind {shlex.quote(path)} /mnt/{number}; "
-        words += [script + 'exec "$@"', "sh"]
-        drop = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
-        return [*words, *drop] if self._root else words
+        return [*words, script + 'exec "$@"', "sh"]
+
+    def _drop(self) -> list[str]:
+        """Gives root's user up for one that no other sandbox has: the kernel counts some things by user."""
+        if not self._root:
+            return []
+        user = NOBODY if self._users is None else secrets.choice(self._users)
+        return ["setpriv", f"--reuid={user}", f"--regid={NOBODY}", "--clear-groups"]
 
     def launch(self, *, group: bool) -> Launch:
         """See `Backend`."""
@@ -213,7 +246,7 @@ class Bubblewrap:
             os.lseek(descriptors[-1], 0, os.SEEK_SET)
             return str(descriptors[-1])
 
-        command = [*self._prefix, self._program, *self._isolation(), *self._mounts()]
+        command = [*self._prefix, *self._drop(), self._program, *self._isolation(), *self._mounts()]
         for path, text in _FILES.items():
             command += ["--file", holding(text.encode()), path]
         if filtered := seccomp.program():
@@ -225,6 +258,17 @@ class Bubblewrap:
         return Launch(
             command, _environment(WORKSPACE, "/tmp", _places(self._packages).values()), int(info), tuple(descriptors)
         )
+
+    def caveats(self, *, group: bool) -> list[str]:
+        """See `Backend`."""
+        found = [] if group else [_SAMPLED]
+        if not seccomp.program():
+            found.append(f"no filter of system calls for {platform.machine()}: code can change limits and priorities")
+        if self._users is None:
+            found.append("all sandboxes are one user's: pipes, watches and open files in transit are counted together")
+        if not (group or self._zero):
+            found.append("memory that is shared through /dev/zero and mostly unmapped again is not counted")
+        return found
 
     def _isolation(self) -> list[str]:
         words = ["--unshare-all", "--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox"]
@@ -241,6 +285,8 @@ class Bubblewrap:
         for name in _ETC:
             words += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
         words += ["--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev"]
+        if self._zero:
+            words += ["--dev-bind", self._zero, "/dev/zero"]
         for path in (WORKSPACE, "/tmp", "/dev/shm"):
             if "--size" in self._options:  # else the first process looks at it now and then
                 words += ["--size", str(self._limits.workspace_mib * 2**20)]
@@ -248,6 +294,23 @@ class Bubblewrap:
         for path, place in self._shown.items():
             words += ["--ro-bind", self._sources[path], place]
         return [*words, "--remount-ro", "/dev"]
+
+
+@functools.cache
+def _makes_devices() -> bool:
+    """Whether a device can be made in a mount namespace of its own, which some containers refuse to root."""
+    script = f"set -e; {_EMPTY}; {_MAKE_ZERO}; head -c1 {_ZERO}"
+    try:
+        done = subprocess.run([*_PRIVATELY, "sh", "-c", script], capture_output=True, timeout=_HELP_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
+
+
+def _maps_users(users: range) -> bool:
+    """Whether this process's user namespace has all of these ids."""
+    lines = [list(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    return any(first <= users[0] and users[-1] < first + count for first, _, count in lines)
 
 
 @functools.cache
@@ -266,7 +329,7 @@ class Container:
         self._limits, self._packages, self._runtime, self._image = limits, packages, runtime, image
 
     def launch(self, *, group: bool) -> Launch:
-        """See `Backend`; the runtime makes its own control group."""
+        """See `Backend`. The runtime makes its own control group."""
         limits, name = self._limits, f"libra-{uuid.uuid4().hex}"
         size = f"rw,nosuid,nodev,mode=1777,size={limits.workspace_mib}m"
         command = [self._runtime, "run", "--rm", "--interactive", "--pull=never", f"--name={name}", "--network=none"]
@@ -285,6 +348,11 @@ class Container:
         command += [self._image, "python3", "-I", "-c", source(), settings]
         return Launch(command, dict(os.environ), remove=(self._runtime, "rm", "--force", name))
 
+    def caveats(self, *, group: bool) -> list[str]:
+        """See `Backend`."""
+        del group
+        return []
+
 
 class Unconfined:
     """A plain process, for machines that have neither: it stops mistakes, and no intent."""
@@ -299,3 +367,8 @@ class Unconfined:
         settings = _settings(self._limits, self._packages, group=group, **places)
         environment = _environment(directory, directory, self._packages)
         return Launch([*_python(), "-c", source(), settings], environment, directory=directory)
+
+    def caveats(self, *, group: bool) -> list[str]:
+        """See `Backend`."""
+        del group
+        return ['backend "none" contains nothing: code has all rights of this process', _SAMPLED]

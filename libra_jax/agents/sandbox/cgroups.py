@@ -55,6 +55,13 @@ class Group:
         """Puts a process in, and with it all that it starts from then on."""
         self._write("cgroup.procs", pid)
 
+    def ran_out(self) -> bool:
+        """Returns whether the kernel has killed a process of the group for its memory."""
+        with contextlib.suppress(OSError):
+            events = dict(line.split() for line in (self.path / "memory.events").read_text().splitlines())
+            return int(events.get("oom_kill", 0)) > 0
+        return False
+
     def close(self) -> None:
         """Kills what is left in it and removes it."""
         with contextlib.suppress(OSError):

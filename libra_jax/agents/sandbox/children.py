@@ -24,7 +24,7 @@ import tarfile
 import traceback
 import types
 from collections.abc import Callable
-from typing import Any, BinaryIO, NamedTuple, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 RAISED = 256
 """What the Python interpreter answers where the code raised: no exit status, which is worth no mention."""
@@ -51,60 +51,6 @@ def read_exactly(source: int, count: int) -> bytes:
     return bytes(pieces)
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Processes, as /proc shows them.
-# --------------------------------------------------------------------------------------------------------------------
-
-
-class Process(NamedTuple):
-    """State letter, parent's id, clock ticks used (those of children it waited for included), threads."""
-
-    state: str
-    parent: int
-    ticks: int
-    threads: int
-
-    @property
-    def runs(self) -> bool:
-        """Whether any thread is left of it: its first one may end before the others, and the state is that one's."""
-        return self.state not in "ZX" or self.threads > 1
-
-
-def processes() -> dict[int, Process]:
-    """Every process there is, by its id."""
-    found = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-                text = file.read()
-                fields = text[text.rindex(b")") + 2 :].split()
-                ticks = sum(map(int, fields[11:15]))
-                found[int(name)] = Process(fields[0].decode(), int(fields[1]), ticks, int(fields[17]))
-    return found
-
-
-def descendants(found: dict[int, Process], ancestor: int) -> dict[int, Process]:
-    """Those of the processes that come from `ancestor`."""
-    kept = {ancestor}
-    while more := {pid for pid, process in found.items() if process.parent in kept} - kept:
-        kept |= more
-    return {pid: found[pid] for pid in kept if pid in found and pid != ancestor}
-
-
-def memory(pid: int) -> int:
-    """Bytes that a process holds and no file backs; 0 once it is gone."""
-    with contextlib.suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            total = 0
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/status", "rb") as file:
-                for line in file:
-                    if line.startswith((b"RssAnon:", b"RssShmem:")):
-                        total += 1024 * int(line.split()[1])
-            if total:  # else this thread has ended, as the first may before the others
-                return total
-    return 0
-
-
 def reap() -> None:
     """Takes leave of every child that has ended."""
     with contextlib.suppress(ChildProcessError):
@@ -116,11 +62,6 @@ def send(pid: int, number: int) -> None:
     """A signal, unless there is no one to get it."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Children.
-# --------------------------------------------------------------------------------------------------------------------
 
 
 def run_child(function: Callable[[], int]) -> NoReturn:

@@ -21,7 +21,7 @@ class Outcome:
       lost: what of the session went with it: nothing (""), the interpreter's "state", or "all", its files included.
       broken: the sandbox itself ended, fell silent or answered nonsense, which is no doing of the code's as far as
         anyone can tell.
-      own_end: of one that is `broken`: its first process ended with a status of its own, and nobody killed it.
+      by_code: the sandbox was given up because of its processes, its files or what it used. Never with `broken`.
       archive: of `Session.save`: the workspace's files, as a tar.
     """
 
@@ -30,7 +30,7 @@ class Outcome:
     seconds: float
     lost: str = ""
     broken: bool = False
-    own_end: bool = False
+    by_code: bool = False
     archive: bytes = b""
 
 

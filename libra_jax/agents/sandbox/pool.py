@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
+import functools
 import json
 import logging
 from collections.abc import Mapping
@@ -119,9 +120,14 @@ class Sandbox:
         try:
             await self._first()
             await asyncio.gather(*(self._refill() for _ in range(self._warm - 1)))
+            _warn_once(tuple(self.caveats()))
         except BaseException:
             await self.close()
             raise
+
+    def caveats(self) -> list[str]:
+        """Returns what this machine's sandboxes do not contain, or limit only roughly. Call after `start`."""
+        return self._backend.caveats(group=self._parent is not None)
 
     async def _first(self) -> None:
         """Finds out whether sandboxes start here at all, and under a control group."""
@@ -432,6 +438,13 @@ class Session:
         lent, self._worker = self._worker, None
         if lent is not None:
             self._sandbox.give_back(lent, used=True)
+
+
+@functools.cache  # a run has several pools
+def _warn_once(caveats: tuple[str, ...]) -> None:
+    if caveats:
+        sentences = ". ".join(text[:1].upper() + text[1:] for text in caveats)
+        _log.warning("Sandboxes are limited only roughly here. %s.", sentences)
 
 
 def _told(outcome: limits_module.Outcome, lost: str) -> limits_module.Outcome:

@@ -27,15 +27,15 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
-from libra_jax.agents.sandbox import children
+from libra_jax.agents.sandbox import children, usage
 
 HEADER = struct.Struct(">II")
 HEAD_BYTES = 4096
 WATCH_SECONDS = 0.02  # between two looks at what a call uses
 SETTLE_SECONDS = 2.0  # for everything that a call left to be killed
 OPEN_FILES = 256
+EMPTIED_FILES = 1000  # of one folder; to remove more takes longer than to begin another sandbox
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Output:
@@ -116,12 +116,13 @@ class Supervisor:
         self.settings, self.limits = settings, settings["limits"]
         self.output = Output(self.limits["output_bytes"])
         self.interpreters: dict[str, Child] = {}
-        self.cpu_before = 0.0
+        self.processor = usage.Processor()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # no one inside may trace it, or reach its files through /proc
         self._limit()
+        self.pristine = _own_limits()
 
     def _limit(self) -> None:
         """The kernel's own limits, which everything started from here inherits."""
@@ -148,12 +149,9 @@ class Supervisor:
             deadline = time.monotonic() + call["seconds"]
             if call["most"]:  # an archive, which is longer than what a policy reads
                 self.output = Output(call["most"])
-            if call["kind"] in children.INTERPRETERS:
-                verdict = self._ask(call["kind"], children.read_exactly(0, body_bytes), deadline)
-            else:
-                verdict = self._once(call["kind"], body_bytes, deadline)
-            if call["clean"] and not self._empty():
-                verdict = verdict._replace(lost="all")
+            verdict = self._carry_out(call["kind"], body_bytes, deadline)
+            if call["clean"] and not (self._empty() and _own_limits() == self.pristine):
+                verdict = verdict._replace(lost="all")  # the next call may be another trajectory's
             if verdict.status == "timeout":
                 verdict = verdict._replace(note=f"no end after {call['seconds']:g} s")
             self._send(verdict)
@@ -163,6 +161,15 @@ class Supervisor:
                 os._exit(1)
 
     # Calls ------------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, kind: str, body_bytes: int, deadline: float) -> Verdict:
+        """Has a child do what the call asks. Where none can be had, what the code left in the sandbox is the cause."""
+        try:
+            if kind in children.INTERPRETERS:
+                return self._ask(kind, children.read_exactly(0, body_bytes), deadline)
+            return self._once(kind, body_bytes, deadline)
+        except (OSError, MemoryError) as error:
+            return Verdict("failure", f"stopped: what runs in the sandbox left no room for the call ({error})", "all")
 
     def _once(self, kind: str, body_bytes: int, deadline: float) -> Verdict:
         """A call in a process of its own, which reads its body itself."""
@@ -229,13 +236,16 @@ class Supervisor:
         if channel is not None:
             poll.register(channel, select.POLLIN | select.POLLOUT)
         answer, looked = b"", time.monotonic()
+        pause = WATCH_SECONDS
         while (now := time.monotonic()) < deadline:
-            if now - looked >= WATCH_SECONDS:
-                note, lost = self._excess()
+            if now - looked >= pause:
+                note, lost = self._excess(now - looked)
                 if note:
                     return Verdict("failure", f"stopped: {note}", lost or ("" if channel is None else "state"))
-                looked = time.monotonic()
-            events = dict(poll.poll(1000 * min(WATCH_SECONDS, max(0.0, deadline - now))))
+                looked = now
+                pause = WATCH_SECONDS * (0.5 + os.urandom(1)[0] / 255)  # so that code cannot be idle at each look
+                pause += time.monotonic() - now  # a look at many processes takes long
+            events = dict(poll.poll(1000 * min(pause, max(0.0, deadline - now))))
             if 0 in events:
                 self.leave()
             if child.output in events and not self._take(child.output):
@@ -290,24 +300,31 @@ class Supervisor:
 
     # What a call uses, and leaves ---------------------------------------------------------------------------------
 
-    def _processes(self) -> dict[int, children.Process]:
+    def _processes(self) -> dict[int, usage.Process]:
         """All but this one: everything there is, if this is the first process; else what descends from it."""
-        found = children.processes()
+        found = usage.processes()
         me = os.getpid()
         if me != 1:
-            found = children.descendants(found, me)
+            found = usage.descendants(found, me)
         found.pop(me, None)
         return found
 
-    def _excess(self) -> tuple[str, str]:
-        """Which limit the call has met, in a few words, and what goes with it; empty: none."""
-        found = {pid: process for pid, process in self._processes().items() if process.runs}
-        limits = self.limits
+    def _excess(self, interval: float) -> tuple[str, str]:
+        """Which limit the call has met, in a few words, and what goes with it; empty: none.
+
+        Args:
+          interval: seconds since the last look.
+        """
+        everything, limits = self._processes(), self.limits
+        found = {pid: process for pid, process in everything.items() if process.runs}
         if sum(process.threads for process in found.values()) > limits["processes"] + len(self.interpreters):
             return f"more than {limits['processes']} processes and threads", ""
-        if self._cpu(found) - self.cpu_before > limits["cpu_seconds"]:
+        if self.processor.seconds(everything, interval) > limits["cpu_seconds"]:
             return f"more than {limits['cpu_seconds']:g} s of processor time", ""
-        if sum(map(children.memory, found)) > limits["memory_mib"] * 2**20:
+        memory = usage.memory(found, network=os.getpid() == 1)
+        if memory == float("inf"):
+            return "more mappings of memory than can be counted", ""
+        if memory > limits["memory_mib"] * 2**20:
             return f"more than {limits['memory_mib']} MiB of memory", ""
         for path in self.settings["private"]:
             held = os.statvfs(path)
@@ -316,11 +333,6 @@ class Supervisor:
             if (held.f_blocks - held.f_bfree) * held.f_frsize > limits["workspace_mib"] * 2**20:
                 return f"more than {limits['workspace_mib']} MiB in {path}", "all"
         return "", ""
-
-    def _cpu(self, found: dict[int, children.Process]) -> float:
-        """Seconds that everything started from here has used so far."""
-        gone = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return gone.ru_utime + gone.ru_stime + sum(process.ticks for process in found.values()) / _TICKS
 
     def _settle(self) -> bool:
         """Stops the interpreters and kills all else; False if something cannot be killed."""
@@ -334,7 +346,7 @@ class Supervisor:
             children.reap()
             found = self._processes()
             if all(_settled(pid, process, kept) for pid, process in found.items()):
-                self.cpu_before = self._cpu(found)
+                self.processor.begin(found)
                 return True
             for pid in found.keys() - kept:
                 children.send(pid, signal.SIGKILL)
@@ -342,8 +354,12 @@ class Supervisor:
         return False
 
     def _empty(self) -> bool:
-        """Removes every file and mark that the call left; False if it made one that cannot be removed so."""
+        """Removes every file and mark that the call left; False if it made one that cannot be removed so, or many."""
         try:
+            for path in self.settings["private"]:
+                held = os.statvfs(path)
+                if held.f_files - held.f_ffree > EMPTIED_FILES:
+                    return False
             for path in self.settings["writable"]:
                 os.chmod(path, 0o755)
                 for attribute in os.listxattr(path):
@@ -361,13 +377,21 @@ class Supervisor:
         os._exit(0)
 
 
+def _own_limits() -> tuple[object, ...]:
+    """Limits, priority and cores of this process, which each child begins with."""
+    names = sorted(name for name in dir(resource) if name.startswith("RLIMIT_"))
+    limits = tuple(resource.getrlimit(getattr(resource, name)) for name in names)
+    priority, policy = os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)
+    return limits, priority, policy, frozenset(os.sched_getaffinity(0))
+
+
 _FORGED = Verdict("failure", "the interpreter's answer was no answer", "state")
 
 
 _LONGEST_ANSWER = 16
 
 
-def _settled(pid: int, process: children.Process, kept: set[int]) -> bool:
+def _settled(pid: int, process: usage.Process, kept: set[int]) -> bool:
     """Whether it may still be there when the next call begins: a kept one, if it stands still, and its ended children.
 
     Any other that has ended is for this process to reap, if not at this look then at the next.

@@ -22,22 +22,23 @@ GRACE_SECONDS = 3.0
 REAP_SECONDS = 10.0
 """How long the processes of a killed sandbox may take to be gone."""
 
+_SIGNALS = 128
+"""Statuses from here on stand for signals."""
+
 _REASON_BYTES = 2000
 _SLACK_SECONDS = 1.0
 _TOLD_BYTES = 65536
-_SIGNALLED = 128  # from here on a status tells of a signal
 
 
 class Worker:
     """A running sandbox. `alive` until it is killed, breaks the protocol or ends; it is then of no more use.
 
-    `served` tells whether it was ever called, `ended` that it was gone of itself when a call wanted its answer.
+    `ended` tells that it was gone of itself when a call wanted its answer.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, launch: backends.Launch, limits: limits_module.Limits):
         self.process, self._launch, self._limits = process, launch, limits
         self.alive = True
-        self.served = False
         self.ended = False
         self._first = -1
         self._group: cgroups.Group | None = None
@@ -134,7 +135,6 @@ class Worker:
         assert self.process.stdin is not None
         loop = asyncio.get_running_loop()
         began = loop.time()
-        self.served = True
         head = json.dumps({"kind": kind, "seconds": seconds, "clean": clean, "most": most}).encode()
         try:
             self.process.stdin.write(supervisor.HEADER.pack(len(head), len(body)) + head + body)
@@ -144,14 +144,20 @@ class Worker:
             return limits_module.Outcome("timeout", f"[no end after {seconds:g} s]", loop.time() - began, "all", True)
         except (EOFError, OSError, wire.Malformed) as error:
             self.ended = not isinstance(error, wire.Malformed)
-            own = self.ended and await self._own_end()
-            self.kill()
             how = "ended" if self.ended else "sent what is no answer"
-            return limits_module.Outcome("failure", f"[the sandbox {how}]", loop.time() - began, "all", True, own)
+            by_code = False
+            if self.ended and await self._ran_out():
+                how, by_code = f"ended: more than {self._limits.memory_mib} MiB of memory", True
+            elif self.ended and await self._gave_up():
+                how, by_code = "ended: its first process could not go on with what is in it", True
+            self.kill()  # only now: its signal would hide a status that the first process ends with
+            seconds = loop.time() - began
+            return limits_module.Outcome("failure", f"[the sandbox {how}]", seconds, "all", not by_code, by_code)
         except BaseException:
             self.kill()
             raise
-        if reply.lost == "all":
+        by_code = reply.lost == "all"
+        if by_code:
             self.kill()
         if most and reply.status == "success" and not reply.left_out:
             archive = reply.head + reply.tail
@@ -161,18 +167,26 @@ class Worker:
             text = limits_module.cut(text, self._limits.output_bytes)
         if reply.note:
             text += f"{chr(10) if text and not text.endswith(chr(10)) else ''}[{reply.note}]"
-        return limits_module.Outcome(reply.status, text, loop.time() - began, reply.lost)
+        return limits_module.Outcome(reply.status, text, loop.time() - began, reply.lost, by_code=by_code)
 
-    async def _own_end(self) -> bool:
-        """Returns whether the first process ended with a status of its own, which its backend passes on."""
+    async def _gave_up(self) -> bool:
+        """Whether the first process ended with a status of its own, where a signal from outside would show as one.
+
+        No code in the sandbox can send it a signal.
+        """
         with contextlib.suppress(deadlines.Overdue):
-            return 0 < await deadlines.within(_SLACK_SECONDS, self.process.wait()) < _SIGNALLED
+            return 0 < await deadlines.within(_SLACK_SECONDS, self.process.wait()) < _SIGNALS
         return False
+
+    async def _ran_out(self) -> bool:
+        """Whether the sandbox ended because its code took more memory than its control group has."""
+        return self._group is not None and await deadlines.off_loop(self._group.ran_out)
 
     async def _answer(self, most_bytes: int) -> wire.Reply:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        await self.process.stdin.drain()
+        with contextlib.suppress(ConnectionError):  # it may have answered before it had read everything
+            await self.process.stdin.drain()
         return await wire.receive(self.process.stdout, most_bytes)
 
     def kill(self) -> None:

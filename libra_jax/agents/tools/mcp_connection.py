@@ -8,22 +8,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import difflib
+import json
 import math
 import os
 import re
 import shutil
 import sys
 import urllib.parse
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from libra_jax import config, parent_death, protocols
+from libra_jax.agents.tools import schemas
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
-_LONGEST_EVENT = 64 * 2**20
-"""Bytes of one answer over HTTP; over a pipe there is no limit."""
+LONGEST_ANSWER = 64 * 2**20
+"""Bytes of one answer over HTTP, once it is decompressed; over a pipe there is no limit."""
 
 _KEPT_OF_STDERR = 4096
 
@@ -232,7 +234,45 @@ async def connected(spec: Spec, opened: Opened) -> AsyncIterator[Opened]:
         async with asyncio.timeout(spec.start_seconds):
             opened.client = await stack.enter_async_context(client)
             opened.tools = await _listed(opened.client)
+        _check_results(opened)
         yield opened
+
+
+def _check_results(opened: Opened) -> None:
+    """Has results checked by `schemas`, whose time is bounded, and not by the package's own check on the event loop."""
+    declared = {tool.name: tool.output_schema for tool in opened.tools if tool.output_schema is not None}
+    problems = {name: schemas.problem_of(json.dumps(schema)) for name, schema in declared.items()}
+
+    async def check(name: str, result: Any) -> None:
+        if name not in declared:
+            return
+        if result.structured_content is None:
+            raise RuntimeError(f"tool {name} declares structured content and returned none")
+        wrong = problems[name] or schemas.mismatch(result.structured_content, declared[name], "content")
+        if wrong:
+            raise RuntimeError(f"tool {name} returned other structured content than it declares: {wrong}")
+
+    opened.client.session.validate_tool_result = check
+
+
+async def _bound(response: Any) -> None:
+    """Has a whole answer refused once it is longer than `LONGEST_ANSWER`. Events are bounded one by one elsewhere."""
+    import httpx2
+
+    if response.headers.get("content-type", "").lower().startswith("text/event-stream"):
+        return
+    decoded = response.aiter_bytes
+
+    async def bounded(chunk_size: int | None = None) -> AsyncGenerator[bytes, None]:
+        left = LONGEST_ANSWER
+        async with contextlib.aclosing(decoded(chunk_size)) as chunks:
+            async for chunk in chunks:
+                left -= len(chunk)
+                if left < 0:
+                    raise httpx2.StreamError(f"the answer is longer than {LONGEST_ANSWER} bytes")
+                yield chunk
+
+    response.aiter_bytes = bounded
 
 
 async def _listed(client: Any) -> list[Any]:
@@ -274,5 +314,6 @@ async def _over_http(spec: Spec, stack: contextlib.AsyncExitStack) -> Any:
     # Reading has no deadline of its own: an answer's is the call's.
     timeout = httpx2.Timeout(_CONNECT_SECONDS, read=None, pool=None)
     headers = {**spec.headers, **_held(spec.headers_from)}
-    client = await stack.enter_async_context(httpx2.AsyncClient(headers=headers, timeout=timeout))
-    return streamable_http.streamable_http_client(spec.url, http_client=client, max_sse_event_size=_LONGEST_EVENT)
+    hooks = {"response": [_bound]}
+    client = await stack.enter_async_context(httpx2.AsyncClient(headers=headers, timeout=timeout, event_hooks=hooks))
+    return streamable_http.streamable_http_client(spec.url, http_client=client, max_sse_event_size=LONGEST_ANSWER)

@@ -4,30 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-import jsonschema
-import referencing
-import referencing.exceptions
-import referencing.jsonschema
-
 from libra_jax import config, protocols
 from libra_jax.agents.sandbox import limits, pool
-
-_Validator = jsonschema.validators.extend(
-    jsonschema.Draft202012Validator,
-    type_checker=jsonschema.Draft202012Validator.TYPE_CHECKER.redefine(
-        "integer", lambda _, value: isinstance(value, int) and not isinstance(value, bool)
-    ),
-)
-"""Of JSON schema draft 2020-12, but for 1.0, which is no integer to tools that are Python."""
-
-_NOTHING_ELSE: referencing.Registry[Any] = referencing.Registry()
-"""What a `$ref` may lead to besides its own schema. Without it, jsonschema would fetch what others wrote there."""
+from libra_jax.agents.tools import schemas
 
 _NAME = re.compile(r"[\w.:/-]+")
 """What a tool may be called, so that every format can write it."""
@@ -46,8 +30,7 @@ class Tool(Protocol):
       name: by which it is called.
       description: what it does, for the policy.
       parameters: JSON schema of its arguments, an object's. Each `$ref` must lead to a place in it: none is fetched.
-        A `pattern` is matched as Python's `re` does, on the event loop and without a deadline: one that backtracks
-        without end on some text blocks the run, so a schema with such a pattern must not be offered.
+        A `pattern` is matched by RE2. One that RE2 does not know (it looks ahead or behind) is left to the tool.
     """
 
     name: str
@@ -114,7 +97,7 @@ class Toolbox:
             good = isinstance(schema, Mapping) and schema.get("type") == "object"
             config.check(good, "tools", f"the parameters of {tool.name!r} must be a JSON schema of type object")
             try:
-                problem = _schema_problem(json.dumps(dict(schema)))
+                problem = schemas.problem_of(json.dumps(dict(schema)))
             except (TypeError, ValueError, RecursionError) as error:
                 problem = str(error)
             config.check(not problem, "tools", f"the parameters of {tool.name!r} are no JSON schema: {problem}")
@@ -156,7 +139,7 @@ class Toolbox:
             known = ", ".join(self._tools) or "none"
             return protocols.ToolReturn(_UNKNOWN, "failure", self._cut(f"error: no tool {name!r}; there are: {known}"))
         values, problem = _read(arguments)
-        problem = problem or _mismatch(values, tool.parameters)
+        problem = problem or schemas.mismatch(values, tool.parameters, "arguments")
         if problem:
             return protocols.ToolReturn(tool.name, "failure", self._cut(f"error: {problem}"))
         loop = asyncio.get_running_loop()
@@ -174,33 +157,6 @@ class Toolbox:
         return limits.cut(text, self._most_characters)
 
 
-@functools.lru_cache(maxsize=1024)  # each attempt has a toolbox, and a check takes a millisecond
-def _schema_problem(text: str) -> str:
-    """What keeps the JSON text from being a JSON schema; empty: nothing."""
-    try:
-        _Validator.check_schema(json.loads(text))
-    except jsonschema.SchemaError as error:
-        return f"{error.json_path}: {error.message}"
-    resource = referencing.jsonschema.DRAFT202012.create_resource(json.loads(text))
-    return _lost_reference(resource, _NOTHING_ELSE.resolver_with_root(resource))
-
-
-def _lost_reference(resource: referencing.Resource[Any], resolver: Any) -> str:
-    """What is wrong with a reference in a schema or in those within it; empty: nothing."""
-    contents = resource.contents
-    for key in ("$ref", "$dynamicRef"):
-        if not isinstance(contents, Mapping) or key not in contents:
-            continue
-        try:
-            found: object = resolver.lookup(contents[key]).contents
-        except (referencing.exceptions.Unresolvable, ValueError, TypeError):  # two of a pointer's odd ways
-            found = None
-        if not isinstance(found, Mapping | bool):
-            return f"its {key} {contents[key]!r} leads to no schema within it, and none is fetched"
-    lost = (_lost_reference(inner, resolver.in_subresource(inner)) for inner in resource.subresources())
-    return next(filter(None, lost), "")
-
-
 def _read(arguments: object) -> tuple[dict[str, Any], str]:
     """The arguments as a mapping, or what is wrong with them."""
     if isinstance(arguments, str):
@@ -215,15 +171,3 @@ def _read(arguments: object) -> tuple[dict[str, Any], str]:
     except (TypeError, ValueError, RecursionError):  # half of a surrogate pair, say, which no tool could pass on
         return {}, "the arguments hold what JSON cannot say"
     return dict(arguments), ""
-
-
-def _mismatch(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
-    """What keeps the arguments from being as their JSON schema says, in a few words; empty: nothing."""
-    try:
-        validator = _Validator(schema, registry=_NOTHING_ELSE)
-        error = jsonschema.exceptions.best_match(validator.iter_errors(arguments))
-    except RecursionError:
-        return "the arguments are nested too deeply"
-    except Exception as odd:  # of a part that only a reference makes a schema, which nobody has checked
-        return f"the tool's own schema cannot be applied to the arguments ({type(odd).__name__})"
-    return "" if error is None else f"arguments{error.json_path.removeprefix('$')}: {error.message}"

@@ -1,0 +1,199 @@
+"""What the processes of a sandbox use, as /proc shows it.
+
+Handed to the sandbox as text beside `supervisor.py`: standard library only. A control group counts better. Without one
+these numbers are approximate: they are taken every few hundredths of a second, and the code may be quick in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import resource
+from collections.abc import Iterable
+from typing import NamedTuple
+
+SHARED_BYTES = 2**20
+"""Bytes that a piece of shared memory without a file counts at least, however little of it is mapped.
+
+The filter of system calls refuses larger ones, so a process cannot hide memory by unmapping most of a piece.
+"""
+
+SOCKET_BYTES = 2**19
+"""Bytes that a socket counts: about what the kernel lets it buffer, its own bookkeeping included."""
+
+MAPS_BYTES = 2**22
+"""Bytes of the lists of mappings of all processes that are read, about 80,000 lines. More is a limit met."""
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+_SHARED = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) ...s ([0-9a-f]+) \S+ (\d+) +/dev/zero \(deleted\)$", re.MULTILINE)
+
+
+class Process(NamedTuple):
+    """A process, as its `stat` shows it: state letter, parent's id, seconds of processor time, threads.
+
+    `seconds` are its own, and `of_children` those of children that it waited for.
+    """
+
+    state: str
+    parent: int
+    seconds: float
+    of_children: float
+    threads: int
+
+    @property
+    def runs(self) -> bool:
+        """Whether any thread is left of it: its first one may end before the others, and the state is that one's."""
+        return self.state not in "ZX" or self.threads > 1
+
+
+def processes() -> dict[int, Process]:
+    """Every process there is, by its id."""
+    found = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit() and (fields := _stat(name)):
+            own, waited_for = int(fields[11]) + int(fields[12]), int(fields[13]) + int(fields[14])
+            found[int(name)] = Process(
+                fields[0].decode(), int(fields[1]), own / _TICKS, waited_for / _TICKS, int(fields[17])
+            )
+    return found
+
+
+def _stat(path: str) -> list[bytes]:
+    with contextlib.suppress(OSError), open(f"/proc/{path}/stat", "rb") as file:
+        text = file.read()
+        return text[text.rindex(b")") + 2 :].split()
+    return []
+
+
+def descendants(found: dict[int, Process], ancestor: int) -> dict[int, Process]:
+    """Those of the processes that come from `ancestor`."""
+    kept = {ancestor}
+    while more := {pid for pid, process in found.items() if process.parent in kept} - kept:
+        kept |= more
+    return {pid: found[pid] for pid in kept if pid in found and pid != ancestor}
+
+
+class Processor:
+    """Counts the processor time of everything that descends from this process.
+
+    The kernel adds a process's time to its parent's when the parent waits for it. A parent that ignores SIGCHLD waits
+    for none. So the time of a process that has vanished is kept as it was last seen. One that was too short-lived to
+    show any counts as running from one look to the next, if it was about to run when it was seen.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, _Sight] = {}
+        self._vanished = 0.0
+        self._before = (0.0, 0.0)
+        self._cores = len(os.sched_getaffinity(0))
+
+    def begin(self, found: dict[int, Process]) -> None:
+        """Starts to count, with the processes that live on from before."""
+        self._seen = {pid: _Sight(process.seconds, 0.0) for pid, process in found.items()}
+        self._vanished = 0.0
+        self._before = self._totals(found)
+
+    def seconds(self, found: dict[int, Process], interval: float) -> float:
+        """Returns the seconds since `begin`, by the larger of the kernel's sum and the sum of what was seen.
+
+        Args:
+          found: all processes, ended ones that no one has waited for included.
+          interval: seconds since the last look.
+        """
+        for pid, sight in list(self._seen.items()):
+            if pid not in found or found[pid].seconds < sight.seconds:  # ended, or its id is another's by now
+                self._vanished += sight.seconds + sight.unseen
+                del self._seen[pid]
+        ready = {pid: _running(pid, process) for pid, process in found.items() if process.runs}
+        share = interval * min(1.0, self._cores / max(1, sum(ready.values())))  # those that wait for a core use none
+        for pid, process in found.items():
+            used = ready.get(pid, 0) * share
+            known = pid in self._seen
+            # Half an interval passes on average between the last look at a process and its end.
+            unseen = used / 2 if known else max(0.0, used - process.seconds)
+            self._seen[pid] = _Sight(process.seconds, unseen)
+        waited_for, seen = self._totals(found)
+        return max(waited_for - self._before[0], seen - self._before[1])
+
+    def _totals(self, found: dict[int, Process]) -> tuple[float, float]:
+        gone = resource.getrusage(resource.RUSAGE_CHILDREN)
+        kept = sum(process.seconds + process.of_children for process in found.values())
+        seen = self._vanished + sum(sight.seconds for sight in self._seen.values())
+        return gone.ru_utime + gone.ru_stime + kept, seen
+
+
+class _Sight(NamedTuple):
+    """A process at the last look: its seconds, and those that it may have used since if it is gone by the next."""
+
+    seconds: float
+    unseen: float
+
+
+def _running(pid: int, process: Process) -> int:
+    """How many threads of a process run, or wait only for a core."""
+    if process.threads == 1:
+        return process.state == "R"
+    with contextlib.suppress(OSError):
+        threads = os.listdir(f"/proc/{pid}/task")
+        return sum(_stat(f"{pid}/task/{thread}")[:1] == [b"R"] for thread in threads)
+    return 0
+
+
+def memory(found: Iterable[int], *, network: bool) -> float:
+    """Returns the bytes that the processes hold and no file backs; infinity if they have too many mappings to look at.
+
+    Args:
+      found: ids of the processes.
+      network: count the sockets of this network namespace, too, which has to be the processes' own.
+    """
+    private, shown, left, shared = 0, 0, MAPS_BYTES, dict[bytes, int]()
+    for pid in found:
+        status = _of_a_thread(pid, "status", 2**16)
+        private += _kib(status, b"RssAnon:")
+        shown += _kib(status, b"RssShmem:")
+        maps = _of_a_thread(pid, "maps", left)
+        left -= len(maps)
+        if left == 0:
+            return float("inf")
+        if b" /dev/zero (deleted)\n" in maps:
+            for first, last, offset, inode in _SHARED.findall(maps):
+                size = int(last, 16) - int(first, 16) + int(offset, 16)
+                shared[inode] = max(shared.get(inode, SHARED_BYTES), size)
+    # What processes show is also held by files of the workspace, and may be mapped by several of them.
+    return 1024 * private + max(1024 * shown, sum(shared.values())) + (_sockets() if network else 0)
+
+
+def _of_a_thread(pid: int, name: str, most: int) -> bytes:
+    """A file of the first thread that still has one: the process's own may have ended before the others."""
+    with contextlib.suppress(OSError):
+        for thread in (str(pid), *os.listdir(f"/proc/{pid}/task")):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/{name}", "rb") as file:
+                text = file.read(most)
+                if text and (name != "status" or b"\nRssAnon:" in text):
+                    return text
+    return b""
+
+
+def _kib(status: bytes, name: bytes) -> int:
+    _, _, rest = status.partition(b"\n" + name)
+    return int(rest.split(None, 1)[0]) if rest else 0
+
+
+def _sockets() -> int:
+    """Bytes of all sockets, those included that are sent somewhere and held by no one."""
+    total = 0
+    with contextlib.suppress(OSError), open("/proc/self/net/sockstat", "rb") as file:
+        counts = {line.split()[0]: int(line.split()[2]) for line in file if line.startswith((b"sockets:", b"TCP:"))}
+        total = SOCKET_BYTES * counts.get(b"sockets:", 0)
+        if counts.get(b"TCP:", 0):  # these buffer more
+            total += 2 * (_queued("tcp") + _queued("tcp6"))
+    return total
+
+
+def _queued(kind: str) -> int:
+    with contextlib.suppress(OSError), open(f"/proc/self/net/{kind}", "rb") as file:
+        next(file)
+        queues = [line.split()[4].split(b":") for line in file]
+        return sum(int(sent, 16) + int(received, 16) for sent, received in queues)
+    return 0
