@@ -104,6 +104,12 @@ def counting(factor=1.0):
     return score
 
 
+def varying():
+    """Each call has another value than the one before."""
+    calls = itertools.count()
+    return lambda task, text: float(next(calls) % 5)
+
+
 def failing(times=10**9):
     """Fails so many times, then answers."""
     left = [times]

@@ -69,7 +69,8 @@ def settings(steps: int = STEPS) -> configuration.RunConfig:
             "coordinator": {"groups_per_step": 2, "group_size": 2},
             "checkpoint": {"every": EVERY, "keep": 3},
             "telemetry": {"report": False},
-            "reward": {"functions": {"length": {"factory": "reward_functions:counting"}}},
+            # Rewards that differ within a group: the weights of each checkpoint have to differ, too.
+            "reward": {"functions": {"varying": {"factory": "reward_functions:varying"}}, "cache_entries": 0},
         },
     )
 
@@ -84,6 +85,7 @@ class Outcome:
       said: everything that the run said.
       step: of the checkpoint that it went on from; None if it ended before.
       state: digest of the restored train state and of the coordinator's part.
+      weights: digest of the restored parameters alone.
       error: the sentence that it ended with, "" for none; a traceback if it was no sentence.
       crashed: whether it was no sentence.
       records: lines of each record file when the run went on.
@@ -94,6 +96,7 @@ class Outcome:
     said: str = ""
     step: int | None = None
     state: str = ""
+    weights: str = ""
     error: str = ""
     crashed: bool = False
     records: dict[str, list[bytes]] = field(default_factory=dict)
@@ -166,6 +169,7 @@ def go_on(config: configuration.RunConfig, workdir: Path, outcome: Outcome) -> O
     async def restored(saver: saving.Saver, step: int) -> dict[str, Any]:
         state = await restore(saver, step)
         outcome.step, outcome.state = step, _digest(state, trainers[-1])
+        outcome.weights = _of_leaves(hashlib.sha256(), trainers[-1]._started().state.params)
         await asyncio.gather(*(task for task in asyncio.all_tasks() if task.get_name() == coordinator.OLDER))
         outcome.records = {name: _lines(workdir / name) for name in RECORDS}
         raise Restored("restored")
@@ -194,9 +198,13 @@ def go_on(config: configuration.RunConfig, workdir: Path, outcome: Outcome) -> O
 def _digest(state: Any, actor: trainer.TrainerActor) -> str:
     """Of the coordinator's part, and of each number of the train state in its place."""
     digest = hashlib.sha256(repr(state).encode())
-    for leaf in jax.tree.leaves(actor._started().state):
-        digest.update(np.asarray(leaf).tobytes())
     digest.update(str(actor._skipped_in_a_row).encode())
+    return _of_leaves(digest, actor._started().state)
+
+
+def _of_leaves(digest: hashlib._Hash, tree: Any) -> str:
+    for leaf in jax.tree.leaves(tree):
+        digest.update(np.asarray(leaf).tobytes())
     return digest.hexdigest()
 
 
