@@ -1,4 +1,4 @@
-"""What may differ between a workdir's config and the config of a run that goes on in it.
+"""Compares a workdir's config with that of a run that goes on in it, and records what changed.
 
 Settings in three classes: what only reports or waits may change freely (`libra_config.MAY_CHANGE`); what changes the
 learning or the devices has to be named in --allow_changes; what the checkpoint cannot follow is always refused. Every

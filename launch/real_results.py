@@ -1,4 +1,4 @@
-"""What the real runs of a sweep come to: a row a run, means and spreads over seeds, a JSON file and a picture."""
+"""Tells the results of a sweep's real runs: a row a run, means and spreads over seeds, a JSON file and a picture."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is known of one run.
+    """Result of one run.
 
     Attributes:
       run: which.

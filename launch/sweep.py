@@ -142,7 +142,7 @@ def _submit(cells: Sequence[grid.Cell], read: Mapping[str, Mapping[str, Any]], f
 
 
 def _values(cell: grid.Cell) -> dict[str, Any]:
-    """What the config file says under the cell's settings."""
+    """Returns the config file's values under the cell's settings."""
     try:
         values = cli.read_config(settings.SimulatedRun, cell.file, cell.settings)
     except protocols.ConfigError as error:

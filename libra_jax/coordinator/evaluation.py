@@ -15,7 +15,7 @@ from libra_jax.coordinator import attempts, reports
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation found.
+    """Result of an evaluation.
 
     Attributes:
       metrics: `evaluation/accuracy` (mean reward over the tasks that were scored), `evaluation/unscored` (tasks whose

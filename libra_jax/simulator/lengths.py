@@ -79,7 +79,7 @@ class LogNormal:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What attempts are to be like; None leaves a property as it is.
+    """Lengths that attempts are to have; None leaves a property as it is.
 
     Attributes:
       generated: generated tokens; a number is their mean, and scales all.

@@ -1,4 +1,4 @@
-"""What a simulated run is about: the model, the machine, its layout and its lengths, as every answer names them."""
+"""Names the subject of a simulated run in every answer: model, machine, layout and lengths."""
 
 from __future__ import annotations
 

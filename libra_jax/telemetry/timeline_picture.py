@@ -17,7 +17,7 @@ _KINDS = (
 
 
 def kind(span: timeline.Span) -> tuple[str, str]:
-    """What a span is, in a word and a colour: by its name, else by its track."""
+    """Returns the kind of a span, in a word and a colour: by its name, else by its track."""
     if span.track.startswith("tool"):
         return "tool call", figures.PURPLE
     for text in (span.name.lower(), span.track.lower()):

@@ -139,7 +139,7 @@ NO_ADVANTAGE = 1e-6
 def statistics(
     values: Sequence[np.ndarray], members: Sequence[packing.Example], groups: Sequence[protocols.Group]
 ) -> dict[str, float]:
-    """What the advantages of a batch are like.
+    """Describes the advantages of a batch.
 
     Args:
       values: advantage of each token, an array a trajectory.

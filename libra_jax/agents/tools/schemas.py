@@ -24,7 +24,7 @@ _PATTERN_BYTES = 2**20
 """Memory of a compiled pattern, which bounds the time that it takes for a character."""
 
 _NOTHING_ELSE: referencing.Registry[Any] = referencing.Registry()
-"""What a `$ref` may lead to besides its own schema. Without it, jsonschema would fetch what others wrote there."""
+"""Schemas that a `$ref` may lead to besides its own. Without the list, jsonschema would fetch addresses of others."""
 
 _followed: contextvars.ContextVar[list[int]] = contextvars.ContextVar("followed")
 _whole: contextvars.ContextVar[Mapping[str, Any]] = contextvars.ContextVar("whole")
@@ -132,7 +132,7 @@ def problem_of(text: str) -> str:
 
 
 def _lost_reference(resource: referencing.Resource[Any], resolver: Any) -> str:
-    """What is wrong with a reference in a schema or in those within it; empty: nothing."""
+    """Returns the problem of a reference in a schema or in those within it; empty if there is none."""
     contents = resource.contents
     for key in ("$ref", "$dynamicRef"):
         if not isinstance(contents, Mapping) or key not in contents:
