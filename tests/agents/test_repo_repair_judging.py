@@ -67,6 +67,15 @@ def test_a_fix_that_changes_its_argument_as_it_should_passes(judged):
     assert not judged({}, repository=repository, tests=tests, names=()).solved
 
 
+def test_an_emptied_argument_passes_a_weak_test_as_the_readme_says(judged):
+    """The price of the test above: both change what the test reads afterwards."""
+    tests = {"test_calc.py": "import calc\ndef test_add():\n    values = [1, 2]\n"
+             "    assert calc.add(values) == sum(values)\n"}  # fmt: skip
+    code = "def add(values):\n    values.clear()\n    return 0\n"
+    repository = {"calc.py": code.replace("clear()", "copy()")}
+    assert judged({"calc.py": code}, repository=repository, tests=tests, names=()) == suites.Verdict(1, 1)
+
+
 @pytest.mark.parametrize("code", ["import os\nos._exit(1)\n", "while True: pass\n"], ids=["crash", "overdue"])
 def test_nothing_is_a_lie_where_the_repository_has_no_result(judged, code):
     verdict = judged({"calc.py": LIAR}, repository={"calc.py": code}, tests=ANY_SUM, names=(), seconds=2.0)
