@@ -333,9 +333,6 @@ LIES = {
                                   "self.assertIn(23, add(20, 3))", "offers more than"),
     "a-generator-of-guesses": ("import itertools\ndef add(a, b): yield from itertools.count()\n",
                                "assert 23 in add(20, 3)", "offers more than"),
-    "an-argument-changed-in-place": ("def add(values): values.clear(); return 0\n",
-                                     "values = [20, 3]; self.assertEqual(add(values), sum(values))",
-                                     "changes its argument in place"),
 }  # fmt: skip
 
 

@@ -47,7 +47,7 @@ class Repair:
         self._tools, self._prompt, self._partial = tools, prompt, partial
         self._seconds, self._most_bytes = seconds, most_mib * 2**20
         self._verdicts: collections.OrderedDict[str, suites.Verdict] = collections.OrderedDict()
-        self._unchanged: dict[str, suites.Findings] = {}
+        self._unchanged: suites.Known = {}
         self._reasons = telling.FirstFew(lambda sentence: _log.warning("%s", sentence))
 
     async def pose(self, task: protocols.Task, box: toolbox.Toolbox) -> Sequence[protocols.Message]:

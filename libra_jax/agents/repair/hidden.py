@@ -166,7 +166,7 @@ def play(
       workspace: the folder of the tested code.
 
     Returns:
-      `junit`, the report; `changes` and `lies`, in a few words each; `calls`, see `Witness`.
+      `junit`, the report; `changes` and `lies`, in a few words each.
     """
     look = guard.Guard()
     seer = witness.Witness(workspace, {path for path, _ in (*tests.values(), *helpers.values())})
@@ -188,7 +188,7 @@ def play(
         _suite(module).run(result)
     changes = [*result.changes, *(change for change in look.changes() if change not in result.changes)]
     report = write(result.root, encoding="unicode")
-    return {"junit": report, "changes": changes, "lies": seer.seen, "calls": sorted(seer.calls)}
+    return {"junit": report, "changes": changes, "lies": seer.seen}
 
 
 def _suite(module: types.ModuleType) -> unittest.TestSuite:

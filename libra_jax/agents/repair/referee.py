@@ -17,6 +17,7 @@ import resource
 import secrets
 import select
 import shutil
+import signal
 import struct
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,6 @@ from libra_jax.agents.repair import hidden
 
 _PR_SET_DUMPABLE = 4
 _HEADER = struct.Struct(">16sI")
-_MOST_BYTES = 2**21
 
 
 def seclude() -> int:
@@ -101,8 +101,14 @@ def forked(request: Mapping[str, Any], workspace: str, answer: int) -> dict[str,
         os.close(answer)
         _report(tests, helpers, workspace, write, nonce)
     os.close(write)
-    text = _received(read, child)
+    most = _HEADER.size + request["most_bytes"]
+    text = _received(read, child, most)
+    if len(text) > most:
+        os.kill(child, signal.SIGKILL)  # it may wait for somebody to read the rest
+    os.close(read)
     _, status = os.waitpid(child, 0)
+    if len(text) > most:
+        return {"problem": _too_long(request)}
     if os.waitstatus_to_exitcode(status):
         return {"problem": f"the tests' process ended with status {os.waitstatus_to_exitcode(status)}"}
     if len(text) < _HEADER.size:
@@ -137,15 +143,25 @@ def _report(
         leave(1)
 
 
-def _received(source: int, child: int) -> bytes:
-    """Returns what a child writes until it ends; processes that it leaves behind may hold the pipe open."""
+def _too_long(request: Mapping[str, Any]) -> str:
+    return f"the tests' report takes more than {request['most_bytes'] // 2**20} MiB"
+
+
+def _received(source: int, child: int, most: int) -> bytes:
+    """Returns what a child writes until it ends; processes that it leaves behind may hold the pipe open.
+
+    Args:
+      source: the pipe, which stays open.
+      child: process id.
+      most: bytes, past which no more is read.
+    """
     ended, pieces = os.pidfd_open(child), bytearray()
     os.set_blocking(source, False)
     poll = select.poll()
     poll.register(source, select.POLLIN)
     poll.register(ended, select.POLLIN)
     over = False
-    while len(pieces) < _MOST_BYTES:
+    while len(pieces) <= most:
         if not over:
             over = any(place == ended for place, _ in poll.poll())
         try:
@@ -162,7 +178,6 @@ def _received(source: int, child: int) -> bytes:
             break
         pieces += piece
     os.close(ended)
-    os.close(source)
     return bytes(pieces)
 
 
@@ -209,9 +224,9 @@ def commanded(request: Mapping[str, Any], workspace: str) -> dict[str, Any]:
     found = {"changes": [f"{path} was touched while the tests ran" for path in touched], "status": shell.returncode}
     try:
         with open(os.open(report, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-            found["junit"] = file.read(_MOST_BYTES).decode(errors="replace")
+            found["junit"] = file.read(request["most_bytes"] + 1).decode(errors="replace")
     except OSError:
-        found["printed"] = shell.stdout[-_MOST_BYTES // 4 :].decode(errors="replace")
+        found["printed"] = shell.stdout[-request["most_bytes"] // 8 :].decode(errors="replace")
     shutil.rmtree(folder, ignore_errors=True)
     return found
 
@@ -228,6 +243,9 @@ def main(request_text: str, workspace: str) -> None:
     found = commanded(request, workspace) if request["command"] else forked(request, workspace, answer)
     if _limits() != limits:
         found.setdefault("changes", []).append("the limits of the sandbox were changed")
-    left = memoryview(json.dumps({**found, "secret": request["secret"]}).encode())
+    text = json.dumps({**found, "secret": request["secret"]}).encode()
+    if len(text) > request["most_bytes"]:  # a sandbox would keep its two ends only
+        text = json.dumps({"problem": _too_long(request), "secret": request["secret"]}).encode()
+    left = memoryview(text)
     while left:
         left = left[os.write(answer, left) :]

@@ -6,10 +6,11 @@ deceive the tests can be detected, and cannot be ruled out. What is detected pas
 
 - controls among the tests, of which some must pass and some must fail, by a coin tossed on the host;
 - Python's own functions, the tests' functions and the names of test modules, which `guard.py` watches;
-- objects that equal everything, arguments changed in place, endless iterations, which `witness.py` notices;
+- objects that equal everything, and endless iterations, which `witness.py` notices;
 - test files, settings of runners or limits of the sandbox that were changed while the tests ran.
 
-The unchanged repository is judged as well, if something was detected: what it does, too, is no deceit.
+The unchanged repository is judged as well, if something was detected: what it does, too, is no deceit. If it has no
+result, nothing is: nobody knows what it does.
 
 Without a command, Python's `unittest` runs the tests. With one, such as `python -m pytest tests`, the project's own
 runner does, as SWE-bench and R2E-Gym have it; `guard.py` and `witness.py` do not look at it then.
@@ -19,6 +20,7 @@ Data model of SWE-bench (arXiv 2310.06770): tests that fail before and pass afte
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import hashlib
 import json
@@ -30,7 +32,7 @@ from typing import Any
 
 from libra_jax import config, protocols
 from libra_jax.agents import deadlines
-from libra_jax.agents.repair import outcomes, snapshots, witness
+from libra_jax.agents.repair import outcomes, snapshots
 from libra_jax.agents.sandbox import limits, pool
 
 ATTEMPTS = 2
@@ -110,7 +112,6 @@ class Findings:
       killed: a signal ended the run; nobody knows who sent it.
       changes: what the tested code changed around the tests.
       lies: what its objects and functions did that no honest ones do.
-      calls: its functions that the tests called with an argument that can be changed in place.
     """
 
     passed: Mapping[str, bool] = field(default_factory=dict)
@@ -120,7 +121,10 @@ class Findings:
     killed: bool = False
     changes: Sequence[str] = ()
     lies: Sequence[str] = ()
-    calls: Sequence[str] = ()
+
+
+Known = MutableMapping[str, asyncio.Task[Findings]]
+"""Runs of unchanged repositories: those that go on, and those that have a result."""
 
 
 class _Died(Exception):
@@ -132,24 +136,25 @@ async def run(
     snapshot: snapshots.Snapshot,
     workspace: Mapping[str, snapshots.File],
     suite: Suite,
-    known: MutableMapping[str, Findings] | None = None,
+    known: Known | None = None,
 ) -> Verdict:
     """Runs hidden tests on a repository as a policy left it. The tested code answers for what it does to the run.
 
-    A sandbox that dies is tried once more. If it dies again, and the unchanged repository's sandbox does not, the
-    policy's files ended it. A run that a signal ends twice ended itself: nothing tells that from the kernel's killer on
-    a machine without memory. Such a verdict has its `problem`, and holds for this run only.
+    A sandbox that dies is tried once more. If it dies again, and that of the unchanged repository does not right
+    afterwards, the policy's files ended it. A run that a signal ends twice ended itself: nothing tells that from the
+    kernel's killer on a machine without memory. Such a verdict has its `problem`, and holds for this run only.
 
     Args:
       sandbox: where fresh ones come from.
       snapshot: the repository as it was.
       workspace: files as they are now, by path.
       suite: the tests.
-      known: findings on unchanged repositories, kept from call to call.
+      known: findings on unchanged repositories, kept from call to call; of one event loop.
 
     Raises:
       ConfigError: the tests bring hidden data and no command.
-      WorkerLost: sandboxes died under the run, and under the unchanged repository.
+      WorkerLost: sandboxes did not start, or were killed while files were unpacked; or they died under the run, and
+        under the unchanged repository.
     """
     data = telling_data(snapshot, suite.tests)
     config.check(
@@ -161,7 +166,7 @@ async def run(
         found = await bench.findings(workspace)
     except _Died as death:
         try:
-            await bench.unchanged()
+            await bench.survives()
         except _Died as error:
             raise protocols.WorkerLost(
                 f"sandboxes died under the hidden tests ({death}), and under those of the unchanged repository "
@@ -190,25 +195,41 @@ class _Bench:
         sandbox: pool.Sandbox,
         snapshot: snapshots.Snapshot,
         suite: Suite,
-        known: MutableMapping[str, Findings],
+        known: Known,
     ) -> None:
         self._sandbox, self._snapshot, self._suite, self._known = sandbox, snapshot, suite, known
 
     async def unchanged(self) -> Findings:
         """Returns the findings on the repository as it was; it may take half of the seconds of a run.
 
+        Attempts that ask at the same time share one run. Findings without a result are not kept.
+
         Raises:
           _Died: its sandboxes died.
         """
-        key = digest(self._snapshot, self._snapshot.files, self._suite)
-        if key not in self._known:
-            self._known[key] = await self.findings(self._snapshot.files, 0.5)
-        return self._known[key]
+        key = await deadlines.off_loop(digest, self._snapshot, self._snapshot.files, self._suite)
+        task = self._known.get(key)
+        if task is None:
+            task = asyncio.get_running_loop().create_task(self.findings(self._snapshot.files, 0.5))
+            self._known[key] = task
+            task.add_done_callback(functools.partial(_forget, self._known, key))
+        return await asyncio.shield(task)  # one caller's deadline is none of the others'
+
+    async def survives(self) -> None:
+        """Runs the repository as it was, now: what was found before says nothing of how the machine is.
+
+        Raises:
+          _Died: its sandboxes died, or a signal ended its tests.
+        """
+        found = await self.findings(self._snapshot.files, 0.5)
+        if found.killed:
+            raise _Died(found.problem)
 
     async def findings(self, workspace: Mapping[str, snapshots.File], share: float = 1.0) -> Findings:
         """Returns the findings on some files.
 
-        All attempts together get the seconds of one run, so that tested code cannot outlast the caller's deadline.
+        All attempts together get the seconds of one run, so that tested code cannot outlast the caller's deadline. The
+        first may take them all. For the next one, the time that the sandbox took to start and to unpack counts, too.
 
         Args:
           workspace: the files, by path.
@@ -216,22 +237,27 @@ class _Bench:
 
         Raises:
           _Died: sandboxes died, one after the other.
+          WorkerLost: none started, or they were killed while files were unpacked.
         """
         found: Findings | None = None
         most = share * self._sandbox.limits.of_call(self._suite.seconds)
-        left = most
-        for _ in range(ATTEMPTS):
+        clock, left = asyncio.get_running_loop().time, most
+        began = clock()
+        for attempt in range(1, ATTEMPTS + 1):
             examination = await deadlines.off_loop(_Examination, self._snapshot, workspace, self._suite)
             try:
                 outcome = await self._sandbox.examine(examination.files, examination.code, left)
             except pool.NotUnpacked as error:
                 death = str(error)
-                continue
-            left -= outcome.seconds
-            if outcome.broken or (outcome.by_code and outcome.status == "failure"):
-                death = outcome.text
+            except protocols.WorkerLost:
+                if attempt == ATTEMPTS or clock() - began > most / 2:
+                    raise
             else:
-                found = await deadlines.off_loop(examination.read, outcome)  # a hostile report may be long
+                if outcome.broken or (outcome.by_code and outcome.status == "failure"):
+                    death = outcome.text
+                else:
+                    found = await deadlines.off_loop(examination.read, outcome)  # a hostile report may be long
+            left = most - (clock() - began)
             if (found is not None and not found.killed) or left < most / 2:
                 break
         if found is None:
@@ -245,13 +271,18 @@ class _Bench:
         try:
             before = await self.unchanged()
         except _Died:
-            before = Findings()
+            return []
+        if before.problem:
+            return []
         changes = [change for change in found.changes if change not in before.changes]
-        lies = [lie for lie in found.lies if lie not in before.lies]
-        new = {witness.CHANGED.format(call) for call in found.calls} - {
-            witness.CHANGED.format(call) for call in before.calls
-        }  # of a function that was not called so before, nobody knows what it may do to its arguments
-        return [*changes, *(lie for lie in lies if lie not in new)]
+        return [*changes, *(lie for lie in found.lies if lie not in before.lies)]
+
+
+def _forget(known: Known, key: str, task: asyncio.Task[Findings]) -> None:
+    """Drops a run that came to nothing."""
+    lost = task.cancelled() or task.exception() is not None or bool(task.result().problem)
+    if lost and known.get(key) is task:
+        del known[key]
 
 
 DATA = (
@@ -299,6 +330,7 @@ class _Examination:
         request = {
             "secret": self._secret,
             "command": suite.command,
+            "most_bytes": pool.EXAMINATION_OUTPUT_BYTES,
             "tests": list(tests),
             "helpers": [path for path in snapshots.helpers(snapshot, tests) if path in files.files],
             "added": [name for name in snapshots.top_modules(files.files) if name not in known],
@@ -363,7 +395,7 @@ class _Examination:
         return str(answer.get("printed", ""))
 
     def _judged(self, passed: Mapping[str, bool], answer: Mapping[str, Any]) -> Findings:
-        changes, lies, calls = (_texts(answer.get(name)) for name in ("changes", "lies", "calls"))
+        changes, lies = (_texts(answer.get(name)) for name in ("changes", "lies"))
         for name, good in self._controls.items():
             # Only our own runner says so of a module that none of its tests could run.
             unloaded = not self._suite.command and f"{self._modules[name]}.import" in passed
@@ -375,7 +407,7 @@ class _Examination:
         if simple and self._controls and answer.get("status") == 0:
             changes.append("the test command ended with status 0 although a test failed")
         kept = {name: good for name, good in passed.items() if name not in self._controls}
-        return Findings(kept, changes=changes, lies=lies, calls=calls)
+        return Findings(kept, changes=changes, lies=lies)
 
 
 def _texts(value: Any) -> list[str]:

@@ -175,13 +175,15 @@ class Sandbox:
           seconds: how long it may take, if not `Limits.seconds`.
 
         Raises:
-          NotUnpacked: the files could not be unpacked.
-          WorkerLost: no sandbox could be started.
+          NotUnpacked: the files could not be unpacked, within `LOAD_SECONDS` and the sandbox's limits.
+          WorkerLost: no sandbox could be started, or it died while it unpacked files, which these cannot bring about.
           DeadlineMissed: none became free within `Limits.start_seconds`.
         """
         lent = await self.take(examining=True)
         try:
             unpacked = await lent.call("load", files, LOAD_SECONDS)
+            if unpacked.broken and unpacked.status != "timeout":  # no code of the files' ran yet
+                raise protocols.WorkerLost(f"a sandbox died while files were unpacked: {unpacked.text}")
             if unpacked.status != "success":
                 raise NotUnpacked(f"a sandbox's files could not be unpacked: {unpacked.text}")
             return await lent.call("run", code.encode(), self.limits.of_call(seconds))
