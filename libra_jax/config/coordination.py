@@ -34,6 +34,11 @@ class CoordinatorConfig:
         check(self.redundancy >= 0, "coordinator.redundancy", f"must not be negative, not {self.redundancy}")
         check(self.groups_per_step > 0, "coordinator.groups_per_step", "must be positive")
         check(self.group_size > 0, "coordinator.group_size", "must be positive")
+        check(
+            self.group_size > 1 or not self.filter_zero_variance,
+            "coordinator.filter_zero_variance",
+            "replaces every group of one rollout, which has one reward; set coordinator.group_size to 2 or more",
+        )
         check(self.staleness >= 0, "coordinator.staleness", "must not be negative")
         check_choice(self.stale, ("wait", "replace"), "coordinator.stale")
         allowed = self.max_replacements  # may be infinite

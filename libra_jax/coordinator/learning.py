@@ -38,7 +38,9 @@ class Watch:
         reason, sentence = self._reason(metrics)
         if reason != self._told:
             self._told = reason
-            self._note(f"Steps {step - PATIENCE + 1} to {step} had nothing to learn from: {sentence}")
+            # A KL or an entropy term moves the weights, whatever the rewards are.
+            had = "learned from KL and entropy terms alone" if metrics["grad_norm"] else "had nothing to learn from"
+            self._note(f"Steps {step - PATIENCE + 1} to {step} {had}: {sentence}")
 
     def _reason(self, metrics: Mapping[str, float]) -> tuple[str, str]:
         """A name of the last step's reason, and the words for it."""

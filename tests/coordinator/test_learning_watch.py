@@ -60,6 +60,7 @@ NOTHING = {"grad_norm": 0.0, "groups/without_gradient": 1.0}
 def test_the_sentence_names_the_reason(metrics, groups, advice):
     (note,) = told(*[{**NOTHING, **metrics}] * 5, **groups)
     assert advice in note
+    assert ("had nothing to learn from" in note) == ("grad_norm" not in metrics)
 
 
 def test_one_step_that_learns_begins_the_count_again():
