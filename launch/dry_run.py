@@ -84,6 +84,7 @@ def _learning(config: libra_config.RunConfig) -> list[str]:
     """The objective, the reference policy and the optimizer."""
     algorithm, optimizer = config.algorithm, config.optimizer
     bounds = f"[{1 - algorithm.clip_low:g}, {1 + algorithm.clip_high:g}]"
+    ratio = "ratio 1, no clip" if algorithm.objective == "decoupled" else f"ratio in {bounds}"  # one update a batch
     kl = "off: no reference model"
     if algorithm.kl_coefficient:
         where = "the reward" if algorithm.kl_in_reward else "the loss"
@@ -92,7 +93,7 @@ def _learning(config: libra_config.RunConfig) -> list[str]:
     rate = f"learning rate {optimizer.learning_rate:g}, {optimizer.schedule}{warmup}"
     clip = f"norm clipped at {optimizer.clip_norm:g}" if optimizer.clip_norm else "norm not clipped"
     return [
-        f"algorithm   {algorithm.advantage} advantages, {algorithm.loss} loss (ratio in {bounds}), "
+        f"algorithm   {algorithm.advantage} advantages, {algorithm.loss} loss ({ratio}), "
         f"{algorithm.aggregation}, objective {algorithm.objective}, correction {algorithm.correction}",
         f"KL          {kl}",
         f"optimizer   {optimizer.name}, {rate}, {clip}",

@@ -276,4 +276,4 @@ def _apply(text: str, name: str) -> None:
         )
 
 
-cli.run(main)
+cli.run(main, needs_config=True)

@@ -164,4 +164,4 @@ def _run(*command: str) -> str:
 
 
 if __name__ == "__main__":
-    cli.run(main, default_config="configs/quickstart.py", interrupted="interrupted; what was submitted stays so.")
+    cli.run(main, interrupted="interrupted; what was submitted stays so.", needs_config=True)

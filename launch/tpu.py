@@ -136,4 +136,4 @@ def _array(name: str, values: list[str]) -> str:
     return "\n".join([f"{name}=(", *(f"  {shlex.quote(value)}" for value in values), ")"])
 
 
-cli.run(main)
+cli.run(main, needs_config=True)

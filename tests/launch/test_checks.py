@@ -251,6 +251,12 @@ def test_a_dry_run_tells_the_terms_of_the_reward():
     assert dry_run._reward(alone) == "exact (mine:exact)"
 
 
+def test_a_dry_run_tells_no_clip_where_none_can_bind():
+    decoupled = config.RunConfig(algorithm=config.AlgorithmConfig(objective="decoupled"))
+    assert "clipped loss (ratio 1, no clip)" in dry_run._learning(decoupled)[0]
+    assert "clipped loss (ratio in [0.8, 1.2])" in dry_run._learning(config.RunConfig())[0]
+
+
 def test_a_context_longer_than_the_models_positions_is_refused():
     run = config.RunConfig(
         rollout=config.RolloutConfig(max_context=4096), trainer=config.TrainerConfig(row_tokens=4096)

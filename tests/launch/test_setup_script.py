@@ -1,6 +1,7 @@
 """launch/setup.sh by hand: it ends with what it did and the next command; called by other scripts, it is quiet."""
 
 import os
+import re
 import shutil
 import subprocess
 
@@ -55,3 +56,11 @@ def test_set_up_is_quiet_where_a_script_goes_on_and_refuses_other_flags(reposito
         assert all("--quiet" in line for line in calls if line.startswith("bash ")), script
     wrong = set_up(repository, "--develop")
     assert (wrong.returncode, wrong.stderr) == (2, "usage: bash launch/setup.sh [--dev] [--quiet], not --develop\n")
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_every_platform_installs_what_the_package_imports_from_its_start(platform):
+    lists = [scripts.ROOT / "third_party" / name / "requirements.txt" for name in ("cpu", platform)]
+    cpu, other = ({re.split(r"[=\[]", line)[0]: line.split()[0] for line in file.read_text().splitlines()} for file in lists)
+    for name in ("google-re2", "huggingface_hub"):
+        assert other[name] == cpu[name]

@@ -7,7 +7,7 @@ import sys
 import pytest
 import scripts
 
-slurm = functools.partial(scripts.run, "slurm.py")
+slurm = functools.partial(scripts.run, "slurm.py", "--config=configs/quickstart.py")
 
 
 def test_dry_run_prints_the_script_and_leaves_nothing_behind(tmp_path):
