@@ -92,6 +92,8 @@ def _submit(run: job_flags.Run, workdir: Path, script: str) -> str:
       LibraError: Slurm refuses.
     """
     existed = workdir.exists()
+    if not job_flags.WORKDIR.value:
+        workdirs.tell_other_runs(run.config)
     workdirs.open_workdir(run.config, str(workdir), allow_changes=run.allow_changes)
     file = workdir / "slurm.sbatch"
     (workdir / "logs").mkdir(exist_ok=True)
