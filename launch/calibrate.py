@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hub
 from absl import flags
 from rich import console, table
 
@@ -187,7 +188,7 @@ def _read(folder: Path) -> Run:
             f"{folder}: plans are calibrated by runs with coordinator.staleness=0 and one rollout instance, and this "
             f"one has {config.coordinator.staleness} and {len(config.rollout.tensor_parallel)}"
         )
-    shape = wiring.policy_shape(config, need_weights=True)
+    shape = wiring.policy_shape(hub.with_model(config), need_weights=True)
     model = costs.of_hardware(config.planner.hardware, shape, "planner.hardware")
     wrong = ("cuda", "tpu") if config.planner.hardware == hardware.THIS_MACHINE else ("cpu",)
     if config.trainer.platform in wrong:

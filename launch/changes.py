@@ -15,11 +15,31 @@ from pathlib import Path
 from typing import Any, cast, get_type_hints
 
 from libra_jax import config as libra_config
-from libra_jax.protocols import ConfigError
+from libra_jax.models import config as model_config
+from libra_jax.protocols import ConfigError, LibraError
 from libra_jax.telemetry import files
 
 NEVER = ("model.preset",)
-"""Settings that no checkpoint can follow: its weights are of another shape."""
+"""Settings that no run can change: its weights are of another shape."""
+
+NEVER_AFTER_CHECKPOINT = ("optimizer.name",)
+"""Settings that no checkpoint can follow: the optimizer's state has another structure."""
+
+_TENSORS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "qkv_bias",
+    "output_bias",
+    "mlp_bias",
+    "qk_norm",
+    "tie_word_embeddings",
+)
+"""Fields of a model's shape that say which weights there are, and their sizes."""
 
 _MISSING = object()
 
@@ -73,13 +93,14 @@ def find(stored: Any, resolved: Any, name: str = "") -> list[Change]:
     return [Change(name, *(None if value is _MISSING else value for value in (stored, resolved)))]
 
 
-def check(workdir: Path, changes: Sequence[Change], allowed: Sequence[str]) -> None:
+def check(workdir: Path, changes: Sequence[Change], allowed: Sequence[str], *, checkpoint: bool = False) -> None:
     """Refuses changes that were not allowed.
 
     Args:
       workdir: the run's folder, for the sentence.
       changes: found between its config and the new one.
       allowed: names of --allow_changes. A name of a group of settings allows all of them.
+      checkpoint: the run has one, which has to be able to follow.
 
     Raises:
       ConfigError: a change is not allowed, or no checkpoint can follow it; the flag that allows it is named.
@@ -89,6 +110,11 @@ def check(workdir: Path, changes: Sequence[Change], allowed: Sequence[str]) -> N
             f"--workdir={workdir} belongs to another model: {'; '.join(map(str, fixed))}. Its checkpoints hold weights "
             "of that model; use another workdir, or the old settings"
         )
+    if checkpoint and (structural := [change for change in changes if change.name in NEVER_AFTER_CHECKPOINT]):
+        raise ConfigError(
+            f"--workdir={workdir} has a checkpoint that cannot follow: {'; '.join(map(str, structural))}. Its "
+            "optimizer's state has another structure; use another workdir, or the old settings"
+        )
     free = (*libra_config.MAY_CHANGE, *allowed)
     refused = [change for change in changes if not any(_covers(name, change.name) for name in free)]
     if refused:
@@ -97,6 +123,35 @@ def check(workdir: Path, changes: Sequence[Change], allowed: Sequence[str]) -> N
             f"--workdir={workdir} belongs to another config: {'; '.join(map(str, refused))}. Use another workdir, or "
             f"the old settings, or change the run from its last checkpoint on by --allow_changes={names}"
         )
+
+
+def check_model(workdir: Path, stored: Mapping[str, Any], resolved: Mapping[str, Any]) -> None:
+    """Refuses another model whose weights are of other sizes, where both directories can be read here.
+
+    Args:
+      workdir: the run's folder, which has a checkpoint.
+      stored: group `model` of its config.
+      resolved: group `model` of the run that goes on.
+
+    Raises:
+      ConfigError: the checkpoint's weights do not fit.
+    """
+    before, after = (_tensors(str(model.get("path", ""))) for model in (stored, resolved))
+    differing = [name for name in _TENSORS if before and after and before[name] != after[name]]
+    if differing:
+        shown = ", ".join(f"{name} {before[name]} there and {after[name]} here" for name in differing)
+        raise ConfigError(
+            f"config.model.path: {resolved['path']} is of another shape than the model of the checkpoint in {workdir} "
+            f"({shown}); use another workdir, or the old model"
+        )
+
+
+def _tensors(path: str) -> dict[str, Any]:
+    """What a model's directory says of its weights; empty where it cannot be read."""
+    try:
+        return dataclasses.asdict(model_config.read_directory(path))
+    except LibraError:
+        return {}
 
 
 def record(workdir: Path, changes: Sequence[Change], allowed: Sequence[str], step: int) -> None:

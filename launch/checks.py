@@ -26,14 +26,46 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
     """Checks what can be checked before any worker starts.
 
+    Without `need_weights`, what depends on a model's shape that is not known here is not checked.
+
     Raises:
       LibraError: with one sentence naming the field or file.
     """
-    shape = wiring.policy_shape(config, need_weights=need_weights)
+    shape = wiring.policy_shape(config, need_weights=True) if need_weights else wiring.known_shape(config)
     logprob_contract.check(config.rollout, config.algorithm)
     if config.cluster.backend == "inprocess":  # elsewhere the cores are those of another host
         libra_config.check_cores(config.trainer.cores, "trainer.cores")
         libra_config.check_cores(config.rollout.cores, "rollout.cores")
+    if shape is not None:
+        _check_shape(config, shape)
+    if need_weights:  # a dry run may be on another machine
+        _check_sharing(config)
+    _check_processes(config)
+    _check_hosts(config)
+    _check_elastic(config)
+    if shape is not None:
+        _check_lengths(config, shape)
+    if need_weights and config.model.path and not any(Path(config.model.path).glob("*.safetensors")):
+        raise protocols.DataError(f"{config.model.path}: holds no *.safetensors; give a directory with the weights")
+    _check_tasks(config, needed=need_weights)
+    wiring.scheduler(config)
+    if shape is not None:
+        wiring.global_planner(config, shape)
+    factories.environment_factory(config.task, toolkit.Toolkit(config.tools, config.sandbox))
+    composition.check(config.reward)
+    if shape is not None:
+        _check_character_tokenizer(config, shape)
+    if shape is not None and need_weights:
+        tokenizer = tokenizers.create(config.task, config.model.path)
+        if tokenizer.vocab_size > shape.vocab_size:
+            raise protocols.ConfigError(
+                f"config.task.tokenizer: its {tokenizer.vocab_size} tokens do not fit the model's vocabulary "
+                f"of {shape.vocab_size}; choose the tokenizer the model was made with"
+            )
+
+
+def _check_shape(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> None:
+    """What a mesh, the engines' degrees and vLLM can make of a model of this shape."""
     feasibility.check_mesh(shape, {"fsdp": config.trainer.fsdp, "tensor": config.trainer.tensor})
     for degree in config.rollout.tensor_parallel:
         feasibility.check_tensor_parallel(shape, degree)
@@ -44,32 +76,16 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
             f"config.model: vLLM's CPU attention has no kernel for the model's head_dim {shape.head_dim}; it has "
             f"{', '.join(map(str, CPU_HEAD_SIZES))}"
         )
-    if need_weights:  # a dry run may be on another machine
-        _check_sharing(config)
-    _check_processes(config)
-    _check_hosts(config)
-    _check_elastic(config)
+
+
+def _check_lengths(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> None:
+    """What the trainer's attention takes, and the model's positions."""
     _check_attention(config, shape)
     if config.rollout.max_context > shape.longest_context:
         raise protocols.ConfigError(
             f"config.rollout.max_context: {config.rollout.max_context} exceeds the model's "
             f"{shape.longest_context} positions; lower it or use another model"
         )
-    if need_weights and config.model.path and not any(Path(config.model.path).glob("*.safetensors")):
-        raise protocols.DataError(f"{config.model.path}: holds no *.safetensors; give a directory with the weights")
-    _check_tasks(config, needed=need_weights)
-    wiring.scheduler(config)
-    wiring.global_planner(config, shape)
-    factories.environment_factory(config.task, toolkit.Toolkit(config.tools, config.sandbox))
-    composition.check(config.reward)
-    _check_character_tokenizer(config, shape)
-    if need_weights:
-        tokenizer = tokenizers.create(config.task, config.model.path)
-        if tokenizer.vocab_size > shape.vocab_size:
-            raise protocols.ConfigError(
-                f"config.task.tokenizer: its {tokenizer.vocab_size} tokens do not fit the model's vocabulary "
-                f"of {shape.vocab_size}; choose the tokenizer the model was made with"
-            )
 
 
 def missing(config: libra_config.RunConfig, later: frozenset[str] = frozenset()) -> list[str]:

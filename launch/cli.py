@@ -12,6 +12,7 @@ import itertools
 import logging as python_logging
 import os
 import re
+import signal
 import sys
 import textwrap
 import traceback
@@ -165,6 +166,18 @@ def _sentence(error: Exception, traced: bool) -> str:
 
 
 def _parse_flags(config_type: type[Any], default_config: str | None, needs_config: bool, argv: Sequence[str]) -> Any:
+    """Parses the flags; ends the process silently where the reader of --help has left, as `head` does."""
+    try:
+        try:
+            return _parsed(config_type, default_config, needs_config, argv)
+        finally:
+            sys.stdout.flush()  # else the interpreter would meet the closed pipe as it ends
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
+
+
+def _parsed(config_type: type[Any], default_config: str | None, needs_config: bool, argv: Sequence[str]) -> Any:
     _help(config_type, argv)
     named = {argument.lstrip("-").split("=")[0] for argument in argv[1:] if argument.startswith("-")}
     if needs_config and not named & _WITHOUT_CONFIG:
@@ -186,7 +199,7 @@ def _parse_flags(config_type: type[Any], default_config: str | None, needs_confi
         sys.exit(130)
     except BaseException as error:
         raised = config_files.sentence(error, file) if file else None
-        if isinstance(error, SystemExit) and raised is None:  # --help ends so
+        if isinstance(error, SystemExit | BrokenPipeError) and raised is None:  # --help ends so
             raise
         if os.environ.get("LIBRA_JAX_TRACEBACK"):
             traceback.print_exc()

@@ -33,13 +33,9 @@ def describe(
       notes: sentences about what stands for Hugging Face ids.
       named: the configuration as it was given, with the ids; None is `config`.
     """
-    shape = wiring.policy_shape(config, need_weights=False)
+    shape = wiring.known_shape(config)
     parts = placement.partition(config)
     trainer = config.trainer
-    state = memory.VALUE_BYTES[config.model.param_dtype] * model_config.parameter_count(shape)
-    state *= 3 if config.optimizer.name != "sgd" else 1  # parameters and two moments
-    per_device = memory.size(state / (trainer.fsdp * trainer.tensor))
-    training = memory.size(memory.trainer_bytes(config, shape))
     lines = [
         yaml.safe_dump(
             json.loads(json.dumps(redaction.redacted(libra_config.to_dict(named or config)), default=list)),
@@ -52,15 +48,14 @@ def describe(
         *_learning(config),
         f"mesh        data={trainer.data} fsdp={trainer.fsdp} tensor={trainer.tensor} context={trainer.context}",
         f"partition   {parts.total} devices",
-        f"  trainer   {_ordinals(parts.trainer)}: {per_device} of parameters and optimizer a device, about {training} "
-        "with gradients, activations and logits",
+        f"  trainer   {_ordinals(parts.trainer)}{_trainer_memory(config, shape)}",
     ]
     lines += [
-        f"  rollout-{index} {_ordinals(devices)}: tensor parallel {len(devices)}, {slots} slots, "
-        f"{memory.size(memory.weight_bytes(config, shape, len(devices)))} of weights a device"
+        f"  rollout-{index} {_ordinals(devices)}: tensor parallel {len(devices)}, {slots} slots"
+        + (f", {memory.size(memory.weight_bytes(config, shape, len(devices)))} of weights a device" if shape else "")
         for index, (devices, slots) in enumerate(zip(parts.instances, config.rollout.instance_slots, strict=True))
     ]
-    lines.append(f"memory      {memory.verdict(config, shape)}")
+    lines.append(f"memory      {memory.verdict(config, shape) if shape else 'not known without the model'}")
     lines += _hosts(config)
     lines += _elastic(config)
     batch = config.coordinator.groups_per_step * config.coordinator.group_size
@@ -71,8 +66,26 @@ def describe(
     return "\n".join(lines)
 
 
-def _policy(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> str:
+def _trainer_memory(config: libra_config.RunConfig, shape: model_config.TransformerConfig | None) -> str:
+    """What one of the trainer's devices holds; empty where the shape is not known."""
+    if shape is None:
+        return ""
+    state = memory.VALUE_BYTES[config.model.param_dtype] * model_config.parameter_count(shape)
+    state *= 3 if config.optimizer.name != "sgd" else 1  # parameters and two moments
+    per_device = memory.size(state / (config.trainer.fsdp * config.trainer.tensor))
+    training = memory.size(memory.trainer_bytes(config, shape))
+    return (
+        f": {per_device} of parameters and optimizer a device, about {training} with gradients, activations and logits"
+    )
+
+
+def _policy(config: libra_config.RunConfig, shape: model_config.TransformerConfig | None) -> str:
     """Architecture and size; without the model's directory, where they come from."""
+    if shape is None:
+        return (
+            f"not known: no model at {config.model.path}, so what depends on its shape was not checked "
+            "(config.model.preset can name one of the same shape)"
+        )
     count = model_config.parameter_count(shape)
     text = f"{shape.architecture}, {f'{count / 1e6:,.2f} M' if count >= 10_000 else f'{count:,}'} parameters"
     if not config.model.path or Path(config.model.path).exists():
@@ -84,6 +97,7 @@ def _learning(config: libra_config.RunConfig) -> list[str]:
     """The objective, the reference policy and the optimizer."""
     algorithm, optimizer = config.algorithm, config.optimizer
     bounds = f"[{1 - algorithm.clip_low:g}, {1 + algorithm.clip_high:g}]"
+    ratio = "ratio 1, no clip" if algorithm.objective == "decoupled" else f"ratio in {bounds}"  # one update a batch
     kl = "off: no reference model"
     if algorithm.kl_coefficient:
         where = "the reward" if algorithm.kl_in_reward else "the loss"
@@ -92,7 +106,7 @@ def _learning(config: libra_config.RunConfig) -> list[str]:
     rate = f"learning rate {optimizer.learning_rate:g}, {optimizer.schedule}{warmup}"
     clip = f"norm clipped at {optimizer.clip_norm:g}" if optimizer.clip_norm else "norm not clipped"
     return [
-        f"algorithm   {algorithm.advantage} advantages, {algorithm.loss} loss (ratio in {bounds}), "
+        f"algorithm   {algorithm.advantage} advantages, {algorithm.loss} loss ({ratio}), "
         f"{algorithm.aggregation}, objective {algorithm.objective}, correction {algorithm.correction}",
         f"KL          {kl}",
         f"optimizer   {optimizer.name}, {rate}, {clip}",

@@ -7,11 +7,14 @@ An id is `namespace/name`, with an optional folder of a dataset and an optional 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
+import sys
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +28,9 @@ Kind = Literal["model", "dataset"]
 
 ASK_SECONDS = 10.0
 """Deadline of the hub's answer, name resolution included."""
+
+WATCH_SECONDS = 60.0
+"""How often a download that goes on is told: it has no deadline, because models are large and networks differ."""
 
 _ID = re.compile(
     r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?P<folder>(?:/[\w.-]+)*)(?:@(?P<revision>[\w./-]+))?"
@@ -87,6 +93,22 @@ def resolved(config: libra_config.RunConfig, *, download: bool) -> Found:
             changed = dataclasses.replace(getattr(config, group), **{field: str(folder)})
             config = dataclasses.replace(config, **{group: changed})
     return Found(config, tuple(notes), tuple(problems), frozenset(ids))
+
+
+def with_model(config: libra_config.RunConfig) -> libra_config.RunConfig:
+    """Replaces the id of `model.path` by a folder that holds the model's config.json, if not its weights.
+
+    Raises:
+      DataError: the id is neither in the cache nor on the hub.
+    """
+    matched = parse(config.model.path, "model")
+    if matched is None:
+        return config
+    try:
+        folder, _ = _locate(matched, "model", weights=False, download=False)
+    except protocols.DataError as error:
+        raise protocols.DataError(f"config.model.path: {error}") from error
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(folder)))
 
 
 def parse(text: str, kind: Kind) -> re.Match[str] | None:
@@ -171,12 +193,36 @@ class _Snapshot:
         import huggingface_hub
 
         try:
-            return Path(huggingface_hub.snapshot_download(self.name, **self.where, allow_patterns=list(patterns)))
+            with _watched(f"{self.kind} {self.name}"):
+                return Path(huggingface_hub.snapshot_download(self.name, **self.where, allow_patterns=list(patterns)))
         except Exception as error:  # of the network, the disk, the hub: a library's own types
             raise protocols.DataError(
                 f"{self.name} could not be fetched from the Hugging Face hub ({_short(error)}); the same command goes "
                 "on with the files that are left"
             ) from error
+
+
+@contextlib.contextmanager
+def _watched(what: str) -> Iterator[None]:
+    """Tells every WATCH_SECONDS that a download is what is waited for."""
+    ended, began = threading.Event(), time.monotonic()
+
+    def watch() -> None:
+        while not ended.wait(WATCH_SECONDS):
+            print(
+                f"Still fetching {what} from the Hugging Face hub after {time.monotonic() - began:.0f} s; where that "
+                "is too long, Ctrl-C ends it, and the same command goes on with the files that are left.",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    thread = threading.Thread(target=watch, name="libra-hub-watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _ask(question: Callable[[], Any], here: str) -> Any:

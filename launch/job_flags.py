@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import changes
 import cleartext
+import hub
 import overrides
 from absl import flags
 from ml_collections import config_flags
 
+import checks
 import cli
 from libra_jax import config as libra_config
-from libra_jax.protocols import ConfigError
+from libra_jax.protocols import ConfigError, DataError
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "The run's config file, which all hosts have, too.", lock_config=True
@@ -51,10 +54,27 @@ class Run:
     Attributes:
       config: as its driver will have it, with the job's own Ray for its cluster; not validated yet.
       arguments: of launch/train.py, but for the workdir.
+      allow_changes: names of --allow_changes, for `workdirs.open_workdir`.
     """
 
     config: libra_config.RunConfig
     arguments: tuple[str, ...]
+    allow_changes: tuple[str, ...] = ()
+
+    def validate(self) -> None:
+        """Checks the config as far as this machine can: hosts may have a model that is not here.
+
+        The shape of a model that is named by its Hugging Face id is read from its config.json, which the hub has.
+
+        Raises:
+          LibraError: with one sentence that names the field or file.
+        """
+        config = self.config
+        try:
+            config = hub.with_model(config)
+        except DataError as error:
+            print(f"note: {error}; what depends on the model's shape was not checked.", file=sys.stderr)
+        checks.validate(config, need_weights=False)
 
 
 def grace() -> flags.FlagHolder[int]:
@@ -117,11 +137,13 @@ def run() -> Run:
     settings = [argument for argument in given if not argument.startswith("--config.cluster.backend=")]
     settings += [f"--config.cluster.{name}={value}" for name, value in ours.items()]
     further = [f"--plan={PLAN.value}"] if PLAN.value is not None else []
-    if changes.allowed_names(_ALLOW_CHANGES.value):
+    allowed = changes.allowed_names(_ALLOW_CHANGES.value)
+    if allowed:
         further.append(f"--allow_changes={_ALLOW_CHANGES.value}")
     return Run(
         libra_config.parse(libra_config.RunConfig, values),
         (f"--config={config_flags.get_config_filename(flag)}", *sorted(settings), *further),
+        allowed,
     )
 
 

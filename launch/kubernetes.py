@@ -32,7 +32,6 @@ import job_flags
 import manifests
 from absl import flags
 
-import checks
 import cli
 from libra_jax import config as libra_config
 from libra_jax import protocols
@@ -95,7 +94,7 @@ flags.adopt_module_key_flags(job_flags)  # so that --help shows them
 
 def main() -> None:
     run = job_flags.run()
-    checks.validate(run.config, need_weights=False)
+    run.validate()
     job_flags.check_grace(_GRACE.value, run.config)
     objects = manifests.documents(_job(run.config, ["python", "launch/train.py", *run.arguments]), _KIND.value)
     if _CRD.value:
@@ -276,4 +275,4 @@ def _apply(text: str, name: str) -> None:
         )
 
 
-cli.run(main)
+cli.run(main, needs_config=True)

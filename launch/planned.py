@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hub
+
 import wiring
 from libra_jax import config as libra_config
 from libra_jax import protocols
+from libra_jax.models import config as model_config
 from libra_jax.planning import costs, demand, forecast, plans, profiles, search, uncertainty
 from libra_jax.simulator import comparison, lengths, scripts, settings, traces, workloads
 
@@ -309,13 +312,12 @@ def _of_run(values: Mapping[str, Any], asked: Asked) -> Case:
     if asked.hardware is not None:
         named["planner"] = {**values["planner"], "hardware": asked.hardware}
     run = libra_config.parse(libra_config.RunConfig, {**values, **named})
-    shape = wiring.policy_shape(run, need_weights=False)
     path = run.model.path
     if path and "model.preset" in asked.given:
         raise protocols.ConfigError(
             f"--config.model.preset: model.path={path} counts; leave out one of the two, or name a preset with --model"
         )
-    name = Path(path).name if path and Path(path).exists() else run.model.preset
+    name, shape = Path(path).name if path else run.model.preset, _shape(run)
     if asked.trace is not None:
         drawn, source = traces.read(Path(asked.trace))[-SAMPLES:], Path(asked.trace).name
     elif asked.workload is not None or asked.wanted.generated is not None:
@@ -328,6 +330,21 @@ def _of_run(values: Mapping[str, Any], asked: Asked) -> Case:
     model = costs.of_hardware(run.planner.hardware, shape, "planner.hardware")
     devices = run.trainer.devices + sum(run.rollout.tensor_parallel)
     return Case(run, name, model, (), _work(run, _source(source, asked), drawn), devices)
+
+
+def _shape(run: libra_config.RunConfig) -> model_config.TransformerConfig:
+    """The shape of the run's model, of which a plan needs the config.json alone.
+
+    Raises:
+      DataError: `model.path` cannot be read here: a plan for another model would be of no use.
+    """
+    try:
+        return wiring.policy_shape(hub.with_model(run), need_weights=bool(run.model.path))
+    except protocols.DataError as error:
+        sentence = str(error).removeprefix("config.model.path: ").rstrip(".")
+        raise protocols.DataError(
+            f"config.model.path: {sentence}; to plan without the model, name a preset of its shape with --model"
+        ) from error
 
 
 def _drawn(run: libra_config.RunConfig, asked: Asked) -> list[scripts.Script]:

@@ -31,10 +31,8 @@ import job_flags
 import slurm_job
 from absl import flags
 
-import checks
 import cli
 import workdirs
-from libra_jax import config as libra_config
 from libra_jax import protocols
 
 COMMAND_SECONDS = 30.0
@@ -70,7 +68,7 @@ def main() -> None:
     workdir = folder / (job_flags.WORKDIR.value or workdirs.default(config))
     workdirs.check_place(workdir)
     job = slurm_job.make(config, _settings(), arguments=run.arguments, folder=folder, workdir=workdir, known=os.environ)
-    checks.validate(config, need_weights=False)
+    run.validate()
     _check_partitions(job)
     script = slurm_job.render(job)
     if job_flags.DRY_RUN.value:
@@ -81,12 +79,12 @@ def main() -> None:
             "sbatch is not on PATH: this machine cannot submit to Slurm. Go to a login node of the cluster, or give "
             "--dry_run to see the script"
         )
-    number = _submit(config, workdir, script)
+    number = _submit(run, workdir, script)
     print(f"{config.name} is submitted: {job.title}. Logs: {workdir / 'logs' / 'latest'}", file=sys.stderr)
     print(number)
 
 
-def _submit(config: libra_config.RunConfig, workdir: Path, script: str) -> str:
+def _submit(run: job_flags.Run, workdir: Path, script: str) -> str:
     """The job's number. A workdir that was made for a job that is refused is gone again.
 
     Raises:
@@ -94,7 +92,9 @@ def _submit(config: libra_config.RunConfig, workdir: Path, script: str) -> str:
       LibraError: Slurm refuses.
     """
     existed = workdir.exists()
-    workdirs.open_workdir(config, str(workdir))
+    if not job_flags.WORKDIR.value:
+        workdirs.tell_other_runs(run.config)
+    workdirs.open_workdir(run.config, str(workdir), allow_changes=run.allow_changes)
     file = workdir / "slurm.sbatch"
     (workdir / "logs").mkdir(exist_ok=True)
     file.write_text(script)
@@ -164,4 +164,4 @@ def _run(*command: str) -> str:
 
 
 if __name__ == "__main__":
-    cli.run(main, default_config="configs/quickstart.py", interrupted="interrupted; what was submitted stays so.")
+    cli.run(main, interrupted="interrupted; what was submitted stays so.", needs_config=True)

@@ -26,7 +26,6 @@ from pathlib import Path
 import job_flags
 from absl import flags
 
-import checks
 import cli
 from libra_jax import config as libra_config
 from libra_jax import protocols
@@ -55,7 +54,7 @@ flags.adopt_module_key_flags(job_flags)  # so that --help shows them
 
 def main() -> int | None:
     run = job_flags.run()
-    checks.validate(run.config, need_weights=False)
+    run.validate()
     workdir = f"--workdir={job_flags.WORKDIR.value}"
     script = _script(run.config, ["python", "launch/train.py", *run.arguments, workdir])
     job_flags.show(script, _OUTPUT.value)
@@ -136,4 +135,4 @@ def _array(name: str, values: list[str]) -> str:
     return "\n".join([f"{name}=(", *(f"  {shlex.quote(value)}" for value in values), ")"])
 
 
-cli.run(main)
+cli.run(main, needs_config=True)

@@ -90,7 +90,9 @@ def _describe(named: libra_config.RunConfig, found: hub.Found) -> None:
     print(escapes.visible(said, lines=True))  # it quotes a task, which may be anybody's
     missing = [*found.problems, *checks.missing(found.config, found.fields)]
     if missing:
-        raise protocols.DataError(f"this run cannot start here: {'; '.join(missing)}. All else was checked")
+        known = wiring.known_shape(found.config) is not None
+        checked = "All else" if known else "What does not depend on the model's shape"
+        raise protocols.DataError(f"this run cannot start here: {'; '.join(missing)}. {checked} was checked")
 
 
 def _leave(last_resort: observing.LastResort, number: int, _: types.FrameType | None) -> None:

@@ -19,6 +19,7 @@ def warn(config: libra_config.RunConfig) -> None:
     """
     platform = config.trainer.platform
     accelerated = platform in ("cuda", "tpu") or (platform == "auto" and checks.gpus_found() > 0)
-    parameters = model_config.parameter_count(wiring.policy_shape(config, need_weights=False))
+    shape = wiring.known_shape(config)
+    parameters = model_config.parameter_count(shape) if shape is not None else 0  # which warns of no size
     for sentence in advice.advice(config, parameters=parameters, accelerated=accelerated):
         print(f"warning: {sentence}.", file=sys.stderr)

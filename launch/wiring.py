@@ -43,6 +43,17 @@ def policy_shape(config: libra_config.RunConfig, *, need_weights: bool) -> model
     return model_config.load_preset(config.model.preset)
 
 
+def known_shape(config: libra_config.RunConfig) -> model_config.TransformerConfig | None:
+    """The policy's shape as far as this machine can know it.
+
+    A `model.path` that is not here has the shape of `model.preset` where the config chose that; None where it did not.
+    """
+    path, preset = config.model.path, config.model.preset
+    if path and not Path(path).exists() and preset == libra_config.ModelConfig().preset:
+        return None
+    return policy_shape(config, need_weights=False)
+
+
 def trainer_spec(config: libra_config.RunConfig, workdir: Path, process: int = 0) -> protocols.ActorSpec:
     """The trainer actor, or one process of it, on the devices that `trainer.platform` names.
 

@@ -8,6 +8,7 @@ apart (`coordinator.fencing`).
 from __future__ import annotations
 
 import fcntl
+import glob
 import json
 import os
 import sys
@@ -61,12 +62,31 @@ def open_workdir(
       ConfigError: the workdir's config differs; the fields are named. Or a run lives in there; its process is named.
     """
     path = Path(workdir) if workdir else default(config)
+    if not workdir:
+        tell_other_runs(config)
     try:
         return _open(path, config, take_over, allow_changes)
     except OSError as error:
         raise protocols.ConfigError(
             f"--workdir={path} cannot be used ({error.strerror or error}); choose a folder that can be written"
         ) from error
+
+
+def tell_other_runs(config: libra_config.RunConfig) -> None:
+    """Prints which run of this name could go on, where the config's own workdir would be a new one.
+
+    The hash in that folder's name changes with most settings, so that a changed command begins another run.
+    """
+    path = default(config)
+    if path.exists():
+        return
+    others = [file.parent for file in path.parent.glob(f"{glob.escape(config.name)}-*/config.json")]
+    others = [folder for folder in others if len(folder.name) == len(path.name)]  # a hash follows the name
+    if others:
+        newest = max(others, key=lambda folder: folder.stat().st_mtime)
+        print(
+            f"note: {path} begins a new run; --workdir={newest} goes on in the newest that is there.", file=sys.stderr
+        )
 
 
 def take_epoch(workdir: Path, *, take_over: bool = False) -> fencing.Epoch:
@@ -108,19 +128,25 @@ def _has_ended(workdir: Path) -> bool:
 
 
 def _open(path: Path, config: libra_config.RunConfig, take_over: bool, allow_changes: Sequence[str]) -> Path:
-    existed = path.exists()
+    existed, stored_file = path.exists(), path / "config.json"
+    if allow_changes and not stored_file.exists():
+        raise protocols.ConfigError(
+            f"--allow_changes: {path} holds no config.json, so no run is there to go on; give the --workdir of the run "
+            "that is to go on with other settings"
+        )
     if existed and not take_over:  # locked before it is read; a refused config leaves no new folder behind
         _refuse_if_in_use(path)
     resolved = json.loads(json.dumps(redaction.redacted(libra_config.to_dict(config)), default=list))
-    stored_file = path / "config.json"
     if stored_file.exists():
         stored = _stored(stored_file)
         differing = changes.find(redaction.redacted(stored), resolved)
-        changes.check(path, differing, allow_changes)
+        taken = checkpoint_store.find(path).step if differing else -1  # which reads all of its files
+        changes.check(path, differing, allow_changes, checkpoint=taken >= 0)
+        if taken >= 0 and any(change.name == "model.path" for change in differing):
+            changes.check_model(path, stored["model"], resolved["model"])
         _check_steps(path, resolved)
         if differing:
-            step = checkpoint_store.find(path).step
-            changes.record(path, differing, allow_changes, max(0, step))
+            changes.record(path, differing, allow_changes, max(0, taken))
             print(f"The run in {path} goes on with other settings: {'; '.join(map(str, differing))}.", file=sys.stderr)
         if stored == resolved:
             return path

@@ -43,6 +43,22 @@ def record(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
     return make
 
 
+def test_a_run_whose_model_is_an_id_is_read_from_the_cache(record, tmp_path, monkeypatch):
+    folder = record("run", 1, model={"path": "acme/tiny"})
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    arguments = (f"--workdirs={folder}", f"--output={tmp_path / 'profile.json'}")
+    assert "config.model.path: acme/tiny is no folder here; as a Hugging Face id" in command(*arguments).stderr
+    repository = tmp_path / "hub/models--acme--tiny"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs/main").write_text("0123")
+    (repository / "snapshots/0123").mkdir(parents=True)
+    shape = (ROOT / "libra_jax/models/presets/libra-tiny.json").read_text()
+    (repository / "snapshots/0123/config.json").write_text(shape)
+    result = command(*arguments)
+    assert "rollout: mean error" in result.stdout, result.stderr
+
+
 def test_it_fits_runs_of_two_degrees_and_tells_what_they_are_off_by(record, tmp_path):
     folders = record("narrow", 1), record("wide", 2)
     output = tmp_path / "profile.json"

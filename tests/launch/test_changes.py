@@ -7,6 +7,7 @@ from typing import Any
 
 import changes
 import pytest
+import scripts
 
 import workdirs
 from libra_jax import config, protocols
@@ -93,6 +94,59 @@ def test_another_models_preset_is_refused_whatever_is_allowed(begun):
     other = settings(model=config.ModelConfig(preset="Qwen3-0.6B"))
     with pytest.raises(protocols.ConfigError, match=r"another model: config\.model\.preset"):
         workdirs.open_workdir(other, str(begun), allow_changes=("model",))
+
+
+def model_of(folder: pathlib.Path, **values: Any) -> config.RunConfig:
+    """Settings whose model is in this folder, of the shape of the shipped preset but for some values."""
+    shape = json.loads((scripts.ROOT / "libra_jax/models/presets/libra-tiny.json").read_text())
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(shape | values))
+    return settings(model=config.ModelConfig(path=str(folder)))
+
+
+def test_an_optimizer_of_another_state_is_refused_after_a_checkpoint(begun, tmp_path):
+    other = settings(optimizer=config.OptimizerConfig(name="sgd"))
+    kept = stored(begun)
+    with pytest.raises(protocols.ConfigError, match=r"a checkpoint that cannot follow: config\.optimizer\.name is"):
+        workdirs.open_workdir(other, str(begun), allow_changes=("optimizer.name",))
+    assert stored(begun) == kept
+    assert not (begun / "config_history.jsonl").exists()
+    fresh = workdirs.open_workdir(settings(), str(tmp_path / "fresh"))
+    workdirs.open_workdir(other, str(fresh), allow_changes=("optimizer.name",))
+    assert stored(fresh)["optimizer"]["name"] == "sgd", "before the first checkpoint nothing has to follow"
+
+
+def test_a_model_of_another_shape_is_refused_after_a_checkpoint(tmp_path):
+    first = model_of(tmp_path / "first")
+    workdir = workdirs.open_workdir(first, str(tmp_path / "run"))
+    files = checkpoints.Checkpoints(workdir, keep=1)
+    files.begin(20, {"step": 20}).mkdir()
+    files.commit(20)
+    wider = model_of(tmp_path / "wider", vocab_size=256)
+    with pytest.raises(protocols.ConfigError, match=r"another shape .* \(vocab_size 128 there and 256 here\)"):
+        workdirs.open_workdir(wider, str(workdir), allow_changes=("model.path",))
+    assert stored(workdir)["model"]["path"] == first.model.path
+    moved = model_of(tmp_path / "moved")
+    workdirs.open_workdir(moved, str(workdir), allow_changes=("model.path",))
+    assert stored(workdir)["model"]["path"] == moved.model.path
+
+
+def test_changes_are_allowed_only_where_there_is_a_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for workdir in (None, "runs/none"):
+        with pytest.raises(protocols.ConfigError, match=r"^--allow_changes: runs/\S+ holds no config\.json.*--workdir"):
+            workdirs.open_workdir(settings(optimizer=FASTER), workdir, allow_changes=("optimizer.learning_rate",))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_new_run_in_its_own_folder_tells_of_the_one_before(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    first = workdirs.open_workdir(settings(), None)
+    workdirs.open_workdir(settings(), None)
+    assert capsys.readouterr().err == "", "the first one, and the same again"
+    second = workdirs.open_workdir(settings(optimizer=FASTER), None)
+    said = f"note: {second} begins a new run; --workdir={first} goes on in the newest that is there.\n"
+    assert capsys.readouterr().err == said
 
 
 def test_names_of_groups_and_of_keys_of_mappings_are_allowed():

@@ -12,6 +12,7 @@ from importlib import metadata
 import memory
 import pytest
 import scripts
+import warn
 
 import checks
 import dry_run
@@ -249,6 +250,31 @@ def test_a_dry_run_tells_the_terms_of_the_reward():
     assert dry_run._reward(reward) == "the environment's own + -0.5 x length (mine:length) + exact (mine:exact)"
     alone = config.RewardConfig(functions={"exact": {"factory": "mine:exact"}}, environment_weight=0.0)
     assert dry_run._reward(alone) == "exact (mine:exact)"
+
+
+def test_a_dry_run_tells_no_clip_where_none_can_bind():
+    decoupled = config.RunConfig(algorithm=config.AlgorithmConfig(objective="decoupled"))
+    assert "clipped loss (ratio 1, no clip)" in dry_run._learning(decoupled)[0]
+    assert "clipped loss (ratio in [0.8, 1.2])" in dry_run._learning(config.RunConfig())[0]
+
+
+@pytest.mark.parametrize("preset", ["libra-tiny", "Qwen3-0.6B"])
+def test_a_model_that_is_not_here_is_checked_by_a_preset_that_was_chosen_only(preset, capsys):
+    run = config.RunConfig(
+        model=config.ModelConfig(path="/nowhere/model", preset=preset),
+        rollout=config.RolloutConfig(max_context=4096),
+        trainer=config.TrainerConfig(row_tokens=4096),
+    )
+    if preset == "libra-tiny":  # the default says nothing of the model that is not here
+        checks.validate(run, need_weights=False)
+        warn.warn(run)
+        said = dry_run.describe(run)
+        assert "policy      not known: no model at /nowhere/model" in said
+        assert "memory      not known without the model" in said
+        assert "billion parameters" not in capsys.readouterr().err
+    else:
+        with pytest.raises(protocols.ConfigError, match="'character' has 128 tokens and the model's"):
+            checks.validate(run, need_weights=False)
 
 
 def test_a_context_longer_than_the_models_positions_is_refused():

@@ -1,5 +1,6 @@
 """What a script prints when its work fails, whatever it fails with."""
 
+import os
 import subprocess
 import sys
 
@@ -74,6 +75,17 @@ def test_a_worker_that_is_lost_has_the_status_that_its_script_wants(error, capsy
     assert failing(error, lost=75) == 75
     assert failing(protocols.DeadlineMissed("late"), lost=75) == 1
     assert capsys.readouterr().err == "error: gone\nerror: gone\nerror: late\n"
+
+
+def test_help_ends_silently_where_its_reader_has_left():
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "launch/train.py", "--help"]
+    ended = subprocess.run(
+        command, cwd=scripts.ROOT, stdout=writes, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+    )
+    os.close(writes)
+    assert ended.stderr == ""
 
 
 def test_an_output_that_cannot_be_written_is_refused_before_any_work(tmp_path):

@@ -2,17 +2,21 @@
 
 import json
 import pathlib
+import threading
 import time
 import types
 
 import hub
 import huggingface_hub
+import job_flags
+import planned
 import pytest
 import scripts
 from huggingface_hub import constants
 
-from libra_jax import config
+from libra_jax import config, protocols
 from libra_jax.agents import tables
+from libra_jax.simulator import lengths
 
 SHAPE = (scripts.ROOT / "libra_jax/models/presets/libra-tiny.json").read_text()
 WHOLE = {"config.json": SHAPE, "model.safetensors": "", "tokenizer.json": "{}"}
@@ -145,6 +149,27 @@ def test_a_hub_that_does_not_answer_is_given_up_in_a_sentence(online, monkeypatc
     assert "the Hugging Face hub cannot be asked (TimeoutError: no answer within 0.05 s); without a network" in problem
 
 
+def test_a_download_that_takes_long_says_so(online, monkeypatch):
+    monkeypatch.setattr(hub, "WATCH_SECONDS", 0.001)
+    told = threading.Event()
+
+    def download(name, local_files_only=False, **_):
+        if local_files_only:
+            raise huggingface_hub.errors.LocalEntryNotFoundError("not here")
+        told.wait(10)
+        return "fetched"
+
+    def tell(*arguments, **_):
+        said.append(arguments[0])
+        told.set()
+
+    said: list[str] = []
+    monkeypatch.setattr(hub, "print", tell, raising=False)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert hub.resolved(run_of("acme/tiny"), download=False).config.model.path == "fetched"
+    assert said[0].startswith("Still fetching model acme/tiny from the Hugging Face hub after 0 s; ")
+
+
 def test_a_name_that_the_hub_does_not_have_is_told(online, monkeypatch):
     def refuse(self, name, **_):
         raise huggingface_hub.errors.HFValidationError("no such name")
@@ -152,6 +177,28 @@ def test_a_name_that_the_hub_does_not_have_is_told(online, monkeypatch):
     monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", refuse)
     (problem,) = hub.resolved(run_of("acme/tinny"), download=True).problems
     assert "acme/tinny is no folder here, and the Hugging Face hub shows nothing of that name" in problem
+
+
+def test_a_launcher_checks_the_shape_of_an_id(cache, capsys):
+    run = job_flags.Run(run_of("acme/short"), ())
+    run.validate()
+    assert "note: config.model.path: acme/short is no folder here; " in capsys.readouterr().err
+    short = {**json.loads(SHAPE), "max_position_embeddings": 64}
+    snapshot(cache, "model", "acme/short", {"config.json": json.dumps(short)})  # a login node needs no weights
+    with pytest.raises(protocols.ConfigError, match="exceeds the model's 64 positions"):
+        run.validate()
+
+
+def test_a_plan_is_for_the_model_of_the_config_or_for_none(cache):
+    asked = planned.Asked(wanted=lengths.Wanted(lengths.LogNormal.fitted(100, 200)))
+    for path in ("acme/tiny", str(cache / "none")):
+        values = config.to_dict(run_of(path))
+        with pytest.raises(protocols.DataError, match=rf"^config\.model\.path: .*{path}.* with --model$"):
+            planned.case(values, asked)
+    wide = {**json.loads(SHAPE), "vocab_size": 50_000}
+    snapshot(cache, "model", "acme/tiny", {"config.json": json.dumps(wide)})
+    case = planned.case(config.to_dict(run_of("acme/tiny")), asked)
+    assert (case.name, case.model.shape.vocab_size) == ("tiny", 50_000)
 
 
 def test_a_run_reads_the_snapshot_and_its_workdir_keeps_the_id(cache, tmp_path):

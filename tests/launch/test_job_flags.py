@@ -21,6 +21,14 @@ def test_a_launcher_has_the_shared_flags_and_no_other_names_for_them(script):
     assert not told & {"env", "container_image", "cpus", "[no]apply"}
 
 
+@pytest.mark.parametrize("script", SHARED)
+def test_a_launcher_without_a_config_shows_its_usage(script):
+    result = scripts.run(script, "--dry_run")
+    scripts.assert_one_sentence(result, "error: no --config is given")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert f"usage: python launch/{script} --config=" in result.stderr
+
+
 @pytest.mark.parametrize(
     "image",
     [

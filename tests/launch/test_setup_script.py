@@ -55,3 +55,11 @@ def test_set_up_is_quiet_where_a_script_goes_on_and_refuses_other_flags(reposito
         assert all("--quiet" in line for line in calls if line.startswith("bash ")), script
     wrong = set_up(repository, "--develop")
     assert (wrong.returncode, wrong.stderr) == (2, "usage: bash launch/setup.sh [--dev] [--quiet], not --develop\n")
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_every_platform_installs_what_the_package_imports_from_its_start(platform):
+    lists = [scripts.ROOT / "third_party" / name / "requirements.txt" for name in ("cpu", platform)]
+    cpu, other = ([line.split()[0] for line in file.read_text().splitlines() if line.strip()] for file in lists)
+    for name in ("google-re2==", "huggingface_hub=="):
+        assert [pin for pin in other if pin.startswith(name)] == [pin for pin in cpu if pin.startswith(name)] != []

@@ -1,13 +1,18 @@
 """`launch/slurm.py` as a user meets it where there is no Slurm."""
 
 import functools
+import json
+import os
 import subprocess
 import sys
 
 import pytest
 import scripts
 
-slurm = functools.partial(scripts.run, "slurm.py")
+from configs import quickstart
+from libra_jax import config
+
+slurm = functools.partial(scripts.run, "slurm.py", "--config=configs/quickstart.py")
 
 
 def test_dry_run_prints_the_script_and_leaves_nothing_behind(tmp_path):
@@ -72,3 +77,21 @@ def test_a_dry_run_refuses_a_workdir_that_a_file_is_in_the_way_of(tmp_path):
     file.touch()
     result = slurm(f"--workdir={file / 'run'}", "--dry_run")
     scripts.assert_one_sentence(result, f"--workdir={file / 'run'} cannot be used ({file} is a file)")
+
+
+def test_a_change_that_is_allowed_is_submitted(monkeypatch, tmp_path):
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text("#!/bin/sh\necho 7\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", str(sbatch.parent), prepend=os.pathsep)
+    values = quickstart.get_config().to_dict()
+    values["cluster"] |= {"backend": "ray", "address": "auto"}
+    begun = config.to_dict(config.parse(config.RunConfig, values))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.json").write_text(json.dumps(begun, default=list))
+    changed = ("--config.optimizer.learning_rate=0.5", "--allow_changes=optimizer.learning_rate")
+    result = slurm(f"--workdir={tmp_path / 'run'}", *changed)
+    assert (result.returncode, result.stdout) == (0, "7\n"), result.stderr
+    assert json.loads((tmp_path / "run/config.json").read_text())["optimizer"]["learning_rate"] == 0.5
+    assert "  --allow_changes=optimizer.learning_rate\n" in (tmp_path / "run/slurm.sbatch").read_text()

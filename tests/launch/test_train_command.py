@@ -115,6 +115,13 @@ def test_without_a_config_the_usage_is_shown_and_nothing_is_started(arguments, t
     assert not (tmp_path / "run").exists()
 
 
+def test_a_dry_run_names_the_model_that_is_not_here_before_its_shape():
+    offline = {"HF_HUB_OFFLINE": "1"}
+    result = train("--config=configs/questions.py:models/NONE", "--dry_run", environment=offline)
+    scripts.assert_one_sentence(result, "this run cannot start here: config.model.path: models/NONE is no folder here")
+    assert "policy      not known: no model at models/NONE" in result.stdout
+
+
 def test_a_path_is_refused_where_the_source_reads_none_even_if_it_is_missing():
     result = train(QUICKSTART, "--config.task.path=nowhere.jsonl", "--dry_run")
     scripts.assert_one_sentence(result, "config.task.path: the calculator reads no file")
