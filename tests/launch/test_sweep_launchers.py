@@ -10,6 +10,7 @@ import submission
 
 from libra_jax import config as libra_config
 from libra_jax.protocols import ConfigError, LibraError
+from libra_jax.telemetry import status
 
 CONFIG = """
 import ml_collections
@@ -103,7 +104,8 @@ def test_what_a_run_says_of_its_end_is_in_the_table(sweep, capsys):
     submit(runs[:1], folder, "slurm")
     ended = {"how": "failed", "sentence": "the disk is full"}
     runs[0].workdir.mkdir()
-    (runs[0].workdir / "status.json").write_text(json.dumps({"run": "a", "place": "", "pid": 1, "ended": ended}))
+    view = status.RunStatus("a", 2, 1, lambda: 0.0).view()
+    (runs[0].workdir / "status.json").write_text(json.dumps({**view, "ended": ended}))
     capsys.readouterr()
     submit(runs[:1], folder, "slurm")
     shown = capsys.readouterr().out
