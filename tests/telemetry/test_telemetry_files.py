@@ -134,6 +134,21 @@ def test_any_flipped_bit_of_a_line_is_damage(bit):
     assert files.damage(bytes(flipped))
 
 
+@pytest.mark.parametrize("name", ["trace_id", "sha256", "md5", "digest_1"])
+def test_a_hash_at_the_end_of_another_programs_line_is_no_damage(tmp_path, name):
+    line = json.dumps({"step": 1, name: "0123456789abcdef" * 2}).encode()
+    assert files.damage(line) == ""
+    (tmp_path / metrics.METRICS_FILE).write_bytes(line + b"\n")
+    assert resume.cut_back(tmp_path, 1) == []
+    assert (tmp_path / metrics.METRICS_FILE).read_bytes() == line + b"\n"
+
+
+@pytest.mark.parametrize("name", ["checksun", "checksm", "checksuum", "hecksum"])
+def test_one_edit_of_the_checksums_name_is_damage(name):
+    line = files.json_line({"step": 1})[:-1].replace(b"checksum", name.encode())
+    assert files.damage(line) == "its checksum is damaged"
+
+
 def test_a_removed_file_is_told_of_and_a_new_one_goes_on(tmp_path):
     told = []
     sink = metrics.MetricsFile(tmp_path, lambda key, sentence: told.append(sentence))
