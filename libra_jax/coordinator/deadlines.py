@@ -92,9 +92,7 @@ async def within(
 class _OwnThread(concurrent.futures.Executor):
     """Runs each function on a thread of its own, which never keeps the process alive."""
 
-    def submit(  # type: ignore[override]
-        self, function: Callable[..., T], /, *arguments: Any, **keywords: Any
-    ) -> concurrent.futures.Future[T]:
+    def submit(self, function: Callable[..., T], /, *arguments: Any, **keywords: Any) -> concurrent.futures.Future[T]:
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def body() -> None:

@@ -123,6 +123,15 @@ def test_a_damaged_line_is_named_and_removed_when_a_run_goes_on(tmp_path):
     assert resume.cut_back(tmp_path, 4) == []
 
 
+def test_a_damaged_change_of_settings_is_named_and_no_other_is_cut_back(tmp_path):
+    path = tmp_path / files.CONFIG_HISTORY_FILE
+    lines = [files.json_line({"step": step, "changes": {"steps": [step, step + 1]}}) for step in (2, 4, 6)]
+    path.write_bytes(b"".join([lines[0], lines[1].replace(b"4", b"5", 1), lines[2]]))
+    (sentence,) = resume.cut_back(tmp_path, 3)
+    assert sentence.startswith(f"{path} was damaged, and these lines are removed: line 2 (")
+    assert path.read_bytes() == lines[0] + lines[2]
+
+
 @given(bit=st.integers(0, 10**6))
 @settings(max_examples=60)
 def test_any_flipped_bit_of_a_line_is_damage(bit):
