@@ -36,7 +36,15 @@ from libra_jax.training import trainer
 
 STEPS, EVERY, PAGE = 3, 1, 4096
 
-RECORDS = ("metrics.jsonl", "trace.jsonl", "plans.jsonl", "transitions.jsonl", "timeline.json")
+RECORDS = (
+    "metrics.jsonl",
+    "trace.jsonl",
+    "samples.jsonl",
+    "plans.jsonl",
+    "transitions.jsonl",
+    "config_history.jsonl",
+    "timeline.json",
+)
 
 UNREAD = {
     ".lock": "an empty file that is locked; its content means nothing",
