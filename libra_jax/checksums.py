@@ -8,11 +8,12 @@ These checksums find damage (a flipped bit, a lost page, a torn write). They are
 
 from __future__ import annotations
 
-import concurrent.futures
+import itertools
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,12 +65,48 @@ def of_files(folder: Path, names: Iterable[str]) -> dict[str, Sum]:
     sizes = {name: (folder / name).stat().st_size for name in names}
     chunks = [(name, begin) for name, size in sizes.items() for begin in range(0, max(size, 1), CHUNK)]
     digests: dict[str, list[bytes]] = {name: [] for name in sizes}
-    threads = max(1, min(THREADS, os.cpu_count() or 1, len(chunks)))
-    with concurrent.futures.ThreadPoolExecutor(threads, "checksums") as pool:
-        parts = pool.map(lambda chunk: _of_chunk(folder / chunk[0], chunk[1]), chunks)
-        for (name, _), digest in zip(chunks, parts, strict=True):
-            digests[name].append(digest)
+    for (name, _), digest in zip(chunks, _side_by_side([(folder / name, at) for name, at in chunks]), strict=True):
+        digests[name].append(digest)
     return {name: Sum(size, _joined(digests[name])) for name, size in sizes.items()}
+
+
+def _side_by_side(chunks: Sequence[tuple[Path, int]]) -> list[bytes]:
+    """Returns the chunks' digests.
+
+    No thread keeps the process alive, as a pool's would: the disk may never answer. Whoever is interrupted here leaves
+    the chunks unread that no thread has begun.
+
+    Raises:
+      OSError: a file cannot be read.
+    """
+    found: dict[int, bytes] = {}
+    errors: list[BaseException] = []
+    numbers, stop, lock = itertools.count(), threading.Event(), threading.Lock()
+
+    def read() -> None:
+        while not stop.is_set():
+            with lock:
+                number = next(numbers)
+            if number >= len(chunks):
+                return
+            try:
+                found[number] = _of_chunk(*chunks[number])
+            except BaseException as error:
+                errors.append(error)
+                return
+
+    many = max(1, min(THREADS, os.cpu_count() or 1, len(chunks)))
+    threads = [threading.Thread(target=read, name=f"checksums-{index}", daemon=True) for index in range(many)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        stop.set()
+    if errors:
+        raise errors[0]
+    return [found[number] for number in range(len(chunks))]
 
 
 def _of_chunk(path: Path, begin: int) -> bytes:

@@ -1,6 +1,9 @@
 """Checksums tell each changed byte, of files longer than a thread reads at a time, too."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -45,3 +48,29 @@ def test_a_sealed_folder_names_what_is_missing_or_damaged(tmp_path):
     assert checksums.problem(tmp_path, kept) == "a has 2 bytes instead of 1"
     (tmp_path / "a").unlink()
     assert checksums.problem(tmp_path, kept) == "a is missing"
+
+
+CHILD = """
+import pathlib, sys, threading
+from libra_jax import checksums
+begun = threading.Event()
+read = checksums._of_chunk
+checksums._of_chunk = lambda *chunk: begun.set() or read(*chunk)
+threading.Thread(target=checksums.of_files, args=(pathlib.Path(sys.argv[1]), ["pipe"]), daemon=True).start()
+begun.wait()
+"""
+
+
+def test_a_disk_that_never_answers_does_not_keep_the_process_alive(tmp_path):
+    os.mkfifo(tmp_path / "pipe")  # nobody ever writes it
+    assert subprocess.run([sys.executable, "-c", CHILD, str(tmp_path)], timeout=20).returncode == 0
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    def refuse(path, begin):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    (tmp_path / "file").write_text("a")
+    kept = checksums.of_files(tmp_path, ["file"])
+    monkeypatch.setattr(checksums, "_of_chunk", refuse)
+    assert checksums.problem(tmp_path, kept) == f"{tmp_path / 'file'} cannot be read (Permission denied)"

@@ -14,7 +14,7 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,12 +67,14 @@ class Found:
       skipped: a sentence for each newer checkpoint that does not verify.
       seconds: that the checksums took.
       nbytes: that were verified.
+      stored: what was verified; a step may have further manifests. None if there is no checkpoint.
     """
 
     step: int = -1
     skipped: Sequence[str] = ()
     seconds: float = 0.0
     nbytes: int = 0
+    stored: Stored | None = None
 
     def sentence(self) -> str:
         """Says what was verified; empty if there is no checkpoint."""
@@ -106,7 +108,7 @@ def find(workdir: Path, *, trainer: bool = True) -> Found:
     for stored in sorted(_read(workdir), key=lambda item: (item.step, item.epoch), reverse=True):
         why, seconds, nbytes = _verify(stored, trainer)
         if not why and not stored.void:
-            return Found(stored.step, tuple(skipped), seconds, nbytes)
+            return Found(stored.step, tuple(skipped), seconds, nbytes, stored)
         if why:
             skipped.append(f"The checkpoint {stored.manifest.parent} is skipped: {why}.")
     if skipped:
@@ -132,11 +134,21 @@ def damaged(workdir: Path, before: int) -> list[str]:
     ]
 
 
-def counting(workdir: Path) -> dict[int, Stored]:
-    """Returns the checkpoints that count, by step, the latest epoch's of each. Their files are not read."""
+def beyond(workdir: Path, stored: Stored) -> set[Path]:
+    """Returns the manifests of later checkpoints, and the others of the same step."""
+    return {item.manifest for item in _read(workdir) if item.step >= stored.step} - {stored.manifest}
+
+
+def counting(workdir: Path, without: Collection[Path] = ()) -> dict[int, Stored]:
+    """Returns the checkpoints that count, by step, the latest epoch's of each. Their files are not read.
+
+    Args:
+      workdir: the run's folder.
+      without: manifests that are left out.
+    """
     found: dict[int, Stored] = {}
     for stored in sorted(_read(workdir), key=lambda item: item.epoch):
-        if not stored.void and not stored.problem:
+        if not stored.void and not stored.problem and stored.manifest not in without:
             found[stored.step] = stored
     return found
 
@@ -167,9 +179,13 @@ def _signature(path: Path) -> tuple[int, int, int]:
 
 def _read(workdir: Path) -> list[Stored]:
     """Returns everything that there is of checkpoints, those that are being written or removed left out."""
-    found = []
+    found: list[Stored] = []
+    folders: list[Path] = []
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        for folder in (workdir / FOLDER).iterdir():
+        folders = list((workdir / FOLDER).iterdir())
+    for folder in folders:
+        # A run that is being taken over may still remove an old checkpoint.
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if (name := _STEP.fullmatch(folder.name)) and folder.is_dir():
                 found += _read_folder(folder, int(name[1]))
     limits = dict(fencing.limits(workdir))

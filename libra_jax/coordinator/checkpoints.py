@@ -70,11 +70,11 @@ def teach(scheduler: protocols.Scheduler, workdirs: Sequence[str]) -> None:
         found = store.find(Path(workdir), trainer=False)
         for sentence in found.skipped:
             logging.getLogger(__name__).warning("config.scheduler.learnt_from: %s", sentence)
-        if found.step < 0:
+        if found.stored is None:
             raise protocols.ConfigError(
                 f"config.scheduler.learnt_from: {workdir} holds no checkpoint; name the workdir of a run that wrote one"
             )
-        learnt = Checkpoints(Path(workdir), keep=1).load(found.step)["scheduler"]
+        learnt = Checkpoints(Path(workdir), keep=1).load(found.stored)["scheduler"]
         if not learnt:
             raise protocols.ConfigError(
                 f"config.scheduler.learnt_from: the scheduler of {workdir} learns nothing; leave it out"
@@ -99,7 +99,7 @@ class Checkpoints:
         self._parts: dict[str, str] = {}  # names of the parts of the checkpoint begun last
         self._sums: dict[str, checksums.Sum] = {}  # of its coordinator's part
         self._disowned = 0
-        self._skipped: set[Path] = set()  # manifests of checkpoints beyond the one that the run goes on from
+        self._skipped: set[Path] = set()  # manifests beyond the one that the run goes on from
 
     def newest(self) -> int:
         """Returns the step of the newest checkpoint that counts, -1 if there is none. Its files are not verified."""
@@ -109,17 +109,21 @@ class Checkpoints:
         """Returns the newest checkpoint that verifies (`checkpoint_store.find`)."""
         return store.find(self._workdir)
 
-    def go_on_from(self, step: int) -> None:
-        """Takes over the checkpoints up to `step`. Later ones were skipped, and no longer count."""
-        self._skipped = {item.manifest for number, item in store.counting(self._workdir).items() if number > step}
+    def go_on_from(self, stored: store.Stored) -> None:
+        """Takes over the checkpoints up to `stored`. Those beyond it were skipped, and no longer count."""
+        self._skipped = store.beyond(self._workdir, stored)
 
-    def trainer_path(self, step: int) -> Path:
+    def trainer_path(self, chosen: int | store.Stored) -> Path:
         """Returns where the trainer's part of the checkpoint is.
+
+        Args:
+          chosen: what `find` found, or the step of a checkpoint that counts.
 
         Raises:
           DataError: the manifest cannot be used.
         """
-        return _manifest(self._workdir, step).parent / self._record(step)["trainer"]
+        stored = self._chosen(chosen)
+        return stored.manifest.parent / stored.record["trainer"]
 
     def begin(self, step: int, state: Mapping[str, Any]) -> Path:
         """Writes the coordinator's part of a new checkpoint; the trainer saves to the returned path.
@@ -194,8 +198,7 @@ class Checkpoints:
                 store.remove(store.directory(self._workdir, step))
 
     def _counting(self) -> dict[int, store.Stored]:
-        counting = store.counting(self._workdir)
-        return {step: item for step, item in counting.items() if item.manifest not in self._skipped}
+        return store.counting(self._workdir, self._skipped)
 
     def _suffix(self) -> str:
         """Of the names of what this run writes: none at its first start."""
@@ -205,14 +208,18 @@ class Checkpoints:
         if self._epoch is not None:
             self._epoch.check()
 
-    def load(self, step: int) -> dict[str, Any]:
+    def load(self, chosen: int | store.Stored) -> dict[str, Any]:
         """Returns the coordinator's part of a checkpoint, verified.
+
+        Args:
+          chosen: what `find` found, or the step of a checkpoint that counts.
 
         Raises:
           DataError: it is damaged, or another version of this program wrote it.
         """
-        manifest, record = _manifest(self._workdir, step), self._record(step)
-        name, directory = record["coordinator"], manifest.parent
+        stored = self._chosen(chosen)
+        record, directory = stored.record, stored.manifest.parent
+        name = record["coordinator"]
         try:
             text, kept = (directory / name).read_bytes(), checksums.from_json(record["files"])[name]
             if (problem := checksums.problem(directory, {name: kept})) != "":
@@ -221,11 +228,13 @@ class Checkpoints:
         except (OSError, ValueError, KeyError) as error:
             raise _unreadable(directory, error) from error
 
-    def _record(self, step: int) -> Mapping[str, Any]:
-        counting = store.counting(self._workdir).get(step)
+    def _chosen(self, chosen: int | store.Stored) -> store.Stored:
+        if isinstance(chosen, store.Stored):
+            return chosen
+        counting = self._counting().get(chosen)
         if counting is None:
-            raise _unreadable(store.directory(self._workdir, step), "its manifest is missing or damaged")
-        return counting.record
+            raise _unreadable(store.directory(self._workdir, chosen), "its manifest is missing or damaged")
+        return counting
 
 
 def _unreadable(directory: Path, why: object) -> protocols.DataError:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+import concurrent.futures
+import threading
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from libra_jax import protocols, turns
 
@@ -40,7 +42,14 @@ def waits() -> list[Wait]:
     return list(_waits)
 
 
-async def within(seconds: float, awaitable: Awaitable[T], worker_and_what: str, field: str) -> T:
+async def within(
+    seconds: float,
+    awaitable: Awaitable[T],
+    worker_and_what: str,
+    field: str,
+    *,
+    look: str = "look at its log in the workdir",
+) -> T:
     """Awaits, for at most `seconds` of the event loop's own time.
 
     A slice that took more than twice its length was a stall of this process, not of the worker: it does not count,
@@ -52,6 +61,7 @@ async def within(seconds: float, awaitable: Awaitable[T], worker_and_what: str, 
       awaitable: what to wait for; cancelled when the deadline passes.
       worker_and_what: subject of the error's sentence, such as "engine-1's weight update".
       field: the limit's name under `config.deadlines`, for the error.
+      look: what the error says to do before the limit is raised.
 
     Raises:
       DeadlineMissed: `seconds` passed; the message names the worker.
@@ -75,9 +85,36 @@ async def within(seconds: float, awaitable: Awaitable[T], worker_and_what: str, 
         _waits.discard(wait)
         abandon(task)
     raise protocols.DeadlineMissed(
-        f"{worker_and_what} did not finish within {seconds:g} s: look at its log in the workdir, or raise "
-        f"config.deadlines.{field}."
+        f"{worker_and_what} did not finish within {seconds:g} s: {look}, or raise config.deadlines.{field}."
     )
+
+
+class _OwnThread(concurrent.futures.Executor):
+    """Runs each function on a thread of its own, which never keeps the process alive."""
+
+    def submit(self, function: Callable[..., T], /, *arguments: Any, **keywords: Any) -> concurrent.futures.Future[T]:
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def body() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = function(*arguments, **keywords)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        threading.Thread(target=body, name="libra-beside-the-run", daemon=True).start()
+        return future
+
+
+async def off_loop(function: Callable[..., T], *arguments: Any) -> T:
+    """Returns the result of a function that reads the disk, run on a thread that nobody waits for once cancelled.
+
+    A loop on a virtual clock runs it in place.
+    """
+    return await asyncio.get_running_loop().run_in_executor(_OwnThread(), function, *arguments)
 
 
 def abandon(task: asyncio.Future[T]) -> None:

@@ -33,14 +33,22 @@ def make(
     return next(spec for number in numbers if (spec := make_spec(number, degree, others)).name not in taken)
 
 
+_PASSES = re.compile(
+    r"out of ?memory|memoryerror|(cannot|can't) allocate memory|free memory|resource_?exhausted"
+    r"|connection|timeout|timed out|address already in use|broken ?pipe",
+    re.IGNORECASE,
+)
+"""Errors by what others do at the moment: the same start may succeed later."""
+
+
 def exception_told(text: str) -> str:
     """Returns the Python exception that an engine's error quotes, without paths; empty without one.
 
     The error of a killed process quotes none: vLLM then says only that its initialization failed. A further start may
-    succeed.
+    succeed. Nor is an exception told that passes by itself: others may give up memory, devices or ports.
     """
     found = re.search(r"\b\w*(?:Error|Exception): .+", " ".join(text.split()))
-    if found is None or "Engine core initialization failed" in found[0]:
+    if found is None or "Engine core initialization failed" in found[0] or _PASSES.search(found[0]):
         return ""
     return re.sub(r"/\S+", "PATH", found[0])
 

@@ -199,7 +199,13 @@ class Coordinator:
             give_up_step=self._give_up_step,
         )
         self._remove_snapshot()  # of a run that was killed
-        found = checkpoint_store.find(self._workdir)
+        found = await deadlines.within(
+            self._config.deadlines.checkpoint,
+            deadlines.off_loop(checkpoint_store.find, self._workdir),
+            f"Verifying the checkpoints in {self._workdir / checkpoint_store.FOLDER}",
+            "checkpoint",
+            look="see whether its disk answers",
+        )
         newest = found.step
         for sentence in [*fencing.damaged(self._workdir), *found.skipped]:
             self._recorder.note(sentence)
@@ -218,7 +224,7 @@ class Coordinator:
             try:
                 if self._epoch is not None:
                     self._ending.start(fencing.watch(self._epoch), "epoch")
-                await self._run(newest, catch_again)
+                await self._run(found.stored, catch_again)
             finally:
                 await self._close()
         return self._summary
@@ -226,7 +232,7 @@ class Coordinator:
     async def _verify_older(self, before: int) -> None:
         """Verifies, beside the run, the checkpoints that it would fall back to."""
         with contextlib.suppress(OSError, protocols.DataError):  # they may be removed meanwhile
-            for sentence in await asyncio.to_thread(checkpoint_store.damaged, self._workdir, before):
+            for sentence in await deadlines.off_loop(checkpoint_store.damaged, self._workdir, before):
                 self._recorder.note(sentence)
 
     async def _give_up_step(self) -> None:
@@ -239,16 +245,16 @@ class Coordinator:
         """Stops the run after the training step under way, with a checkpoint; what Ctrl-C does."""
         self._stopping.request()
 
-    async def _run(self, newest: int, catch_again: Callable[[], None]) -> None:
+    async def _run(self, newest: checkpoint_store.Stored | None, catch_again: Callable[[], None]) -> None:
         try:
-            replanned = newest >= 0 and self._workers.take_up_plan(self._planner, self._workdir, newest)
+            replanned = newest is not None and self._workers.take_up_plan(self._planner, self._workdir, newest)
             await self._ending.race(self._workers.start())
             catch_again()
             self._parts = self._wire(
                 workers=self._workers, ending=self._ending, state=self._state, step=lambda: self._step
             )
-            if newest >= 0:
-                self._ending.start(self._verify_older(newest), OLDER)
+            if newest is not None:
+                self._ending.start(self._verify_older(newest.step), OLDER)
                 await self._restore(newest)
             self._parts.recovery.watch()
             if replanned:
@@ -264,9 +270,9 @@ class Coordinator:
             self._stopping.lost(error)
             await self._stop()
 
-    async def _restore(self, step: int) -> None:
+    async def _restore(self, stored: checkpoint_store.Stored) -> None:
         """Takes up a checkpoint. Groups that were in flight go on; they get tokens once weights are published."""
-        state = await self._parts.recovery.through(lambda: self._parts.saver.restore(step))
+        state, step = await self._parts.recovery.through(lambda: self._parts.saver.restore(stored)), stored.step
         self._recorder.note(f"Going on from the checkpoint at step {step}.")
         steps, schedule = self._config.steps, self._config.optimizer.schedule
         if schedule != "constant" and state.get("planned_steps", steps) != steps:

@@ -15,7 +15,7 @@ from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.coordinator import checkpoints, deadlines, fencing
+from libra_jax.coordinator import checkpoint_store, checkpoints, deadlines, fencing
 
 
 class Saver:
@@ -49,6 +49,7 @@ class Saver:
         self._deadline = config.deadlines.checkpoint
         self._trainer = trainer
         self._lock = trainer_lock
+        self._folder = workdir / checkpoint_store.FOLDER
         self._files = checkpoints.Checkpoints(workdir, config.checkpoint.keep, epoch)
         self._recorder = recorder
         self._state = state
@@ -64,17 +65,17 @@ class Saver:
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
-    async def restore(self, step: int) -> dict[str, Any]:
-        """Restores the trainer from the checkpoint at `step`; returns the coordinator's part.
+    async def restore(self, stored: checkpoint_store.Stored) -> dict[str, Any]:
+        """Restores the trainer from a checkpoint that verifies; returns the coordinator's part.
 
         Raises:
           DataError: the checkpoint cannot be read, or its parts are of different steps.
         """
-        state = self._files.load(step)
-        await self._restore_trainer(step)
-        self._files.go_on_from(step)
+        state = self._files.load(stored)
+        self._files.go_on_from(stored)
+        await self._restore_trainer(stored.step)
         self._held = self._durable = _progress(state)
-        self._newest = step
+        self._newest = stored.step
         return state
 
     async def restore_lost(self) -> int:
@@ -96,8 +97,17 @@ class Saver:
 
         Raises:
           DataError: none verifies.
+          DeadlineMissed: the disk does not answer; the message names the folder.
         """
-        found = await asyncio.to_thread(self._files.find)
+        found = await deadlines.within(
+            self._deadline,
+            deadlines.off_loop(self._files.find),
+            f"Verifying the checkpoints in {self._folder}",
+            "checkpoint",
+            look="see whether its disk answers",
+        )
+        if found.stored is not None and found.step == self._newest:
+            self._files.go_on_from(found.stored)
         return found.step, " ".join(found.skipped)
 
     @property

@@ -10,6 +10,7 @@ from pathlib import Path
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.coordinator import (
+    checkpoint_store,
     checkpoints,
     deadlines,
     elasticity,
@@ -83,17 +84,19 @@ class Workers:
         made = 0 if engines is None else len(engines.engines)
         return 1 + len(self._replica_specs) + len(self._relay_specs) + max(len(self._engine_specs), made)
 
-    def take_up_plan(self, planner: plan_follower.Planner | None, workdir: Path, step: int) -> bool:
+    def take_up_plan(
+        self, planner: plan_follower.Planner | None, workdir: Path, stored: checkpoint_store.Stored
+    ) -> bool:
         """Takes up the plan in force at a checkpoint, with its instances; False if it is config's. Before `start`.
 
         Args:
           planner: takes it up, too.
           workdir: the run's.
-          step: of the checkpoint.
+          stored: the checkpoint.
         """
         if planner is None or self._make_engine is None:
             return False
-        kept, before = checkpoints.Checkpoints(workdir, keep=1).load(step).get("planner"), planner.plan
+        kept, before = checkpoints.Checkpoints(workdir, keep=1).load(stored).get("planner"), planner.plan
         if kept is None:
             return False
         planner.restore(kept)

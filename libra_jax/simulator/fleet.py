@@ -71,6 +71,7 @@ class Fleet:
             "channels": channels,
             "train_seconds": functools.partial(train_seconds, degree),
             "warm_seconds": self._warm_seconds,
+            "masks": self._config.task.masks,
         }
         return protocols.ActorSpec(f"replica-{member}", "libra_jax.simulator.replica:create", arguments)
 

@@ -65,6 +65,21 @@ class Channels:
         self.arrived.set()
 
 
+Masks = Callable[[str | None], bool]
+"""Whether rollouts that ended so are left out of the loss (`TaskConfig.masks`)."""
+
+
+def masks_none(_: str | None) -> bool:
+    """All rollouts are trained."""
+    return False
+
+
+def trained(batch: protocols.TrainBatch, masks: Masks) -> list[protocols.Trajectory]:
+    """Returns the trajectories of a batch that the trainer packs: masked ones take none of its time."""
+    every = (trajectory for group in batch.groups for trajectory in group.trajectories)
+    return [trajectory for trajectory in every if not masks(trajectory.finish)]
+
+
 def split(lengths: Sequence[int], shares: Sequence[protocols.Share]) -> tuple[list[int], dict[str, list[int]]]:
     """Which sequences the core computes, and which each member: in turn, so that each has its part of all lengths.
 
@@ -106,8 +121,10 @@ class Replica:
         train_seconds: Callable[[Sequence[int]], float],
         start_seconds: float,
         warm_seconds: float,
+        masks: Masks = masks_none,
     ) -> None:
         self.member = member
+        self._masks = masks
         self.slowdown = 1.0
         self._train_seconds = train_seconds
         # Sums have the bytes of a published snapshot twice over: float32 for two bytes a value.
@@ -177,7 +194,7 @@ class Replica:
         self._check_alive()
         if self._version != batch.policy_version:
             raise protocols.LibraError(f"the replica of {self.member} holds version {self._version}")
-        lengths = [len(trajectory.token_ids) for group in batch.groups for trajectory in group.trajectories]
+        lengths = [len(trajectory.token_ids) for trajectory in trained(batch, self._masks)]
         mine = split(lengths, shares)[1][self.member]
         if not mine:
             return {"seconds": 0.0, "micro_batches": 0.0, "bytes": 0.0}
@@ -206,6 +223,7 @@ def create(
     train_seconds: Callable[[Sequence[int]], float],
     start_seconds: float = 0.0,
     warm_seconds: float = 0.0,
+    masks: Masks = masks_none,
 ) -> Replica:
     """Makes a simulated replica.
 
@@ -217,5 +235,6 @@ def create(
       train_seconds: of its gradients of sequences of these lengths.
       start_seconds: until its process is up.
       warm_seconds: of its first compilation.
+      masks: tells which rollouts are not trained.
     """
-    return Replica(member, devices, model, channels, train_seconds, start_seconds, warm_seconds)
+    return Replica(member, devices, model, channels, train_seconds, start_seconds, warm_seconds, masks)

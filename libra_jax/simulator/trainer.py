@@ -78,6 +78,7 @@ class Trainer:
       channels: to the replicas; None where there are none.
       late: as `elastic.late`.
       late_seconds: as `elastic.late_seconds`.
+      masks: tells which rollouts are not trained.
     """
 
     def __init__(
@@ -89,7 +90,9 @@ class Trainer:
         channels: replica.Channels | None = None,
         late: float = 2.0,
         late_seconds: float = 1.0,
+        masks: replica.Masks = replica.masks_none,
     ) -> None:
+        self._masks = masks
         self._channels = channels or replica.Channels()
         self._late = late
         self._late_seconds = late_seconds
@@ -141,7 +144,7 @@ class Trainer:
         self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share] = ()
     ) -> Mapping[str, float]:
         """One step's time; the batch is written down. Shares that do not come in time are computed here."""
-        trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
+        trajectories = replica.trained(batch, self._masks)
         lengths = [len(trajectory.token_ids) for trajectory in trajectories]
         core, parts = replica.split(lengths, shares)
         computed = {"": list(core)}

@@ -194,6 +194,7 @@ def run(
                 "channels": channels,
                 "late": elastic.late,
                 "late_seconds": elastic.late_seconds,
+                "masks": config.task.masks,
             },
         ),
         engine_specs=specs,

@@ -206,7 +206,24 @@ def damage(line: bytes) -> str:
         return "it is not JSON"
     if not isinstance(record, dict):
         return "it is not a JSON object"
-    return "its checksum is damaged" if _SPOILT.search(line) else ""
+    return "its checksum is damaged" if _spoilt(line) else ""
+
+
+def _spoilt(line: bytes) -> bool:
+    """Whether a line ends with what `json_line` wrote there, damaged: in the checksum, or in its name's one byte.
+
+    The last field of another program's line may hold 32 hexadecimal digits, too.
+    """
+    found = _SPOILT.search(line)
+    return found is not None and (found[1] is not None or _is_one_edit(found[2], b"checksum"))
+
+
+def _is_one_edit(name: bytes, other: bytes) -> bool:
+    """Whether one edit makes a text another: a byte changed, lost or added."""
+    differ = (at for at, pair in enumerate(zip(name, other, strict=False)) if pair[0] != pair[1])
+    same = next(differ, min(len(name), len(other)))
+    rest, wanted = name[same:], other[same:]
+    return name != other and (rest[1:] == wanted[1:] or rest == wanted[1:] or rest[1:] == wanted)
 
 
 def torn(line: bytes) -> bool:
@@ -216,8 +233,8 @@ def torn(line: bytes) -> bool:
     return line.startswith(b"{") and b"\0" not in line and not _WHOLE.search(line)
 
 
-_SPOILT = re.compile(rb', "(checksum": ".{32}|[^"]{8}": "[0-9a-f]{32})"\}$', re.DOTALL)
-"""The end of a line whose checksum, or the name of that field, is not what it was."""
+_SPOILT = re.compile(rb', "(?:(checksum)": ".{32}|([^"]{7,9})": "[0-9a-f]{32})"\}$', re.DOTALL)
+"""The end of a line whose checksum, or the name of that field, may not be what it was."""
 
 _WHOLE = re.compile(rb'"checksum": "[0-9a-f]{32}"\}')
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 from libra_jax import protocols
@@ -24,7 +25,7 @@ def cut_back(workdir: Path, step: int) -> list[str]:
     goes, too, and is named: its numbers are not those that were recorded. Each file is
     written anew beside the old one and renamed over it, so a kill in here loses nothing, and cutting twice changes
     nothing. TensorBoard needs no cutting: the session's first step voids what it holds from there on. The timeline is
-    kept: it shows what the machines did, redone work included.
+    kept: it shows what the machines did, redone work included. Of the changes of settings, damaged lines alone go.
 
     Args:
       workdir: the run's folder; missing files are no error.
@@ -37,15 +38,16 @@ def cut_back(workdir: Path, step: int) -> list[str]:
       LibraError: a file cannot be read or written anew.
     """
     told = []
-    for name in (
-        metrics.METRICS_FILE,
-        trace.TRACE_FILE,
-        samples.SAMPLES_FILE,
-        files.PLANS_FILE,
-        files.TRANSITIONS_FILE,
+    for name, last in (
+        (metrics.METRICS_FILE, step),
+        (trace.TRACE_FILE, step),
+        (samples.SAMPLES_FILE, step),
+        (files.PLANS_FILE, step),
+        (files.TRANSITIONS_FILE, step),
+        (files.CONFIG_HISTORY_FILE, sys.maxsize),
     ):
         try:
-            damaged = _cut(workdir / name, step)
+            damaged = _cut(workdir / name, last)
         except OSError as error:
             raise protocols.LibraError(
                 f"{workdir / name} cannot be cut back to step {step} ({error.strerror or error}): see to the disk, and "

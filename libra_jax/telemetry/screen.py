@@ -57,13 +57,18 @@ def picture(view: Mapping[str, Any], verdict: str = "") -> RenderableType:
             told = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()) if count)
             lines.append(_text(f"{title}: {told}"))
     lines += [
-        _text(f"waits: {wait['subject']} {wait['seconds']:.0f} of {wait['deadline']:g} s", style="dim")
+        _text(f"waits: {wait['subject']} {wait['seconds']:.0f} of {_limit(wait['deadline'])}", style="dim")
         for wait in view["waits"]
     ]
     lines += [_text(note, style="dim", overflow="fold") for note in view["notes"]]
     if view["endpoint"] and not view["ended"]:
         lines.append(_text(f"{view['endpoint']}/health and /metrics", style="dim"))
     return Panel(Group(*lines), title=_text(f"libra-jax · {view['run']}"), title_align="left", box=box.ROUNDED)
+
+
+def _limit(seconds: float | None) -> str:
+    """A deadline in words; None is infinite."""
+    return "any time" if seconds is None else f"{seconds:g} s"
 
 
 def text(view: Mapping[str, Any], verdict: str = "") -> str:

@@ -165,7 +165,7 @@ class RunStatus:
                 name: {"doing": text, "seconds": max(0.0, now - since)}
                 for name, (text, since) in dict(self._workers).items()
             },
-            "waits": [vars(wait) for wait in waits[:NOTES]],
+            "waits": [files.finite(vars(wait)) for wait in waits[:NOTES]],
             # Copied in one go: the event loop's thread may count another meanwhile.
             "failures": {worker: count for worker, count in dict(self._failures).items() if count},
             "replaced": dict(self._replaced),
@@ -229,7 +229,8 @@ SCHEMA = _object(
     workers={"type": "object", "additionalProperties": _object(doing={"type": "string"}, seconds=_SECONDS)},
     waits={
         "type": "array",
-        "items": _object(subject={"type": "string"}, seconds=_SECONDS, deadline={"type": "number"}),
+        # JSON has no number for a deadline that is infinite.
+        "items": _object(subject={"type": "string"}, seconds=_SECONDS, deadline={"type": ["number", "null"]}),
     },
     failures={"type": "object", "additionalProperties": {"type": "integer"}},
     replaced={"type": "object", "additionalProperties": {"type": "integer"}},
@@ -253,7 +254,7 @@ def read(workdir: Path) -> dict[str, Any] | None:
     file = workdir / STATUS_FILE
     try:
         text = file.read_bytes()
-        record: dict[str, Any] = json.loads(text, parse_constant=_constant)
+        record: dict[str, Any] = json.loads(text, parse_constant=_refuse)
         if problem := files.damage(text):
             raise ValueError(problem)
         jsonschema.validate(record, SCHEMA)
@@ -268,10 +269,8 @@ def read(workdir: Path) -> dict[str, Any] | None:
     return record
 
 
-def _constant(text: str) -> float:
-    if text == "NaN":
-        raise ValueError("it holds NaN")
-    return float(text)  # a deadline may be infinite
+def _refuse(text: str) -> float:
+    raise ValueError(f"it holds {text}")
 
 
 def _fingerprint(workdir: Path) -> tuple[Any, ...]:

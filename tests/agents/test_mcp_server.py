@@ -491,6 +491,12 @@ def test_an_entry_that_cannot_be_used_is_refused(entry, sentence):
         mcp_server.Server("odd", entry)
 
 
+def test_a_package_whose_check_of_results_cannot_be_replaced_is_refused(monkeypatch):
+    monkeypatch.delattr(mcp_connection.package().ClientSession, "validate_tool_result")
+    with pytest.raises(protocols.ConfigError, match=r"has no ClientSession\.validate_tool_result, .* pip install"):
+        mcp_server.Server("odd", {"command": FAULTY})
+
+
 def test_what_keeps_a_server_from_starting_is_said():
     async def body(entry):
         async with opened(**entry):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import os
 import shutil
+import threading
+import types
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +17,9 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from libra_jax import protocols
-from libra_jax.coordinator import checkpoint_store, checkpoints, fencing
+from libra_jax import checksums, protocols
+from libra_jax.coordinator import checkpoint_store, checkpoints, fencing, saving
+from libra_jax.coordinator import run as run_module
 
 TOKENS = st.integers(0, 2**31)
 PROBABILITIES = st.floats(allow_nan=False, width=64)
@@ -188,11 +192,109 @@ def test_a_run_that_fell_back_keeps_what_it_writes(tmp_path, epochs):
     assert found.step == 4
     assert len(found.skipped) == 1
     assert "step-00000006 is skipped: trainer/state.json is damaged" in found.skipped[0]
-    second.go_on_from(4)
+    second.go_on_from(found.stored)
     assert second.newest() == 4
     save(second, 5)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000005"]
     assert checkpoint_store.find(tmp_path).step == 5
+
+
+@pytest.mark.parametrize("part", ["coordinator", "trainer"])
+def test_a_damaged_second_manifest_of_a_step_leaves_the_first_usable(tmp_path, part):
+    """A kill between the second manifest and the removal of the first leaves both, and the second's parts break."""
+    doubles.Bench(doubles.make_config(steps=4, checkpoint={"every": 2}), tmp_path).run()
+    folder = checkpoint_store.directory(tmp_path, 4)
+    record = checksums.unsealed((folder / "manifest.json").read_bytes())
+    shutil.copy(folder / "coordinator.json", folder / "coordinator-2.json")
+    shutil.copytree(folder / "trainer", folder / "trainer-2")
+    again = {**record, "coordinator": "coordinator-2.json", "trainer": "trainer-2", "epoch": 2}
+    names = {name: name.replace("coordinator.", "coordinator-2.", 1) for name in record["files"]}
+    names = {name: other.replace("trainer/", "trainer-2/", 1) for name, other in names.items()}
+    again["files"] = {names[name]: item for name, item in record["files"].items()}
+    (folder / "manifest-2.json").write_bytes(checksums.sealed(json.dumps(again).encode()))
+    assert checkpoint_store.counting(tmp_path)[4].epoch == 2
+    name = next(name for name in again["files"] if name.startswith(part))
+    (folder / name).write_text("damaged")
+    found = checkpoint_store.find(tmp_path)
+    assert (found.step, len(found.skipped)) == (4, 1)
+    bench = doubles.Bench(doubles.make_config(steps=6, checkpoint={"every": 2}), tmp_path)
+    assert bench.run().steps == 6
+    assert any(note == "Going on from the checkpoint at step 4." for note in bench.recorder.notes)
+    files = checkpoints.Checkpoints(tmp_path, keep=2)
+    files.go_on_from(found.stored)
+    assert files.trainer_path(4).name == "trainer"
+
+
+@pytest.mark.parametrize("gone", [1, 2, 3])
+def test_a_folder_that_vanishes_hides_no_other_checkpoint(tmp_path, monkeypatch, gone):
+    files = checkpoints.Checkpoints(tmp_path, keep=3)
+    for step in (1, 2, 3):
+        save(files, step)
+    read = checkpoint_store._read_folder
+
+    def removed_meanwhile(folder: Path, step: int) -> list[checkpoint_store.Stored]:
+        if step == gone:
+            shutil.rmtree(folder)
+        return read(folder, step)
+
+    monkeypatch.setattr(checkpoint_store, "_read_folder", removed_meanwhile)
+    assert set(checkpoint_store.counting(tmp_path)) == {1, 2, 3} - {gone}
+
+
+@pytest.fixture
+def hung():
+    """A disk that does not answer, on threads that end with the test."""
+    release = threading.Event()
+    yield lambda *_, **__: release.wait(60.0)
+    release.set()
+
+
+def test_a_run_ends_without_waiting_for_the_check_of_older_checkpoints(tmp_path, monkeypatch):
+    release, began = threading.Event(), threading.Event()
+
+    def hang(*_: Any) -> list[str]:
+        began.set()
+        release.wait(60.0)
+        return []
+
+    monkeypatch.setattr(checkpoint_store, "damaged", hang)
+    run: Any = types.SimpleNamespace(_workdir=tmp_path)
+
+    async def end_meanwhile() -> None:
+        checking = asyncio.create_task(run_module.Coordinator._verify_older(run, 4))
+        await asyncio.to_thread(began.wait)
+        checking.cancel()
+
+    rescue = threading.Timer(5.0, release.set)
+    rescue.start()
+    try:
+        asyncio.run(end_meanwhile())
+        assert not release.is_set(), "the end of the event loop waited for the check"
+    finally:
+        rescue.cancel()
+        release.set()
+
+
+def test_a_disk_that_does_not_answer_at_the_start_is_named(tmp_path, monkeypatch, hung):
+    monkeypatch.setattr(checkpoint_store, "find", hung)
+    bench = doubles.Bench(doubles.make_config(deadlines={"checkpoint": 0.1}), tmp_path)
+    with pytest.raises(
+        protocols.DeadlineMissed, match=r"/checkpoints did not finish within 0\.1 s: see whether its disk"
+    ):
+        asyncio.run(bench.coordinator.run())
+
+
+def test_a_disk_that_does_not_answer_a_lost_trainer_is_named(tmp_path, monkeypatch, hung):
+    monkeypatch.setattr(checkpoint_store, "find", hung)
+
+    async def verify() -> None:
+        unused: Any = None
+        config = doubles.make_config(deadlines={"checkpoint": 0.1})
+        further: Any = {"trainer": unused, "trainer_lock": asyncio.Lock(), "recorder": unused, "state": dict}
+        await saving.Saver(config, workdir=tmp_path, **further).verified()
+
+    with pytest.raises(protocols.DeadlineMissed, match=r"/checkpoints did not finish .*config\.deadlines\.checkpoint"):
+        asyncio.run(verify())
 
 
 def test_a_lost_record_of_an_epoch_lets_no_superseded_checkpoint_count(tmp_path, monkeypatch):

@@ -287,6 +287,13 @@ def test_an_engine_that_fails_twice_alike_before_a_token_is_not_retried(tmp_path
         (["did not start: RuntimeError: Engine core initialization failed. {'EngineCore_DP0': -9}"] * 4, 4),
         (["ValueError: one", "ValueError: two", "ValueError: one", "ValueError: two"], 4),
         (["ValueError: one", "OSError: full", "OSError: full"], 3),
+        # What others do at the moment: memory, networks and time.
+        (["torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"] * 4, 4),
+        (["ValueError: Free memory on device (3/80 GiB) is less than desired GPU memory utilization"] * 4, 4),
+        (["RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory"] * 4, 4),
+        (["ConnectionRefusedError: [Errno 111] Connection refused"] * 4, 4),
+        (["TimeoutError: the store did not answer"] * 4, 4),
+        (["RuntimeError: The client socket has timed out after 60000ms"] * 4, 4),
     ],
 )
 def test_an_engine_is_retried_while_its_errors_differ(tmp_path, monkeypatch, errors, starts):

@@ -29,14 +29,22 @@ import workdirs
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.agents.tools import toolkit
+from libra_jax.coordinator import checkpoint_store, saving
 from libra_jax.coordinator import run as coordinator
-from libra_jax.coordinator import saving
 from libra_jax.telemetry import files as files_lib
 from libra_jax.training import trainer
 
 STEPS, EVERY, PAGE = 3, 1, 4096
 
-RECORDS = ("metrics.jsonl", "trace.jsonl", "plans.jsonl", "transitions.jsonl", "timeline.json")
+RECORDS = (
+    "metrics.jsonl",
+    "trace.jsonl",
+    "samples.jsonl",
+    "plans.jsonl",
+    "transitions.jsonl",
+    "config_history.jsonl",
+    "timeline.json",
+)
 
 UNREAD = {
     ".lock": "an empty file that is locked; its content means nothing",
@@ -166,9 +174,9 @@ def go_on(config: configuration.RunConfig, workdir: Path, outcome: Outcome) -> O
         trainers.append(actor)
         return restore_trainer(actor, path)
 
-    async def restored(saver: saving.Saver, step: int) -> dict[str, Any]:
-        state = await restore(saver, step)
-        outcome.step, outcome.state = step, _digest(state, trainers[-1])
+    async def restored(saver: saving.Saver, stored: checkpoint_store.Stored) -> dict[str, Any]:
+        state = await restore(saver, stored)
+        outcome.step, outcome.state = stored.step, _digest(state, trainers[-1])
         outcome.weights = _of_leaves(hashlib.sha256(), trainers[-1]._started().state.params)
         await asyncio.gather(*(task for task in asyncio.all_tasks() if task.get_name() == coordinator.OLDER))
         outcome.records = {name: _lines(workdir / name) for name in RECORDS}

@@ -73,6 +73,8 @@ def check(outcome: damage.Outcome, good: dict[int, damage.Outcome], workdir: Pat
     assert (outcome.step < damage.STEPS) == newest_is_damaged, said
     for name, lines in outcome.records.items():
         expected = good[outcome.step].records[name]
+        if name == files.CONFIG_HISTORY_FILE:  # the last line is this start's own, of another time, if it changes steps
+            lines, expected = lines if outcome.file.startswith("model/") else lines[:-1], expected[:-1]
         if name == "timeline.json":  # it has this start's events, too
             events = [line.rstrip(b"\n,") for line in lines]
             assert all(event in (b"[", b"]", b"") or not files.damage(event) for event in events), said

@@ -7,6 +7,7 @@ import types
 
 import pytest
 
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.simulator import clock, replica, trainer
 
@@ -64,3 +65,29 @@ def test_what_no_member_sent_is_all_trained_here():
     assert (metrics["shares/late"], metrics["shares/micro_batches"]) == (2, 0)
     assert metrics["shares/wait_seconds"] == pytest.approx(2 * LATE_SECONDS)
     assert (seconds, busy) == (pytest.approx(40.0 + 2 * LATE_SECONDS), 40.0)
+
+
+def test_rollouts_that_are_masked_take_no_time_of_a_step():
+    masks = config_lib.TaskConfig(cut_off="mask", cut_off_limits=("max_seconds",)).masks
+    cut = batch()
+    cut.groups[0].trajectories[1].finish = "max_seconds"
+
+    async def main():
+        model = types.SimpleNamespace(train_seconds=lambda lengths, devices: float(sum(lengths)))
+        log, shares = trainer.TrainingLog(), [protocols.Share("a", 1, 1 / 3)]
+        channels = replica.Channels()
+        channels.listening["a"] = 1
+        made = trainer.Trainer(model, 1, log, channels=channels, late=0.1, late_seconds=LATE_SECONDS, masks=masks)
+        member = replica.Replica(
+            "a", 1, types.SimpleNamespace(load_seconds=lambda _: 0.0, weight_bytes=0), channels, sum, 0, 0, masks
+        )
+        await member.join(1, {})
+        await member.finish_weight_update(0)
+        told, metrics = await asyncio.gather(member.contribute(cut, shares), made.train_step(cut, shares))
+        return told, metrics, log
+
+    told, metrics, log = clock.run(main())
+    assert (told["seconds"], log.busy_seconds) == (10.0, 20.0)
+    assert metrics["micro_batches"] == 3.0
+    assert "p0/1" not in log.trained
+    assert len(log.trained) == 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import math
 import os
 import threading
 import time
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from libra_jax import protocols
-from libra_jax.telemetry import heartbeat, screen, status
+from libra_jax.telemetry import files, heartbeat, screen, status
 
 HOUR = 3600.0
 
@@ -196,6 +197,17 @@ def test_a_file_that_is_no_runs_is_named(tmp_path, content):
     with pytest.raises(protocols.DataError, match=r"status\.json cannot be read"):
         status.read(tmp_path)
     assert status.read(tmp_path / "nothing") is None
+
+
+@pytest.mark.parametrize(("deadline", "told"), [(math.inf, "any time"), (20.0, "20 s")])
+def test_a_wait_without_a_limit_is_read_back_and_shown(tmp_path, deadline, told):
+    waits = [status.Waiting("engine-0's start", 3.0, deadline, queued=False)]
+    view = run_status(waits=lambda: waits).view()
+    (tmp_path / status.STATUS_FILE).write_bytes(files.json_line(view))
+    record = status.read(tmp_path)
+    assert record is not None
+    for shown in (view, record):
+        assert f"waits: engine-0's start 3 of {told}" in screen.text(shown)
 
 
 def test_an_ended_run_shows_no_worker_at_work_and_how_long_it_ran():

@@ -123,6 +123,15 @@ def test_a_damaged_line_is_named_and_removed_when_a_run_goes_on(tmp_path):
     assert resume.cut_back(tmp_path, 4) == []
 
 
+def test_a_damaged_change_of_settings_is_named_and_no_other_is_cut_back(tmp_path):
+    path = tmp_path / files.CONFIG_HISTORY_FILE
+    lines = [files.json_line({"step": step, "changes": {"steps": [step, step + 1]}}) for step in (2, 4, 6)]
+    path.write_bytes(b"".join([lines[0], lines[1].replace(b"4", b"5", 1), lines[2]]))
+    (sentence,) = resume.cut_back(tmp_path, 3)
+    assert sentence.startswith(f"{path} was damaged, and these lines are removed: line 2 (")
+    assert path.read_bytes() == lines[0] + lines[2]
+
+
 @given(bit=st.integers(0, 10**6))
 @settings(max_examples=60)
 def test_any_flipped_bit_of_a_line_is_damage(bit):
@@ -132,6 +141,21 @@ def test_any_flipped_bit_of_a_line_is_damage(bit):
     flipped = bytearray(line)
     flipped[place // 8] ^= 1 << place % 8
     assert files.damage(bytes(flipped))
+
+
+@pytest.mark.parametrize("name", ["trace_id", "sha256", "md5", "digest_1"])
+def test_a_hash_at_the_end_of_another_programs_line_is_no_damage(tmp_path, name):
+    line = json.dumps({"step": 1, name: "0123456789abcdef" * 2}).encode()
+    assert files.damage(line) == ""
+    (tmp_path / metrics.METRICS_FILE).write_bytes(line + b"\n")
+    assert resume.cut_back(tmp_path, 1) == []
+    assert (tmp_path / metrics.METRICS_FILE).read_bytes() == line + b"\n"
+
+
+@pytest.mark.parametrize("name", ["checksun", "checksm", "checksuum", "hecksum"])
+def test_one_edit_of_the_checksums_name_is_damage(name):
+    line = files.json_line({"step": 1})[:-1].replace(b"checksum", name.encode())
+    assert files.damage(line) == "its checksum is damaged"
 
 
 def test_a_removed_file_is_told_of_and_a_new_one_goes_on(tmp_path):

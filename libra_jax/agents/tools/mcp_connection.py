@@ -181,7 +181,7 @@ def package() -> Any:
     """The `mcp` package.
 
     Raises:
-      ConfigError: it is not installed, or too old.
+      ConfigError: it is not installed, too old, or too new.
     """
     try:
         import mcp  # here: it is optional, and takes a second to import
@@ -191,6 +191,11 @@ def package() -> Any:
         ) from error
     if not hasattr(mcp, "Client"):
         raise protocols.ConfigError("config.tools.servers: the installed mcp is too old; pip install 'mcp>=2.3'")
+    if not hasattr(mcp.ClientSession, "validate_tool_result"):  # `_check_results` takes its place
+        raise protocols.ConfigError(
+            "config.tools.servers: the installed mcp has no ClientSession.validate_tool_result, in whose place results "
+            "are checked in bounded time; pip install 'mcp==2.3.0'"
+        )
     return mcp
 
 
