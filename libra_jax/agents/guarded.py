@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from libra_jax import protocols
-from libra_jax.agents import deadlines
+from libra_jax.agents import deadlines, resolving
 
 _FIELDS = {"step": "tool_seconds", "ready": "wait_seconds"}
 """Of `config.task`, by the environment's method; all others have `reset_seconds`."""
@@ -141,7 +141,7 @@ class Environment:
         except protocols.LibraError:
             raise
         except Exception as error:
-            raise self.crash(verb, f"raised {type(error).__name__}: {error}") from error
+            raise self.crash(verb, resolving.raised(error)) from error
 
 
 def _is_number(value: object) -> bool:

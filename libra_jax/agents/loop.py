@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from libra_jax import protocols
-from libra_jax.agents import budgets, guarded, hearing, walk
+from libra_jax.agents import budgets, guarded, hearing, resolving, walk
 from libra_jax.agents.rewards import scoring
 
 
@@ -288,7 +288,7 @@ class _Attempt:
                 raise
         if listener is not None and listener.error is not None:
             error = listener.error
-            raise self.environment.crash("hear", f"raised {type(error).__name__}: {error}") from error
+            raise self.environment.crash("hear", resolving.raised(error)) from error
         return reason
 
     # The environment --------------------------------------------------------------------------------------------
@@ -391,7 +391,7 @@ class _Attempt:
         except protocols.LibraError:
             raise
         except Exception as error:
-            raise protocols.EnvironmentCrashed(f"{crash} raised {type(error).__name__}: {error}") from error
+            raise protocols.EnvironmentCrashed(f"{crash} {resolving.raised(error)}") from error
         if not guarded.is_finite(score.reward):
             raise protocols.EnvironmentCrashed(f"{crash} gave {score.reward!r}, which is not a finite number")
         self.metrics.update(score.metrics)

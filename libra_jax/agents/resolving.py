@@ -10,10 +10,35 @@ import inspect
 import os
 import pkgutil
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, cast
 
 from libra_jax import config, protocols
+
+_FOREIGN = (str(Path(__file__).parents[1]), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+"""Folders of code that is not a user's: this package, Python's own modules, installed packages."""
+
+
+def raised(error: BaseException) -> str:
+    """Returns what a user's code raised, and where: `raised KeyError: 'gold' (reward.py, line 37)`.
+
+    The place is the innermost line outside this package and installed ones. Code of the latter alone has none.
+    """
+    text = f"raised {type(error).__name__}: {error}"
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [(frame.filename, frame.lineno) for frame in frames]
+    if isinstance(error, SyntaxError) and error.filename:  # its own text names the place
+        return text
+    foreign = tuple(f"{folder}{os.sep}" for folder in _FOREIGN)
+    own = [place for place in places if os.path.isfile(place[0]) and not place[0].startswith(foreign)]
+    if not own:
+        return text
+    file, line = own[-1]
+    near = os.path.relpath(file)
+    return f"{text} ({file if near.startswith('..') else near}, line {line})"
 
 
 def _nearest(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
@@ -47,9 +72,7 @@ def resolve(name: str, field: str) -> Callable[..., Any]:
         hint = _nearest(module_name, _siblings(module_name), likeness=0.6 if "." in module_name else 0.8)
         raise protocols.ConfigError(f"config.{field}: there is no module {module_name!r}{hint}") from error
     except Exception as error:  # the user's own code runs here
-        raise protocols.ConfigError(
-            f"config.{field}: importing {module_name} raised {type(error).__name__}: {error}"
-        ) from error
+        raise protocols.ConfigError(f"config.{field}: importing {module_name} {raised(error)}") from error
     found = getattr(module, attribute, None)
     if found is None:
         hint = _nearest(attribute, (key for key in vars(module) if not key.startswith("_")))
@@ -96,7 +119,7 @@ def call(factory: Callable[..., Any], name: str, arguments: Mapping[str, Any], f
     except protocols.LibraError:
         raise
     except Exception as error:
-        raise protocols.ConfigError(f"config.{field}: {name} raised {type(error).__name__}: {error}") from error
+        raise protocols.ConfigError(f"config.{field}: {name} {raised(error)}") from error
 
 
 @contextlib.contextmanager
@@ -111,6 +134,4 @@ def named(name: str, field: str, call: str) -> Iterator[None]:
     except protocols.LibraError:
         raise
     except Exception as error:  # the user's own code ran
-        raise protocols.ConfigError(
-            f"config.{field}: {call} of {name} raised {type(error).__name__}: {error}"
-        ) from error
+        raise protocols.ConfigError(f"config.{field}: {call} of {name} {raised(error)}") from error

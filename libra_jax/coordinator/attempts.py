@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.agents import factories, telling
+from libra_jax.agents import factories, resolving, telling
 from libra_jax.agents import loop as agent_loop
 from libra_jax.agents.rewards import scoring
 from libra_jax.coordinator import dispatch
@@ -123,7 +123,7 @@ class Attempts:
             return self._make_environment()
         except Exception as error:
             raise protocols.EnvironmentCrashed(
-                f"the factory {self._config.task.environment} raised {type(error).__name__}: {error}"
+                f"the factory {self._config.task.environment} {resolving.raised(error)}"
             ) from error
 
 

@@ -122,8 +122,8 @@ def test_an_answer_that_is_no_finite_number_is_a_failure_that_names_function_and
 @pytest.mark.parametrize(
     ("factory", "problem"),
     [
-        ("failing", "raised ZeroDivisionError: oops"),
-        ("leaving", "raised SystemExit: 3"),
+        ("failing", r"raised ZeroDivisionError: oops \(\S*reward_functions\.py, line \d+\)"),
+        ("leaving", r"raised SystemExit: 3 \(\S*reward_functions\.py, line \d+\)"),
         ("leaving_later", "raised RuntimeError: SystemExit: 3"),
         ("cancelled", "was cancelled from within"),
     ],

@@ -127,7 +127,7 @@ class RewardWorker:
                 raise
             return Outcome(problem="was cancelled from within")
         except (Exception, SystemExit, KeyboardInterrupt) as error:
-            return Outcome(problem=_shortened(f"raised {type(error).__name__}: {error}"))
+            return Outcome(problem=_shortened(resolving.raised(error)))
         return _read(value, asyncio.get_running_loop().time() - began)
 
     async def trouble(self) -> str:
