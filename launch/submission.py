@@ -8,14 +8,18 @@ can be seen from here.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 import real_results
 
@@ -118,9 +122,10 @@ def run(
         for entry in left:
             print(shlex.join(entry.command(launcher, extra)))
         return
-    failed = {}
-    with concurrent.futures.ThreadPoolExecutor(jobs if launcher == "here" else 1) as pool:
-        doing = {pool.submit(_launch, entry, launcher, extra): entry for entry in left}
+    failed, children = {}, _Children()
+    threads = concurrent.futures.ThreadPoolExecutor(jobs if launcher == "here" else 1)
+    with children.told_of_signals(), threads as pool:
+        doing = {pool.submit(_launch, entry, launcher, extra, children): entry for entry in left}
         for number, future in enumerate(concurrent.futures.as_completed(doing), start=1):
             entry, (answer, problem) = doing[future], future.result()
             if problem:
@@ -132,6 +137,9 @@ def run(
     outcomes = [real_results.outcome(entry, answers, failed) for entry in runs]
     real_results.show(outcomes)
     print(f"wrote {' and '.join(map(str, real_results.write(folder, outcomes)))}")
+    if children.stopped:
+        _say("stopped; the same command goes on with the runs that are left.")
+        raise SystemExit(os.EX_TEMPFAIL)
     if failed:
         named = "; ".join(f"{name}: {problem}" for name, problem in failed.items())
         raise protocols.LibraError(f"{len(failed)} of {len(left)} runs failed, the others are kept: {named}")
@@ -149,29 +157,84 @@ def _check_apart(runs: Sequence[Run]) -> None:
             )
 
 
-def _launch(entry: Run, launcher: str, extra: Sequence[str]) -> tuple[str, str]:
+class _Children:
+    """Processes that launch runs. Told to stop, it passes that on, and begins no further one.
+
+    Attributes:
+      stopped: it was told to stop.
+    """
+
+    def __init__(self) -> None:
+        self.stopped = False
+        self._running: set[subprocess.Popen[str]] = set()
+
+    @contextlib.contextmanager
+    def told_of_signals(self) -> Iterator[None]:
+        """Passes SIGTERM and SIGHUP on inside the block: a run here then saves a checkpoint within its grace."""
+
+        def stop(*_: object) -> None:
+            self.stopped = True
+            for process in tuple(self._running):
+                process.terminate()
+
+        before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def run(self, command: Sequence[str], out: TextIO, *, piped: bool, seconds: float | None) -> tuple[int, str]:
+        """Returns the status of a process that has ended, and what it printed if `piped`.
+
+        Args:
+          command: of the process.
+          out: gets what it prints, on standard error alone if `piped`.
+          piped: keep what it prints on standard output.
+          seconds: that it may take; None: as long as it likes.
+
+        Raises:
+          TimeoutExpired: it took longer, and was killed.
+        """
+        stdout = subprocess.PIPE if piped else out
+        with subprocess.Popen(command, stdout=stdout, stderr=out, text=True) as process:
+            self._running.add(process)
+            try:
+                if self.stopped:  # while it was started
+                    process.terminate()
+                answer, _ = process.communicate(timeout=seconds)
+            except BaseException:
+                process.kill()
+                raise
+            finally:
+                self._running.discard(process)
+        return process.returncode, answer or ""
+
+
+def _launch(entry: Run, launcher: str, extra: Sequence[str], children: _Children) -> tuple[str, str]:
     """What the launcher answered, and what went wrong; one of the two is empty. A run here is waited for."""
+    if children.stopped:
+        return "", "not begun, because the sweep was stopped"
     here, script = launcher == "here", LAUNCHERS[launcher]
     entry.workdir.parent.mkdir(parents=True, exist_ok=True)
     log = entry.workdir.with_name(f"{entry.workdir.name}.log")
     with log.open("a+") as out:
         begun = out.tell()
         program = parent_death.command(entry.command(launcher, extra))
-        answers = out if here else subprocess.PIPE
         limit = None if here else SUBMIT_SECONDS  # a run has deadlines of its own for whatever it waits for
         try:
-            done = subprocess.run(program, stdout=answers, stderr=out, timeout=limit, check=False, text=True)
+            status, printed = children.run(program, out, piped=not here, seconds=limit)
         except subprocess.TimeoutExpired:
             return "", f"launch/{script} did not submit it within {SUBMIT_SECONDS:g} s (log: {log})"
         out.seek(begun)
         said = [line for line in out.read().splitlines() if line.strip()]
-    if done.returncode:
+    if status:
         errors = [line for line in said if line.startswith("error: ")]
         last = (errors or said or ["it said nothing"])[-1].removeprefix("error: ")
-        return "", f"{last} (status {done.returncode}, log: {log})"
+        return "", f"{last} (status {status}, log: {log})"
     if here:
         return f"{entry.taken} steps", ""
-    answer = [line for line in done.stdout.splitlines() if line.strip()]
+    answer = [line for line in printed.splitlines() if line.strip()]
     return answer[-1] if answer else "submitted", ""
 
 

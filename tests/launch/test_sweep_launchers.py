@@ -1,8 +1,12 @@
 """launch/sweep.py --launcher: real runs are submitted once each, those that are done never again, and one table."""
 
 import json
+import os
 import shlex
+import signal
 import stat
+import threading
+import time
 
 import pytest
 import scripts
@@ -65,8 +69,44 @@ def sweep(tmp_path, monkeypatch):
     return runs, folder, calls
 
 
+PATIENT = """
+import pathlib, signal, sys, time
+given = dict(argument.removeprefix("--").split("=", 1) for argument in sys.argv[1:] if "=" in argument)
+workdir = pathlib.Path(given["workdir"])
+def stop(*_):
+    (workdir / "checkpoint").touch()
+    print("stopped at step 1")
+    sys.exit(75)
+signal.signal(signal.SIGTERM, stop)
+workdir.mkdir()
+(workdir / "begun").touch()
+time.sleep(60)
+"""
+
+
 def submit(runs, folder, launcher, flags="", **options):
     submission.run(runs, folder, launcher, flags, **{"jobs": 1, "again": False, **options})
+
+
+def test_a_sweep_that_is_stopped_lets_its_run_save_and_begins_no_other(sweep, tmp_path, capsys):
+    runs, folder, _ = sweep
+    (tmp_path / "launcher.py").write_text(PATIENT)
+
+    def stop():
+        deadline = time.monotonic() + 60
+        while not (runs[0].workdir / "begun").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    stopping = threading.Thread(target=stop)
+    stopping.start()
+    with pytest.raises(SystemExit) as ended:
+        submit(runs, folder, "here")
+    stopping.join()
+    assert ended.value.code == os.EX_TEMPFAIL
+    assert (runs[0].workdir / "checkpoint").exists()
+    assert not runs[1].workdir.exists()
+    assert "stopped; the same command goes on" in capsys.readouterr().err
 
 
 def test_a_table_and_a_picture_have_means_and_spreads_over_seeds(tmp_path, monkeypatch, capsys):
