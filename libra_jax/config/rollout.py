@@ -123,6 +123,8 @@ class CostConfig:
 class SchedulerConfig:
     """Which rollout instance serves a request next (libra_jax/scheduling). Tokens are generated ones."""
 
+    # cmlfq, cmlfq_paper (as published), round_robin, least_loaded, sticky, mlfq, length_predictor, heddle; oracle knows
+    # every length beforehand, in simulations.
     policy: str = "cmlfq"
     max_remaining_tokens: tuple[int, ...] = ()  # bounds of the buckets: one a tensor-parallel degree but the largest
     ordering: str = "auto"  # inside a bucket: auto (as the policy was published), fcfs, longest_first, ...

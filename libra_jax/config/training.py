@@ -54,12 +54,13 @@ KL_ESTIMATORS = ("k1", "k2", "k3", "k1+", "k3+")
 class AlgorithmConfig:
     """The objective. Functions and references: libra_jax/algorithms."""
 
+    # Estimator: grpo, dr_grpo, rloo, reinforce_plus_plus_baseline (these compare a group), reinforce_plus_plus.
     advantage: str = "grpo"
-    loss: str = "clipped"
+    loss: str = "clipped"  # clipped (PPO's), gspo (ratio of a sequence), cispo (clipped importance weight)
     clip_low: float = 0.2  # ratio is clipped to [1 - clip_low, 1 + clip_high]
     clip_high: float = 0.2
-    dual_clip: float = 0.0  # lower bound factor for negative advantages; 0 is off (else above 1)
-    aggregation: str = "token_mean"
+    dual_clip: float = 0.0  # clipped loss: lower bound factor for negative advantages; 0 is off (else above 1)
+    aggregation: str = "token_mean"  # token_mean, sequence_mean, sequence_sum (see sequence_length_constant)
     sequence_length_constant: float = 1.0  # divisor of sequence_sum
     # behaviour: ratio to the sampling policy; decoupled: to the policy at the step's start (the proximal one). A batch
     # takes one update, so decoupled has a ratio of 1 and no clip ever binds: its gradient is that of
@@ -69,8 +70,8 @@ class AlgorithmConfig:
     correction_cap: float = 2.0  # truncated: weights above are cut to it; masked: tokens above are dropped
     kl_coefficient: float = 0.0  # above zero a frozen reference model lives on the trainer's mesh
     kl_estimator: str = "k3"  # k1, k2, k3; k1+ and k3+ have the value of k1 and k3 and the gradient of k2
-    kl_in_reward: bool = False
-    entropy_coefficient: float = 0.0
+    kl_in_reward: bool = False  # subtract the KL from each token's reward, instead of adding it to the loss
+    entropy_coefficient: float = 0.0  # weight of the entropy that the loss rewards
 
     def __post_init__(self) -> None:
         check_choice(self.advantage, ADVANTAGES, "algorithm.advantage")
