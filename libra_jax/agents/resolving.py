@@ -10,16 +10,11 @@ import inspect
 import os
 import pkgutil
 import sys
-import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, cast
 
-from libra_jax import config, protocols
-
-_FOREIGN = (str(Path(__file__).parents[1]), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
-"""Folders of code that is not a user's: this package, Python's own modules, installed packages."""
+from libra_jax import config, protocols, user_code
 
 
 def raised(error: BaseException) -> str:
@@ -28,17 +23,11 @@ def raised(error: BaseException) -> str:
     The place is the innermost line outside this package and installed ones. Code of the latter alone has none.
     """
     text = f"raised {type(error).__name__}: {error}"
-    frames = traceback.extract_tb(error.__traceback__)
-    places = [(frame.filename, frame.lineno) for frame in frames]
     if isinstance(error, SyntaxError) and error.filename:  # its own text names the place
         return text
-    foreign = tuple(f"{folder}{os.sep}" for folder in _FOREIGN)
-    own = [place for place in places if os.path.isfile(place[0]) and not place[0].startswith(foreign)]
-    if not own:
-        return text
-    file, line = own[-1]
-    near = os.path.relpath(file)
-    return f"{text} ({file if near.startswith('..') else near}, line {line})"
+    frames = traceback.extract_tb(error.__traceback__)
+    place = user_code.place((frame.filename, frame.lineno) for frame in frames)
+    return f"{text} ({place})" if place else text
 
 
 def _nearest(name: str, known: Iterable[str], likeness: float = 0.6) -> str:

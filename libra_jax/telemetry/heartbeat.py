@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sys
 import threading
 from pathlib import Path
 
-from libra_jax.telemetry import files, status
+from libra_jax import user_code
+from libra_jax.telemetry import escapes, files, status
 
 BEAT_SECONDS = 1.0
+
+STUCK_SECONDS = 20.0
+"""Seconds without an answer of the event loop after which the line that holds it up is named on standard error."""
 
 
 class Heartbeat:
@@ -35,6 +40,8 @@ class Heartbeat:
         self._loop = asyncio.get_running_loop()
         self._beats = 0
         self._warned = False
+        self._told_stuck = False
+        self._thread_of_loop = threading.get_ident()
         self._ended = threading.Event()
         self._write()
         self._thread = threading.Thread(target=self._beat, name="libra-heartbeat", daemon=True)
@@ -53,6 +60,26 @@ class Heartbeat:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._run.answered)
             self._write()
+            self._look_for_stuck_loop()
+
+    def _look_for_stuck_loop(self) -> None:
+        """Names the line of a user's code that blocks the event loop, once for each time that it does.
+
+        From this thread, because the loop itself can tell nothing now.
+        """
+        seconds = self._run.view()["loop_silent_seconds"]
+        if seconds < STUCK_SECONDS:
+            self._told_stuck = False
+        elif not self._told_stuck:
+            self._told_stuck = True
+            place = user_code.running(sys._current_frames().get(self._thread_of_loop))
+            if place:
+                print(
+                    f"warning: {escapes.visible(place)}, has kept the event loop for {seconds:.0f} s, and nothing else "
+                    "of the run goes on meanwhile; call what blocks by asyncio.to_thread.",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     def _write(self) -> None:
         if not self._guard():

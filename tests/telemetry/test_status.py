@@ -7,6 +7,7 @@ import errno
 import json
 import math
 import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -117,6 +118,23 @@ def test_the_heart_beats_while_the_event_loop_is_stuck_and_says_so(tmp_path, qui
     beat_while(tmp_path, body, run)
     assert seen[0] > 0.3
     assert "libra-heartbeat" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_the_line_that_holds_up_the_event_loop_is_named_once(tmp_path, quick, monkeypatch, capsys):
+    monkeypatch.setattr(heartbeat, "STUCK_SECONDS", 0.3)
+    run = status.RunStatus("demo", 12, 1, time.monotonic)
+
+    async def body() -> None:
+        deadline = time.monotonic() + 30.0
+        told = ""
+        while "has kept the event loop" not in told and time.monotonic() < deadline:
+            time.sleep(0.05)  # noqa: ASYNC251  # the loop is stuck
+            told += capsys.readouterr().err
+        time.sleep(0.2)  # noqa: ASYNC251
+        assert re.search(r"warning: \S*test_status\.py, line \d+, has kept the event loop for \d+ s", told)
+        assert "has kept" not in capsys.readouterr().err
+
+    beat_while(tmp_path, body, run)
 
 
 def test_a_run_that_was_taken_over_beats_no_more(tmp_path, quick):
