@@ -2,17 +2,17 @@
 
 The core is the trainer, on both cores, and an instance, on core 0. The hybrid worker has core 1: its instance decodes
 there, or its replica computes a part of every training step, and the other of the two sleeps. Tasks drift by a
-curriculum: for fifteen steps, expressions that one call solves, after a long preamble, which costs training more than
-rollout; then fifteen of nested ones without, which take several calls. A step of a phase that does not suit the
+curriculum: for thirteen steps, expressions that one call solves, after a long preamble, which costs training more than
+rollout; then thirteen of nested ones without, which take several calls. A step of a phase that does not suit the
 worker's side takes longer, and once that shows in two steps it changes.
 
-Expected (from a model that was warm already, 2026-11-22): the worker is borrowed twice, a few steps into each phase of
-short answers, and released twice; a change takes 0.1 s; a step takes 2.3 s once it trains and 1.9 s once it is back.
-27.1 steps a minute in the mean of three seeds, 26.2 with `shared`, 23.9 to 25.4 with the others; the reward by phases
-alike (0.6, 0.3, 0.6, 0.35). It takes six minutes, two of them the warm start.
+Expected (seed 7, alone on two cores, 2026-11-23): 4 min 45 s in all, two of them the warm start. The worker switches to
+training at step 3, back to rollout at step 17, and to training again at step 28, in 0.1 s each. In the last phase a
+step would gain too little (under 5%) for a switch back. The mean reward of the four phases is 0.20, 0.29, 0.37 and
+0.47. README ("Workers that change sides") compares it with the layouts that never switch.
 
-Where the others stay as they are: `rollout`, the worker rolls out, always; `training`, core 1 is the trainer's as
-well, always; `apart`, the trainer has core 0 and the only instance core 1; `shared`, both may use both cores.
+Those layouts are the other variants. `rollout`: the worker always rolls out. `training`: core 1 belongs to the trainer.
+`apart`: the trainer has core 0, and the only instance has core 1. `shared`: both may use both cores.
 
   python launch/train.py --config=configs/elastic_cpu.py
   python launch/train.py --config=configs/elastic_cpu.py:shared
@@ -24,7 +24,7 @@ from libra_jax import config as libra_config
 
 VARIANTS = ("elastic", "rollout", "training", "apart", "shared")
 
-PHASE_STEPS = 15
+PHASE_STEPS = 13
 """Training steps of a phase of the curriculum."""
 
 
