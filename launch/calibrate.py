@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import absent_modules  # noqa: F401 (see there)
 import hub
 from absl import flags
 from rich import console, table

@@ -17,6 +17,7 @@ import signal
 import sys
 import types
 
+import absent_modules  # noqa: F401 (see there)
 import changes
 import hub
 import observing
