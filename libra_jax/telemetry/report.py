@@ -72,6 +72,7 @@ OUTCOMES = {"failure": "failed", "timeout": "timed out"}
 
 REASONS = {
     "environment": "the environment kept crashing",
+    "reward": "a reward function kept failing",
     "zero_variance": "all rewards of the group were equal",
     "stale": "the group would have passed the staleness bound",
     "redundant": "enough others had finished before it (coordinator.redundancy)",
