@@ -7,8 +7,8 @@ for every deadline d, at most B * (d - s + 1) of them are due by d: the feasibil
 scheduling (Liu and Layland, 1973). Admission and selection both keep this true, so no group ever has to be trained
 late, and a batch can always be formed once enough of the outstanding groups have finished.
 
-With E spare groups, at most B * (d - s + 1) + E may be due by d: so many more are begun than can be trained, the first
-to finish are trained, and a batch gives up those left that no later step may train, E at most.
+With E spare groups, at most B * (d - s + 1) + E may be due by d: E more are begun than can be trained, and the first to
+finish are trained. A batch aborts the groups left that no later step may train, at most E.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Bound:
-    """What admission and selection keep.
+    """The bound that admission and selection keep.
 
     Attributes:
       groups_per_step: B, groups that one training step consumes.
@@ -34,16 +34,16 @@ class Bound:
     spare: int = 0
 
     def deadline(self, dispatch_version: int) -> int:
-        """The last version that may train on a group first dispatched at `dispatch_version`."""
+        """Returns the last version that may train on a group first dispatched at `dispatch_version`."""
         return dispatch_version + self.staleness
 
     def last_step(self, dispatch_version: int) -> int:
-        """The last step of the run that may train on it: a step trains at the version of its number."""
+        """Returns the last step of the run that may train on that group; step n trains at version n."""
         return min(self.deadline(dispatch_version), self.steps - 1)
 
 
 def admissible(bound: Bound, *, version: int, next_step: int, outstanding: int) -> int:
-    """How many groups may be dispatched now.
+    """Returns how many groups may be dispatched now.
 
     Args:
       bound: the staleness bound and the length of the run.
@@ -52,7 +52,7 @@ def admissible(bound: Bound, *, version: int, next_step: int, outstanding: int) 
       outstanding: groups dispatched and not yet selected, finished ones included.
 
     Returns:
-      A count, never negative. Over a run it adds up to steps * B, and one more for every group replaced or given up.
+      A count, never negative. Over a run it adds up to steps * B, and one more for every group replaced or aborted.
     """
     steps = bound.last_step(version) - next_step + 1
     return max(0, bound.groups_per_step * steps + bound.spare - outstanding) if steps > 0 else 0
@@ -60,13 +60,13 @@ def admissible(bound: Bound, *, version: int, next_step: int, outstanding: int) 
 
 @dataclass(frozen=True)
 class Selection:
-    """What may be trained now, and what stands in the way.
+    """The groups that may be trained now, and those that stand in the way.
 
     Attributes:
       batch: ids of the B groups to train, or empty if the step has to wait.
       binding: ids of running groups that would pass their deadline if the step did not wait for them. Replacing
-        exactly these, too, makes the step possible. Empty where too few groups have finished.
-      surplus: ids of groups, finished or running, to give up with the batch: no later step may train on them. Empty
+        exactly these, too, makes the step possible. Empty if too few groups have finished.
+      surplus: ids of groups, finished or running, to abort with the batch: no later step may train on them. Empty
         without spare groups.
     """
 
@@ -78,13 +78,13 @@ class Selection:
 def select(bound: Bound, *, step: int, finished: Mapping[int, int], running: Mapping[int, int]) -> Selection:
     """Chooses the batch that trains at version `step`: earliest deadline first, and of equal ones the oldest.
 
-    With spare groups not the oldest but the first to finish go first: those left may never be trained.
+    With spare groups, the first to finish go before the oldest: those left may never be trained.
 
     Args:
       bound: the staleness bound.
       step: s, the version that trains.
       finished: group id -> dispatch version of the finished groups, in the order in which they finished.
-      running: group id -> dispatch version of the others.
+      running: group id -> dispatch version of the unfinished groups.
     """
     size = bound.groups_per_step
     if len(finished) < size:
@@ -100,7 +100,7 @@ def select(bound: Bound, *, step: int, finished: Mapping[int, int], running: Map
 
 
 def _binding(bound: Bound, step: int, later: Sequence[int], running: Mapping[int, int]) -> tuple[int, ...]:
-    """Running groups in excess of what the steps after `step` can still train in time, most urgent first."""
+    """Returns running groups beyond what the steps after `step` can still train in time, the most urgent first."""
     urgent = sorted(running, key=lambda group: (running[group], group))
     versions = sorted({*later, *running.values()})
     binding: list[int] = []

@@ -1,7 +1,16 @@
-"""Buckets: the levels of the feedback queue. Each is the rollout instances of one tensor-parallel degree.
+"""Buckets and queues: which level serves a length, which instance of it is free, and which request goes next.
 
-Narrow instances (small degree) are many and serve short work; wide ones are few and serve long work. Bucket i serves
-requests with up to `scheduler.max_remaining_tokens[i]` tokens to generate, the widest all others.
+A bucket is one level of the feedback queue: the rollout instances of one tensor-parallel degree. Narrow instances
+(small degree) are many and serve short work; wide instances are few and serve long work. Bucket i serves requests with
+up to `scheduler.max_remaining_tokens[i]` tokens to generate; the widest bucket serves all others.
+
+Inside a bucket, `scheduler.ordering` decides which request goes next, for every policy alike:
+- `fcfs`: the request that began to wait first.
+- `longest_first`, `shortest_first`: by the tokens that the policy expects still to be generated. A policy without
+  expectations goes by the tokens generated so far: with heavy tails, a request that has run long has long to run.
+- `group_completion`: the oldest dispatch version first, then the group with the fewest live requests, then the longest.
+  A training step waits for whole groups, and for groups at the staleness bound first.
+Ageing overrides all of them (`slots.SlotScheduler`).
 """
 
 from __future__ import annotations
@@ -10,9 +19,13 @@ import bisect
 import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from libra_jax import protocols
-from libra_jax.scheduling import ordering, state
+from libra_jax.scheduling import state
+
+HEAP_SLACK = 64
+"""Stale entries that a heap may hold beyond a multiple of its live ones before it is built again."""
 
 
 def check(bounds: Sequence[int], degrees: Iterable[int]) -> None:
@@ -31,12 +44,12 @@ def check(bounds: Sequence[int], degrees: Iterable[int]) -> None:
 
 
 class Levels:
-    """Which bucket an instance belongs to, and which a length asks for.
+    """Maps an instance's degree, and a length, to the level of a bucket.
 
     Args:
       bounds: `scheduler.max_remaining_tokens`.
-      degrees: tensor-parallel degrees of the layout, where they are known beforehand. Otherwise a degree is known
-        once an instance of it has been seen, and while some are still to come the lowest bounds count.
+      degrees: tensor-parallel degrees of the layout, if they are known. Otherwise a degree is known once an instance
+        of it has been seen; until all are known, the lowest bounds apply.
     """
 
     def __init__(self, bounds: Sequence[int], degrees: Iterable[int] = ()) -> None:
@@ -47,18 +60,20 @@ class Levels:
 
     @classmethod
     def planned(cls, buckets: Sequence[protocols.PlannedBucket]) -> Levels:
-        """The levels of a plan, the narrowest bucket first."""
+        """Returns the levels of a plan, the narrowest bucket first."""
         return cls(
             [bucket.max_remaining_tokens for bucket in buckets[:-1]], [bucket.tensor_parallel for bucket in buckets]
         )
 
     @property
     def count(self) -> int:
-        """Buckets, at least one."""
+        """Number of buckets, at least one."""
         return max(1, len(self.degrees)) if self.bounds else 1
 
     def learn(self, instances: Sequence[protocols.Instance]) -> None:
-        """Takes new degrees in. A degree stays when its last instance is lost, so that the others keep their bounds.
+        """Adds the degrees of the instances.
+
+        A degree stays known when its last instance is lost, so that the other degrees keep their bounds.
 
         Raises:
           ConfigError: there are more degrees than the bounds can separate.
@@ -68,38 +83,135 @@ class Levels:
             check(self.bounds, self.degrees)
 
     def of_degree(self, degree: int) -> int:
-        """The bucket of an instance."""
+        """Returns the level of an instance of this degree."""
         return self.degrees.index(degree) if self.bounds else 0
 
     def nearest(self, other: Levels, level: int) -> int:
-        """The level here for one of other levels: of the same degree, else of the next wider one, else the widest."""
+        """Returns the level here for one of `other`: that of the same degree, else the next wider, else the widest."""
         if not other.bounds or not other.degrees:
             return min(level, self.count - 1)
         return min(bisect.bisect_left(self.degrees, other.degrees[level]), self.count - 1)
 
     def of_length(self, tokens: float) -> int:
-        """The bucket that so many tokens to generate ask for."""
+        """Returns the level that serves a request with `tokens` to generate."""
         return min(bisect.bisect_left(self.bounds, tokens), self.count - 1)
 
 
+Rank = tuple[float, ...]
+Entry = tuple[Any, ...]
+"""A rank's numbers, the ticket, the request. Tickets differ, so a comparison never reaches the request."""
+
+Order = Callable[[state.Request], Rank]
+"""Maps a request to its rank when it begins to wait. Smaller goes first; equal ranks go by their tickets."""
+
+
+def fcfs(request: state.Request) -> Rank:
+    """Ranks all requests alike, so that their tickets decide."""
+    return ()
+
+
+def longest_first(request: state.Request) -> Rank:
+    """Ranks by remaining tokens, the most first."""
+    return (-request.remaining,)
+
+
+def shortest_first(request: state.Request) -> Rank:
+    """Ranks by remaining tokens, the fewest first."""
+    return (request.remaining,)
+
+
+def group_completion(request: state.Request) -> Rank:
+    """Ranks by dispatch version, then by live requests of the group, then by remaining tokens, the most first."""
+    return (request.dispatch_version, request.group.live, -request.remaining)
+
+
+ORDERS: dict[str, Order] = {
+    "fcfs": fcfs,
+    "longest_first": longest_first,
+    "shortest_first": shortest_first,
+    "group_completion": group_completion,
+}
+
+
+class Queue:
+    """Requests that wait for one bucket or one instance.
+
+    A request that leaves is only counted out; its heap entry is skipped later. An entry is stale if its request waits
+    elsewhere or has drawn another ticket since.
+    """
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._heap: list[Entry] = []
+        self._versions: dict[int, int] = {}  # dispatch version -> waiting requests
+        self.size = 0
+
+    def push(self, request: state.Request) -> None:
+        """Adds a request that has drawn its ticket."""
+        request.queue = self
+        self.size += 1
+        versions, version = self._versions, request.dispatch_version
+        versions[version] = versions.get(version, 0) + 1
+        heapq.heappush(self._heap, (*self._order(request), request.ticket, request))
+        if len(self._heap) > 4 * self.size + HEAP_SLACK:
+            self._heap = [entry for entry in self._heap if entry[-1].queue is self and entry[-1].ticket == entry[-2]]
+            heapq.heapify(self._heap)
+
+    def discard(self, request: state.Request) -> None:
+        """Removes a request that waits here."""
+        request.queue = None
+        self.size -= 1
+        versions, version = self._versions, request.dispatch_version
+        if versions[version] == 1:
+            del versions[version]
+        else:
+            versions[version] -= 1
+
+    def ahead(self, request: state.Request) -> float:
+        """Returns about how many requests would go before one that began to wait here now."""
+        if self._order is not group_completion:
+            return float(self.size)
+        mine, ahead = request.dispatch_version, 0.0
+        for version, count in self._versions.items():
+            if version <= mine:
+                ahead += count if version < mine else count / 2
+        return ahead
+
+    def first(self) -> Entry | None:
+        """Returns the entry of the request that goes next, which stays in the queue."""
+        heap = self._heap
+        while heap:
+            first = heap[0]
+            request = first[-1]
+            if request.queue is self and request.ticket == first[-2]:
+                return first
+            heapq.heappop(heap)
+        return None
+
+    def head(self) -> state.Request | None:
+        """Returns the request that goes next, which stays in the queue."""
+        first = self.first() if self.size else None
+        return None if first is None else first[-1]
+
+
 def share_in_use(server: state.Server) -> float:
-    """The share of an instance's slots in use."""
+    """Returns the share of an instance's slots in use."""
     return server.load / server.slots
 
 
 class Bucket:
-    """One level: its instances, by how busy they are, and the requests that wait for it.
+    """One level: its instances by how busy they are, and the requests that wait for any of them.
 
-    A heap holds the instances that have a free slot, and is put right lazily: of each there is an entry whose value is
-    not above its present one, so that the first entry that tells the truth is the least of all.
+    A heap holds the instances with a free slot and is corrected lazily. Invariant: each such instance has an entry
+    whose value is at most its present one. So the first entry with a true value is the least busy instance.
 
     Args:
       level: its place among the buckets.
-      queue: of those who wait for it.
-      busy: how busy an instance is.
+      queue: requests that wait for the bucket.
+      busy: maps an instance to how busy it is.
     """
 
-    def __init__(self, level: int, queue: ordering.Queue, busy: Callable[[state.Server], float] = share_in_use) -> None:
+    def __init__(self, level: int, queue: Queue, busy: Callable[[state.Server], float] = share_in_use) -> None:
         self.level = level
         self.queue = queue
         self.servers: list[state.Server] = []
@@ -109,7 +221,7 @@ class Bucket:
         self._heap: list[tuple[float, int, int, state.Server]] = []
 
     def add(self, server: state.Server) -> None:
-        """Takes an instance in, with the load that it has."""
+        """Adds an instance with the load that it has."""
         server.level = self.level
         server.noted = math.inf
         self.servers.append(server)
@@ -118,14 +230,14 @@ class Bucket:
         self.eased(server)
 
     def least(self) -> state.Server:
-        """The least busy instance that has a free slot, then the one with more slots, then the first.
+        """Returns the least busy instance with a free slot; ties go to the one with more slots, then to the first.
 
-        Only where `free` is positive.
+        Call only if `free` is positive.
         """
         heap = self._heap
         while True:
             value, _, _, server = heap[0]
-            if server.load >= server.slots:  # it is noted again when a slot comes free
+            if server.load >= server.slots:  # `release` notes it again when a slot comes free
                 server.noted = math.inf
                 heapq.heappop(heap)
                 continue
@@ -136,18 +248,18 @@ class Bucket:
             heapq.heapreplace(heap, (busy, -server.slots, server.place, server))
 
     def occupy(self, server: state.Server) -> None:
-        """A request begins to decode on the instance."""
+        """Takes one of the instance's slots."""
         server.load += 1
         self.free -= 1
 
     def release(self, server: state.Server) -> None:
-        """A request no longer decodes on the instance."""
+        """Frees one of the instance's slots."""
         server.load -= 1
         self.free += 1
         self.eased(server)
 
     def eased(self, server: state.Server) -> None:
-        """The instance may have become less busy."""
+        """Notes that the instance may be less busy than before. Call after each such change: the invariant needs it."""
         if server.load >= server.slots:
             return
         busy = self._busy(server)
@@ -155,7 +267,7 @@ class Bucket:
             server.noted = busy
             heap = self._heap
             heapq.heappush(heap, (busy, -server.slots, server.place, server))
-            if len(heap) > 8 * len(self.servers) + 64:
+            if len(heap) > 8 * len(self.servers) + HEAP_SLACK:
                 self._heap = [
                     (item.noted, -item.slots, item.place, item) for item in self.servers if item.noted < math.inf
                 ]
@@ -163,7 +275,7 @@ class Bucket:
 
 
 class Crowds:
-    """The instances that requests wait for in particular, the longest queue first: a heap that is put right lazily."""
+    """Finds the instance that most requests wait for in particular, by a heap that is corrected lazily."""
 
     def __init__(self, servers: Sequence[state.Server]) -> None:
         self._servers = servers
@@ -172,17 +284,17 @@ class Crowds:
             server.crowd = 0
 
     def joined(self, server: state.Server) -> None:
-        """A request began to wait for the instance."""
+        """Notes that a request began to wait for the instance."""
         size = server.queue.size
         if size > server.crowd:
             server.crowd = size
             heapq.heappush(self._heap, (-size, server.place, server))
-            if len(self._heap) > 8 * len(self._servers) + 64:
+            if len(self._heap) > 8 * len(self._servers) + HEAP_SLACK:
                 self._heap = [(-item.crowd, item.place, item) for item in self._servers if item.crowd]
                 heapq.heapify(self._heap)
 
     def longest(self) -> state.Server | None:
-        """The instance that most wait for, if anyone waits for any."""
+        """Returns the instance with the longest queue; None if no request waits for an instance."""
         heap = self._heap
         while heap:
             noted, place, server = heap[0]

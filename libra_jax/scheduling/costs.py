@@ -8,26 +8,29 @@ from typing import Protocol
 from libra_jax import config as configuration
 from libra_jax import protocols
 
+RATE_TOKENS = 256
+"""Tokens over which a decode rate is taken."""
+
 
 class Costs(Protocol):
-    """Predictions of the present hardware. Pure functions; schedulers keep what they return until instances change."""
+    """Predictions for the present hardware. Pure functions: schedulers keep the results until instances change."""
 
     def decode_seconds(self, instance: protocols.Instance, decoding: int, context_tokens: int, tokens: int) -> float:
-        """Time for one request to generate `tokens` on `instance`.
+        """Returns the time for one request to generate `tokens` on `instance`.
 
         Args:
           instance: where.
           decoding: requests that decode there, this one included.
-          context_tokens: its context when it starts; the others' are taken to be as long.
-          tokens: to be generated.
+          context_tokens: its context when it starts; the others' contexts are taken to be as long.
+          tokens: tokens to be generated.
         """
         ...
 
     def move_seconds(self, source: str | None, target: protocols.Instance, context_tokens: int) -> float:
-        """Time to have the context's keys and values on `target`: prefilled again or transferred, whichever is less.
+        """Returns the time to have the context's keys and values on `target`, by prefill or transfer.
 
         Args:
-          source: instance that holds them; None, or the target itself, where nothing has to move.
+          source: instance that holds them; None, or the target itself, if nothing has to move.
           target: where they are wanted.
           context_tokens: tokens of the context.
         """
@@ -40,14 +43,14 @@ class LinearCosts:
 
     Attributes:
       coefficients: `scheduler.costs`, with their units.
-      transfers: engines hand keys and values over (`rollout.kv_transfer`), where that takes less than a prefill.
+      transfers: whether engines hand keys and values over (`rollout.kv_transfer`), if that takes less than a prefill.
     """
 
     coefficients: configuration.CostConfig = field(default_factory=configuration.CostConfig)
     transfers: bool = False
 
     def speed(self, degree: int) -> float:
-        """How many times faster an instance of this degree is than one device."""
+        """Returns the speed of an instance of this degree relative to one device."""
         return 1.0 + (degree - 1) * self.coefficients.scaling
 
     def decode_seconds(self, instance: protocols.Instance, decoding: int, context_tokens: int, tokens: int) -> float:
@@ -66,3 +69,48 @@ class LinearCosts:
         known = self.coefficients
         prefill = context_tokens / (known.prefill_tokens_per_second * self.speed(target.tensor_parallel))
         return min(prefill, context_tokens / known.transfer_tokens_per_second) if self.transfers else prefill
+
+
+class Rates:
+    """Seconds a token and seconds a move, asked of the costs once for each degree, number decoding and context.
+
+    Contexts are rounded (`rounded`), so that the tables stay small.
+
+    Attributes:
+      known: (degree, number decoding, rounded context) to seconds a token.
+    """
+
+    def __init__(self, costs: Costs) -> None:
+        self._costs = costs
+        self.known: dict[tuple[int, int, int], float] = {}
+        self._move: dict[tuple[int, int], float] = {}
+
+    def clear(self) -> None:
+        """Forgets the tables, so that recalibrated costs are asked again."""
+        self.known.clear()
+        self._move.clear()
+
+    def decode(self, instance: protocols.Instance, decoding: int, context: int) -> float:
+        """Returns seconds a token for one of `decoding` requests that have this rounded context each."""
+        key = instance.tensor_parallel, decoding, context
+        rate = self.known.get(key)
+        if rate is None:
+            seconds = self._costs.decode_seconds(instance, decoding, context, RATE_TOKENS)
+            rate = self.known[key] = seconds / RATE_TOKENS
+        return rate
+
+    def move(self, source: str, target: protocols.Instance, context: int) -> float:
+        """Returns seconds to bring a rounded context there; 0 if it is there already or nowhere."""
+        if not source or source == target.name:
+            return 0.0
+        key = target.tensor_parallel, context
+        seconds = self._move.get(key)
+        if seconds is None:
+            seconds = self._move[key] = self._costs.move_seconds(source, target, context)
+        return seconds
+
+
+def rounded(context_tokens: int) -> int:
+    """Returns the context rounded down to three significant bits."""
+    shift = context_tokens.bit_length() - 3
+    return context_tokens >> shift << shift if shift > 0 else context_tokens

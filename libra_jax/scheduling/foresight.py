@@ -1,9 +1,9 @@
-"""How well tool outcomes foretell what is left: C-MLFQ's evidence, put to the test on recorded trajectories.
+"""Prediction quality: how well C-MLFQ's evidence predicts what is left at a tool return, on recorded trajectories.
 
-At each tool return after which the policy wrote on, the tokens that it generated from there to its end are what had
-to be foretold. A prediction uses what the scheduler of a run would have known, trajectories that had ended by then:
-those of a step are taken to begin together and to be generated at one speed. The first step is learnt from and not
-judged. Three *buckets* of about equally many returns stand for those of a layout.
+At each tool return after which the policy wrote on, the tokens from there to the end had to be predicted. A prediction
+uses what the scheduler of a run would have known: trajectories that had ended by then. Those of a step are taken to
+begin together and to be generated at one speed. The first step is learnt from and not judged. Three *buckets* of about
+equally many returns stand for those of a layout.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.scheduling import causal, evidence, prefix_tree
+from libra_jax.scheduling import evidence, prefix_tree
 
 BUCKETS = 3
 
 STEP_TRAJECTORIES = 64
-"""Taken for a training step where a trace does not tell its steps."""
+"""Trajectories that count as a training step if a trace does not tell its steps."""
 
 NO_TOOL = "environment"
-"""What the agent loop calls the return of an output that called no tool and did not end the attempt."""
+"""The agent loop's name for the return of an output that called no tool and did not end the rollout."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """What is needed of a recorded trajectory.
+    """The part of a recorded trajectory that counts here.
 
     Attributes:
-      prompt_id: its prompt.
-      step: the training step that it was trained in; None where the trace does not say.
+      prompt_id: id of its prompt.
+      step: the training step that it was trained in; None if the trace does not say.
       generated: tokens of each turn.
-      returns: what came back after each turn but the last.
+      returns: causal state after each turn but the last.
     """
 
     prompt_id: str
@@ -51,12 +51,12 @@ class State:
     """A causal state, and what was left to generate after it.
 
     Attributes:
-      tool: that returned.
-      size_class: of its payload (`causal.size_class`).
-      status: what came of the call.
-      count: returns.
-      mean: tokens left.
-      p90: tokens that nine in ten stayed below (nearest rank).
+      tool: name of the tool that returned.
+      size_class: size class of its payload (`evidence.size_class`).
+      status: outcome of the call.
+      count: number of returns.
+      mean: mean tokens left.
+      p90: 90th percentile of the tokens left (nearest rank).
     """
 
     tool: str
@@ -69,15 +69,15 @@ class State:
 
 @dataclass(frozen=True)
 class Foresight:
-    """How well what is left was foretold. Shares are NaN where there was nothing to judge.
+    """How well the tokens left were predicted. Shares are NaN if there was nothing to judge.
 
     Attributes:
       states: the causal states, the most frequent first.
       explained: share of the variance of what is left that lies between causal states (epsilon squared: corrected for
         their number, so that states which tell nothing are at 0 in the mean).
-      bounds: of the buckets: tokens up to which a return belongs to the first, the second, ...
-      judged: returns of the steps after the first, which all that follows is about.
-      majority: share of them in the fullest bucket: what naming one bucket each time comes to.
+      bounds: bounds of the buckets: tokens up to which a return belongs to the first, the second, ...
+      judged: returns of the steps after the first; the attributes that follow are about these.
+      majority: share of them in the fullest bucket: the result of naming one bucket each time.
       by_state: share whose bucket is the one that had been the most frequent after their causal state.
       by_path: share whose bucket is the likeliest one by all that C-MLFQ knows: the path, its siblings, their ends.
       path_explained: share of the variance that its mean prediction explains; below 0 it is worse than a constant.
@@ -96,7 +96,7 @@ class Foresight:
 
 
 def attempt(record: Mapping[str, Any]) -> Attempt:
-    """A record of a trace (DESIGN, data contracts), as far as it counts here."""
+    """Reads a record of a trace."""
     turns, step = record["turns"], record.get("step")
     returns = tuple(
         protocols.CausalState(turn.get("tool") or NO_TOOL, turn["payload_tokens"], turn.get("status") or "success")
@@ -107,16 +107,16 @@ def attempt(record: Mapping[str, Any]) -> Attempt:
 
 
 def measure(attempts: Collection[Attempt], config: configuration.SchedulerConfig | None = None) -> Foresight | None:
-    """Judges the evidence on attempts in the order in which they were trained; None where no tool ever returned.
+    """Judges the evidence on the rollouts of one run; None if no tool ever returned.
 
     Args:
-      attempts: of one run.
-      config: of the scheduler; None: the defaults.
+      attempts: rollouts in the order in which they were trained.
+      config: the scheduler's settings; None takes the defaults.
     """
-    left: dict[causal.Key, list[int]] = collections.defaultdict(list)
+    left: dict[evidence.Key, list[int]] = collections.defaultdict(list)
     for one in attempts:
         for state, remaining in zip(one.returns, _remaining(one), strict=True):
-            left[causal.key(state)].append(remaining)
+            left[evidence.causal_key(state)].append(remaining)
     if not left:
         return None
     every = sorted(itertools.chain.from_iterable(left.values()))
@@ -140,29 +140,29 @@ def measure(attempts: Collection[Attempt], config: configuration.SchedulerConfig
 
 
 def told(size_class: int) -> str:
-    """A payload-size class as the range of tokens that it stands for."""
-    low = 2 ** (causal.SMALLEST_BITS + size_class - 1)
-    if size_class == causal.LARGEST_CLASS:
+    """Returns the range of tokens of a payload-size class, as text."""
+    low = 2 ** (evidence.SMALLEST_BITS + size_class - 1)
+    if size_class == evidence.LARGEST_CLASS:
         return f"{low:,} and more"
     return f"{low:,} to {2 * low - 1:,}" if size_class else f"under {2 * low:,}"
 
 
 class _Judge:
-    """Compares predictions with what came.
+    """Compares predictions with the true remainders.
 
     Args:
-      bounds: of the buckets.
+      bounds: bounds of the buckets.
     """
 
     def __init__(self, bounds: Sequence[int]) -> None:
         self._bounds = bounds
-        self._after: dict[causal.Key, list[int]] = collections.defaultdict(lambda: [0] * (len(bounds) + 1))
+        self._after: dict[evidence.Key, list[int]] = collections.defaultdict(lambda: [0] * (len(bounds) + 1))
         self.confusion = [[0] * (len(bounds) + 1) for _ in range(len(bounds) + 1)]
         self.count = self.right_by_state = 0
         self._sum = self._squares = self._errors = 0.0
 
-    def compare(self, key: causal.Key, sketch: prefix_tree.Sketch, remaining: int) -> None:
-        """One return, what was foretold of it, and what came."""
+    def compare(self, key: evidence.Key, sketch: prefix_tree.Sketch, remaining: int) -> None:
+        """Takes in one return: its causal state, what was predicted, and what was left in truth."""
         bucket = self._bucket(remaining)
         likely = [0.0] * (len(self._bounds) + 1)
         for tokens, mass in zip(sketch, prefix_tree.MASSES, strict=True):
@@ -176,16 +176,16 @@ class _Judge:
         self._squares += remaining**2
         self._errors += (remaining - expected) ** 2
 
-    def learn(self, key: causal.Key, remaining: int) -> None:
-        """What came after a causal state."""
+    def learn(self, key: evidence.Key, remaining: int) -> None:
+        """Takes in what was left after a causal state."""
         self._after[key][self._bucket(remaining)] += 1
 
     def share(self, right: int) -> float:
-        """Of the returns judged."""
+        """Returns a count as a share of the returns judged."""
         return right / self.count if self.count else math.nan
 
     def path_explained(self) -> float:
-        """1 - squared errors / squared distances from the mean; NaN where all is the same."""
+        """Returns 1 - squared errors / squared distances from the mean; NaN if all lengths are the same."""
         spread = self._squares - self._sum**2 / self.count if self.count else 0.0
         return 1.0 - self._errors / spread if spread > 1e-9 * self._squares else math.nan
 
@@ -194,7 +194,7 @@ class _Judge:
 
 
 def _take_step(step: Sequence[Attempt], known: evidence.Evidence, judge: _Judge, *, judged: bool) -> None:
-    """Foretells what is left at each return of a step's attempts, and learns how each ended when it does."""
+    """Predicts what is left at each return of a step's rollouts, and learns from each rollout when it ends."""
     tracks = [known.start(one.prompt_id, 0) for one in step]
     marks = [list(itertools.accumulate(one.generated)) for one in step]
     events = ((mark, place, turn) for place, ends in enumerate(marks) for turn, mark in enumerate(ends))
@@ -204,15 +204,15 @@ def _take_step(step: Sequence[Attempt], known: evidence.Evidence, judge: _Judge,
             known.observe(track, one.returns[turn], generated)
             if judged:
                 left = marks[place][-1] - generated
-                judge.compare(causal.key(one.returns[turn]), known.predict(track, generated), left)
+                judge.compare(evidence.causal_key(one.returns[turn]), known.predict(track, generated), left)
             continue
         known.finish(track, generated)
         for state, remaining in zip(one.returns, _remaining(one), strict=True):
-            judge.learn(causal.key(state), remaining)
+            judge.learn(evidence.causal_key(state), remaining)
 
 
 def _steps(attempts: Iterable[Attempt]) -> Iterable[list[Attempt]]:
-    """The attempts of each training step."""
+    """Yields the rollouts of each training step."""
 
     def number(pair: tuple[int, Attempt]) -> int:
         index, one = pair
@@ -223,18 +223,18 @@ def _steps(attempts: Iterable[Attempt]) -> Iterable[list[Attempt]]:
 
 
 def _remaining(one: Attempt) -> list[int]:
-    """Tokens left after each return."""
+    """Returns the tokens left after each return."""
     return list(itertools.accumulate(reversed(one.generated[1:])))[::-1]
 
 
-def _states(left: Mapping[causal.Key, Sequence[int]]) -> Iterable[State]:
+def _states(left: Mapping[evidence.Key, Sequence[int]]) -> Iterable[State]:
     for (tool, size_class, status), values in sorted(left.items(), key=lambda item: (-len(item[1]), item[0])):
         p90 = sorted(values)[math.ceil(0.9 * len(values)) - 1]
         yield State(tool, size_class, status, len(values), sum(values) / len(values), p90)
 
 
-def _explained(left: Mapping[causal.Key, Sequence[int]]) -> float:
-    """Epsilon squared (Kelley, 1935): the between-state share of the variance, both estimated without bias."""
+def _explained(left: Mapping[evidence.Key, Sequence[int]]) -> float:
+    """Returns epsilon squared (Kelley, 1935): the share of the variance between states, estimated without bias."""
     count, total = sum(map(len, left.values())), sum(map(sum, left.values()))
     spread = sum(value**2 for values in left.values() for value in values) - total**2 / count
     inside = sum(sum(value**2 for value in values) - sum(values) ** 2 / len(values) for values in left.values())

@@ -2,27 +2,28 @@
 
 - A request's priority is its predicted remaining length, the longest first, predicted again at each tool return. The
   predictions are those of `evidence`, so that what is compared is the scheduling.
-- Where no slot is free, a waiting request takes the place of the shortest one decoding on its instance, if that is
-  predicted `scheduler.preempt_ratio` times shorter.
+- If no slot is free, a waiting request takes the place of the shortest one that decodes on its instance, provided that
+  one is predicted `scheduler.preempt_ratio` times shorter.
 - Placement: live requests, sorted by predicted length, are cut into consecutive runs, one an instance, the longest on
-  the widest; dynamic programming finds the cuts that minimise the largest run time, interference included. The cuts are
+  the widest. Dynamic programming finds the cuts that minimise the largest run time, interference included. The cuts are
   computed again as the population turns over.
-- A request whose rank has come to lie in the run of an instance of another degree goes there at its next tool return;
-  between instances that are as fast as each other it stays where its context is.
+- A request whose rank has come to lie in the run of an instance of another degree goes there at its next tool return.
+  Between instances that are as fast as each other it stays where its context is.
 
-What the paper leaves to its hardware, the choice of parallelism, is fixed here by the layout.
+The paper also chooses the parallelism; here the layout fixes it.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+import operator
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.scheduling import buckets, cmlfq, evidence, prefix_tree, slots, state
+from libra_jax.scheduling import buckets, evidence, prefix_tree, slots, state
 from libra_jax.scheduling import costs as cost_model
 
 Server = TypeVar("Server")
@@ -31,7 +32,7 @@ CHUNKS = 32
 """Runs of neighbours in length that the cuts keep together."""
 
 TURNOVER = 4
-"""The cuts are computed again after a quarter of the live requests, and at least `CHUNKS`, were judged anew."""
+"""The cuts are computed again after 1 / 4 of the live requests, and at least `CHUNKS`, were predicted again."""
 
 
 class Heddle(slots.SlotScheduler):
@@ -39,40 +40,27 @@ class Heddle(slots.SlotScheduler):
 
     Args:
       config: `preempt_ratio`, and what `evidence.Evidence` takes.
-      costs: of decoding.
+      costs: costs of decoding.
     """
 
     def __init__(self, config: configuration.SchedulerConfig, costs: cost_model.Costs) -> None:
-        self._seated: dict[str, dict[state.Request, None]] = {}
-        super().__init__(config, order="longest_first")
         self.evidence = evidence.Evidence(config)
-        self.rates = cmlfq.Rates(costs)
+        super().__init__(config, order="longest_first", learner=self.evidence)
+        self.rates = cost_model.Rates(costs)
         self._judged = 0
         self._floors: list[float] = []
         self._runs: list[state.Server] = []
 
     def on_instance_change(self, instances: Sequence[protocols.Instance], now: float) -> list[protocols.Placement]:
-        self._seated = {item.name: self._seated.get(item.name, {}) for item in instances}
         self._floors, self._runs = [], []
         self.rates.clear()
         self._judged = len(self.requests)
         return super().on_instance_change(instances, now)
 
-    def arrived(self, request: state.Request, now: float) -> None:
-        request.track = self.evidence.start(request.prompt_id, request.generated_tokens)
-
-    def returned(self, request: state.Request, causal_state: protocols.CausalState) -> None:
-        assert request.track is not None
-        self.evidence.observe(request.track, causal_state, request.generated_tokens)
-
-    def finished(self, request: state.Request, completed: bool) -> None:
-        assert request.track is not None
-        self.evidence.finish(request.track, request.generated_tokens, learn=completed)
-
     def route(self, request: state.Request, now: float) -> int:
         assert request.track is not None
         sketch = self.evidence.predict(request.track, request.generated_tokens)
-        request.remaining = _mean(sketch)
+        request.remaining = sum(map(operator.mul, sketch, prefix_tree.MASSES))
         self._judged += 1
         request.wanted = None
         if self.servers:
@@ -89,20 +77,10 @@ class Heddle(slots.SlotScheduler):
     def serves(self, bucket: buckets.Bucket, request: state.Request) -> bool:
         return True
 
-    def snapshot(self) -> Mapping[str, Any]:
-        return self.evidence.snapshot()
-
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
-        self.evidence.restore(snapshot)
-
-    def merge(self, snapshot: Mapping[str, Any]) -> None:
-        other = evidence.Evidence(self.config)
-        other.restore(snapshot)
-        self.evidence.merge(other)
-
-    def _place(self, now: float) -> list[protocols.Placement]:
+    def place(self, now: float) -> list[protocols.Placement]:
+        """Fills the free slots, then pre-empts where a queue's longest request still waits."""
         joined = [server for server in self._touched if server.queue.size]
-        placements = super()._place(now)
+        placements = super().place(now)
         bucket = self.buckets[0]
         if bucket.slots and (longest := bucket.queue.head()) is not None:
             self._preempt(self._run_of(longest), longest, placements, now)
@@ -114,24 +92,16 @@ class Heddle(slots.SlotScheduler):
     def _preempt(
         self, server: state.Server, longest: state.Request, placements: list[protocols.Placement], now: float
     ) -> None:
-        """A waiting request takes the place of a much shorter one that decodes on the instance."""
-        shortest = min(self._seated[server.name], key=lambda item: (item.remaining, -item.ticket))
+        """Gives a waiting request the place of a much shorter one that decodes on the instance."""
+        shortest = min(server.decoding, key=lambda item: (item.remaining, -item.ticket))
+        # An aged request keeps its place: it was placed because it had waited long enough.
         if not shortest.aged and longest.remaining > self.config.preempt_ratio * shortest.remaining:
             shortest.wanted = server  # its context is there
             placements.append(self.displace(shortest, 0, now))
-            placements += super()._place(now)
-
-    def _seat(self, request: state.Request, server: state.Server) -> protocols.Placement:
-        self._seated[server.name][request] = None
-        return super()._seat(request, server)
-
-    def _vacate(self, request: state.Request) -> None:
-        if request.server is not None and request.server.name in self._seated:
-            self._seated[request.server.name].pop(request)
-        super()._vacate(request)
+            placements += super().place(now)
 
     def _run_of(self, request: state.Request) -> state.Server:
-        """The instance whose run the request's length lies in."""
+        """Returns the instance whose run the request's length lies in."""
         if not self._floors or self._judged * TURNOVER > max(len(self.requests), TURNOVER * CHUNKS):
             self._cut()
         place = bisect.bisect_left(self._floors, -request.remaining)
@@ -145,10 +115,10 @@ class Heddle(slots.SlotScheduler):
         size = max(1, math.ceil(len(lengths) / CHUNKS))
         edges = [*range(0, len(lengths), size), len(lengths)]
         contexts = sum(item.context_tokens for item in self.requests.values()) // max(1, len(lengths))
-        context = cmlfq.rounded(contexts)
+        context = cost_model.rounded(contexts)
 
         def seconds(server: state.Server, first: int, last: int) -> float:
-            """Time of chunks [first, last): its longest request's, at the pace of as many as are served at once."""
+            """Returns the time of chunks [first, last): its longest request's, at the pace of a full instance."""
             count = edges[last] - edges[first]
             if not count:
                 return 0.0
@@ -170,9 +140,9 @@ def presorted_cuts(
     """Cuts chunks 0..chunks into consecutive runs, one a server (some empty), so that the slowest run is fastest.
 
     Args:
-      servers: in the order of the runs.
-      chunks: how many there are, the longest first.
-      seconds: (server, first, last) to the time of the run of chunks [first, last).
+      servers: servers in the order of the runs.
+      chunks: number of chunks, the longest first.
+      seconds: maps (server, first, last) to the time of the run of chunks [first, last).
 
     Returns:
       (first, last) of each server's run.
@@ -197,7 +167,3 @@ def presorted_cuts(
         cuts.append((choice[last], last))
         last = choice[last]
     return cuts[::-1]
-
-
-def _mean(sketch: prefix_tree.Sketch) -> float:
-    return sum([tokens * mass for tokens, mass in zip(sketch, prefix_tree.MASSES, strict=True)])

@@ -1,10 +1,10 @@
 """Prefix trees over causal states: how many tokens are left to generate, seen from a path (arXiv 2606.03077, sec. 4).
 
 A node stands for a path. It holds a window of the latest *samples*: the generated tokens from there to the end of a
-finished trajectory. A new sample displaces the oldest of a full window, and a sample loses half its weight with every
-`half_life` trajectories that the tree has seen since, so what is known follows a policy that drifts. The
-node count is capped; the least recently used path goes first, and a parent always counts as used more recently than its
-children, so what goes is always a leaf.
+finished trajectory. A new sample displaces the oldest of a full window. A sample loses half its weight with every
+`half_life` trajectories that the tree has seen since, so statistics follow a policy that drifts. The number of nodes
+is capped: the least recently used path goes first. A parent always counts as used more recently than its children, so
+what goes is always a leaf.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 LEVELS: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.875, 0.975)
-"""Probabilities at which a sketch samples a distribution: the midpoints of strata that have the masses below."""
+"""Probabilities at which a sketch samples a distribution: the midpoints of strata with these `MASSES`."""
 
 MASSES: tuple[float, ...] = (0.2, 0.2, 0.2, 0.2, 0.15, 0.05)
 """Probability mass of each point of a sketch; the upper tail is cut finer, because it decides a step's length."""
@@ -33,9 +33,11 @@ class Node:
     """One path's statistics. Reading them costs a sort only after the window has changed.
 
     Attributes:
-      mass: the weight of its samples as of `stamp`.
-      blend: what a reader of the tree made of the node and those behind it.
-      due: the tree's clock at which that is to be made anew; a sample brings it forward while the node has few.
+      samples: the window, in tokens; a full one is overwritten in a ring.
+      stamp: number of the tree's trajectory that gave the latest sample.
+      mass: weight of its samples as of `stamp`.
+      blend: the node's sketch blended with the evidence behind it, as `evidence.Evidence` keeps it.
+      due: the tree's clock at which `blend` is to be renewed; a sample makes it due while the node has few.
     """
 
     __slots__ = (
@@ -68,7 +70,7 @@ class Node:
         self.due = 0
 
     def add(self, sample: int, window: int, stamp: int, half_life: float) -> None:
-        """Adds a sample (tokens) seen as the tree's trajectory number `stamp`; the oldest leaves a full window."""
+        """Adds a sample (tokens) of the tree's trajectory number `stamp`; the oldest leaves a full window."""
         samples = self.samples
         mass = self.mass
         if stamp != self.stamp:
@@ -88,12 +90,12 @@ class Node:
 
     @property
     def count(self) -> int:
-        """Samples in the window."""
+        """Number of samples in the window."""
         return len(self.samples)
 
     @property
     def oldest_first(self) -> list[int]:
-        """The window in the order in which it was seen."""
+        """The window in the order in which its samples came."""
         return self.samples[self._next :] + self.samples[: self._next]
 
     @property
@@ -102,42 +104,42 @@ class Node:
         return sum(self.samples) / len(self.samples) if self.samples else 0.0
 
     def ordered(self) -> list[int]:
-        """The window in ascending order; not to be changed."""
+        """Returns the window in ascending order; the caller must not change it."""
         if self._ordered is None:
             self._ordered = sorted(self.samples)
         return self._ordered
 
     def quantile(self, level: float) -> int:
-        """Nearest-rank quantile of the window, in tokens; 0 of an empty one."""
+        """Returns the nearest-rank quantile of the window, in tokens; 0 of an empty one."""
         ordered = self.ordered()
         return ordered[max(0, math.ceil(level * len(ordered)) - 1)] if ordered else 0
 
     def above(self, tokens: float) -> float:
-        """Share of the window above `tokens`, no less than half a sample: unseen is not impossible."""
+        """Returns the share of the window above `tokens`, no less than half a sample: unseen is not impossible."""
         ordered = self._ordered or self.ordered()
         count = len(ordered)
         return (count - bisect.bisect_right(ordered, tokens) or 0.5) / count if count else 1.0
 
     def hazard(self, tokens: float) -> float:
-        """Cumulative hazard of a length of `tokens`: minus the logarithm of the share above it."""
+        """Returns the cumulative hazard of a length of `tokens`: minus the logarithm of the share above it."""
         return -math.log(self.above(tokens))
 
     def sketch(self) -> Sketch:
-        """Quantiles at `LEVELS`; may lag behind by an eighth of the window, which spares a sort a sample."""
+        """Returns quantiles at `LEVELS`; they may lag behind by 1 / 8 of the window, which spares a sort a sample."""
         if not self._sketch or self._changes * 8 > len(self.samples):
             self._changes = 0
             self._sketch = sketch_of(self.ordered())
         return self._sketch
 
     def sketch_after(self, tokens: float) -> Sketch:
-        """Quantiles of what is left once `tokens` have been generated since; empty if no sample lasted that long."""
+        """Returns quantiles of what is left `tokens` later; empty if no sample lasted that long."""
         ordered = self.ordered()
         longer = ordered[bisect.bisect_right(ordered, tokens) :]
         return tuple(value - tokens for value in sketch_of(longer)) if longer else ()
 
 
 def sketch_of(ordered: Sequence[int]) -> Sketch:
-    """Nearest-rank quantiles at `LEVELS` of an ascending sequence that is not empty."""
+    """Returns the nearest-rank quantiles at `LEVELS` of an ascending sequence that is not empty."""
     count = len(ordered)
     return tuple(float(ordered[max(0, math.ceil(level * count) - 1)]) for level in LEVELS)
 
@@ -146,9 +148,9 @@ class PrefixTree:
     """A tree of `Node`s with a cap on their number.
 
     Args:
-      window: samples a node keeps.
+      window: samples that a node keeps.
       nodes: most nodes, the root included.
-      depth: edges a path may have; deeper states are evidence of their ancestors only.
+      depth: most edges of a path; deeper states are evidence of their ancestors only.
       half_life: trajectories after which evidence that was not renewed weighs half.
     """
 
@@ -188,7 +190,7 @@ class PrefixTree:
         self._shrink()
 
     def find(self, path: Sequence[Hashable]) -> tuple[Node, int]:
-        """The deepest known node on the path and its depth; depth 0 is the root."""
+        """Returns the deepest known node on the path and its depth; depth 0 is the root. The node counts as used."""
         node, depth = self.root, 0
         for edge in path:
             child = node.children.get(edge) if node.children else None
@@ -199,7 +201,7 @@ class PrefixTree:
         return node, depth
 
     def peek(self, path: Sequence[Hashable]) -> Node:
-        """The deepest known node on the path, which does not count as used by that."""
+        """Returns the deepest known node on the path, which does not count as used."""
         node = self.root
         for edge in path:
             if not (children := node.children) or (child := children.get(edge)) is None:
@@ -208,7 +210,7 @@ class PrefixTree:
         return node
 
     def below(self, edge: Hashable, path: Sequence[Hashable]) -> Node | None:
-        """The node at the end of an edge and a path after it, or None if unknown; it does not count as used by that."""
+        """Returns the node at the end of an edge and a path after it, None if unknown; it does not count as used."""
         children = self.root.children
         node = children.get(edge) if children else None
         if node is None or len(path) >= self.depth:
@@ -219,15 +221,15 @@ class PrefixTree:
         return node
 
     def weight(self, node: Node) -> float:
-        """Samples of the node, each discounted for its age."""
+        """Returns the number of samples of the node, each discounted for its age."""
         age = self.clock - node.stamp
         return node.mass * 0.5 ** (age / self.half_life) if age else node.mass
 
     def merge(self, other: PrefixTree) -> None:
         """Adds another tree's samples, as if they had been seen here first, at the age that they have there.
 
-        A full window keeps our own, and where nodes are too many those that only the other tree has go first. Merging
-        the same tree twice counts its samples twice.
+        A full window keeps our own samples. If there are too many nodes, those that only the other tree has go first.
+        Merging the same tree twice counts its samples twice.
         """
         ours, clock = list(self._used), max(self.clock, other.clock)
         for node in [self.root, *ours]:
@@ -249,7 +251,7 @@ class PrefixTree:
         self._shrink()
 
     def snapshot(self) -> dict[str, Any]:
-        """JSON-able state: nodes with parents before children, in order of use.
+        """Returns JSON-able state: nodes with parents before children, in order of use.
 
         Each is [place of its parent, edge, samples with the oldest first, stamp, weight then].
         """
@@ -263,7 +265,7 @@ class PrefixTree:
         return {"clock": self.clock, "nodes": nodes}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Takes a snapshot's state in place of its own; windows and caps stay this tree's."""
+        """Replaces the state by a snapshot's; windows and caps stay this tree's."""
         self.root, self.clock = Node(), int(snapshot["clock"])
         self._used.clear()
         made: list[Node] = []
@@ -278,14 +280,14 @@ class PrefixTree:
         self._shrink()
 
     def _fill(self, node: Node, samples: Iterable[int], stamp: int, mass: float) -> None:
-        """Gives a node these samples, the oldest first, in place of its own."""
+        """Replaces a node's samples by these, the oldest first."""
         node.samples, node._next, node._sketch = [], 0, ()
         for sample in samples:
             node.add(sample, self.window, stamp, self.half_life)
         node.stamp, node.mass = stamp, mass
 
     def _walk(self) -> Iterable[tuple[tuple[Hashable, ...], Node]]:
-        """Every node with its path, the least recently used first and the root last."""
+        """Yields every node with its path, the least recently used first and the root last."""
         for node in [*self._used, self.root]:
             path: list[Hashable] = []
             step = node
@@ -304,7 +306,7 @@ class PrefixTree:
         return child
 
     def use(self, node: Node) -> None:
-        """The node and those above it are the most recently used now."""
+        """Marks the node and those above it as the most recently used."""
         move, parent = self._used.move_to_end, node.parent
         while parent is not None:
             move(node)

@@ -1,24 +1,62 @@
-"""What every scheduler shares: who waits where, who decodes where, who is away.
+"""The base of every scheduler: which request waits where, which decodes where, which is away.
 
-A policy says which bucket a request is meant for (`route`), which of a bucket's instances takes it (`pick`) and whose
-requests a bucket may serve when its own queue is empty (`serves`). The rest is here, the same for all: slots are never
-exceeded; inside a bucket the ordering of config decides; a request that has waited for `scheduler.ageing_seconds` goes
-before all others, to whatever slot is free, so that none starves.
+A policy answers four questions, each with a default here:
+- `route`: which bucket is a request meant for, and which instance if it is to be a particular one?
+- `pick`: which of the bucket's free instances takes it?
+- `admits`: has an instance with a free slot room for it?
+- `serves`: may a bucket whose own queue is empty serve a request that waits for another?
+It may extend three steps, calling the base class's own: `returned`, `finished` and `seat`. What a policy knows of
+lengths is a part of its own, a `Learner`.
+
+The rest is here, the same for all policies. Slots are never exceeded. Inside a bucket the ordering of the config
+decides. A request that has waited for `scheduler.ageing_seconds` goes before all others, to any free slot, so none
+starves.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.scheduling import buckets, ordering, state
+from libra_jax.scheduling import buckets, evidence, state
+
+AGES_SLACK = 1024
+"""Stale entries that the list of waiting times may hold beyond a multiple of the waiting requests."""
+
+
+class Learner(Protocol):
+    """Learns from finished requests how long others will be; `evidence.Evidence` is one."""
+
+    def start(self, prompt_id: str, generated_tokens: int) -> evidence.Track:
+        """Returns the empty path of a request that has arrived with these tokens generated before."""
+        ...
+
+    def observe(self, track: evidence.Track, causal_state: protocols.CausalState, generated_tokens: int) -> None:
+        """Adds a tool return to a path."""
+        ...
+
+    def finish(self, track: evidence.Track, generated_tokens: int, *, learn: bool) -> None:
+        """Ends a path; its length is evidence for others if `learn`."""
+        ...
+
+    def snapshot(self) -> Mapping[str, Any]:
+        """Returns JSON-able statistics."""
+        ...
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Replaces the statistics by those of a snapshot."""
+        ...
+
+    def merge(self, snapshot: Mapping[str, Any]) -> None:
+        """Adds the statistics of another coordinator's snapshot."""
+        ...
 
 
 class SlotScheduler:
-    """A `protocols.Scheduler` over one bucket, first come, first served, least loaded: policies change what they must.
+    """A `protocols.Scheduler`. Without a policy it has one bucket, first come, first served, least loaded.
 
     Not thread-safe: it belongs to one event loop. An event costs time logarithmic in the live requests and instances;
     only a change of instances looks at all of them.
@@ -27,13 +65,17 @@ class SlotScheduler:
       config: the policy's settings.
       bounds: bounds of the buckets; empty makes one bucket of all instances.
       order: the ordering that "auto" stands for.
-      degrees: tensor-parallel degrees of the layout, if known.
+      degrees: tensor-parallel degrees of the layout, if they are known.
+      learner: what the policy learns from finished requests; None learns nothing.
+      busy: maps an instance to how busy it is, to find the least busy of a bucket.
 
     Attributes:
-      by_length: the policy tells requests apart by the tokens they have to generate; others have one bucket always.
+      by_length: whether the policy tells requests apart by the tokens left to generate; others have one bucket always.
+      overflow_every: events with waiting requests between two looks for slots to serve other queues with.
     """
 
     by_length: bool = False
+    overflow_every: int = 1
 
     def __init__(
         self,
@@ -42,84 +84,84 @@ class SlotScheduler:
         bounds: Sequence[int] = (),
         order: str = "fcfs",
         degrees: Sequence[int] = (),
+        learner: Learner | None = None,
+        busy: Callable[[state.Server], float] = buckets.share_in_use,
     ) -> None:
         self.config = config = config or configuration.SchedulerConfig()
         self.levels = buckets.Levels(bounds, degrees)
-        self._order = ordering.ORDERS[order if config.ordering == "auto" else config.ordering]
+        self.learner = learner
+        self._order = buckets.ORDERS[order if config.ordering == "auto" else config.ordering]
+        self._busy = busy
         self.requests: dict[str, state.Request] = {}
-        self.decoding: dict[state.Request, None] = {}  # in the order in which they were placed
         self.servers: dict[str, state.Server] = {}
         self.buckets: list[buckets.Bucket] = []
         self._groups: dict[int, state.Group] = {}
-        self._tickets = 0
-        self._front = 0
+        self._tickets = 0  # drawn so far; the next request to wait gets one more
+        self._front = 0  # the lowest ticket: displaced requests get tickets below all others
+        self._seats = 0
         self._waiting = 0
-        self._ages: deque[tuple[float, int, state.Request]] = deque()
-        self._touched: list[state.Server] = []  # a slot came free, or someone began to wait for it in particular
+        self._ages: deque[tuple[float, int, state.Request]] = deque()  # (since, ticket, request), the oldest first
+        self._touched: list[state.Server] = []  # a slot came free there, or a request began to wait for it
+        self._overflows = 0
         self._rebuild([])
 
-    # What a policy decides.
+    # What a policy answers.
 
     def route(self, request: state.Request, now: float) -> int:
-        """The bucket a request that begins to wait is meant for; sets `request.remaining` if it expects anything."""
+        """Returns the level that a request is meant for when it begins to wait.
+
+        Sets `request.wanted` if the request is to go to one instance, and `request.remaining` if the policy expects
+        anything of its length.
+        """
         request.remaining = float(request.generated_tokens)
         return 0
 
     def pick(self, request: state.Request, bucket: buckets.Bucket) -> state.Server:
-        """The instance of the bucket, which has a free slot, that takes the request."""
+        """Returns the instance of the bucket that takes the request; it must have a free slot."""
         return bucket.least()
 
     def admits(self, request: state.Request, server: state.Server) -> bool:
-        """Whether an instance with a free slot has room for the request; who has aged is not asked."""
+        """Returns whether an instance with a free slot has room for the request; aged requests go in regardless."""
         return True
 
-    @staticmethod
-    def busy(server: state.Server) -> float:
-        """How busy an instance is, to find the least busy of a bucket."""
-        return buckets.share_in_use(server)
-
     def serves(self, bucket: buckets.Bucket, request: state.Request) -> bool:
-        """Whether a free slot of the bucket may go to a request that waits for another, none waiting for it."""
+        """Returns whether a free slot of the bucket may go to a request that waits elsewhere."""
         return False
 
+    # Steps that a policy may extend.
+
     def returned(self, request: state.Request, causal_state: protocols.CausalState) -> None:
-        """A tool returned; called before `route`."""
+        """Takes a tool return in, before the request is routed."""
+        if self.learner is not None:
+            assert request.track is not None
+            self.learner.observe(request.track, causal_state, request.generated_tokens)
 
-    def finished(self, request: state.Request, completed: bool) -> None:
-        """The request is over; called when it holds nothing any more. Its length is a whole one if it `completed`."""
+    def finished(self, request: state.Request, learn: bool) -> None:
+        """Takes in that the request is over and holds nothing any more; `learn` if its length teaches something."""
+        if self.learner is not None:
+            assert request.track is not None
+            self.learner.finish(request.track, request.generated_tokens, learn=learn)
 
-    def seated(self, request: state.Request, server: state.Server) -> None:
-        """The request begins to decode on the instance."""
+    def seat(self, request: state.Request, server: state.Server) -> protocols.Placement:
+        """Lets a request that neither waits nor decodes decode on an instance with a free slot."""
+        self._seats += 1
+        request.seated = self._seats
+        request.server = server
+        request.served_by = request.context_at = server.name
+        request.wanted = None
+        server.decoding[request] = None
+        self.buckets[server.level].occupy(server)
+        return protocols.Placement(request.request_id, server.name)
 
-    def left(self, request: state.Request, server: state.Server) -> None:
-        """The request no longer decodes on the instance."""
-
-    def overflow(self, placements: list[protocols.Placement]) -> None:
-        """Gives free slots to requests that wait for others: for other buckets, then for instances of their own.
-
-        The widest slots and the nearest buckets come first, then the most crowded instance.
-        """
-        for bucket in reversed(self.buckets):
-            if bucket.free <= 0:
-                continue
-            for other in self._near[bucket.level]:
-                while bucket.free > 0 and (request := other.queue.head()) is not None and self.serves(bucket, request):
-                    self.take(request, self.pick(request, bucket), placements)
-        for bucket in self.buckets:
-            while bucket.free > 0 and (crowded := self._crowds.longest()) is not None:
-                request = crowded.queue.head()
-                if request is None or not self.serves(bucket, request):
-                    break
-                self.take(request, self.pick(request, bucket), placements)
-
-    # Events.
+    # Events (`protocols.Scheduler`).
 
     def on_instance_change(self, instances: Sequence[protocols.Instance], now: float) -> list[protocols.Placement]:
-        live = {instance.name: instance for instance in instances}
-        displaced = [item for item in self.decoding if item.server is not None and item.server.name not in live]
+        live = {instance.name for instance in instances}
+        lost = [request for server in self.servers.values() if server.name not in live for request in server.decoding]
+        displaced = sorted(lost, key=lambda item: item.seated)
         waiting = [item for item in self.requests.values() if item.queue is not None]
         for request in displaced:
-            self._vacate(request)
+            self.vacate(request)
         for request in waiting:
             self._unwait(request)
             request.wanted = None
@@ -134,7 +176,7 @@ class SlotScheduler:
         for request in sorted([*displaced, *waiting], key=lambda item: item.ticket):
             self._enqueue(request, self.route(request, now))
         self._ages = deque(sorted((item.since, item.ticket, item) for item in [*displaced, *waiting]))
-        return self._place(now)
+        return self.place(now)
 
     def on_plan(self, planned: Sequence[protocols.PlannedBucket], now: float) -> list[protocols.Placement]:
         if not self.by_length:
@@ -149,6 +191,7 @@ class SlotScheduler:
         if group is None:
             group = self._groups[request.group_id] = state.Group()
         group.live += 1
+        generated = request.generated_tokens
         item = state.Request(
             request.request_id,
             request.prompt_id,
@@ -157,23 +200,22 @@ class SlotScheduler:
             group,
             now,
             request.context_tokens,
-            request.generated_tokens,
-            turn_start=request.generated_tokens,
-            mark=request.generated_tokens,
+            generated,
+            turn_start=generated,
+            remaining=float(generated),
+            mark=generated,
         )
         self.requests[request.request_id] = item
-        self.arrived(item, now)
-        self._wait(item, self.route(item, now), now)
-        return self._place(now)
-
-    def arrived(self, request: state.Request, now: float) -> None:
-        """A request is new; called before `route`."""
+        if self.learner is not None:
+            item.track = self.learner.start(item.prompt_id, generated)
+        self.wait(item, self.route(item, now), now)
+        return self.place(now)
 
     def on_tool_call(self, request_id: str, generated_tokens: int, now: float) -> list[protocols.Placement]:
         request = self.requests[request_id]
         request.generated_tokens = generated_tokens
         self._leave(request)
-        return self._place(now)
+        return self.place(now)
 
     def on_tool_return(
         self, request_id: str, causal_state: protocols.CausalState, context_tokens: int, now: float
@@ -182,8 +224,8 @@ class SlotScheduler:
         request.context_tokens = context_tokens
         request.turn_start = request.generated_tokens
         self.returned(request, causal_state)
-        self._wait(request, self.route(request, now), now)
-        return self._place(now)
+        self.wait(request, self.route(request, now), now)
+        return self.place(now)
 
     def on_progress(self, request_id: str, generated_tokens: int, now: float) -> list[protocols.Placement]:
         self.requests[request_id].generated_tokens = generated_tokens
@@ -198,53 +240,66 @@ class SlotScheduler:
         request.group.live -= 1
         if not request.group.live:
             self._groups.pop(request.group_id, None)
+        # Held-out tasks must not teach: what is learnt steers training.
         self.finished(request, completed and request.group_id != protocols.EVALUATION_GROUP)
-        return self._place(now)
+        return self.place(now)
 
     def snapshot(self) -> Mapping[str, Any]:
-        return {}
+        return self.learner.snapshot() if self.learner is not None else {}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Nothing is learnt, so nothing is restored."""
-        del snapshot
+        """Replaces what has been learnt by a snapshot's statistics."""
+        if self.learner is not None:
+            self.learner.restore(snapshot)
 
     def merge(self, snapshot: Mapping[str, Any]) -> None:
-        """Nor is anything learnt from others."""
-        del snapshot
+        """Adds what another coordinator has learnt."""
+        if self.learner is not None:
+            self.learner.merge(snapshot)
 
-    # Moves between waiting, decoding and away.
-
-    def move(self, request: state.Request, server: state.Server) -> protocols.Placement:
-        """A decoding request goes on at once on another instance, which has a free slot."""
-        self._vacate(request)
-        return self._seat(request, server)
-
-    def displace(self, request: state.Request, level: int, now: float) -> protocols.Placement:
-        """Takes a decoding request's place away: it waits again, for the bucket given."""
-        self._vacate(request)
-        self._wait(request, level, now)
-        return protocols.Placement(request.request_id, "")
+    # Changes between waiting, decoding and away.
 
     def home(self, request: state.Request, level: int) -> state.Server | None:
-        """The live instance that served the request last, if it is in the bucket."""
-        server = self.servers.get(request.last)
+        """Returns the live instance that may hold the request's context; None if it is not in the bucket."""
+        server = self.servers.get(request.context_at)
         return server if server is not None and server.level == level else None
 
-    def _wait(self, request: state.Request, level: int, now: float) -> None:
+    def move(self, request: state.Request, server: state.Server) -> protocols.Placement:
+        """Moves a decoding request at once to another instance with a free slot."""
+        self.vacate(request)
+        return self.seat(request, server)
+
+    def displace(self, request: state.Request, level: int, now: float) -> protocols.Placement:
+        """Takes a decoding request's place away, so that it waits again, for the bucket of this level."""
+        self.vacate(request)
+        self.wait(request, level, now)
+        return protocols.Placement(request.request_id, "")
+
+    def wait(self, request: state.Request, level: int, now: float) -> None:
+        """Lets a request that neither waits nor decodes wait for a bucket, or for the instance that it wants."""
         self._tickets += 1
         request.ticket = self._tickets
         request.since = now
         request.aged = False
         self._enqueue(request, level)
         self._ages.append((now, request.ticket, request))
-        if len(self._ages) > 4 * self._waiting + 1024:
+        if len(self._ages) > 4 * self._waiting + AGES_SLACK:
             self._ages = deque(entry for entry in self._ages if entry[2].queue and entry[2].ticket == entry[1])
 
+    def vacate(self, request: state.Request) -> None:
+        """Frees the slot of a request if it holds one."""
+        server = request.server
+        if server is not None:
+            request.server = None
+            del server.decoding[request]
+            self.buckets[server.level].release(server)
+            self._touched.append(server)
+
     def _enqueue(self, request: state.Request, level: int) -> None:
+        self._waiting += 1
         wanted = request.wanted
         if wanted is not None:
             request.level = wanted.level
-            self._waiting += 1
             self._touched.append(wanted)
             wanted.queue.push(request)
             self._crowds.joined(wanted)
@@ -253,7 +308,6 @@ class SlotScheduler:
             served = [bucket.level for bucket in self.buckets if bucket.slots]
             level = min(served, key=lambda other: abs(other - level), default=level)
         request.level = level
-        self._waiting += 1
         self.buckets[level].queue.push(request)
 
     def _unwait(self, request: state.Request) -> None:
@@ -261,55 +315,33 @@ class SlotScheduler:
             request.queue.discard(request)
             self._waiting -= 1
 
-    def _vacate(self, request: state.Request) -> None:
-        server = request.server
-        if server is not None:
-            request.server = None
-            del self.decoding[request]
-            self.buckets[server.level].release(server)
-            self._touched.append(server)
-            self.left(request, server)
-
     def _leave(self, request: state.Request) -> None:
         if request.queue is not None:
             self._unwait(request)
         else:
-            self._vacate(request)
-
-    def _seat(self, request: state.Request, server: state.Server) -> protocols.Placement:
-        request.server = server
-        request.last = server.name
-        request.wanted = None
-        self.decoding[request] = None
-        self.buckets[server.level].occupy(server)
-        self.seated(request, server)
-        return protocols.Placement(request.request_id, server.name)
-
-    # Filling free slots.
+            self.vacate(request)
 
     def _rebuild(self, instances: Sequence[protocols.Instance]) -> None:
-        """New buckets of the live instances; requests that decode on one keep their place."""
+        """Makes the buckets of the live instances; requests that decode on one of them keep their place."""
         old, self.servers = self.servers, {}
         self.buckets = [
-            buckets.Bucket(level, ordering.Queue(self._order), self.busy) for level in range(self.levels.count)
+            buckets.Bucket(level, buckets.Queue(self._order), self._busy) for level in range(self.levels.count)
         ]
         self._near = [
             sorted(self.buckets, key=lambda item, level=level: abs(item.level - level))  # type: ignore[misc]
             for level in range(len(self.buckets))
         ]
         for place, instance in enumerate(instances):
-            server = old.get(instance.name) or state.Server(instance, place, ordering.Queue(self._order))
+            server = old.get(instance.name) or state.Server(instance, place, buckets.Queue(self._order))
             server.announce(instance, place)
             self.servers[instance.name] = server
             self.buckets[self.levels.of_degree(instance.tensor_parallel)].add(server)
         self._crowds = buckets.Crowds(list(self.servers.values()))
 
-    def take(self, request: state.Request, server: state.Server, placements: list[protocols.Placement]) -> None:
-        """A waiting request gets a free slot of the instance."""
-        self._unwait(request)
-        placements.append(self._seat(request, server))
+    # Filling free slots.
 
-    def _place(self, now: float) -> list[protocols.Placement]:
+    def place(self, now: float) -> list[protocols.Placement]:
+        """Gives free slots to waiting requests: to the aged first, then to each queue's own, then to others."""
         placements: list[protocols.Placement] = []
         if self._waiting:
             if self._ages[0][0] <= now - self.config.ageing_seconds:
@@ -324,14 +356,39 @@ class SlotScheduler:
                     server = self.pick(request, bucket)
                     if not self.admits(request, server):
                         break
-                    self.take(request, server, placements)
+                    self._take(request, server, placements)
             if self._waiting:
-                self.overflow(placements)
+                self._overflows += 1
+                if self._overflows % self.overflow_every == 0:
+                    self._overflow(placements)
         self._touched.clear()
         return placements
 
+    def _take(self, request: state.Request, server: state.Server, placements: list[protocols.Placement]) -> None:
+        """Gives a waiting request a free slot of the instance."""
+        self._unwait(request)
+        placements.append(self.seat(request, server))
+
+    def _place_aged(self, now: float, placements: list[protocols.Placement]) -> None:
+        ages, limit = self._ages, now - self.config.ageing_seconds
+        while ages:
+            since, ticket, request = ages[0]
+            if request.queue is not None and request.ticket == ticket:  # else stale: it was placed or left since
+                if since > limit:
+                    return
+                bucket = self._nearest_free(request.level)
+                if bucket is None:
+                    return
+                self._take(request, self.pick(request, bucket), placements)
+                request.aged = True
+            ages.popleft()
+
+    def _nearest_free(self, level: int) -> buckets.Bucket | None:
+        free = [bucket for bucket in self.buckets if bucket.free > 0]
+        return min(free, key=lambda bucket: abs(bucket.level - level), default=None)
+
     def _serve_own(self, server: state.Server, placements: list[protocols.Placement]) -> None:
-        """Fills an instance's free slots while anyone waits for it in particular; the rest of its bucket competes."""
+        """Fills an instance's free slots while requests wait for it in particular; its bucket's queue competes."""
         queue = self.buckets[server.level].queue
         while server.queue.size and server.load < server.slots:
             mine, other = server.queue.first(), queue.first() if queue.size else None
@@ -340,22 +397,22 @@ class SlotScheduler:
                 if not self.admits(mine[-1], server):
                     return
                 other = mine
-            self.take(other[-1], server, placements)
+            self._take(other[-1], server, placements)
 
-    def _place_aged(self, now: float, placements: list[protocols.Placement]) -> None:
-        ages, limit = self._ages, now - self.config.ageing_seconds
-        while ages:
-            since, ticket, request = ages[0]
-            if request.queue is not None and request.ticket == ticket:
-                if since > limit:
-                    return
-                bucket = self._nearest_free(request.level)
-                if bucket is None:
-                    return
-                self.take(request, self.pick(request, bucket), placements)
-                request.aged = True
-            ages.popleft()
+    def _overflow(self, placements: list[protocols.Placement]) -> None:
+        """Gives free slots to requests that wait elsewhere: first for other buckets, then for particular instances.
 
-    def _nearest_free(self, level: int) -> buckets.Bucket | None:
-        free = [bucket for bucket in self.buckets if bucket.free > 0]
-        return min(free, key=lambda bucket: abs(bucket.level - level), default=None)
+        The widest slots and the nearest queues come first, then the most crowded instance.
+        """
+        for bucket in reversed(self.buckets):
+            if bucket.free <= 0:
+                continue
+            for other in self._near[bucket.level]:
+                while bucket.free > 0 and (request := other.queue.head()) is not None and self.serves(bucket, request):
+                    self._take(request, self.pick(request, bucket), placements)
+        for bucket in self.buckets:
+            while bucket.free > 0 and (crowded := self._crowds.longest()) is not None:
+                request = crowded.queue.head()
+                if request is None or not self.serves(bucket, request):
+                    break
+                self._take(request, self.pick(request, bucket), placements)

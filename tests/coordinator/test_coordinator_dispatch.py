@@ -13,7 +13,7 @@ import pytest
 from libra_jax import protocols
 from libra_jax.coordinator import dispatch, failure, instances
 from libra_jax.rollout import fake_engine
-from libra_jax.scheduling import least_loaded
+from libra_jax.scheduling import baselines
 from libra_jax.telemetry import memory
 
 SAMPLING = protocols.SamplingParams(temperature=1.0, max_tokens=40, stop_token_ids=(2,))
@@ -43,7 +43,7 @@ def with_dispatcher(
         )
         dispatcher = OpenDispatcher(
             config,
-            scheduler=scheduler or least_loaded.LeastLoaded(),
+            scheduler=scheduler or baselines.LeastLoaded(),
             engines=live,
             recorder=recorder,
             ending=ending,
@@ -123,7 +123,7 @@ def test_a_request_whose_tool_runs_holds_no_slot():
     with_dispatcher(test, [engine(slots=1)])
 
 
-class Mover(least_loaded.LeastLoaded):
+class Mover(baselines.LeastLoaded):
     """Moves every request to instance "b" as soon as it has four tokens."""
 
     moved: frozenset[str] = frozenset()
@@ -254,7 +254,7 @@ def test_a_deadline_missed_by_one_request_alone_costs_that_request_and_not_the_e
     with_dispatcher(test, [serving])
 
 
-class Parking(least_loaded.LeastLoaded):
+class Parking(baselines.LeastLoaded):
     """Places nothing but on a change of instances, and then only if it is a friendly one."""
 
     friendly = False
@@ -266,8 +266,8 @@ class Parking(least_loaded.LeastLoaded):
         self.changing = False
         return placements
 
-    def _place(self, now: float) -> list[protocols.Placement]:
-        return super()._place(now) if self.friendly and self.changing else []
+    def place(self, now: float) -> list[protocols.Placement]:
+        return super().place(now) if self.friendly and self.changing else []
 
 
 def test_a_request_that_is_never_placed_while_slots_are_free_ends_the_run_with_a_sentence():

@@ -6,7 +6,7 @@ import hypothesis
 from hypothesis import strategies as st
 
 from libra_jax import protocols
-from libra_jax.scheduling import buckets, ordering, state
+from libra_jax.scheduling import buckets, state
 
 SLOTS = (1, 3, 2, 3)
 EVENTS = st.lists(st.tuples(st.sampled_from(["occupy", "release", "least"]), st.integers(0, 3)), max_size=120)
@@ -20,13 +20,13 @@ def servers() -> list[state.Server]:
     made = []
     for place, slots in enumerate(SLOTS):
         instance = protocols.Instance(f"engine-{place}", 1, slots)
-        made.append(state.Server(instance, place, ordering.Queue(ordering.fcfs)))
+        made.append(state.Server(instance, place, buckets.Queue(buckets.fcfs)))
         made[-1].announce(instance, place)
     return made
 
 
 def bucket_of(items: list[state.Server], busy) -> buckets.Bucket:
-    bucket = buckets.Bucket(0, ordering.Queue(ordering.fcfs), busy)
+    bucket = buckets.Bucket(0, buckets.Queue(buckets.fcfs), busy)
     for server in items:
         bucket.add(server)
     return bucket

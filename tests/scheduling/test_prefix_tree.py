@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.scheduling import causal, evidence, prefix_tree
+from libra_jax.scheduling import evidence, prefix_tree
 
 EDGES = st.sampled_from(["a", "b", ("c", 1, "success")])
 PATHS = st.lists(EDGES, max_size=4)
@@ -178,7 +178,7 @@ def test_siblings_that_finished_before_a_restart_are_siblings_still():
         known.finish(track, 8_100)
     again, merged = (evidence.Evidence(configuration.SchedulerConfig()) for _ in range(2))
     again.restore(json.loads(json.dumps(known.snapshot())))
-    merged.merge(known)
+    merged.merge(known.snapshot())
     for item in (known, again, merged):
         track = item.start("prompt", 0)
         item.observe(track, SHORT, 100)
@@ -186,7 +186,7 @@ def test_siblings_that_finished_before_a_restart_are_siblings_still():
 
 
 def test_payload_sizes_fall_into_octaves():
-    assert [causal.size_class(tokens) for tokens in (0, 63, 64, 900, 1_000, 1_024, 10**9)] == [0, 0, 1, 4, 4, 5, 12]
+    assert [evidence.size_class(tokens) for tokens in (0, 63, 64, 900, 1_000, 1_024, 10**9)] == [0, 0, 1, 4, 4, 5, 12]
 
 
 # Predictions ----------------------------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ def test_finished_siblings_weigh_more_than_strangers():
 def test_what_was_learnt_survives_a_restart_and_adds_up_across_coordinators():
     known, fresh, joined = taught(), *(evidence.Evidence(configuration.SchedulerConfig()) for _ in range(2))
     fresh.restore(json.loads(json.dumps(known.snapshot())))
-    joined.merge(known)
+    joined.merge(known.snapshot())
     predictions = []
     for item in (known, fresh, joined):
         track = item.start("unseen", 0)

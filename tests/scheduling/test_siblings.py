@@ -43,8 +43,8 @@ def learn(known: evidence.Evidence, left: Callable[[str, bool], int], prompts: i
                 known.finish(track, before + left(status, hard))
 
 
-def foretold(known: evidence.Evidence, status: str, left: int) -> float:
-    """Mean of what is foretold after 100 tokens and a return, to one whose siblings had so many left then."""
+def predicted(known: evidence.Evidence, status: str, left: int) -> float:
+    """Mean of what is predicted after 100 tokens and a return, to one whose siblings had so many left then."""
     for _ in range(2 * SIBLINGS):
         known.finish(observed(known, f"asked {left}", OTHER[status], 100), 100 + left)
     sketch = known.predict(observed(known, f"asked {left}", status, 100), 100)
@@ -55,10 +55,10 @@ def foretold(known: evidence.Evidence, status: str, left: int) -> float:
 @pytest.mark.parametrize("left", [20, 2_000])
 def test_where_a_return_settles_what_is_left_siblings_do_not_blur_it(status, left):
     known = evidence.Evidence(configuration.SchedulerConfig())
-    assert known.siblings_say == 1.0  # until it is found out
+    assert known.siblings_power == 1.0  # until it is found out
     learn(known, lambda status, _: SETTLED[status])
-    assert known.siblings_say < 0.1
-    assert foretold(known, status, left) == pytest.approx(SETTLED[status], abs=1.0)
+    assert known.siblings_power < 0.1
+    assert predicted(known, status, left) == pytest.approx(SETTLED[status], abs=1.0)
 
 
 def test_where_what_is_left_is_the_prompts_too_siblings_are_heard():
@@ -70,17 +70,17 @@ def test_where_what_is_left_is_the_prompts_too_siblings_are_heard():
             for track in running:
                 known.predict(track, 100)
                 known.finish(track, 100 + left)
-    assert known.siblings_say > 0.5
-    assert foretold(known, "success", 4_000) > 1.5 * foretold(known, "success", 400)
+    assert known.siblings_power > 0.5
+    assert predicted(known, "success", 4_000) > 1.5 * predicted(known, "success", 400)
 
 
 def test_what_siblings_are_worth_outlives_a_restart_and_adds_up():
     known, again, joined = (evidence.Evidence(configuration.SchedulerConfig()) for _ in range(3))
     learn(known, lambda status, _: SETTLED[status])
     again.restore(json.loads(json.dumps(known.snapshot())))
-    joined.merge(known)
-    assert known.siblings_say < 0.1
-    assert again.siblings_say == joined.siblings_say == known.siblings_say
+    joined.merge(known.snapshot())
+    assert known.siblings_power < 0.1
+    assert again.siblings_power == joined.siblings_power == known.siblings_power
 
 
 def test_statistics_kept_before_siblings_were_judged_are_taken_as_they_are():
@@ -89,4 +89,4 @@ def test_statistics_kept_before_siblings_were_judged_are_taken_as_they_are():
     kept = known.snapshot()
     del kept["siblings"]
     older.restore(kept)
-    assert older.siblings_say == 1.0
+    assert older.siblings_power == 1.0

@@ -1,0 +1,207 @@
+"""The policies that C-MLFQ is compared with, Heddle's apart: simple rules, and two that know the true lengths."""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from libra_jax import config as configuration
+from libra_jax import protocols
+from libra_jax.scheduling import buckets, cmlfq, prefix_tree, slots, state
+from libra_jax.scheduling import costs as cost_model
+
+Remaining: TypeAlias = Callable[[str], int]
+"""Maps a request id to the tokens that it has in truth still to generate: known to a simulator only."""
+
+
+class LeastLoaded(slots.SlotScheduler):
+    """Sends a request to the instance with the smallest share of its slots in use, of any degree.
+
+    Ties go to the instance with more slots, then to the first named.
+    """
+
+
+class RoundRobin(slots.SlotScheduler):
+    """Lets instances take turns, blind to their load; an instance without a free slot misses its turn."""
+
+    _last = ""
+    _turn = 0
+    _cycle: Sequence[state.Server] = ()
+
+    def on_instance_change(self, instances: Sequence[protocols.Instance], now: float) -> list[protocols.Placement]:
+        self._cycle = ()
+        return super().on_instance_change(instances, now)
+
+    def pick(self, request: state.Request, bucket: buckets.Bucket) -> state.Server:
+        if not self._cycle:
+            # By name, so that an instance that comes back after a restart keeps its place in the cycle.
+            servers = sorted(bucket.servers, key=lambda server: server.name)
+            first = next((place for place, server in enumerate(servers) if server.name > self._last), 0)
+            self._cycle = servers[first:] + servers[:first]
+            self._turn = 0
+        server = self._cycle[self._turn]
+        while server.load >= server.slots:
+            self._turn = (self._turn + 1) % len(self._cycle)
+            server = self._cycle[self._turn]
+        self._turn = (self._turn + 1) % len(self._cycle)
+        self._last = server.name
+        return server
+
+
+class Sticky(slots.SlotScheduler):
+    """Sends a request back to the instance that holds its cache, unless that one is much busier than another.
+
+    A request gives its cache up when its instance's share of slots exceeds the least busy one's by
+    `scheduler.sticky_threshold`; requests that wait for an instance count as its load. So a slot may idle while
+    requests wait for their caches, up to the threshold, and none waits longer than `scheduler.ageing_seconds` for a
+    free one.
+    """
+
+    def route(self, request: state.Request, now: float) -> int:
+        home = self.servers.get(request.context_at)
+        request.remaining = float(request.generated_tokens)
+        request.wanted = None if home is None or self._excess(home) > self.config.sticky_threshold else home
+        return 0
+
+    def serves(self, bucket: buckets.Bucket, request: state.Request) -> bool:
+        return request.wanted is None or self._excess(request.wanted) > self.config.sticky_threshold
+
+    def _excess(self, home: state.Server) -> float:
+        """Returns how much busier the instance is than the least busy one, in shares of their slots."""
+        bucket = self.buckets[0]
+        least = buckets.share_in_use(bucket.least()) if bucket.free > 0 else 1.0
+        return (home.load + home.queue.size) / home.slots - least
+
+
+class Mlfq(slots.SlotScheduler):
+    """The classic multi-level feedback queue (Corbato, Daggett and Daley, 1962), with buckets for processor queues.
+
+    The top level is the narrowest bucket. A level's quantum is `scheduler.quanta`, or its bucket's bound. A request
+    that has used up its quantum is demoted to the next level at that point: it moves at once, or, if that bucket is
+    full, gives its place up and waits. Until then it stays with the instance that holds its context. So a slot may idle
+    while requests wait for another, but none waits longer than `scheduler.ageing_seconds` for a free one.
+    """
+
+    by_length = True
+
+    def __init__(self, config: configuration.SchedulerConfig, *, degrees: Sequence[int] = ()) -> None:
+        super().__init__(config, bounds=config.max_remaining_tokens, degrees=degrees)
+        self._quanta = config.quanta or config.max_remaining_tokens
+
+    def on_plan(self, planned: Sequence[protocols.PlannedBucket], now: float) -> list[protocols.Placement]:
+        placements = super().on_plan(planned, now)
+        if not self.config.quanta:
+            self._quanta = self.levels.bounds
+        return placements
+
+    def route(self, request: state.Request, now: float) -> int:
+        request.remaining = float(request.generated_tokens)
+        level = min(request.level, len(self.buckets) - 1)
+        request.wanted = self.home(request, level)
+        return level
+
+    def on_tool_call(self, request_id: str, generated_tokens: int, now: float) -> list[protocols.Placement]:
+        self._demoted(self.requests[request_id], generated_tokens)
+        return super().on_tool_call(request_id, generated_tokens, now)
+
+    def on_progress(self, request_id: str, generated_tokens: int, now: float) -> list[protocols.Placement]:
+        request = self.requests[request_id]
+        request.generated_tokens = generated_tokens
+        if request.server is None or not self._demoted(request, generated_tokens):
+            return []
+        bucket = self.buckets[request.level]
+        if not bucket.slots:  # its instances are lost: the request stays where it is, one level lower by account
+            return []
+        if bucket.free > 0:
+            placement = self.move(request, self.pick(request, bucket))
+        else:
+            placement = self.displace(request, request.level, now)
+        return [placement, *self.place(now)]
+
+    def _demoted(self, request: state.Request, generated_tokens: int) -> bool:
+        """Demotes a request that has generated its level's quantum since it came there, at `request.mark`."""
+        level = request.level
+        if level >= len(self.buckets) - 1:
+            return False
+        if generated_tokens - request.mark < self._quanta[min(level, len(self._quanta) - 1)]:
+            return False
+        request.level += 1
+        request.mark = generated_tokens
+        return True
+
+
+class LengthPredictor(slots.SlotScheduler):
+    """Buckets by a predicted length of stated error: the true one times a log-normal factor, drawn once a request.
+
+    It stands for any model that predicts lengths from prompts. Slots that would idle serve the other buckets' requests.
+
+    Args:
+      config: `predictor_sigma` is the standard deviation of the logarithm of the error.
+      remaining: true remaining tokens.
+      seed: seed of the errors; a request's error depends on its id and the seed alone.
+      degrees: tensor-parallel degrees of the layout, if they are known.
+    """
+
+    by_length = True
+
+    def __init__(
+        self,
+        config: configuration.SchedulerConfig,
+        remaining: Remaining,
+        *,
+        seed: int = 0,
+        degrees: Sequence[int] = (),
+    ) -> None:
+        super().__init__(config, bounds=config.max_remaining_tokens, degrees=degrees)
+        self._truth = remaining
+        self._seed = seed
+
+    def route(self, request: state.Request, now: float) -> int:
+        error = _prediction_error(self._seed, request.request_id, self.config.predictor_sigma)
+        request.remaining = self._truth(request.request_id) * error
+        level = self.levels.of_length(request.remaining)
+        request.wanted = self.home(request, level)
+        return level
+
+    def pick(self, request: state.Request, bucket: buckets.Bucket) -> state.Server:
+        home = self.home(request, bucket.level)
+        return bucket.least() if home is None or home.full else home
+
+    def serves(self, bucket: buckets.Bucket, request: state.Request) -> bool:
+        return True
+
+
+@functools.lru_cache(maxsize=65_536)  # a request is routed at each tool return, and seeding costs more than the rest
+def _prediction_error(seed: int, request_id: str, sigma: float) -> float:
+    """Returns the factor by which a request's length is predicted wrongly."""
+    return math.exp(random.Random(f"{seed}/{request_id}").gauss(0.0, sigma))
+
+
+class Oracle(cmlfq.Cmlfq):
+    """C-MLFQ's cost rule with the true remaining lengths: what the rule would do if it had nothing to learn.
+
+    Args:
+      config: its settings.
+      costs: costs of decoding and moving.
+      remaining: true remaining tokens.
+      degrees: tensor-parallel degrees of the layout, if they are known.
+    """
+
+    masses: tuple[float, ...] = (1.0,)
+
+    def __init__(
+        self,
+        config: configuration.SchedulerConfig,
+        costs: cost_model.Costs,
+        remaining: Remaining,
+        *,
+        degrees: Sequence[int] = (),
+    ) -> None:
+        super().__init__(config, costs, degrees=degrees)
+        self._truth = remaining
+
+    def expect(self, request: state.Request) -> prefix_tree.Sketch:
+        return (float(self._truth(request.request_id)),)
