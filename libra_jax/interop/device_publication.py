@@ -16,7 +16,7 @@ from libra_jax import protocols
 from libra_jax.interop import publication
 from libra_jax.models import config as models_config
 
-SENDER = "libra_jax.rollout.vllm_publish"
+SENDER = "libra_jax.engines.vllm_publish"
 """Named, not imported: interop does not depend on an engine."""
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import coordinator_doubles as doubles
 
 from libra_jax import protocols
+from libra_jax.engines import fake_engine
 from libra_jax.interop import memfd
-from libra_jax.rollout import fake_engine
 
 NBYTES = 1 << 16
 

@@ -290,7 +290,7 @@ def engine_specs(config: configuration.RunConfig, count: int = 2, **arguments: A
     return [
         protocols.ActorSpec(
             f"engine-{index}",
-            "libra_jax.rollout.fake_engine:create",
+            "libra_jax.engines.fake_engine:create",
             {
                 "name": f"engine-{index}",
                 "model_config": {},

@@ -13,7 +13,7 @@ from typing import Any
 import coordinator_doubles as doubles
 
 from libra_jax import protocols
-from libra_jax.rollout import fake_engine
+from libra_jax.engines import fake_engine
 
 LOST = "actor 'trainer' is lost: its process 7 died; make it anew to go on"
 

@@ -11,7 +11,7 @@ import coordinator_doubles as doubles
 
 from libra_jax import protocols
 from libra_jax.coordinator import failure, instances, publication, relays
-from libra_jax.rollout import fake_engine
+from libra_jax.engines import fake_engine
 from libra_jax.telemetry import memory
 
 LINK_SECONDS = LOAD_SECONDS = 1.0

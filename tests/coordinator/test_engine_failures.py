@@ -11,7 +11,7 @@ import pytest
 
 from libra_jax import protocols
 from libra_jax.coordinator import failure, instances
-from libra_jax.rollout import fake_engine
+from libra_jax.engines import fake_engine
 from libra_jax.telemetry import memory
 
 ALL = sorted(f"task-{index}" for index in range(12))

@@ -30,8 +30,8 @@ from libra_jax.agents.tools import toolkit
 from libra_jax.cluster import emulated
 from libra_jax.coordinator import relays
 from libra_jax.elastic import borrowing
+from libra_jax.engines import fake_engine
 from libra_jax.interop import memfd
-from libra_jax.rollout import fake_engine
 
 BETWEEN, ASLEEP, SERVING = 3, 6, 9
 """Versions: before one a relay is killed, and during two."""

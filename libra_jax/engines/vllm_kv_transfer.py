@@ -14,7 +14,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-from libra_jax.rollout import vllm_quiet  # noqa: F401
+from libra_jax.engines import vllm_quiet  # noqa: F401
 
 # isort: split
 import torch

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from libra_jax import protocols
+from libra_jax.engines import vllm_update
 from libra_jax.models import config as models_config
 from libra_jax.models import hf_names
-from libra_jax.rollout import vllm_update
 
 SHAPE = models_config.load_preset("libra-tiny")
 ENTRIES = tuple(

@@ -9,9 +9,9 @@ import torch
 import vllm_host
 
 from libra_jax import config, protocols
+from libra_jax.engines import vllm_engine, vllm_kv_transfer, vllm_publish
 from libra_jax.interop import publication
 from libra_jax.models import config as models_config
-from libra_jax.rollout import vllm_engine, vllm_kv_transfer, vllm_publish
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -15,7 +15,7 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from libra_jax.rollout import vllm_quiet  # noqa: F401
+from libra_jax.engines import vllm_quiet  # noqa: F401
 
 # isort: split
 import torch
@@ -27,7 +27,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import async_llm, exceptions
 
 from libra_jax import config, protocols
-from libra_jax.rollout import vllm_kv_transfer, vllm_launch, vllm_update
+from libra_jax.engines import vllm_kv_transfer, vllm_launch, vllm_update
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from libra_jax.rollout import vllm_quiet  # noqa: F401
+from libra_jax.engines import vllm_quiet  # noqa: F401
 
 # isort: split
 from vllm import plugins
@@ -33,7 +33,7 @@ from vllm.v1.engine import async_llm
 from vllm.v1.executor import uniproc_executor
 
 from libra_jax import config, protocols
-from libra_jax.rollout import logprob_contract, scratch, vllm_kv_transfer, vllm_plugin
+from libra_jax.engines import logprob_contract, scratch, vllm_kv_transfer, vllm_plugin
 
 STARTER = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm-start")
 """The thread on which engines start."""

@@ -7,11 +7,11 @@ import tempfile
 
 import pytest
 
-from libra_jax.rollout import scratch
+from libra_jax.engines import scratch
 
 HOLDER = """
 import time
-from libra_jax.rollout import scratch
+from libra_jax.engines import scratch
 kept = scratch.Scratch()
 print(kept.path, flush=True)
 time.sleep(60)

@@ -16,8 +16,8 @@ import pytest
 import vllm_host
 
 from libra_jax import config, protocols
+from libra_jax.engines import vllm_engine
 from libra_jax.models import config as models_config
-from libra_jax.rollout import vllm_engine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -25,7 +25,7 @@ PARENT = """
 import asyncio, json, signal
 from libra_jax import config
 from libra_jax.models import config as models_config
-from libra_jax.rollout import vllm_engine
+from libra_jax.engines import vllm_engine
 
 async def main():
     rollout = config.to_dict(config.RolloutConfig(max_context=64, max_tokens=8, slots=4, kv_cache_gib=0.05))

@@ -7,7 +7,7 @@ import types
 import pytest
 
 from libra_jax import config, protocols
-from libra_jax.rollout import fake_engine
+from libra_jax.engines import fake_engine
 
 SAMPLING = protocols.SamplingParams(temperature=1.0, max_tokens=40, stop_token_ids=(2,))
 

@@ -3,7 +3,7 @@
 import pytest
 
 from libra_jax import config, protocols
-from libra_jax.rollout import logprob_contract
+from libra_jax.engines import logprob_contract
 
 
 @pytest.mark.parametrize(

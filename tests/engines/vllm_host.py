@@ -13,10 +13,10 @@ import psutil
 import transformers
 
 from libra_jax import config, protocols
+from libra_jax.engines import vllm_engine
 from libra_jax.interop import dlpack, publication
 from libra_jax.models import config as models_config
 from libra_jax.models import transformer
-from libra_jax.rollout import vllm_engine
 
 CORE = max(os.sched_getaffinity(0))
 """The core of the engine of a single worker."""

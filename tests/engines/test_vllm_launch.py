@@ -5,7 +5,7 @@ import os
 import pytest
 
 from libra_jax import protocols
-from libra_jax.rollout import vllm_launch
+from libra_jax.engines import vllm_launch
 
 
 def test_named_cores_are_bound_and_one_that_is_not_there_is_refused():
