@@ -360,11 +360,12 @@ class Instances:
             proxy = await deadlines.within(
                 limits.engine_start, making, f"The making of engine {engine.name}", "engine_start"
             )
+            starting = proxy.call(protocols.RolloutEngine.start)
             engine.info = await deadlines.within(
-                limits.engine_start, proxy.start(), f"The start of {engine.name}", "engine_start"
+                limits.engine_start, starting, f"The start of {engine.name}", "engine_start"
             )
             transport = {"kind": self._config.rollout.transport}
-            opening = proxy.init_weight_transfer(transport)
+            opening = proxy.call(protocols.RolloutEngine.init_weight_transfer, transport)
             await deadlines.within(limits.publish, opening, f"Opening {engine.name}'s weight transport", "publish")
         except (protocols.WorkerLost, protocols.DeadlineMissed) as error:
             self.lost(engine, life, error)

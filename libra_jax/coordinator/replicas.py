@@ -114,8 +114,9 @@ class Replicas:
         self._recorder.status(name, "starting")
         making = self._cluster.spawn(replica.spec)
         proxy = await deadlines.within(seconds, making, f"The making of {name}", "trainer_start")
-        await deadlines.within(seconds, proxy.start(), f"The start of {name}", "trainer_start")
-        opening = proxy.init_weight_transfer(self._transport)
+        starting = proxy.call(protocols.Replica.start)
+        await deadlines.within(seconds, starting, f"The start of {name}", "trainer_start")
+        opening = proxy.call(protocols.Replica.init_weight_transfer, self._transport)
         await deadlines.within(self._limits.publish, opening, f"Opening {name}'s weight transport", "publish")
         replica.proxy, replica.gave_up = proxy, False
         self._recorder.status(name, "idle")

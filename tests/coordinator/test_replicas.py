@@ -24,9 +24,9 @@ class Cluster:
     def __init__(self) -> None:
         self.alive: set[str] = set()
 
-    async def spawn(self, spec: protocols.ActorSpec) -> NeverUp:
+    async def spawn(self, spec: protocols.ActorSpec) -> protocols.ActorHandle:
         self.alive.add(spec.name)
-        return NeverUp()
+        return protocols.DirectHandle(spec.name, NeverUp())
 
     async def stop(self, name: str) -> None:
         self.alive.discard(name)
