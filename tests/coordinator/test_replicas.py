@@ -6,8 +6,8 @@ import asyncio
 
 import coordinator_doubles as doubles
 
-from libra_jax import protocols
-from libra_jax.coordinator import deadlines, replicas
+from libra_jax import deadlines, protocols
+from libra_jax.coordinator import replicas
 from libra_jax.telemetry import memory
 
 
