@@ -14,8 +14,8 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from libra_jax import config as configuration
-from libra_jax import protocols, turns
-from libra_jax.coordinator import deadlines, failure, instances, relays, replicas
+from libra_jax import deadlines, protocols, turns
+from libra_jax.coordinator import instances, relays, replicas
 
 
 class Publisher:
@@ -187,7 +187,7 @@ class Publisher:
             needed = {host for host in copies if groups[host]}
             lent = {item.spec.host for item in self._engines.engines.values() if item.state == "asleep"}
             work.append(self._hosts.pass_on(staged, copies, needed, {host for host in copies if host in lent}))
-        await failure.together(*staging, *work)
+        await deadlines.together(*staging, *work)
         return {
             host: () if any(bucket.exception() for bucket in copy) else [bucket.result() for bucket in copy]
             for host, copy in copies.items()
@@ -230,7 +230,7 @@ class Publisher:
             except Exception as error:  # whatever went wrong, its weights cannot be trusted any more
                 self._engines.lost(update.engine, update.life, error)
 
-        await failure.together(*(guarded(update) for update in updates if update.going))
+        await deadlines.together(*(guarded(update) for update in updates if update.going))
 
 
 def _loader(bucket: protocols.WeightBucket) -> Callable[[_Update], Coroutine[Any, Any, None]]:

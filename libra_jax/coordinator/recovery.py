@@ -25,8 +25,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
 from libra_jax import config as configuration
-from libra_jax import protocols, turns
-from libra_jax.coordinator import deadlines, failure, fencing, mesh_moves, process_set, publication, saving
+from libra_jax import deadlines, protocols, turns
+from libra_jax.coordinator import failure, fencing, mesh_moves, process_set, publication, saving
 
 T = TypeVar("T")
 

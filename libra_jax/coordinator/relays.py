@@ -22,8 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from libra_jax import config as configuration
-from libra_jax import protocols
-from libra_jax.coordinator import deadlines, failure
+from libra_jax import deadlines, protocols
 
 FAN_OUT = 2
 """Relays, at most, to which one passes a bucket on."""
@@ -112,7 +111,7 @@ class Relays:
         """
         wanted = [self._relays[host] for host in sorted(hosts)]
         if wanted:
-            made = await failure.together(*map(self._made, [self._root, *wanted]))
+            made = await deadlines.together(*map(self._made, [self._root, *wanted]))
             for error in made:
                 if isinstance(error, protocols.ConfigError):
                     raise error
@@ -163,7 +162,7 @@ class Relays:
             await self._supply(relay, staged, copies, begin)
 
         try:
-            await failure.together(*map(give, hosts))
+            await deadlines.together(*map(give, hosts))
         finally:
             for answer in answering.values():
                 deadlines.abandon(answer)
@@ -225,7 +224,7 @@ class Relays:
         if above.proxy is None or relay.proxy is None:
             raise protocols.WorkerLost(f"{(relay if relay.proxy is None else above).spec.name} has been given up")
         work = above.proxy.send(source, relay.spec.name), relay.proxy.receive(source)
-        _, copy = await failure.together(*work)
+        _, copy = await deadlines.together(*work)
         relay.kept[source.index] = copy
         return copy
 

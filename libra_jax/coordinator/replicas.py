@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from libra_jax import config as configuration
-from libra_jax import protocols
-from libra_jax.coordinator import deadlines, failure
+from libra_jax import deadlines, protocols
 
 Copies = Mapping[int, Sequence[protocols.WeightBucket]]
 """Host to a version's buckets as they are reached there; none where it could not be given them. Hosts that are missing
@@ -96,7 +95,7 @@ class Replicas:
                 self._recorder.note(f"The replica of {worker} is not ready, and is tried again when needed: {error}")
                 await self.end(worker)
 
-        await failure.together(*(guarded(worker) for worker in self._replicas))
+        await deadlines.together(*(guarded(worker) for worker in self._replicas))
 
     async def ensure(self, worker: str) -> None:
         """The worker has a replica process that is up; one that has died unseen is replaced."""
@@ -114,8 +113,9 @@ class Replicas:
         self._recorder.status(name, "starting")
         making = self._cluster.spawn(replica.spec)
         proxy = await deadlines.within(seconds, making, f"The making of {name}", "trainer_start")
-        await deadlines.within(seconds, proxy.start(), f"The start of {name}", "trainer_start")
-        opening = proxy.init_weight_transfer(self._transport)
+        starting = proxy.call(protocols.Replica.start)
+        await deadlines.within(seconds, starting, f"The start of {name}", "trainer_start")
+        opening = proxy.call(protocols.Replica.init_weight_transfer, self._transport)
         await deadlines.within(self._limits.publish, opening, f"Opening {name}'s weight transport", "publish")
         replica.proxy, replica.gave_up = proxy, False
         self._recorder.status(name, "idle")

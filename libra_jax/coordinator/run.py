@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from libra_jax import config as configuration
-from libra_jax import protocols
+from libra_jax import deadlines, protocols
 from libra_jax.agents import factories
 from libra_jax.agents import samples as samples_lib
 from libra_jax.agents.rewards import scoring
@@ -23,7 +23,6 @@ from libra_jax.coordinator import (
     attempts,
     checkpoint_store,
     checkpoints,
-    deadlines,
     elasticity,
     evaluation,
     failure,

@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from libra_jax import config as configuration
-from libra_jax import protocols, turns
-from libra_jax.coordinator import deadlines, failure, instances, member_shares, replicas, transition_log
+from libra_jax import deadlines, protocols, turns
+from libra_jax.coordinator import failure, instances, member_shares, replicas, transition_log
 from libra_jax.elastic import pool
 from libra_jax.elastic.states import State
 

@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from libra_jax import config as configuration
-from libra_jax import protocols
+from libra_jax import deadlines, protocols
 from libra_jax.coordinator import (
     checkpoint_store,
     checkpoints,
-    deadlines,
     elasticity,
     failure,
     instances,
@@ -139,7 +138,7 @@ class Workers:
                 self._config, cluster=self._cluster, specs=self._relay_specs, recorder=self._recorder
             )
             starting.append(self.hosts.start(self._remote_hosts(self.hosts)))
-        await failure.together(*starting)
+        await deadlines.together(*starting)
 
     def _remote_hosts(self, hosts: relays.Relays) -> set[int]:
         """Those whose engines and replicas read a relay's copy."""

@@ -29,12 +29,12 @@ class DirectCluster:
         self.actors: dict[str, Any] = {}
         self.spawned: list[str] = []
 
-    async def spawn(self, spec: protocols.ActorSpec) -> Any:
+    async def spawn(self, spec: protocols.ActorSpec) -> protocols.ActorHandle:
         module, _, name = spec.factory.partition(":")
         assert spec.name not in self.actors
         self.spawned.append(spec.name)
         self.actors[spec.name] = getattr(importlib.import_module(module), name)(**spec.arguments)
-        return self.actors[spec.name]
+        return protocols.DirectHandle(spec.name, self.actors[spec.name])
 
     async def stop(self, name: str) -> None:
         actor = self.actors.pop(name, None)
@@ -239,8 +239,8 @@ class _Handed:
     def __init__(self, actor: Any) -> None:
         self._actor = actor
 
-    async def spawn(self, spec: protocols.ActorSpec) -> Any:
-        return self._actor
+    async def spawn(self, spec: protocols.ActorSpec) -> protocols.ActorHandle:
+        return protocols.DirectHandle(spec.name, self._actor)
 
     async def stop(self, name: str) -> None:
         pass
@@ -255,7 +255,7 @@ class _Handed:
 def alone(trainer: Any) -> process_set.ProcessSet:
     """A trainer of one process, which is made."""
     made = process_set.ProcessSet(_Handed(trainer), lambda process, processes: protocols.ActorSpec("trainer", "", {}))
-    made._actors = [trainer]
+    made._actors = [protocols.DirectHandle("trainer", trainer)]
     return made
 
 

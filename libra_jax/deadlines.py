@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -87,6 +87,16 @@ async def within(
     raise protocols.DeadlineMissed(
         f"{worker_and_what} did not finish within {seconds:g} s: {look}, or raise config.deadlines.{field}."
     )
+
+
+async def together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
+    """Returns all results; the first error is raised at once, and the others are cancelled."""
+    tasks = [asyncio.ensure_future(item) for item in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            abandon(task)
 
 
 class _OwnThread(concurrent.futures.Executor):
