@@ -381,7 +381,7 @@ class Coordinator:
         return await self._ask_trainer("train_step", self._parts.trainer.train_step(*arguments), "take a training step")
 
     async def _publish(self) -> float:
-        seconds = await self._parts.recovery.through(lambda: self._parts.publisher.publish(self._step))
+        seconds = await self._parts.recovery.through(lambda: self._parts.publisher.sync_weights(self._step))
         self._parts.batches.admit()
         return seconds
 

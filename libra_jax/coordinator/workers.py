@@ -17,9 +17,9 @@ from libra_jax.coordinator import (
     instances,
     plan_follower,
     process_set,
-    relays,
     replicas,
 )
+from libra_jax.weights import relay_tree
 
 
 class Workers:
@@ -49,7 +49,7 @@ class Workers:
     sizes: protocols.MeshSizes
     engines: instances.Instances
     members: replicas.Replicas | None = None
-    hosts: relays.Relays | None = None
+    hosts: relay_tree.RelayTree | None = None
 
     def __init__(
         self,
@@ -134,13 +134,13 @@ class Workers:
             )
             starting.append(self.members.start())
         if self._relay_specs:
-            self.hosts = relays.Relays(
+            self.hosts = relay_tree.RelayTree(
                 self._config, cluster=self._cluster, specs=self._relay_specs, recorder=self._recorder
             )
             starting.append(self.hosts.start(self._remote_hosts(self.hosts)))
         await deadlines.together(*starting)
 
-    def _remote_hosts(self, hosts: relays.Relays) -> set[int]:
+    def _remote_hosts(self, hosts: relay_tree.RelayTree) -> set[int]:
         """Those whose engines and replicas read a relay's copy."""
         specs = (*self._engine_specs, *self._replica_specs.values())
         return {spec.host for spec in specs if spec.host is not None and hosts.serve(spec.host)}

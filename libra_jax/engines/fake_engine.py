@@ -68,8 +68,8 @@ class FakeEngine:
         self._version = protocols.NO_VERSION
         self._transport_open = False
         self._updating: int | None = None
-        self._buckets: set[int] = set()
-        self._expected_buckets: int | None = None
+        self._chunks: set[int] = set()
+        self._expected_chunks: int | None = None
         self._alive = False
 
     async def start(self) -> protocols.EngineInfo:
@@ -169,25 +169,25 @@ class FakeEngine:
         self._check_alive()
         self._require(self._transport_open, "start_weight_update came before init_weight_transfer")
         self._require(self._updating is None, f"version {self._updating} is still being loaded")
-        self._updating, self._buckets, self._expected_buckets = policy_version, set(), None
+        self._updating, self._chunks, self._expected_chunks = policy_version, set(), None
 
-    async def update_weights(self, bucket: protocols.WeightBucket) -> None:
-        """Third weight verb; remembers which buckets came."""
+    async def update_weights(self, chunk: protocols.WeightChunk) -> None:
+        """Third weight verb; remembers which chunks came."""
         self._check_alive()
         self._require(
-            bucket.policy_version == self._updating,
-            f"a bucket of version {bucket.policy_version} came while loading {self._updating}",
+            chunk.policy_version == self._updating,
+            f"a chunk of version {chunk.policy_version} came while loading {self._updating}",
         )
-        self._buckets.add(bucket.index)
-        self._expected_buckets = bucket.count
+        self._chunks.add(chunk.index)
+        self._expected_chunks = chunk.count
 
     async def finish_weight_update(self, policy_version: int) -> None:
-        """Fourth weight verb: every bucket must have come."""
+        """Fourth weight verb: every chunk must have come."""
         self._check_alive()
         self._require(policy_version == self._updating, f"version {policy_version} was not being loaded")
         self._require(
-            self._expected_buckets == len(self._buckets),
-            f"{len(self._buckets)} of {self._expected_buckets} buckets of version {policy_version} came",
+            self._expected_chunks == len(self._chunks),
+            f"{len(self._chunks)} of {self._expected_chunks} chunks of version {policy_version} came",
         )
         self._version, self._updating = policy_version, None
 

@@ -3,7 +3,7 @@
 Written against vLLM 0.32. The engine never sees the trainer's files: it starts from a config.json with dummy weights,
 tokens go in and tokens come out, and every weight reaches it through the four weight verbs. What was run: CPU, with the
 memfd transport, tensor parallel 1 and 2. The ipc and nccl transports go through vLLM's own CUDA engines
-(`vllm_publish`) and have not been run.
+(`vllm_weight_sender`) and have not been run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import async_llm, exceptions
 
 from libra_jax import config, protocols
-from libra_jax.engines import vllm_kv_transfer, vllm_launch, vllm_update
+from libra_jax.engines import vllm_kv_transfer, vllm_launch, vllm_weight_check
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ def create(
         )
     vllm_kv_transfer.check(settings)
     launch = vllm_launch.Launch(name, model_config, settings, tensor_parallel, seed, cpu_cores, log_path, hybrid)
-    return VllmEngine(name, settings, tensor_parallel, launch, vllm_update.Checker(name, model_config))
+    return VllmEngine(name, settings, tensor_parallel, launch, vllm_weight_check.Checker(name, model_config))
 
 
 class VllmEngine:
@@ -79,7 +79,7 @@ class VllmEngine:
         rollout: config.RolloutConfig,
         tensor_parallel: int,
         launch: vllm_launch.Launch,
-        update: vllm_update.Checker,
+        update: vllm_weight_check.Checker,
     ) -> None:
         self.name = name
         self._rollout = rollout
@@ -284,7 +284,7 @@ class VllmEngine:
         await self.health()
 
     async def init_weight_transfer(self, transport: Mapping[str, Any]) -> None:
-        """First weight verb. The CUDA transports meet the trainer later, when their first bucket says where."""
+        """First weight verb. The CUDA transports meet the trainer later, when their first chunk says where."""
         kind = transport.get("kind")
         if kind != self._rollout.transport:
             raise protocols.ConfigError(
@@ -308,22 +308,22 @@ class VllmEngine:
         await self._call("prepare for new weights", engine.start_weight_update())
         self._loading = True
 
-    async def update_weights(self, bucket: protocols.WeightBucket) -> None:
-        """Third weight verb: loads one bucket.
+    async def update_weights(self, chunk: protocols.WeightChunk) -> None:
+        """Third weight verb: loads one chunk.
 
         Raises:
           WorkerLost: the engine died, or (with several workers) the bytes arrived damaged.
           LibraError: a tensor is not the model's by name or shape, or the bytes arrived damaged.
         """
         engine = self._serving()
-        self._update.add(bucket)
-        request = weight_transfer.WeightTransferUpdateRequest(update_info=vllm_update.payload(bucket))
-        init_info = bucket.transport.get("init_info")
+        self._update.add(chunk)
+        request = weight_transfer.WeightTransferUpdateRequest(update_info=vllm_weight_check.payload(chunk))
+        init_info = chunk.transport.get("init_info")
         if init_info is not None and init_info != self._init_info:
             await self._open_transport(init_info)
             self._init_info = init_info
         self._loading = False  # An error in a worker closes vLLM's session.
-        await self._call(f"load weight bucket {bucket.index}", engine.update_weights(request))
+        await self._call(f"load weight chunk {chunk.index}", engine.update_weights(request))
         self._loading = True
 
     async def finish_weight_update(self, policy_version: int) -> None:
@@ -331,7 +331,7 @@ class VllmEngine:
 
         Raises:
           WorkerLost: the engine died.
-          LibraError: a bucket or a tensor did not come.
+          LibraError: a chunk or a tensor did not come.
         """
         engine = self._serving()
         self._update.finish(policy_version)

@@ -31,7 +31,7 @@ def register() -> None:
 
     if TRANSPORT not in factory.WeightTransferEngineFactory._registry:
         factory.WeightTransferEngineFactory.register_engine(
-            TRANSPORT, "libra_jax.engines.vllm_memfd", "MemfdWeightTransferEngine"
+            TRANSPORT, "libra_jax.engines.vllm_weight_loader", "MemfdWeightTransferEngine"
         )
     if multiprocessing.parent_process() is None:
         return

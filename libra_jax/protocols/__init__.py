@@ -31,7 +31,7 @@ from libra_jax.protocols.errors import (
     WorkerLost,
 )
 from libra_jax.protocols.generation import NO_VERSION, FinishReason, GenerationRequest, SamplingParams, TokenDelta
-from libra_jax.protocols.rollout import EngineInfo, RolloutEngine, WeightBucket, WeightEntry
+from libra_jax.protocols.rollout import EngineInfo, RolloutEngine, WeightChunk, WeightEntry
 from libra_jax.protocols.scheduling import (
     EVALUATION_GROUP,
     Instance,
@@ -137,7 +137,7 @@ __all__ = [
     "TrainerLost",
     "Trajectory",
     "Turn",
-    "WeightBucket",
+    "WeightChunk",
     "WeightEntry",
     "WorkerLost",
 ]

@@ -26,9 +26,9 @@ class Faulty(fake_engine.FakeEngine):
         await self.fault("pause")
         await super().pause()
 
-    async def update_weights(self, bucket: protocols.WeightBucket) -> None:
+    async def update_weights(self, chunk: protocols.WeightChunk) -> None:
         await self.fault("update_weights")
-        await super().update_weights(bucket)
+        await super().update_weights(chunk)
 
     async def start(self) -> protocols.EngineInfo:
         await self.fault("start")

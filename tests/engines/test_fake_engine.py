@@ -34,14 +34,14 @@ def tokens_of(deltas) -> list[int]:
     return [token for delta in deltas for token in delta.token_ids]
 
 
-def bucket(version: int, index: int, count: int) -> protocols.WeightBucket:
-    return protocols.WeightBucket(version, index, count, (), 0, {"kind": "memfd"})
+def chunk(version: int, index: int, count: int) -> protocols.WeightChunk:
+    return protocols.WeightChunk(version, index, count, (), 0, {"kind": "memfd"})
 
 
 async def update(engine, version: int) -> None:
     await engine.pause()
     await engine.start_weight_update(version)
-    await engine.update_weights(bucket(version, 0, 1))
+    await engine.update_weights(chunk(version, 0, 1))
     await engine.finish_weight_update(version)
     await engine.resume()
 
@@ -152,10 +152,10 @@ def test_weight_verbs_out_of_order_or_incomplete_are_refused():
             await engine.start_weight_update(1)
         await engine.init_weight_transfer({"kind": "memfd"})
         await engine.start_weight_update(1)
-        with pytest.raises(protocols.LibraError, match="a bucket of version 2 came while loading 1"):
-            await engine.update_weights(bucket(2, 0, 1))
-        await engine.update_weights(bucket(1, 0, 2))
-        with pytest.raises(protocols.LibraError, match="1 of 2 buckets of version 1 came"):
+        with pytest.raises(protocols.LibraError, match="a chunk of version 2 came while loading 1"):
+            await engine.update_weights(chunk(2, 0, 1))
+        await engine.update_weights(chunk(1, 0, 2))
+        with pytest.raises(protocols.LibraError, match="1 of 2 chunks of version 1 came"):
             await engine.finish_weight_update(1)
 
     asyncio.run(body())

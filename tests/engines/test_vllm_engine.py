@@ -15,7 +15,7 @@ import torch
 import vllm_host
 
 from libra_jax import protocols
-from libra_jax.interop import publication
+from libra_jax.weights import snapshot
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -146,13 +146,13 @@ def test_a_context_without_room_is_refused_by_name(host):
         host.run(host.sample(tuple([5] * vllm_host.CONTEXT), 1.0, 8))
 
 
-def damaged(bucket: protocols.WeightBucket, **changes) -> protocols.WeightBucket:
-    first, *others = bucket.entries
-    return dataclasses.replace(bucket, entries=(dataclasses.replace(first, **changes), *others))
+def damaged(chunk: protocols.WeightChunk, **changes) -> protocols.WeightChunk:
+    first, *others = chunk.entries
+    return dataclasses.replace(chunk, entries=(dataclasses.replace(first, **changes), *others))
 
 
 async def broken_update(host: vllm_host.Host, params: dict, damage) -> None:
-    publisher = publication.Publisher(host.shape, "float32", 200_000, "memfd", True)
+    publisher = snapshot.HostSnapshot(host.shape, "float32", 200_000, "memfd", True)
     publisher.open(77, params)
     try:
         await host.engine.pause()
@@ -167,15 +167,15 @@ async def broken_update(host: vllm_host.Host, params: dict, damage) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda bucket: damaged(bucket, name="model.no_such.weight"), "model.no_such.weight is not part of"),
+        (lambda chunk: damaged(chunk, name="model.no_such.weight"), "model.no_such.weight is not part of"),
         (
-            lambda bucket: damaged(bucket, shape=(52, 192)),
+            lambda chunk: damaged(chunk, shape=(52, 192)),
             r"embed_tokens.weight has shape \(52, 192\), not",
         ),
-        (lambda bucket: dataclasses.replace(bucket, policy_version=78), "of version 78 came while version 77"),
-        (None, "0 of 0 weight buckets"),
-        (lambda bucket: bucket, r"1 of \d+ weight buckets"),
-        (lambda bucket: dataclasses.replace(bucket, count=1), r"lacks lm_head.weight \(\d+ tensors in all\)"),
+        (lambda chunk: dataclasses.replace(chunk, policy_version=78), "of version 78 came while version 77"),
+        (None, "0 of 0 weight chunks"),
+        (lambda chunk: chunk, r"1 of \d+ weight chunks"),
+        (lambda chunk: dataclasses.replace(chunk, count=1), r"lacks lm_head.weight \(\d+ tensors in all\)"),
     ],
     ids=["unknown", "shape", "version", "none", "incomplete", "missing"],
 )
@@ -197,8 +197,8 @@ def test_damaged_bytes_are_told_by_their_checksum_and_the_next_update_mends_it(h
     if host.info.tensor_parallel > 1:
         pytest.skip("one of several workers that fails costs the engine: the next test but one loses it to a kill")
     params = vllm_host.random_params(host.shape, seed=51)
-    with pytest.raises(protocols.LibraError, match="bucket 0 of version 77 arrived damaged"):
-        host.run(broken_update(host, params, lambda bucket: dataclasses.replace(bucket, checksum="0" * 32)))
+    with pytest.raises(protocols.LibraError, match="chunk 0 of version 77 arrived damaged"):
+        host.run(broken_update(host, params, lambda chunk: dataclasses.replace(chunk, checksum="0" * 32)))
     version = host.run(host.sync(host.shape, params))
     assert set(vllm_host.flatten(host.run(host.sample(vllm_host.PROMPTS[0], 1.0, 16)))[2]) == {version}
 

@@ -9,9 +9,9 @@ import torch
 import vllm_host
 
 from libra_jax import config, protocols
-from libra_jax.engines import vllm_engine, vllm_kv_transfer, vllm_publish
-from libra_jax.interop import publication
+from libra_jax.engines import vllm_engine, vllm_kv_transfer, vllm_weight_sender
 from libra_jax.models import config as models_config
+from libra_jax.weights import snapshot
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -51,7 +51,7 @@ def test_a_cuda_transport_without_cuda_is_refused_by_field(transport):
     with pytest.raises(protocols.ConfigError, match=f"rollout.transport: '{transport}' needs CUDA"):
         vllm_engine.create("remote", models_config.to_hf(vllm_host.QWEN3), rollout, 1, seed=0)
     with pytest.raises(protocols.ConfigError, match=f"rollout.transport: '{transport}' needs CUDA"):
-        publication.create(vllm_host.QWEN3, "float32", 1 << 20, transport, False, (1,), 300.0)
+        snapshot.create(vllm_host.QWEN3, "float32", 1 << 20, transport, False, (1,), 300.0)
 
 
 class Connected:
@@ -67,12 +67,12 @@ def test_an_engine_that_never_joins_is_a_sentence_and_one_that_joins_late_is_ser
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     joined, engine = threading.Event(), Connected()
 
-    def connect(sender: vllm_publish.Sender, info: object) -> Connected:
+    def connect(sender: vllm_weight_sender.Sender, info: object) -> Connected:
         joined.wait(30)
         return engine
 
-    monkeypatch.setattr(vllm_publish.Sender, "_connect", connect)
-    sender = vllm_publish.Sender("nccl", workers=2, seconds=0.2)
+    monkeypatch.setattr(vllm_weight_sender.Sender, "_connect", connect)
+    sender = vllm_weight_sender.Sender("nccl", workers=2, seconds=0.2)
     address = sender.begin([("model.norm.weight", torch.ones(3))])
     assert (address["init_info"]["world_size"], address["update_info"]["shapes"]) == (3, [[3]])
     with pytest.raises(protocols.DeadlineMissed, match=r"over nccl, within 0\.2 s.*config\.deadlines\.publish"):

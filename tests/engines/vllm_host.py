@@ -14,9 +14,9 @@ import transformers
 
 from libra_jax import config, protocols
 from libra_jax.engines import vllm_engine
-from libra_jax.interop import dlpack, publication
 from libra_jax.models import config as models_config
 from libra_jax.models import transformer
+from libra_jax.weights import snapshot
 
 CORE = max(os.sched_getaffinity(0))
 """The core of the engine of a single worker."""
@@ -56,7 +56,7 @@ class Host:
     async def sync(self, shape: models_config.TransformerConfig, params: dict) -> int:
         """Publishes as the coordinator does; returns the version."""
         self.version += 1
-        publisher = publication.Publisher(shape, "float32", 200_000, "memfd", True)
+        publisher = snapshot.HostSnapshot(shape, "float32", 200_000, "memfd", True)
         count = publisher.open(self.version, params)
         assert count > 2
         await self.engine.pause()
@@ -135,11 +135,11 @@ def reference_model(shape, params) -> transformers.PreTrainedModel:
     hf_config = transformers.AutoConfig.for_model(**models_config.to_hf(shape))
     model = transformers.AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager").float().eval()
     state = {}
-    for entry in publication.published_entries(shape):
+    for entry in snapshot.wire_entries(shape):
         leaf = params
         for key in entry.path:
             leaf = leaf[key]
-        tensor = dlpack.to_torch(leaf)
+        tensor = snapshot.to_torch(leaf)
         state[entry.hf_name] = (tensor if entry.layer is None else tensor[entry.layer]).clone()
     model.load_state_dict(state)
     return model

@@ -1,6 +1,6 @@
-"""A replica's end of a side channel, as a process of its own that goes wrong in one way.
+"""A replica's end of a gradient channel, as a process of its own that goes wrong in one way.
 
-Run as `python side_channel_peer.py MODE ADDRESS PART_BYTES`. It prints "connected" (or "announced") and then:
+Run as `python gradient_channel_peer.py MODE ADDRESS PART_BYTES`. It prints "connected" (or "announced") and then:
   sends: sends two sums, of versions 3 and 4, and waits to be told to end;
   silent: sends nothing until it is killed;
   dies_in_header: sends half a header, and kills itself;
@@ -19,9 +19,9 @@ import torch
 from torch import distributed
 
 from libra_jax import parent_death
-from libra_jax.interop import side_channel
+from libra_jax.weights import gradient_channel
 
-HEADER = side_channel.Header("r", 7, 3, "d", 0, 1, {"entropy": (1.5, 2.0)}, {"ratio": 1.25})
+HEADER = gradient_channel.Header("r", 7, 3, "d", 0, 1, {"entropy": (1.5, 2.0)}, {"ratio": 1.25})
 
 
 def arrays(version):
@@ -34,7 +34,7 @@ def _die():
 
 def main(mode, address, part_bytes):
     parent_death.die_with_parent(os.getppid())
-    side_channel.PART_BYTES = part_bytes
+    gradient_channel.PART_BYTES = part_bytes
     rank = address["ranks"] - 1
     if mode == "announced":
         seconds = datetime.timedelta(seconds=20)
@@ -45,22 +45,22 @@ def main(mode, address, part_bytes):
         print("announced", flush=True)
         sys.stdin.readline()
         return
-    channel = side_channel.Channel(address, rank, 20)
+    channel = gradient_channel.Channel(address, rank, 20)
     channel.wait(20)
     print("connected", flush=True)
     if mode == "sends":
         for version in (3, 4):
-            header = side_channel.Header(**{**vars(HEADER), "version": version})
+            header = gradient_channel.Header(**{**vars(HEADER), "version": version})
             channel.send(header, arrays(version), 20)
     elif mode == "dies_in_message":
         kinds = [(str(array.dtype), array.shape) for array in arrays(3)]
-        head = torch.from_numpy(side_channel._encode(HEADER, kinds))
+        head = torch.from_numpy(gradient_channel._encode(HEADER, kinds))
         channel._group.send([head], 0, head.nbytes).wait()
         part = torch.zeros(part_bytes, dtype=torch.uint8)
         channel._group.send([part], 0, part.nbytes).wait()
         _die()
     elif mode == "dies_in_header":
-        channel._group.send([torch.zeros(side_channel.HEADER_BYTES // 2, dtype=torch.uint8)], 0, 0)
+        channel._group.send([torch.zeros(gradient_channel.HEADER_BYTES // 2, dtype=torch.uint8)], 0, 0)
         _die()
     sys.stdin.readline()
 

@@ -13,15 +13,15 @@ import jax
 import torch
 
 from libra_jax import protocols
-from libra_jax.interop import publication
 from libra_jax.models import config as models_config
+from libra_jax.weights import snapshot
 
-SENDER = "libra_jax.engines.vllm_publish"
-"""Named, not imported: interop does not depend on an engine."""
+SENDER = "libra_jax.engines.vllm_weight_sender"
+"""Named, not imported: weights do not depend on an engine."""
 
 
-class DevicePublisher:
-    """`publication.Publisher`'s methods over the ipc and nccl transports; one bucket holds the whole model."""
+class DeviceSnapshot:
+    """`snapshot.HostSnapshot`'s methods over the ipc and nccl transports; one chunk holds the whole model."""
 
     def __init__(
         self,
@@ -31,16 +31,16 @@ class DevicePublisher:
         workers: int,
         publish_seconds: float,
     ) -> None:
-        self._sources = publication.published_entries(model_config)
+        self._sources = snapshot.wire_entries(model_config)
         self._dtype_name = dtype
         self._dtype = getattr(torch, dtype)
         self._sender = importlib.import_module(SENDER).Sender(transport, workers, publish_seconds)
         self._version: int | None = None
-        self._bucket: protocols.WeightBucket | None = None
+        self._chunk: protocols.WeightChunk | None = None
 
     def open(self, version: int, params: Mapping[str, Any]) -> int:
-        """Takes the snapshot and begins to send; see `publication.Publisher.open`."""
-        leaves = {source.path: publication.leaf(params, source) for source in self._sources}
+        """Takes the snapshot and begins to send; see `snapshot.HostSnapshot.open`."""
+        leaves = {source.path: snapshot.leaf(params, source) for source in self._sources}
         gathered: dict[tuple[str, ...], torch.Tensor] = {}
         for path, leaf in leaves.items():
             device = min(leaf.sharding.device_set, key=lambda item: item.id)
@@ -57,22 +57,22 @@ class DevicePublisher:
             offset += tensor.nbytes
         address = self._sender.begin(snapshot)
         self._version = version
-        self._bucket = protocols.WeightBucket(version, 0, 1, tuple(entries), offset, address)
+        self._chunk = protocols.WeightChunk(version, 0, 1, tuple(entries), offset, address)
         return 1
 
-    def stage(self, version: int, index: int) -> protocols.WeightBucket:
-        """The one bucket."""
-        if version != self._version or index != 0 or self._bucket is None:
-            raise protocols.LibraError(f"bucket {index} of version {version} cannot be staged: {self._version} is open")
-        return self._bucket
+    def stage(self, version: int, index: int) -> protocols.WeightChunk:
+        """The one chunk."""
+        if version != self._version or index != 0 or self._chunk is None:
+            raise protocols.LibraError(f"chunk {index} of version {version} cannot be staged: {self._version} is open")
+        return self._chunk
 
     def close(self, version: int) -> None:
         """Waits for the last byte and frees the snapshot."""
         if version == self._version:
-            self._version, self._bucket = None, None
+            self._version, self._chunk = None, None
             self._sender.end()
 
     def shutdown(self) -> None:
         """Closes the transport. Idempotent."""
-        self._version, self._bucket = None, None
+        self._version, self._chunk = None, None
         self._sender.shutdown()

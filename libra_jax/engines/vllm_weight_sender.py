@@ -3,7 +3,7 @@
 Written against vLLM 0.32's source; NOT RUN YET, on any machine. ipc is for a trainer and an engine on the same GPU,
 nccl for an engine on other GPUs; both serve one rollout instance. vLLM's trainer engines call the inference side
 themselves; here the coordinator does that, so that the client which they are given does nothing, and what they would
-have sent travels in the bucket: `init_info` once, `update_info` for each version.
+have sent travels in the chunk: `init_info` once, `update_info` for each version.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Sender:
           snapshot: tensors in memory that torch allocated on the sending GPU; kept until `end`.
 
         Returns:
-          The bucket's transport address.
+          The chunk's transport address.
         """
         self.end()
         self._source.snapshot = snapshot
@@ -134,7 +134,7 @@ class Sender:
         return {"kind": "nccl", "init_info": init, "update_info": update}
 
     def _send_nccl(self) -> None:
-        """Both calls wait for the receiving workers, which join when the bucket reaches their engine."""
+        """Both calls wait for the receiving workers, which join when the chunk reaches their engine."""
         if self._engine is None:
             self._engine = self._connect(self._info)
         self._engine.send_weights()

@@ -1,13 +1,13 @@
 """The relays of a run: how published weights come to hosts other than the one of the trainer's first process.
 
-They form a tree whose root reads the trainer's memory, and every other one of which receives each bucket once, from
+They form a tree whose root reads the trainer's memory, and every other one of which receives each chunk once, from
 the one above it, and passes it on to at most `FAN_OUT` below. The trainer's host so sends `FAN_OUT` copies however many
-hosts there are, and the last host has a bucket after as many hops as the tree is deep; buckets follow each other, so
-that a version of S bytes in b buckets takes about FAN_OUT x S / bandwidth x (1 + depth / b). It costs the coordinator
-two calls a bucket and host, beside the engines' own: with doubles of 1,280 hosts 0.5 ms of its CPU in all, to which
-come Ray's for each call. Where hosts are so many, larger buckets (`rollout.bucket_mib`) make up for it.
+hosts there are, and the last host has a chunk after as many hops as the tree is deep; chunks follow each other, so
+that a version of S bytes in b chunks takes about FAN_OUT x S / bandwidth x (1 + depth / b). It costs the coordinator
+two calls a chunk and host, beside the engines' own: with doubles of 1,280 hosts 0.5 ms of its CPU in all, to which
+come Ray's for each call. Where hosts are so many, larger chunks (`rollout.bucket_mib`) make up for it.
 
-A bucket that does not come as it should, because the one above is gone or slow or it arrived damaged, is asked for once
+A chunk that does not come as it should, because the one above is gone or slow or it arrived damaged, is asked for once
 more, from the root over a new link. A relay to which it does not come then either, or not within `deadlines.publish`,
 is given up, and made again when its host next needs weights; whoever waits for its copy learns why, and the others go
 on. Each host sees to its own relay: one that is made anew, on a host that takes a lost one's place perhaps, is in
@@ -25,7 +25,7 @@ from libra_jax import config as configuration
 from libra_jax import deadlines, protocols
 
 FAN_OUT = 2
-"""Relays, at most, to which one passes a bucket on."""
+"""Relays, at most, to which one passes a chunk on."""
 
 ANSWER_SECONDS = 15.0
 """For a relay to say that it is there, where nobody waits for what it brings."""
@@ -35,17 +35,17 @@ MAKE_SECONDS = 60.0
 
 T = TypeVar("T")
 
-Buckets = Sequence["asyncio.Future[protocols.WeightBucket]"]
-"""The buckets of a version, in order, as they come."""
+Chunks = Sequence["asyncio.Future[protocols.WeightChunk]"]
+"""The chunks of a version, in order, as they come."""
 
 
-def expected(count: int) -> list[asyncio.Future[protocols.WeightBucket]]:
-    """Buckets that have not come yet."""
+def expected(count: int) -> list[asyncio.Future[protocols.WeightChunk]]:
+    """Chunks that have not come yet."""
     return [asyncio.get_running_loop().create_future() for _ in range(count)]
 
 
 async def came(awaited: asyncio.Future[T]) -> T:
-    """Awaits a bucket, or what several wait for; whoever is cancelled in this leaves it to come for others."""
+    """Awaits a chunk, or what several wait for; whoever is cancelled in this leaves it to come for others."""
     await asyncio.wait({awaited})
     return awaited.result()
 
@@ -61,7 +61,7 @@ class Relay:
       life: counts its processes.
       epoch: counts the links over which it received.
       link: the host that it receives from, and the life of the relay there; None while it has no link.
-      kept: the buckets that lie on its host, by number, with the checksum of each as published.
+      kept: the chunks that lie on its host, by number, with the checksum of each as published.
       making: held while its process is looked after.
     """
 
@@ -71,11 +71,11 @@ class Relay:
     life: int = 0
     epoch: int = 0
     link: tuple[int, int] | None = None
-    kept: dict[int, protocols.WeightBucket] = field(default_factory=dict)
+    kept: dict[int, protocols.WeightChunk] = field(default_factory=dict)
     making: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-class Relays:
+class RelayTree:
     """All relays of a run. Made inside the event loop it serves; one version, or one host, at a time.
 
     Args:
@@ -121,13 +121,13 @@ class Relays:
         return await self._made(self._relays[host]) if host is not None and self.serve(host) else None
 
     async def pass_on(
-        self, staged: Buckets, copies: Mapping[int, Buckets], needed: Collection[int], lent: Collection[int] = ()
+        self, staged: Chunks, copies: Mapping[int, Chunks], needed: Collection[int], lent: Collection[int] = ()
     ) -> None:
         """Gives hosts a version; `copies` come as they do, or all with the error for which their host is given up.
 
         Args:
-          staged: its buckets on the trainer's host, as they come.
-          copies: for each host, its buckets there; none has come yet.
+          staged: its chunks on the trainer's host, as they come.
+          copies: for each host, its chunks there; none has come yet.
           needed: hosts that have engines to be given the version. Others get it if their relay is there: one that is
             not, because its host is being replaced, say, is made when an engine of its host comes back (`ready`).
           lent: hosts that have engines asleep, whose devices train: their relays are made, too, where that is quick.
@@ -167,10 +167,10 @@ class Relays:
             for answer in answering.values():
                 deadlines.abandon(answer)
 
-    async def _supply(self, relay: Relay, staged: Buckets, copies: Mapping[int, Buckets], begin: float) -> None:
+    async def _supply(self, relay: Relay, staged: Chunks, copies: Mapping[int, Chunks], begin: float) -> None:
         arrived = 0
-        for number, bucket in enumerate(staged):
-            source = await came(bucket)
+        for number, chunk in enumerate(staged):
+            source = await came(chunk)
             try:
                 held = relay.kept.get(number)
                 if held is None or held.checksum is None or not _same(held, source):
@@ -187,39 +187,39 @@ class Relays:
         self._recorder.status(relay.spec.name, f"keeps version {source.policy_version}")
 
     async def _fetch(
-        self, relay: Relay, bucket: protocols.WeightBucket, copies: Mapping[int, Buckets]
-    ) -> protocols.WeightBucket:
-        """A bucket comes to a host: from the relay above once that has it, else from the root."""
-        above, source = self._root, bucket
+        self, relay: Relay, chunk: protocols.WeightChunk, copies: Mapping[int, Chunks]
+    ) -> protocols.WeightChunk:
+        """A chunk comes to a host: from the relay above once that has it, else from the root."""
+        above, source = self._root, chunk
         if relay.link is not None and relay.link[0] != self._root.host:
             try:
-                source = await came(copies[relay.link[0]][bucket.index])
+                source = await came(copies[relay.link[0]][chunk.index])
                 above = self._relays[relay.link[0]]
             except protocols.LibraError:
                 relay.link = None  # that host is given up
-        what = f"{relay.spec.name}, asked to bring bucket {bucket.index} to host {relay.host},"
-        work = self._fetch_from(above, relay, source, bucket)
+        what = f"{relay.spec.name}, asked to bring chunk {chunk.index} to host {relay.host},"
+        work = self._fetch_from(above, relay, source, chunk)
         return await deadlines.within(self._limits.publish, work, what, "publish")
 
     async def _fetch_from(
-        self, above: Relay, relay: Relay, source: protocols.WeightBucket, bucket: protocols.WeightBucket
-    ) -> protocols.WeightBucket:
+        self, above: Relay, relay: Relay, source: protocols.WeightChunk, chunk: protocols.WeightChunk
+    ) -> protocols.WeightChunk:
         try:
             if relay.link != (above.host, above.life):
                 raise protocols.WorkerLost(f"{relay.spec.name} has no link to {above.spec.name}")
             return await self._transfer(above, relay, source)
         except protocols.LibraError as error:
             self._recorder.note(
-                f"Bucket {bucket.index} of version {bucket.policy_version} did not come to host {relay.host} from host "
+                f"Chunk {chunk.index} of version {chunk.policy_version} did not come to host {relay.host} from host "
                 f"{above.host} ({error}); it is asked for again."
             )
         # A link that has failed is used no more. The root may be gone, too: whoever finds that first makes it again.
         if (error_of_root := await self._made(self._root)) is not None:
             raise error_of_root
         await self._connect(self._root, relay)
-        return await self._transfer(self._root, relay, bucket)
+        return await self._transfer(self._root, relay, chunk)
 
-    async def _transfer(self, above: Relay, relay: Relay, source: protocols.WeightBucket) -> protocols.WeightBucket:
+    async def _transfer(self, above: Relay, relay: Relay, source: protocols.WeightChunk) -> protocols.WeightChunk:
         relay.kept.pop(source.index, None)  # it is written over
         if above.proxy is None or relay.proxy is None:
             raise protocols.WorkerLost(f"{(relay if relay.proxy is None else above).spec.name} has been given up")
@@ -229,7 +229,7 @@ class Relays:
         return copy
 
     async def _try_to_connect(self, above: Relay, relay: Relay) -> None:
-        """One that stays without a link is given another when the first bucket is due."""
+        """One that stays without a link is given another when the first chunk is due."""
         try:
             await self._connect(above, relay)
         except protocols.LibraError as error:
@@ -303,12 +303,12 @@ class Relays:
         return await deadlines.within(seconds, work, f"{relay.spec.name}, asked to {what},", "publish")
 
 
-def _same(held: protocols.WeightBucket, source: protocols.WeightBucket) -> bool:
+def _same(held: protocols.WeightChunk, source: protocols.WeightChunk) -> bool:
     """The bytes are those that are asked for: of this version, and of no other trainer that had it before."""
     return (held.policy_version, held.checksum) == (source.policy_version, source.checksum)
 
 
-def _fail(copies: Buckets, error: protocols.LibraError) -> None:
+def _fail(copies: Chunks, error: protocols.LibraError) -> None:
     for copy in copies:
         if not copy.done():
             copy.set_exception(error)

@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 
 from libra_jax import protocols
-from libra_jax.interop import memfd, publication, relay, side_channel
 from libra_jax.models import config as models_config
 from libra_jax.models import transformer
+from libra_jax.weights import gradient_channel, memfd, relay, snapshot
 
 SECONDS = 20.0
 
 
 @pytest.fixture
-def snapshot():
-    """Publishes random parameters as a version; returns its buckets."""
+def sync():
+    """Publishes random parameters as a version; returns its chunks."""
     shape = dataclasses.replace(models_config.load_preset("libra-tiny"), num_layers=2, vocab_size=104)
-    publisher = publication.Publisher(shape, "float32", 200_000, "memfd", True)
+    publisher = snapshot.HostSnapshot(shape, "float32", 200_000, "memfd", True)
 
     def publish(version):
         count = publisher.open(version, transformer.init_params(shape, jax.random.key(version)))
@@ -34,8 +34,8 @@ def snapshot():
     publisher.shutdown()
 
 
-def content(bucket):
-    return memfd.open_peer(bucket.transport)[: bucket.nbytes]
+def content(chunk):
+    return memfd.open_peer(chunk.transport)[: chunk.nbytes]
 
 
 async def link(above, below, name, epoch=1):
@@ -59,27 +59,27 @@ def chain(body, count=3, seconds=SECONDS):
     asyncio.run(main())
 
 
-async def carry(above, below, name, bucket):
-    _, copy = await asyncio.gather(above.send(bucket, name), below.receive(bucket))
+async def carry(above, below, name, chunk):
+    _, copy = await asyncio.gather(above.send(chunk, name), below.receive(chunk))
     return copy
 
 
-@pytest.mark.parametrize("part_bytes", [1 << 26, 100_000], ids=["a message a bucket", "several"])
+@pytest.mark.parametrize("part_bytes", [1 << 26, 100_000], ids=["a message a chunk", "several"])
 def test_every_relay_keeps_what_was_published_bit_for_bit_in_the_same_memory_for_every_version(
-    snapshot, monkeypatch, part_bytes
+    sync, monkeypatch, part_bytes
 ):
-    monkeypatch.setattr(side_channel, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(gradient_channel, "PART_BYTES", part_bytes)
 
     async def body(root, first, second):
         places = []
         for version in (1, 2):
             copies = []
-            for bucket in snapshot(version):
-                copy = await carry(root, first, "relay-1", bucket)
+            for chunk in sync(version):
+                copy = await carry(root, first, "relay-1", chunk)
                 further = await carry(first, second, "relay-2", copy)
-                assert content(bucket) == content(copy) == content(further)
-                assert dataclasses.replace(further, transport=bucket.transport) == bucket
-                assert len({made.transport["inode"] for made in (bucket, copy, further)}) == 3
+                assert content(chunk) == content(copy) == content(further)
+                assert dataclasses.replace(further, transport=chunk.transport) == chunk
+                assert len({made.transport["inode"] for made in (chunk, copy, further)}) == 3
                 copies.append(further)
             assert len(copies) > 2
             places.append([copy.transport for copy in copies])
@@ -89,43 +89,43 @@ def test_every_relay_keeps_what_was_published_bit_for_bit_in_the_same_memory_for
     chain(body)
 
 
-def test_another_version_or_damaged_bytes_are_refused_and_the_link_goes_on(snapshot):
+def test_another_version_or_damaged_bytes_are_refused_and_the_link_goes_on(sync):
     async def body(root, first):
-        bucket = snapshot(3)[0]
-        stale = dataclasses.replace(bucket, policy_version=2)
-        with pytest.raises(protocols.LibraError, match=r"relay-1 was sent bucket 0 of version 2 in place of bucket 0"):
-            await asyncio.gather(root.send(stale, "relay-1"), first.receive(bucket))
-        owner = memfd.Owner(bucket.nbytes, "a test")
-        owner.buffer[: bucket.nbytes] = bytes(bucket.nbytes)
-        damaged = dataclasses.replace(bucket, transport=owner.address)
-        with pytest.raises(protocols.LibraError, match=r"bucket 0 of version 3 came to relay-1 damaged: checksum"):
-            await asyncio.gather(root.send(damaged, "relay-1"), first.receive(bucket))
+        chunk = sync(3)[0]
+        stale = dataclasses.replace(chunk, policy_version=2)
+        with pytest.raises(protocols.LibraError, match=r"relay-1 was sent chunk 0 of version 2 in place of chunk 0"):
+            await asyncio.gather(root.send(stale, "relay-1"), first.receive(chunk))
+        owner = memfd.Owner(chunk.nbytes, "a test")
+        owner.buffer[: chunk.nbytes] = bytes(chunk.nbytes)
+        damaged = dataclasses.replace(chunk, transport=owner.address)
+        with pytest.raises(protocols.LibraError, match=r"chunk 0 of version 3 came to relay-1 damaged: checksum"):
+            await asyncio.gather(root.send(damaged, "relay-1"), first.receive(chunk))
         owner.close()
-        assert content(await carry(root, first, "relay-1", bucket)) == content(bucket)
+        assert content(await carry(root, first, "relay-1", chunk)) == content(chunk)
 
     chain(body, 2)
 
 
-def test_a_bucket_that_does_not_come_in_time_closes_the_link_and_another_link_brings_it(snapshot):
+def test_a_chunk_that_does_not_come_in_time_closes_the_link_and_another_link_brings_it(sync):
     async def body(root, first):
-        bucket = snapshot(1)[0]
-        with pytest.raises(side_channel.SideChannelError, match=r"relay-1 \(epoch 1\) is closed: the other side took"):
-            await first.receive(bucket)
-        with pytest.raises(side_channel.SideChannelError, match="is closed"):
-            await root.send(bucket, "relay-1")
+        chunk = sync(1)[0]
+        with pytest.raises(gradient_channel.ChannelError, match=r"relay-1 \(epoch 1\) is closed: the other side took"):
+            await first.receive(chunk)
+        with pytest.raises(gradient_channel.ChannelError, match="is closed"):
+            await root.send(chunk, "relay-1")
         await link(root, first, "relay-1", 2)
-        assert content(await carry(root, first, "relay-1", bucket)) == content(bucket)
+        assert content(await carry(root, first, "relay-1", chunk)) == content(chunk)
 
     chain(body, 2, seconds=1.0)
 
 
-def test_who_has_no_link_or_another_relays_is_told_so(snapshot):
+def test_who_has_no_link_or_another_relays_is_told_so(sync):
     async def body(root, first):
-        bucket = snapshot(1)[0]
+        chunk = sync(1)[0]
         with pytest.raises(protocols.LibraError, match="relay-0 has no link to relay-7: call connect first"):
-            await root.send(bucket, "relay-7")
+            await root.send(chunk, "relay-7")
         with pytest.raises(protocols.LibraError, match="relay-0 has no link to receive over: call listen first"):
-            await root.receive(bucket)
+            await root.receive(chunk)
         address = await first.listen(5)
         with pytest.raises(protocols.LibraError, match=r"link of relay-1 \(epoch 5\) is not .* relay-1 in epoch 4"):
             await root.connect("relay-1", 4, address)
@@ -136,53 +136,53 @@ def test_who_has_no_link_or_another_relays_is_told_so(snapshot):
 SENDER = """
 import asyncio, json, sys
 from libra_jax import protocols
-from libra_jax.interop import memfd, relay, side_channel
+from libra_jax.weights import memfd, relay, gradient_channel
 
 async def main(address, nbytes):
     made = relay.create("relay-0", 20.0, "127.0.0.1:1")
-    side_channel.PART_BYTES = nbytes // 4
+    gradient_channel.PART_BYTES = nbytes // 4
     await made.connect("relay-1", 1, address)
     owner = memfd.Owner(nbytes, "a test")
-    bucket = protocols.WeightBucket(1, 0, 1, (), nbytes, owner.address)
-    give, given = side_channel.Channel._give, []
+    chunk = protocols.WeightChunk(1, 0, 1, (), nbytes, owner.address)
+    give, given = gradient_channel.Channel._give, []
     def few(channel, message, deadline):
         if len(given) == 2:
             print("half", flush=True)
             sys.stdin.readline()
         given.append(message)
         give(channel, message, deadline)
-    side_channel.Channel._give = few
-    await made.send(bucket, "relay-1")
+    gradient_channel.Channel._give = few
+    await made.send(chunk, "relay-1")
 
 asyncio.run(main(json.loads(sys.argv[1]), int(sys.argv[2])))
 """
 
 
 @pytest.mark.multiprocess
-def test_a_sender_killed_in_the_middle_is_noticed_at_once_and_another_link_brings_the_bucket(snapshot, monkeypatch):
+def test_a_sender_killed_in_the_middle_is_noticed_at_once_and_another_link_brings_the_chunk(sync, monkeypatch):
     async def body(root, first):
-        bucket = snapshot(1)[0]
-        monkeypatch.setattr(side_channel, "PART_BYTES", bucket.nbytes // 4)
+        chunk = sync(1)[0]
+        monkeypatch.setattr(gradient_channel, "PART_BYTES", chunk.nbytes // 4)
         address = await first.listen(1)
         process = subprocess.Popen(  # noqa: ASYNC220 (it is killed as one)
-            [sys.executable, "-c", SENDER, json.dumps(address), str(bucket.nbytes)],
+            [sys.executable, "-c", SENDER, json.dumps(address), str(chunk.nbytes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
         try:
-            receiving = asyncio.ensure_future(first.receive(bucket))
+            receiving = asyncio.ensure_future(first.receive(chunk))
             assert (await asyncio.to_thread(process.stdout.readline)).strip() == "half"
             process.kill()
             began = time.monotonic()
-            with pytest.raises(side_channel.SideChannelError, match=r"relay-1 .* is closed: the connection broke"):
+            with pytest.raises(gradient_channel.ChannelError, match=r"relay-1 .* is closed: the connection broke"):
                 await receiving
             assert time.monotonic() - began < SECONDS / 2
         finally:
             process.kill()
             process.communicate(timeout=20)
         await link(root, first, "relay-1", 2)
-        assert content(await carry(root, first, "relay-1", bucket)) == content(bucket)
+        assert content(await carry(root, first, "relay-1", chunk)) == content(chunk)
 
     chain(body, 2)
 

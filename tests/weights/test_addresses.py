@@ -6,7 +6,7 @@ import types
 import psutil
 import pytest
 
-from libra_jax.interop import addresses
+from libra_jax.weights import addresses
 
 
 def test_on_the_way_to_itself_it_is_the_loopback():

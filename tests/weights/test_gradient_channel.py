@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from libra_jax.interop import side_channel
+from libra_jax.weights import gradient_channel
 
-PEER = pathlib.Path(__file__).parent / "side_channel_peer.py"
+PEER = pathlib.Path(__file__).parent / "gradient_channel_peer.py"
 KINDS = [("float32", (1000,)), ("float32", ())]
-HEADER = side_channel.Header("r", 7, 3, "d", 0, 1, {"entropy": (1.5, 2.0)}, {"ratio": 1.25})
+HEADER = gradient_channel.Header("r", 7, 3, "d", 0, 1, {"entropy": (1.5, 2.0)}, {"ratio": 1.25})
 
 
 def _refused(address):
@@ -39,9 +39,9 @@ def peer(monkeypatch):
     processes, channels = [], []
 
     def start(mode, part_bytes=1 << 20, seconds=60):
-        monkeypatch.setattr(side_channel, "PART_BYTES", part_bytes)
-        listener = side_channel.Listener("r", 7, ranks=2)
-        channel = side_channel.Channel(listener.address, 0, seconds, listener)
+        monkeypatch.setattr(gradient_channel, "PART_BYTES", part_bytes)
+        listener = gradient_channel.Listener("r", 7, ranks=2)
+        channel = gradient_channel.Channel(listener.address, 0, seconds, listener)
         process = subprocess.Popen(
             [sys.executable, str(PEER), mode, json.dumps(listener.address), str(part_bytes)],
             stdin=subprocess.PIPE,
@@ -64,9 +64,9 @@ def peer(monkeypatch):
 @pytest.fixture
 def ends():
     """Both ends of a channel in this process: (core, replica, address)."""
-    listener = side_channel.Listener("r", 7, ranks=2)
-    core = side_channel.Channel(listener.address, 0, 20, listener)
-    replica = side_channel.Channel(listener.address, 1, 10)
+    listener = gradient_channel.Listener("r", 7, ranks=2)
+    core = gradient_channel.Channel(listener.address, 0, 20, listener)
+    replica = gradient_channel.Channel(listener.address, 1, 10)
     core.wait(20)
     replica.wait(20)
     yield core, replica, listener.address
@@ -81,7 +81,7 @@ def _sending(replica, header, arrays, seconds=20):
     def send():
         try:
             replica.send(header, arrays, seconds)
-        except side_channel.SideChannelError as error:
+        except gradient_channel.ChannelError as error:
             errors.append(str(error))
 
     thread = threading.Thread(target=send)
@@ -95,7 +95,7 @@ def test_sums_arrive_one_after_the_other_as_they_were_sent(peer, part_bytes):
     channel, _, _ = peer("sends", part_bytes)
     for version in (3, 4):
         header, (vector, scalar) = channel.receive(KINDS, 10)
-        assert header == side_channel.Header(**{**vars(HEADER), "version": version})
+        assert header == gradient_channel.Header(**{**vars(HEADER), "version": version})
         np.testing.assert_array_equal(vector, np.arange(1000, dtype=np.float32) + version)
         assert (scalar.shape, float(scalar)) == ((), version)
     assert not channel.closed
@@ -105,10 +105,10 @@ def test_sums_arrive_one_after_the_other_as_they_were_sent(peer, part_bytes):
 @pytest.mark.parametrize("mode", ["dies_in_header", "dies_in_message"])
 def test_a_sender_killed_in_the_middle_closes_the_channel_and_leaves_no_port(peer, mode):
     channel, process, address = peer(mode, part_bytes=1000)
-    with pytest.raises(side_channel.SideChannelError, match=r"of r \(epoch 7\) is closed: the connection broke"):
+    with pytest.raises(gradient_channel.ChannelError, match=r"of r \(epoch 7\) is closed: the connection broke"):
         channel.receive(KINDS, 10)
     assert process.wait(20) == -9
-    with pytest.raises(side_channel.SideChannelError, match="the connection broke"):
+    with pytest.raises(gradient_channel.ChannelError, match="the connection broke"):
         channel.receive(KINDS, 10)
     assert not channel.ready
     _eventually(lambda: _refused(address))
@@ -117,7 +117,7 @@ def test_a_sender_killed_in_the_middle_closes_the_channel_and_leaves_no_port(pee
 @pytest.mark.multiprocess
 def test_a_sender_that_is_silent_is_late_and_then_it_is_too_late(peer):
     channel, process, address = peer("silent")
-    with pytest.raises(side_channel.SideChannelError, match="the other side took too long"):
+    with pytest.raises(gradient_channel.ChannelError, match="the other side took too long"):
         channel.receive(KINDS, 0.2)
     assert process.poll() is None
     assert not channel.ready
@@ -126,48 +126,48 @@ def test_a_sender_that_is_silent_is_late_and_then_it_is_too_late(peer):
 
 @pytest.mark.multiprocess
 def test_a_replica_killed_while_it_connects_ends_the_meeting_and_leaves_neither_port_nor_thread(peer, monkeypatch):
-    monkeypatch.setattr(side_channel, "MEETING_SECONDS", 1.0)
+    monkeypatch.setattr(gradient_channel, "MEETING_SECONDS", 1.0)
     channel, process, address = peer("announced")
     process.kill()
-    with pytest.raises(side_channel.SideChannelError, match="could not be connected"):
+    with pytest.raises(gradient_channel.ChannelError, match="could not be connected"):
         channel.wait(20)
     assert not channel._thread.is_alive()
     _eventually(lambda: _refused(address))
 
 
 def test_a_replica_that_never_comes_is_given_up_at_once_or_at_the_deadline():
-    listener = side_channel.Listener("r", 7, ranks=2)
-    assert side_channel.Listener("r", 7, ranks=2).address["port"] != listener.address["port"]
-    channel = side_channel.Channel(listener.address, 0, 60, listener)
+    listener = gradient_channel.Listener("r", 7, ranks=2)
+    assert gradient_channel.Listener("r", 7, ranks=2).address["port"] != listener.address["port"]
+    channel = gradient_channel.Channel(listener.address, 0, 60, listener)
     assert not channel.ready
     assert not channel.closed
     channel.close("it changed its mind")
     _eventually(lambda: not channel._thread.is_alive())
     assert _refused(listener.address)
-    assert channel.closed == "the side channel of r (epoch 7) is closed: it changed its mind."
-    listener = side_channel.Listener("r", 7, ranks=2)
-    channel = side_channel.Channel(listener.address, 0, 0.1, listener)
-    with pytest.raises(side_channel.SideChannelError, match=r"not everybody came to it within 0\.1 s"):
+    assert channel.closed == "the gradient channel of r (epoch 7) is closed: it changed its mind."
+    listener = gradient_channel.Listener("r", 7, ranks=2)
+    channel = gradient_channel.Channel(listener.address, 0, 0.1, listener)
+    with pytest.raises(gradient_channel.ChannelError, match=r"not everybody came to it within 0\.1 s"):
         channel.wait(20)
     _eventually(lambda: _refused(listener.address))
 
 
 def test_a_replica_of_a_channel_that_is_gone_is_told_so():
-    listener = side_channel.Listener("r", 7, ranks=2)
+    listener = gradient_channel.Listener("r", 7, ranks=2)
     listener.close()
     _eventually(lambda: _refused(listener.address))
-    channel = side_channel.Channel(listener.address, 1, 1.0)
-    with pytest.raises(side_channel.SideChannelError, match="could not be connected"):
+    channel = gradient_channel.Channel(listener.address, 1, 1.0)
+    with pytest.raises(gradient_channel.ChannelError, match="could not be connected"):
         channel.wait(20)
 
 
 def test_a_host_that_is_not_this_one_cannot_listen():
-    with pytest.raises(side_channel.SideChannelError, match=r"can listen at 192\.0\.2\.1"):
-        side_channel.Listener("r", 7, ranks=2, host="192.0.2.1")
+    with pytest.raises(gradient_channel.ChannelError, match=r"can listen at 192\.0\.2\.1"):
+        gradient_channel.Listener("r", 7, ranks=2, host="192.0.2.1")
 
 
 def test_the_port_is_open_on_the_given_address_only():
-    listener = side_channel.Listener("r", 7, ranks=2)
+    listener = gradient_channel.Listener("r", 7, ranks=2)
     assert not _refused(listener.address)
     assert _refused({**listener.address, "host": "127.0.0.2"})
     listener.close()
@@ -176,14 +176,14 @@ def test_the_port_is_open_on_the_given_address_only():
 
 def _text(**changes):
     kinds = changes.pop("arrays", KINDS)
-    return side_channel._encode(side_channel.Header(**{**vars(HEADER), **changes}), kinds)
+    return gradient_channel._encode(gradient_channel.Header(**{**vars(HEADER), **changes}), kinds)
 
 
 GARBAGE = {
-    "zeros": (np.zeros(side_channel.HEADER_BYTES, np.uint8), "no header"),
-    "noise": (np.random.default_rng(0).integers(0, 256, side_channel.HEADER_BYTES).astype(np.uint8), "no header"),
-    "nesting": (np.full(side_channel.HEADER_BYTES, ord("["), np.uint8), "no header"),
-    "a list": (np.frombuffer(b"[]".ljust(side_channel.HEADER_BYTES), np.uint8), "no header"),
+    "zeros": (np.zeros(gradient_channel.HEADER_BYTES, np.uint8), "no header"),
+    "noise": (np.random.default_rng(0).integers(0, 256, gradient_channel.HEADER_BYTES).astype(np.uint8), "no header"),
+    "nesting": (np.full(gradient_channel.HEADER_BYTES, ord("["), np.uint8), "no header"),
+    "a list": (np.frombuffer(b"[]".ljust(gradient_channel.HEADER_BYTES), np.uint8), "no header"),
     "sizes of another model": (_text(arrays=[("float32", (1001,)), ("float32", ())]), "other arrays"),
     "sizes without end": (_text(arrays=[("float32", (10**15,)), ("float32", ())]), "other arrays"),
     "negative sizes": (_text(arrays=[("float32", (-1000,)), ("float32", ())]), "other arrays"),
@@ -199,19 +199,19 @@ def test_a_header_of_garbage_closes_the_channel(ends, name):
     message, sentence = GARBAGE[name]
     tensor = torch.from_numpy(np.array(message))
     work = replica._group.send([tensor], 0, tensor.nbytes)  # one that is let go is not sent
-    with pytest.raises(side_channel.SideChannelError, match=sentence):
+    with pytest.raises(gradient_channel.ChannelError, match=sentence):
         core.receive(KINDS, 10)
     del work
     replica.close()
     _eventually(lambda: _refused(address))
 
 
-@pytest.mark.parametrize("size", [10, side_channel.HEADER_BYTES + 1, 1 << 20])
+@pytest.mark.parametrize("size", [10, gradient_channel.HEADER_BYTES + 1, 1 << 20])
 def test_a_message_of_another_size_is_never_received(ends, size):
     core, replica, _ = ends
     tensor = torch.zeros(size, dtype=torch.uint8)
     work = replica._group.send([tensor], 0, tensor.nbytes)
-    with pytest.raises(side_channel.SideChannelError, match="took too long"):
+    with pytest.raises(gradient_channel.ChannelError, match="took too long"):
         core.receive(KINDS, 0.3)
     del work
 
@@ -223,7 +223,7 @@ def test_a_sender_is_told_when_the_core_closes_or_takes_too_long(ends):
     core.close("enough")
     thread.join(20)
     assert "the connection broke" in errors[0]
-    with pytest.raises(side_channel.SideChannelError, match="the connection broke"):
+    with pytest.raises(gradient_channel.ChannelError, match="the connection broke"):
         replica.send(HEADER, big, 10)
 
 
@@ -237,7 +237,7 @@ def test_what_a_sender_waits_for_the_core_is_told_apart_from_what_the_sum_takes(
         core.receive(KINDS, 20)
         sent = sending.result(20)
         took = time.monotonic() - began
-    assert sent.nbytes == side_channel.HEADER_BYTES + 4004
+    assert sent.nbytes == gradient_channel.HEADER_BYTES + 4004
     assert 0.4 < sent.waited <= took
 
 
@@ -252,27 +252,27 @@ def test_a_channel_that_is_dismissed_between_a_look_and_its_use_says_so(ends, mo
             channel.close("the core dismissed it")
         return stands
 
-    monkeypatch.setattr(side_channel.Channel, "ready", property(closed_after_it))
-    with pytest.raises(side_channel.SideChannelError, match=r"dismissed it|took too long"):
+    monkeypatch.setattr(gradient_channel.Channel, "ready", property(closed_after_it))
+    with pytest.raises(gradient_channel.ChannelError, match=r"dismissed it|took too long"):
         core.receive(KINDS, 0.3)
 
 
 def test_a_core_that_does_not_take_a_sum_in_time_loses_the_replica(ends):
     _, replica, _ = ends
-    with pytest.raises(side_channel.SideChannelError, match="the other side took too long"):
+    with pytest.raises(gradient_channel.ChannelError, match="the other side took too long"):
         replica.send(HEADER, [np.zeros(1000, np.float32), np.zeros((), np.float32)], 0.2)
 
 
 def test_a_header_that_does_not_fit_is_a_fault_of_the_program(ends):
     _, replica, _ = ends
-    header = side_channel.Header(**{**vars(HEADER), "metrics": {f"m{i}": (0.0, 0.0) for i in range(9000)}})
+    header = gradient_channel.Header(**{**vars(HEADER), "metrics": {f"m{i}": (0.0, 0.0) for i in range(9000)}})
     with pytest.raises(ValueError, match="a header of"):
         replica.send(header, [], 1)
 
 
 def test_every_process_of_the_core_gets_the_sum():
-    listener = side_channel.Listener("r", 7, ranks=3)
-    channels = [side_channel.Channel(listener.address, rank, 20, None if rank else listener) for rank in range(3)]
+    listener = gradient_channel.Listener("r", 7, ranks=3)
+    channels = [gradient_channel.Channel(listener.address, rank, 20, None if rank else listener) for rank in range(3)]
     for channel in channels:
         channel.wait(20)
     vector = np.arange(1000, dtype=np.float32)

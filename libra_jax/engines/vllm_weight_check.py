@@ -1,6 +1,6 @@
 """One weight update as the engine's front end sees it: what must come, what has come, and how vLLM is told.
 
-Buckets are checked here, against the checkpoint's tensors by name and shape, before a worker loads anything: vLLM 0.32
+Chunks are checked here, against the checkpoint's tensors by name and shape, before a worker loads anything: vLLM 0.32
 names neither the tensor nor the problem, keeps old weights for what never came, and is left half-loaded by an error.
 """
 
@@ -37,34 +37,34 @@ class Checker:
         self.version, self._count = version, 0
         self._indices, self._names = set(), set()
 
-    def add(self, bucket: protocols.WeightBucket) -> None:
-        """A bucket is about to be loaded.
+    def add(self, chunk: protocols.WeightChunk) -> None:
+        """A chunk is about to be loaded.
 
         Raises:
           LibraError: it belongs to another version, or a tensor is not the model's by name or shape.
         """
-        if bucket.policy_version != self.version:
-            self._refuse(f"a bucket of version {bucket.policy_version} came while version {self.version} is loaded")
-        for entry in bucket.entries:
+        if chunk.policy_version != self.version:
+            self._refuse(f"a chunk of version {chunk.policy_version} came while version {self.version} is loaded")
+        for entry in chunk.entries:
             expected = self._expected.get(entry.name)
             if expected is None:
                 self._refuse(f"weight {entry.name} is not part of the engine's model")
             if tuple(entry.shape) != expected:
                 self._refuse(f"weight {entry.name} has shape {tuple(entry.shape)}, not the model's {expected}")
-        self._count = bucket.count
-        self._indices.add(bucket.index)
-        self._names.update(entry.name for entry in bucket.entries)
+        self._count = chunk.count
+        self._indices.add(chunk.index)
+        self._names.update(entry.name for entry in chunk.entries)
 
     def finish(self, version: int) -> None:
         """The update is about to take effect.
 
         Raises:
-          LibraError: a bucket or a tensor did not come.
+          LibraError: a chunk or a tensor did not come.
         """
         if version != self.version:
             self._refuse(f"version {version} was to be served while version {self.version} is loaded")
         if len(self._indices) != self._count or not self._count:
-            self._refuse(f"{len(self._indices)} of {self._count} weight buckets of version {version} came")
+            self._refuse(f"{len(self._indices)} of {self._count} weight chunks of version {version} came")
         if missing := sorted(set(self._expected) - self._names):
             self._refuse(f"version {version} lacks {missing[0]} ({len(missing)} tensors in all)")
         self.version = None
@@ -73,18 +73,18 @@ class Checker:
         raise protocols.LibraError(f"engine {self._name} cannot take these weights: {problem}")
 
 
-def payload(bucket: protocols.WeightBucket) -> dict[str, Any]:
-    """What the worker's weight-transfer engine of the bucket's transport reads, as plain values."""
-    if bucket.transport["kind"] != "memfd":
-        return dict(bucket.transport["update_info"])
+def payload(chunk: protocols.WeightChunk) -> dict[str, Any]:
+    """What the worker's weight-transfer engine of the chunk's transport reads, as plain values."""
+    if chunk.transport["kind"] != "memfd":
+        return dict(chunk.transport["update_info"])
     return {
-        "policy_version": bucket.policy_version,
-        "index": bucket.index,
-        "count": bucket.count,
+        "policy_version": chunk.policy_version,
+        "index": chunk.index,
+        "count": chunk.count,
         "entries": [
-            (entry.name, entry.dtype, list(entry.shape), entry.offset, entry.nbytes) for entry in bucket.entries
+            (entry.name, entry.dtype, list(entry.shape), entry.offset, entry.nbytes) for entry in chunk.entries
         ],
-        "nbytes": bucket.nbytes,
-        "transport": dict(bucket.transport),
-        "checksum": bucket.checksum,
+        "nbytes": chunk.nbytes,
+        "transport": dict(chunk.transport),
+        "checksum": chunk.checksum,
     }

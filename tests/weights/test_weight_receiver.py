@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from libra_jax import protocols
-from libra_jax.interop import publication, reception
 from libra_jax.models import config as models_config
 from libra_jax.models import hf_names, sharding, transformer
 from libra_jax.training import losses
+from libra_jax.weights import receiver, snapshot
 
 
 def _shape(tied=False):
@@ -35,10 +35,10 @@ def _places(shape, dtype, mesh):
 
 @pytest.fixture
 def publish(request):
-    """Publishes parameters in small buckets; returns the publisher and the buckets."""
+    """Publishes parameters in small chunks; returns the publisher and the chunks."""
 
     def make(shape, params, dtype="float32", version=1, checksum=True):
-        publisher = publication.Publisher(shape, dtype, 20_000, "memfd", checksum)
+        publisher = snapshot.HostSnapshot(shape, dtype, 20_000, "memfd", checksum)
         request.addfinalizer(publisher.shutdown)
         count = publisher.open(version, params)
         assert count > 3
@@ -47,11 +47,11 @@ def publish(request):
     return make
 
 
-def _receive(receiver, buckets, version=1):
-    receiver.start(version)
-    for bucket in buckets:
-        receiver.load(bucket)
-    return receiver.finish(version)
+def _receive(made, chunks, version=1):
+    made.start(version)
+    for chunk in chunks:
+        made.load(chunk)
+    return made.finish(version)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -59,10 +59,10 @@ def _receive(receiver, buckets, version=1):
 def test_what_is_received_is_what_was_published_on_any_mesh_and_stays_so(publish, tied, fsdp, tensor):
     shape = _shape(tied)
     params = transformer.init_params(shape, jax.random.key(0), "float32")
-    publisher, buckets = publish(shape, params)
+    publisher, chunks = publish(shape, params)
     places = _places(shape, "float32", _mesh(fsdp, tensor))
-    receiver = reception.Reception(shape, places)
-    received, digest = _receive(receiver, reversed(buckets))  # in any order
+    made = receiver.Receiver(shape, places)
+    received, digest = _receive(made, reversed(chunks))  # in any order
     wanted = jax.device_get(params)
     publisher.close(1)
     assert digest == publisher.digest(1)
@@ -77,9 +77,9 @@ def test_a_narrow_wire_rounds_matrices_and_keeps_vectors_whole(publish):
     shape = dataclasses.replace(_shape(), qkv_bias=True)
     params = jax.tree.map(lambda leaf: leaf + 0.1001, transformer.init_params(shape, jax.random.key(0), "float32"))
     vectors = {source.path for source in hf_names.weight_map(shape) if len(source.shape) == 1}
-    _, buckets = publish(shape, params, "bfloat16")
-    receiver = reception.Reception(shape, _places(shape, "float32", _mesh(1, 1)))
-    received, _ = _receive(receiver, buckets)
+    _, chunks = publish(shape, params, "bfloat16")
+    made = receiver.Receiver(shape, _places(shape, "float32", _mesh(1, 1)))
+    received, _ = _receive(made, chunks)
     for path, leaf in jax.tree_util.tree_leaves_with_path(received):
         keys = tuple(key.key for key in path)
         old = params
@@ -94,8 +94,8 @@ def test_gradients_of_a_bfloat16_replica_are_those_of_the_core(publish):
     shape = dataclasses.replace(_shape(), qkv_bias=True)
     params = transformer.init_params(shape, jax.random.key(0), "float32")
     params = jax.tree.map(lambda leaf: leaf + 0.01 * jax.random.normal(jax.random.key(1), leaf.shape), params)
-    _, buckets = publish(shape, params, "bfloat16")
-    received, _ = _receive(reception.Reception(shape, _places(shape, "float32", _mesh(1, 1))), buckets)
+    _, chunks = publish(shape, params, "bfloat16")
+    received, _ = _receive(receiver.Receiver(shape, _places(shape, "float32", _mesh(1, 1))), chunks)
     tokens = np.random.default_rng(0).integers(0, shape.vocab_size, (1, 33)).astype(np.int32)
     batch = {
         "tokens": tokens[:, :-1],
@@ -124,49 +124,49 @@ def test_the_digest_is_that_of_the_bytes_and_of_the_last_version_only(publish):
     assert publisher.digest(3) != first
 
 
-def _damaged(bucket):
-    return dataclasses.replace(bucket, checksum="0" * 32)
+def _damaged(chunk):
+    return dataclasses.replace(chunk, checksum="0" * 32)
 
 
-def _with_entry(bucket, **changes):
-    first, *others = bucket.entries
-    return dataclasses.replace(bucket, entries=(dataclasses.replace(first, **changes), *others))
+def _with_entry(chunk, **changes):
+    first, *others = chunk.entries
+    return dataclasses.replace(chunk, entries=(dataclasses.replace(first, **changes), *others))
 
 
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda buckets: [_damaged(buckets[0])], "bucket 0 of version 1 arrived damaged: checksum"),
-        (lambda buckets: [dataclasses.replace(buckets[0], checksum=None)], "has no checksum"),
-        (lambda buckets: [dataclasses.replace(buckets[0], policy_version=2)], "does not belong to the update"),
-        (lambda buckets: [buckets[0], buckets[0]], "bucket 0 of version 1 does not belong to the update"),
-        (lambda buckets: [buckets[0], dataclasses.replace(buckets[0], index=1)], "has received already"),
-        (lambda buckets: [_with_entry(buckets[0], name="stranger")], "stranger of shape .* which this model has not"),
-        (lambda buckets: [_with_entry(buckets[0], shape=(2, 2))], r"shape \(2, 2\), which this model"),
-        (lambda buckets: buckets[:-1], r"version 1 is not whole: .* buckets came, without lm_head\.weight"),
-        (lambda buckets: [], "version 1 is not whole: 0 of 0 buckets came"),
+        (lambda chunks: [_damaged(chunks[0])], "chunk 0 of version 1 arrived damaged: checksum"),
+        (lambda chunks: [dataclasses.replace(chunks[0], checksum=None)], "has no checksum"),
+        (lambda chunks: [dataclasses.replace(chunks[0], policy_version=2)], "does not belong to the update"),
+        (lambda chunks: [chunks[0], chunks[0]], "chunk 0 of version 1 does not belong to the update"),
+        (lambda chunks: [chunks[0], dataclasses.replace(chunks[0], index=1)], "has received already"),
+        (lambda chunks: [_with_entry(chunks[0], name="stranger")], "stranger of shape .* which this model has not"),
+        (lambda chunks: [_with_entry(chunks[0], shape=(2, 2))], r"shape \(2, 2\), which this model"),
+        (lambda chunks: chunks[:-1], r"version 1 is not whole: .* chunks came, without lm_head\.weight"),
+        (lambda chunks: [], "version 1 is not whole: 0 of 0 chunks came"),
     ],
 )
 def test_what_is_not_one_whole_version_is_refused_and_the_next_is_received(publish, change, sentence):
     shape = _shape()
     params = transformer.init_params(shape, jax.random.key(0), "float32")
-    _, buckets = publish(shape, params)
-    receiver = reception.Reception(shape, _places(shape, "float32", _mesh(1, 1)))
+    _, chunks = publish(shape, params)
+    made = receiver.Receiver(shape, _places(shape, "float32", _mesh(1, 1)))
     with pytest.raises(protocols.LibraError, match=sentence):
-        _receive(receiver, change(buckets))
-    received, _ = _receive(receiver, buckets)
+        _receive(made, change(chunks))
+    received, _ = _receive(made, chunks)
     np.testing.assert_array_equal(np.asarray(received["norm"]["weight"]), np.asarray(params["norm"]["weight"]))
 
 
 def test_another_version_than_the_one_begun_cannot_be_finished(publish):
     shape = _shape()
-    _, buckets = publish(shape, transformer.init_params(shape, jax.random.key(0), "float32"))
-    receiver = reception.Reception(shape, _places(shape, "float32", _mesh(1, 1)))
+    _, chunks = publish(shape, transformer.init_params(shape, jax.random.key(0), "float32"))
+    made = receiver.Receiver(shape, _places(shape, "float32", _mesh(1, 1)))
     with pytest.raises(protocols.LibraError, match="version 1 cannot be finished: the update of None was begun"):
-        receiver.finish(1)
-    receiver.start(1)
-    for bucket in buckets:
-        receiver.load(bucket)
-    receiver.close()
+        made.finish(1)
+    made.start(1)
+    for chunk in chunks:
+        made.load(chunk)
+    made.close()
     with pytest.raises(protocols.LibraError, match="version 1 cannot be finished"):
-        receiver.finish(1)
+        made.finish(1)

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from libra_jax.interop import memfd
+from libra_jax.weights import memfd
 
 READ = """
 import json, sys
-from libra_jax.interop import memfd
+from libra_jax.weights import memfd
 for line in sys.stdin:
     try:
         print(bytes(memfd.open_peer(json.loads(line))[:5]).decode(), flush=True)
@@ -78,7 +78,7 @@ def test_too_little_memory_is_a_sentence_with_the_numbers(monkeypatch):
 def test_memory_that_the_kernel_refuses_is_a_sentence_too():
     script = """
 import resource
-from libra_jax.interop import memfd
+from libra_jax.weights import memfd
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 try:
     memfd.Owner(8 << 20, "the weights")

@@ -14,11 +14,12 @@ from relay_doubles import Hosts, on_clock
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.coordinator import relays, replicas
+from libra_jax.coordinator import replicas
 from libra_jax.scheduling import registry
+from libra_jax.weights import relay_tree
 
-BUCKETS = 4
-WHOLE = [(1, index) for index in range(BUCKETS)]
+CHUNKS = 4
+WHOLE = [(1, index) for index in range(CHUNKS)]
 
 
 def test_the_bytes_come_to_each_host_once_however_many_engines_it_has_and_the_trainers_sends_few_copies():
@@ -31,9 +32,9 @@ def test_the_bytes_come_to_each_host_once_however_many_engines_it_has_and_the_tr
         assert sorted(hosts.came(host)) == WHOLE
     assert hosts.came(0) == []  # its engines read the trainer's memory
     copies = collections.Counter(host for host, _ in hosts.sent)
-    assert copies[0] == relays.FAN_OUT * BUCKETS
-    assert max(copies.values()) == relays.FAN_OUT * BUCKETS
-    assert len(hosts.loaded) == 8 * 2 * BUCKETS
+    assert copies[0] == relay_tree.FAN_OUT * CHUNKS
+    assert max(copies.values()) == relay_tree.FAN_OUT * CHUNKS
+    assert len(hosts.loaded) == 8 * 2 * CHUNKS
 
 
 def test_engines_that_get_their_first_weights_together_are_told_of_once():
@@ -66,19 +67,19 @@ def test_a_scheduler_that_hears_of_all_instances_at_once_places_as_one_that_hear
     assert len(together) >= 10  # some policies keep the wide ones free
 
 
-def test_a_bucket_crosses_while_engines_load_the_one_before_and_the_trainers_host_waits_for_nobody():
+def test_a_chunk_crosses_while_engines_load_the_one_before_and_the_trainers_host_waits_for_nobody():
     async def body(hosts: Hosts) -> None:
         begin = doubles.seconds()
         await hosts.publish(1)
-        # One bucket's crossing, and then one load after the other.
-        assert doubles.seconds() - begin == pytest.approx((BUCKETS + 1) * doubles.LOAD_SECONDS, abs=0.1)
+        # One chunk's crossing, and then one load after the other.
+        assert doubles.seconds() - begin == pytest.approx((CHUNKS + 1) * doubles.LOAD_SECONDS, abs=0.1)
         ends = {name: end - begin for name, _, _, _, end in hosts.loaded}
-        assert ends["engine-0.0"] == pytest.approx(BUCKETS * doubles.LOAD_SECONDS, abs=0.1)
+        assert ends["engine-0.0"] == pytest.approx(CHUNKS * doubles.LOAD_SECONDS, abs=0.1)
 
     hosts = on_clock(body, 2)
     crossed = {index: (begin, end) for _, _, index, begin, end in hosts.crossed}
     loaded = {index: (begin, end) for name, _, index, begin, end in hosts.loaded if name == "engine-1.0"}
-    for index in range(BUCKETS - 1):
+    for index in range(CHUNKS - 1):
         assert crossed[index + 1][0] < loaded[index][1]
         assert loaded[index][0] < crossed[index + 1][1]
 
@@ -87,9 +88,9 @@ def test_a_bucket_crosses_while_engines_load_the_one_before_and_the_trainers_hos
 def test_a_relay_that_is_lost_on_the_way_costs_its_own_hosts_engines_which_are_brought_up_before_they_serve(how):
     struck: list[int] = []
 
-    async def fault(relay: doubles.Relay, verb: str, bucket: protocols.WeightBucket) -> None:
-        # Host 1 is above hosts 3 and 4, which have its first bucket by then.
-        if (relay.host, verb, bucket.policy_version, bucket.index) == (1, "receive", 2, 1) and not struck:
+    async def fault(relay: doubles.Relay, verb: str, chunk: protocols.WeightChunk) -> None:
+        # Host 1 is above hosts 3 and 4, which have its first chunk by then.
+        if (relay.host, verb, chunk.policy_version, chunk.index) == (1, "receive", 2, 1) and not struck:
             struck.append(1)
             if how == "dies":
                 relay.kill()
@@ -118,21 +119,21 @@ def test_a_relay_that_is_lost_on_the_way_costs_its_own_hosts_engines_which_are_b
     assert any("relay of host 1 is given up" in note for note in hosts.recorder.notes)
 
 
-def changed(how: str, bucket: protocols.WeightBucket) -> protocols.WeightBucket:
+def changed(how: str, chunk: protocols.WeightChunk) -> protocols.WeightChunk:
     if how == "damaged":
-        return dataclasses.replace(bucket, checksum="other")
-    return dataclasses.replace(bucket, policy_version=bucket.policy_version - 1)
+        return dataclasses.replace(chunk, checksum="other")
+    return dataclasses.replace(chunk, policy_version=chunk.policy_version - 1)
 
 
 @pytest.mark.parametrize("how", ["damaged", "of another version"])
 @pytest.mark.parametrize("always", [False, True])
-def test_a_bucket_that_is_not_what_was_asked_for_is_asked_for_once_more_and_then_its_host_is_given_up(how, always):
+def test_a_chunk_that_is_not_what_was_asked_for_is_asked_for_once_more_and_then_its_host_is_given_up(how, always):
     struck: list[int] = []
 
-    async def fault(relay: doubles.Relay, verb: str, bucket: protocols.WeightBucket) -> Any:
-        if (verb, bucket.index) == ("send", 2) and (always or not struck):
+    async def fault(relay: doubles.Relay, verb: str, chunk: protocols.WeightChunk) -> Any:
+        if (verb, chunk.index) == ("send", 2) and (always or not struck):
             struck.append(1)
-            return changed(how, bucket)
+            return changed(how, chunk)
         return None
 
     async def body(hosts: Hosts) -> None:
@@ -147,8 +148,8 @@ def test_a_bucket_that_is_not_what_was_asked_for_is_asked_for_once_more_and_then
 
 
 def test_the_relay_on_the_trainers_host_is_made_again_and_nobody_is_lost():
-    async def fault(relay: doubles.Relay, verb: str, bucket: protocols.WeightBucket) -> None:
-        if (relay.host, verb, bucket.index) == (0, "send", 2) and relay.hosts.cluster.spawned.count("relay-0") == 1:
+    async def fault(relay: doubles.Relay, verb: str, chunk: protocols.WeightChunk) -> None:
+        if (relay.host, verb, chunk.index) == (0, "send", 2) and relay.hosts.cluster.spawned.count("relay-0") == 1:
             relay.kill()
 
     async def body(hosts: Hosts) -> None:
@@ -184,7 +185,7 @@ def test_a_relay_that_died_between_two_versions_is_replaced_and_costs_no_engine(
 
     hosts = on_clock(body, 4)
     assert hosts.cluster.spawned.count("relay-1") == 2
-    assert hosts.came(1) == [*WHOLE, *((2, index) for index in range(BUCKETS))]
+    assert hosts.came(1) == [*WHOLE, *((2, index) for index in range(CHUNKS))]
 
 
 def test_a_host_whose_relay_cannot_be_made_gets_no_weights_and_the_others_go_on():
@@ -200,7 +201,7 @@ def test_a_host_whose_relay_cannot_be_made_gets_no_weights_and_the_others_go_on(
 
 def test_a_trainer_that_fails_while_it_stages_ends_the_publication_and_is_no_relays_fault():
     async def body(hosts: Hosts) -> None:
-        async def broken(policy_version: int, index: int) -> protocols.WeightBucket:
+        async def broken(policy_version: int, index: int) -> protocols.WeightChunk:
             if index == 2:
                 raise protocols.WorkerLost("the trainer is gone")
             return await doubles.Trainer.stage_weights(hosts.trainer, policy_version, index)
@@ -215,13 +216,13 @@ def test_a_trainer_that_fails_while_it_stages_ends_the_publication_and_is_no_rel
 
 
 class Reader:
-    """A replica that notes on which host the buckets were that it was given."""
+    """A replica that notes on which host the chunks were that it was given."""
 
     def __init__(self) -> None:
         self.read: list[Any] = []
 
-    async def update_weights(self, bucket: protocols.WeightBucket) -> None:
-        self.read.append((bucket.policy_version, dict(bucket.transport)))
+    async def update_weights(self, chunk: protocols.WeightChunk) -> None:
+        self.read.append((chunk.policy_version, dict(chunk.transport)))
 
     def __getattr__(self, name: str) -> Any:
         async def done(*_: Any) -> None:
@@ -244,7 +245,7 @@ def test_a_replica_on_another_host_reads_its_hosts_copy_though_no_engine_there_t
             await hosts.publish(version)
             await asyncio.sleep(1)
         assert members.holds("engine-2.0", 2)
-        read = [(version, {"host": 2}) for version in (1, 2) for _ in range(BUCKETS)]
+        read = [(version, {"host": 2}) for version in (1, 2) for _ in range(CHUNKS)]
         assert hosts.cluster.actors["replica-2"].read == read
         hosts.unmakable.add(2)
         hosts.relay(2).kill()
@@ -286,9 +287,9 @@ def test_a_relay_that_died_where_an_engine_sleeps_costs_its_replica_nothing_if_i
         slowly_made(hosts, 2, making)
         took = await hosts.publish(2)
         await asyncio.sleep(1)
-        soon = making < relays.MAKE_SECONDS
+        soon = making < relay_tree.MAKE_SECONDS
         assert members.holds("engine-2.0", 2) == members.follows("engine-2.0") == soon
-        assert took < min(making, relays.MAKE_SECONDS) + 15.0
+        assert took < min(making, relay_tree.MAKE_SECONDS) + 15.0
         assert hosts.versions() == [2, 2, protocols.NO_VERSION]
 
     on_clock(body, 3)
@@ -298,11 +299,11 @@ def test_a_relay_that_died_where_an_engine_sleeps_costs_its_replica_nothing_if_i
 def test_what_another_trainer_publishes_as_the_same_version_crosses_again_only_where_it_differs(same):
     async def body(hosts: Hosts) -> None:
         await hosts.publish(1)
-        await hosts.publisher.forget()  # its trainer has moved to other processes
+        await hosts.publisher.release()  # its trainer has moved to other processes
 
-        async def staged(policy_version: int, index: int) -> protocols.WeightBucket:
-            bucket = await doubles.Trainer.stage_weights(hosts.trainer, policy_version, index)
-            return bucket if same else dataclasses.replace(bucket, checksum=f"new {bucket.checksum}")
+        async def staged(policy_version: int, index: int) -> protocols.WeightChunk:
+            chunk = await doubles.Trainer.stage_weights(hosts.trainer, policy_version, index)
+            return chunk if same else dataclasses.replace(chunk, checksum=f"new {chunk.checksum}")
 
         hosts.trainer.stage_weights = staged
         engine = hosts.engines.engines["engine-1.0"]

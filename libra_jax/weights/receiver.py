@@ -1,4 +1,4 @@
-"""Reception of published weights by a JAX process: from an open snapshot's buckets to parameters on a mesh.
+"""Receiver of published weights by a JAX process: from an open snapshot's chunks to parameters on a mesh.
 
 The inverse of `publication`, and the counterpart of what an engine does: map the trainer's shared memory, verify the
 checksum, load. What is kept are copies, because the trainer writes its next version over this one.
@@ -8,7 +8,6 @@ Thread-safety: none.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,12 +15,12 @@ import jax
 import numpy as np
 
 from libra_jax import protocols
-from libra_jax.interop import memfd, publication
 from libra_jax.models import config as models_config
 from libra_jax.models import hf_names
+from libra_jax.weights import memfd, snapshot
 
 
-class Reception:
+class Receiver:
     """Receives one version after the other.
 
     Args:
@@ -31,9 +30,9 @@ class Reception:
 
     def __init__(self, model_config: models_config.TransformerConfig, places: Mapping[str, Any]) -> None:
         self._places = places
-        self._sources = {source.hf_name: source for source in publication.published_entries(model_config)}
+        self._sources = {source.hf_name: source for source in snapshot.wire_entries(model_config)}
         self._copies = set(self._sources) - {source.hf_name for source in hf_names.weight_map(model_config)}
-        self._mappings: dict[tuple[int, int, int], mmap.mmap] = {}
+        self._peers = memfd.PeerMemory()
         self._version: int | None = None
         self._count = 0
         self._checksums: dict[int, str] = {}
@@ -44,28 +43,28 @@ class Reception:
         self._forget()
         self._version = version
 
-    def load(self, bucket: protocols.WeightBucket) -> None:
-        """Takes note of a bucket's tensors, which must stay where they are until `finish`.
+    def load(self, chunk: protocols.WeightChunk) -> None:
+        """Takes note of a chunk's tensors, which must stay where they are until `finish`.
 
         Raises:
           SharedMemoryError: the trainer's memory cannot be reached.
-          LibraError: the bucket is another version's, came before, is damaged or has no checksum, or holds a tensor
+          LibraError: the chunk is another version's, came before, is damaged or has no checksum, or holds a tensor
             that the model has not, or has otherwise.
         """
-        named = f"bucket {bucket.index} of version {bucket.policy_version}"
-        if bucket.policy_version != self._version or bucket.index in self._checksums:
+        named = f"chunk {chunk.index} of version {chunk.policy_version}"
+        if chunk.policy_version != self._version or chunk.index in self._checksums:
             raise protocols.LibraError(f"{named} does not belong to the update of version {self._version}.")
-        if bucket.checksum is None:
+        if chunk.checksum is None:
             raise protocols.LibraError(
                 f"{named} has no checksum, so nobody can tell whose it is: set rollout.checksum."
             )
-        memory = self._memory(bucket.transport)
-        checksum = memfd.digest(memoryview(memory)[: bucket.nbytes])
-        if checksum != bucket.checksum:
+        memory = self._peers.map(chunk.transport)
+        checksum = memfd.digest(memoryview(memory)[: chunk.nbytes])
+        if checksum != chunk.checksum:
             raise protocols.LibraError(
-                f"{named} arrived damaged: checksum {checksum} instead of {bucket.checksum}; publish it again."
+                f"{named} arrived damaged: checksum {checksum} instead of {chunk.checksum}; publish it again."
             )
-        for entry in bucket.entries:
+        for entry in chunk.entries:
             source = self._sources.get(entry.name)
             if source is None or source.shape != tuple(entry.shape) or entry.name in self._tensors:
                 raise protocols.LibraError(
@@ -75,11 +74,11 @@ class Reception:
             kind = jax.numpy.dtype(entry.dtype)
             flat = np.frombuffer(memory, kind, count=entry.nbytes // kind.itemsize, offset=entry.offset)
             self._tensors[entry.name] = flat.reshape(source.shape)
-        self._count = bucket.count
-        self._checksums[bucket.index] = bucket.checksum
+        self._count = chunk.count
+        self._checksums[chunk.index] = chunk.checksum
 
     def finish(self, version: int) -> tuple[Any, str]:
-        """The parameters on their devices, and the digest of the version (`publication.Publisher.digest`).
+        """The parameters on their devices, and the digest of the version (`snapshot.HostSnapshot.digest`).
 
         Raises:
           LibraError: another version was begun, or not all of it has come.
@@ -91,32 +90,24 @@ class Reception:
         missing = sorted(self._sources.keys() - self._tensors.keys())
         if missing or sorted(self._checksums) != list(range(self._count)):
             raise protocols.LibraError(
-                f"version {version} is not whole: {len(self._checksums)} of {self._count} buckets came, without "
+                f"version {version} is not whole: {len(self._checksums)} of {self._count} chunks came, without "
                 f"{', '.join(missing[:3]) or 'nothing'}; publish it again."
             )
         checksums = [self._checksums[index] for index in range(self._count)]
         # Not only begun: the trainer may write over the memory as soon as this returns.
         params = jax.block_until_ready(self._assemble())
         self._forget()
-        return params, publication.snapshot_digest(checksums)
+        return params, snapshot.snapshot_digest(checksums)
 
     def close(self) -> None:
         """Lets go of the trainer's memory. Idempotent."""
         self._forget()
-        self._mappings.clear()
+        self._peers.close()
 
     def _forget(self) -> None:
         self._version, self._count = None, 0
         self._checksums.clear()
         self._tensors.clear()
-
-    def _memory(self, address: Mapping[str, Any]) -> mmap.mmap:
-        key = (address["pid"], address["fd"], address["inode"])
-        if key not in self._mappings:
-            # A trainer that has moved to other processes publishes from there: what those before published can go.
-            self._mappings = {old: kept for old, kept in self._mappings.items() if old[0] == address["pid"]}
-            self._mappings[key] = memfd.open_peer(address)
-        return self._mappings[key]
 
     def _assemble(self) -> dict[str, Any]:
         leaves: dict[tuple[str, ...], list[np.ndarray]] = {}

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from libra_jax import protocols
-from libra_jax.engines import vllm_update
+from libra_jax.engines import vllm_weight_check
 from libra_jax.models import config as models_config
 from libra_jax.models import hf_names
 
@@ -16,20 +16,20 @@ ENTRIES = tuple(
 )
 
 
-def bucket(entries=ENTRIES, version=3, index=0, count=1) -> protocols.WeightBucket:
-    return protocols.WeightBucket(version, index, count, tuple(entries), 4, {"kind": "memfd", "pid": 1, "fd": 2})
+def chunk(entries=ENTRIES, version=3, index=0, count=1) -> protocols.WeightChunk:
+    return protocols.WeightChunk(version, index, count, tuple(entries), 4, {"kind": "memfd", "pid": 1, "fd": 2})
 
 
 @pytest.fixture
 def checker():
-    made = vllm_update.Checker("rollout-0", models_config.to_hf(SHAPE))
+    made = vllm_weight_check.Checker("rollout-0", models_config.to_hf(SHAPE))
     made.start(3)
     return made
 
 
 def test_a_tied_models_whole_checkpoint_with_its_output_projection_is_taken(checker):
-    checker.add(bucket(ENTRIES[:5], index=0, count=2))
-    checker.add(bucket(ENTRIES[5:], index=1, count=2))
+    checker.add(chunk(ENTRIES[:5], index=0, count=2))
+    checker.add(chunk(ENTRIES[5:], index=1, count=2))
     checker.finish(3)
     assert checker.version is None
 
@@ -37,15 +37,15 @@ def test_a_tied_models_whole_checkpoint_with_its_output_projection_is_taken(chec
 @pytest.mark.parametrize(
     ("sent", "problem"),
     [
-        ([bucket(version=2)], "a bucket of version 2 came while version 3 is loaded"),
-        ([bucket([dataclasses.replace(ENTRIES[0], name="other")])], "weight other is not part of the engine's model"),
+        ([chunk(version=2)], "a chunk of version 2 came while version 3 is loaded"),
+        ([chunk([dataclasses.replace(ENTRIES[0], name="other")])], "weight other is not part of the engine's model"),
         (
-            [bucket([dataclasses.replace(ENTRIES[0], shape=(1,))])],
+            [chunk([dataclasses.replace(ENTRIES[0], shape=(1,))])],
             r"weight model.embed_tokens.weight has shape \(1,\), not the mod",
         ),
-        ([], "0 of 0 weight buckets of version 3 came"),
-        ([bucket(count=2)], "1 of 2 weight buckets of version 3 came"),
-        ([bucket(ENTRIES[:-1])], r"version 3 lacks lm_head.weight \(1 tensors in all\)"),
+        ([], "0 of 0 weight chunks of version 3 came"),
+        ([chunk(count=2)], "1 of 2 weight chunks of version 3 came"),
+        ([chunk(ENTRIES[:-1])], r"version 3 lacks lm_head.weight \(1 tensors in all\)"),
     ],
 )
 def test_what_does_not_make_up_the_model_is_refused(checker, sent, problem):
@@ -59,13 +59,13 @@ def test_what_does_not_make_up_the_model_is_refused(checker, sent, problem):
 
 
 def test_a_new_update_forgets_the_one_that_was_refused(checker):
-    checker.add(bucket(ENTRIES[:5], index=0, count=2))
+    checker.add(chunk(ENTRIES[:5], index=0, count=2))
     checker.start(4)
-    checker.add(bucket(version=4))
+    checker.add(chunk(version=4))
     checker.finish(4)
 
 
 def test_the_workers_payload_is_plain(checker):
-    payload = vllm_update.payload(bucket())
+    payload = vllm_weight_check.payload(chunk())
     assert payload["entries"][0] == ("model.embed_tokens.weight", "float32", [128, 128], 0, 4)
     assert payload["transport"] == {"kind": "memfd", "pid": 1, "fd": 2}

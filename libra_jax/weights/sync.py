@@ -1,9 +1,13 @@
-"""Publication of a policy version: the trainer's snapshot, bucket by bucket, into every engine at once.
+"""Weight sync: brings every rollout engine to the trainer's version.
 
-In-flight requests are kept: an engine is paused, given the weights through the four verbs, and resumed. Engines load a
-bucket while the trainer stages the next (a bucket stays readable until the next snapshot is opened). Engines of another
-host read its relay's copy of it, and load a bucket while the next one crosses the link (`relays`); each host's go at
-their own pace.
+The trainer takes a snapshot of its parameters and stages it chunk by chunk; all engines load a chunk while the trainer
+stages the next. Requests in flight are kept: an engine is paused, loads the weights through the four weight verbs, and
+resumes. A chunk stays readable until the next snapshot is opened.
+
+Engines on the trainer's host read the snapshot itself. Engines on another host read the copy of their host's weight
+relay, and load a chunk while the next one crosses the network (`relay_tree`). A slow host does not hold up the others.
+
+This module only plans and calls; the bytes move between the processes of trainer, relays and engines.
 """
 
 from __future__ import annotations
@@ -15,26 +19,27 @@ from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import deadlines, protocols, turns
-from libra_jax.coordinator import instances, relays, replicas
+from libra_jax.coordinator import instances, replicas
+from libra_jax.weights import relay_tree
 
 
-class Publisher:
-    """Brings engines to the trainer's version.
+class WeightSync:
+    """Brings engines, and the replicas of hybrid workers, to the trainer's version.
 
     Args:
       config: the run's configuration (`deadlines.publish`).
       trainer: a `protocols.Trainer`, or its proxy.
-      trainer_lock: held by whoever calls the trainer, because it takes one call at a time.
-      engines: the rollout engines; one that fails is reported lost there, and the others go on.
-      recorder: gets a span for each engine, all on the track `weights`.
-      members: replicas that read the same snapshots, if there are any.
-      hosts: how weights come to hosts other than the trainer's, where the run is laid out over several.
+      trainer_lock: held by the caller during each call to the trainer, which takes one call at a time.
+      engines: the rollout engines. An engine that fails is reported lost there, and the others go on.
+      recorder: gets a span for each engine, on the track `weights`.
+      members: replicas that read the same snapshots; None without hybrid workers.
+      hosts: the weight relays; None if the run has one host.
 
     Attributes:
-      version: the version that the trainer holds; whoever trains sets it while holding the lock.
-      served: the version that was published last: what a group dispatched now is dispatched at.
+      version: the version that the trainer holds. A caller that trains sets it while it holds the lock.
+      served: the version of the last completed sync. A group that is dispatched now is dispatched at this version.
 
-    `catch_up` is what `engines.load_weights` calls, unless whoever made this puts something around it.
+    `engines.load_weights` is set to `catch_up`; the owner may replace it by a function that wraps `catch_up`.
     """
 
     def __init__(
@@ -46,12 +51,12 @@ class Publisher:
         engines: instances.Instances,
         recorder: protocols.Recorder,
         members: replicas.Replicas | None = None,
-        hosts: relays.Relays | None = None,
+        hosts: relay_tree.RelayTree | None = None,
     ) -> None:
         self._members = members
         self._hosts = hosts
         self._keeps = config.rollout.transport == "memfd"
-        self._staged: tuple[int, Sequence[protocols.WeightBucket]] = protocols.NO_VERSION, ()
+        self._staged: tuple[int, Sequence[protocols.WeightChunk]] = protocols.NO_VERSION, ()
         self._seconds = config.deadlines.publish
         self._checksum = config.rollout.checksum
         self._trainer = trainer
@@ -62,8 +67,8 @@ class Publisher:
         self._waiting: set[str] = set()
         engines.load_weights = self.catch_up
 
-    async def publish(self, version: int) -> float:
-        """Publishes `version`, which the trainer holds now, to every engine that is up; returns the seconds it took."""
+    async def sync_weights(self, version: int) -> float:
+        """Gives the trainer's present version to every engine that is up; returns the seconds that this took."""
         start = asyncio.get_running_loop().time()
         async with self._lock:
             self.version = version
@@ -71,21 +76,17 @@ class Publisher:
             self.served = version
         return asyncio.get_running_loop().time() - start
 
-    async def renew(self) -> None:
-        """Publishes again what the trainer holds, to every engine: another trainer holds it. With the lock held."""
+    async def resync(self) -> None:
+        """Gives every engine the version again, because a restarted trainer holds it. Call with the lock held."""
         if self.served != protocols.NO_VERSION:
             await self._send(self.version, self._up())
 
-    def _up(self) -> list[instances.Engine]:
-        """Engines that can be given weights; one whose host's relay is being made catches up by itself after that."""
-        return [item for item in self._engines.loadable() if item.name not in self._waiting]
-
     async def catch_up(self, engine: instances.Engine) -> None:
-        """An engine that starts or wakes gets the published version before it serves.
+        """Gives the present version to an engine that starts or wakes, before it serves.
 
-        Where a snapshot's memory keeps what was published last, it is read from there: a training step may be long.
+        If the last snapshot is still in shared memory, the engine reads it there and does not wait for a training step.
         """
-        if engine.state != "loaded":  # asked again after the trainer's loss, it may be lost meanwhile, or up to date
+        if engine.state != "loaded":  # this call was repeated after a loss of the trainer, and the engine moved on
             return
         if self._hosts is not None:
             life = engine.life
@@ -99,13 +100,13 @@ class Publisher:
                 return
         if self._keeps:
             async with self._engines.weights:
-                version, buckets = self._staged
+                version, chunks = self._staged
                 if version not in (self.version, protocols.NO_VERSION) or engine.state != "loaded":
                     version = protocols.NO_VERSION
                 if version != protocols.NO_VERSION:
-                    await self._read(engine, version, buckets)
+                    await self._read(engine, version, chunks)
                     return
-        with turns.queued():  # a step may be long, and so may be the making of a trainer anew
+        with turns.queued():  # a training step, or a restart of the trainer, may be long
             await self._lock.acquire()
         try:
             if engine.state == "loaded" and self.version != protocols.NO_VERSION:
@@ -113,11 +114,23 @@ class Publisher:
         finally:
             self._lock.release()
 
-    async def _read(self, engine: instances.Engine, version: int, buckets: Sequence[protocols.WeightBucket]) -> None:
+    async def release(self) -> None:
+        """Forgets the last snapshot, because the trainer whose memory holds it is about to end."""
+        async with self._engines.weights:
+            self._staged = protocols.NO_VERSION, ()
+        if self._members is not None:
+            await self._members.settle()
+
+    def _up(self) -> list[instances.Engine]:
+        """Returns the engines to load. An engine that waits for its host's relay catches up by itself afterwards."""
+        return [item for item in self._engines.loadable() if item.name not in self._waiting]
+
+    async def _read(self, engine: instances.Engine, version: int, chunks: Sequence[protocols.WeightChunk]) -> None:
+        """Lets one engine load the snapshot that is in memory, without a call to the trainer."""
         updates = [_Update(engine, version, self._seconds, self._recorder)]
-        staged = relays.expected(len(buckets))
-        for bucket, place in zip(buckets, staged, strict=True):
-            place.set_result(bucket)
+        staged = relay_tree.expected(len(chunks))
+        for chunk, place in zip(chunks, staged, strict=True):
+            place.set_result(chunk)
         copies = await self._spread(updates, staged)
         if updates[0].going:
             self._engines.serve([engine])
@@ -125,24 +138,25 @@ class Publisher:
             self._members.copied(version, copies)
 
     async def _send(self, version: int, engines: Sequence[instances.Engine]) -> None:
+        """Opens a new snapshot, gives it to the engines, and offers it to the replicas. Call with the lock held."""
         if not engines and self._members is None:
             return
         if self._members is not None:
-            await self._members.settle()
+            await self._members.settle()  # the new snapshot is written over the memory that they read
         async with self._engines.weights:
-            staged, copies = await self._publish(version, engines)
+            staged, copies = await self._load_snapshot(version, engines)
         if self._members is not None:
             self._members.published(version, staged, copies)
 
-    async def _publish(
+    async def _load_snapshot(
         self, version: int, engines: Sequence[instances.Engine]
-    ) -> tuple[Sequence[protocols.WeightBucket], replicas.Copies]:
+    ) -> tuple[Sequence[protocols.WeightChunk], replicas.Copies]:
         self._staged = protocols.NO_VERSION, ()
-        # Made before the first wait: an engine lost meanwhile is in another life, and left to its restart.
-        up = [engine for engine in engines if engine.state in ("loaded", "serving")]  # others have gone since
+        # Made before the first await: an engine that is lost meanwhile has another life, and its update is dropped.
+        up = [engine for engine in engines if engine.state in ("loaded", "serving")]
         updates = [_Update(engine, version, self._seconds, self._recorder) for engine in up]
         count = await self._ask(self._trainer.open_weights(version), "open its weights")
-        staged = relays.expected(count)
+        staged = relay_tree.expected(count)
         try:
             try:
                 copies = await self._spread(updates, staged, self._stage(version, staged))
@@ -150,38 +164,38 @@ class Publisher:
                 await self._ask(self._trainer.close_weights(version), "close its weights")
         except protocols.TrainerLost as error:
             for update in updates:
-                if update.half:  # it holds some of the new weights, and nobody has the rest
+                if update.half:  # the engine holds some of the new weights, and the rest is gone with the trainer
                     self._engines.lost(update.engine, update.life, error)
             self._serve(update for update in updates if update.ended)
             raise
         self._serve(updates)
-        self._staged = version, [bucket.result() for bucket in staged]
+        self._staged = version, [chunk.result() for chunk in staged]
         return self._staged[1], copies
 
     def _serve(self, updates: Iterable[_Update]) -> None:
         self._engines.serve(update.engine for update in updates if update.going)
 
-    async def _stage(self, version: int, staged: relays.Buckets) -> None:
-        for index, bucket in enumerate(staged):
-            bucket.set_result(await self._ask(self._trainer.stage_weights(version, index), "stage weights"))
+    async def _stage(self, version: int, staged: relay_tree.Chunks) -> None:
+        for index, chunk in enumerate(staged):
+            chunk.set_result(await self._ask(self._trainer.stage_weights(version, index), "stage weights"))
 
     async def _spread(
-        self, updates: Sequence[_Update], staged: relays.Buckets, *staging: Coroutine[Any, Any, None]
+        self, updates: Sequence[_Update], staged: relay_tree.Chunks, *staging: Coroutine[Any, Any, None]
     ) -> replicas.Copies:
-        """Gives engines a version, and its buckets to their hosts and those of replicas; returns the hosts' copies.
+        """Brings a version to the hosts of engines and replicas and loads it into the engines; returns the copies.
 
         Args:
           updates: the engines' parts.
-          staged: the buckets on the trainer's host, as they come.
-          staging: what makes them come, if they have not.
+          staged: the chunks on the trainer's host, as they come.
+          staging: stages the chunks; left out if they are all staged.
         """
         groups: dict[int | None, list[_Update]] = {}
         for update in updates:
             groups.setdefault(self._copied_to(update.engine.spec.host), []).append(update)
-        if staging and self._members is not None:  # of a whole publication, not of one engine's catching up
+        if staging and self._members is not None:  # replicas read whole syncs, not the catching up of one engine
             for host in self._members.hosts:
                 groups.setdefault(self._copied_to(host), [])
-        copies = {host: relays.expected(len(staged)) for host in groups if host is not None}
+        copies = {host: relay_tree.expected(len(staged)) for host in groups if host is not None}
         work = [self._load(group, staged if host is None else copies[host]) for host, group in groups.items()]
         if self._hosts is not None and copies:
             needed = {host for host in copies if groups[host]}
@@ -189,59 +203,52 @@ class Publisher:
             work.append(self._hosts.pass_on(staged, copies, needed, {host for host in copies if host in lent}))
         await deadlines.together(*staging, *work)
         return {
-            host: () if any(bucket.exception() for bucket in copy) else [bucket.result() for bucket in copy]
+            host: () if any(chunk.exception() for chunk in copy) else [chunk.result() for chunk in copy]
             for host, copy in copies.items()
         }
 
     def _copied_to(self, host: int | None) -> int | None:
-        """The host whose relay's copy workers there read; None if they read the trainer's memory."""
+        """Returns the host whose relay workers of `host` read; None if they read the trainer's memory."""
         return host if self._hosts is not None and self._hosts.serve(host) else None
 
-    async def _load(self, updates: Sequence[_Update], buckets: relays.Buckets) -> None:
-        """The engines of one host get the version, as its buckets come there."""
-        for index, place in enumerate(buckets):
+    async def _load(self, updates: Sequence[_Update], chunks: relay_tree.Chunks) -> None:
+        """Loads the version into the engines of one host, chunk by chunk as the chunks come there."""
+        for index, place in enumerate(chunks):
             try:
-                bucket = await relays.came(place)
-            except protocols.LibraError as error:  # its relay is given up, and they cannot be given the rest
+                chunk = await relay_tree.came(place)
+            except protocols.LibraError as error:  # the host's relay failed, so the rest cannot come
                 for update in updates:
                     self._engines.lost(update.engine, update.life, error)
                 return
             if not index:
                 await self._each(updates, _Update.begin)
-            if not self._checksum:  # it is there for relays, which have compared it, or for replicas
-                bucket = dataclasses.replace(bucket, checksum=None)
-            await self._each(updates, _loader(bucket))
+            if not self._checksum:  # the checksum was for relays, which have compared it, or for replicas
+                chunk = dataclasses.replace(chunk, checksum=None)
+            await self._each(updates, _Update.load, chunk)
         await self._each(updates, _Update.end)
-
-    async def forget(self) -> None:
-        """The trainer whose memory holds what was published last is about to end: nobody reads it any more."""
-        async with self._engines.weights:
-            self._staged = protocols.NO_VERSION, ()
-        if self._members is not None:
-            await self._members.settle()
 
     async def _ask(self, work: Coroutine[Any, Any, Any], what: str) -> Any:
         return await deadlines.within(self._seconds, work, f"The trainer, asked to {what},", "publish")
 
-    async def _each(self, updates: Sequence[_Update], verb: Callable[[_Update], Coroutine[Any, Any, None]]) -> None:
+    async def _each(
+        self,
+        updates: Sequence[_Update],
+        verb: Callable[..., Coroutine[Any, Any, None]],
+        *arguments: protocols.WeightChunk,
+    ) -> None:
+        """Does one verb for all engines at once; an engine that fails is reported lost."""
+
         async def guarded(update: _Update) -> None:
             try:
-                await verb(update)
-            except Exception as error:  # whatever went wrong, its weights cannot be trusted any more
+                await verb(update, *arguments)
+            except Exception as error:  # after any failure the engine's weights cannot be trusted
                 self._engines.lost(update.engine, update.life, error)
 
         await deadlines.together(*(guarded(update) for update in updates if update.going))
 
 
-def _loader(bucket: protocols.WeightBucket) -> Callable[[_Update], Coroutine[Any, Any, None]]:
-    async def load(update: _Update) -> None:
-        await update.ask(update.proxy.update_weights(bucket), f"load weight bucket {bucket.index}")
-
-    return load
-
-
 class _Update:
-    """One engine's part in one publication."""
+    """One engine's part in one weight sync."""
 
     def __init__(self, engine: instances.Engine, version: int, seconds: float, recorder: protocols.Recorder) -> None:
         self.engine = engine
@@ -255,7 +262,7 @@ class _Update:
 
     @property
     def half(self) -> bool:
-        """Whether the engine has begun to take the version and has not got all of it."""
+        """Whether the engine holds part of the version."""
         return self.going and self._begun and not self.ended
 
     @property
@@ -267,12 +274,18 @@ class _Update:
         await deadlines.within(self._seconds, work, f"Engine {self.engine.name}, asked to {what},", "publish")
 
     async def begin(self) -> None:
+        """Freezes decoding and readies the engine for new weights."""
         self._start, self._begun = asyncio.get_running_loop().time(), True
         self.engine.paused = True
         await self.ask(self.proxy.pause(), "pause")
         await self.ask(self.proxy.start_weight_update(self._version), "prepare for new weights")
 
+    async def load(self, chunk: protocols.WeightChunk) -> None:
+        """Loads one chunk."""
+        await self.ask(self.proxy.update_weights(chunk), f"load weight chunk {chunk.index}")
+
     async def end(self) -> None:
+        """Lets the engine serve the version."""
         await self.ask(self.proxy.finish_weight_update(self._version), "finish its weight update")
         await self.ask(self.proxy.resume(), "resume")
         self.ended = True

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from libra_jax import protocols
-from libra_jax.interop import dlpack, memfd, publication
 from libra_jax.models import config as models_config
 from libra_jax.models import hf_names, sharding, transformer
+from libra_jax.weights import memfd, snapshot
 
 READ = """
 import hashlib, json, sys
-from libra_jax.interop import memfd
+from libra_jax.weights import memfd
 for line in sys.stdin:
     for name, address, offset, nbytes in json.loads(line):
         print(name, hashlib.sha256(memfd.open_peer(address)[offset : offset + nbytes]).hexdigest())
@@ -30,13 +30,13 @@ def shape_of(tied: bool) -> models_config.TransformerConfig:
     return dataclasses.replace(tiny, num_layers=3, vocab_size=104, tie_word_embeddings=tied)
 
 
-def published_digests(publisher: publication.Publisher, version: int, count: int) -> dict[str, str]:
+def published_digests(publisher: snapshot.HostSnapshot, version: int, count: int) -> dict[str, str]:
     """Reads every tensor in a process without JAX or torch."""
     wanted = [
-        (entry.name, dict(bucket.transport), entry.offset, entry.nbytes)
+        (entry.name, dict(chunk.transport), entry.offset, entry.nbytes)
         for index in range(count)
-        for bucket in [publisher.stage(version, index)]
-        for entry in bucket.entries
+        for chunk in [publisher.stage(version, index)]
+        for entry in chunk.entries
     ]
     run = subprocess.run(
         [sys.executable, "-c", READ], input=json.dumps(wanted), capture_output=True, text=True, check=True
@@ -75,7 +75,7 @@ def test_another_process_reads_every_tensor_bit_for_bit(
 ):
     """Whole tensors are copied at once, or several rows in a part, the last part shorter, or a row in each."""
     if part_bytes is not None:
-        monkeypatch.setattr(publication, "PART_BYTES", part_bytes)
+        monkeypatch.setattr(snapshot, "PART_BYTES", part_bytes)
     shape = shape_of(tied)
     params = transformer.init_params(shape, jax.random.key(0), param_dtype)
     if mesh_shape is not None:
@@ -83,7 +83,7 @@ def test_another_process_reads_every_tensor_bit_for_bit(
         params = jax.device_put(params, sharding.shardings(shape, mesh))
         widths = {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(params)}
         assert widths == {8}
-    publisher = publication.Publisher(shape, wire_dtype, 100_000, "memfd", False)
+    publisher = snapshot.HostSnapshot(shape, wire_dtype, 100_000, "memfd", False)
     count = publisher.open(4, params)
     assert count > 2
     assert published_digests(publisher, 4, count) == expected_digests(shape, params, wire_dtype)
@@ -92,7 +92,7 @@ def test_another_process_reads_every_tensor_bit_for_bit(
 
 def test_the_next_snapshot_reuses_the_memory_and_replaces_the_content():
     shape = shape_of(False)
-    publisher = publication.Publisher(shape, "float32", 1 << 30, "memfd", True)
+    publisher = snapshot.HostSnapshot(shape, "float32", 1 << 30, "memfd", True)
     first, second = (transformer.init_params(shape, jax.random.key(seed)) for seed in (1, 2))
     publisher.open(1, first)
     before = publisher.stage(1, 0)
@@ -110,7 +110,7 @@ def test_the_next_snapshot_reuses_the_memory_and_replaces_the_content():
 def test_parameters_may_be_donated_while_their_snapshot_is_open():
     shape = shape_of(True)
     params = transformer.init_params(shape, jax.random.key(0))
-    publisher = publication.Publisher(shape, "float32", 1 << 30, "memfd", True)
+    publisher = snapshot.HostSnapshot(shape, "float32", 1 << 30, "memfd", True)
     publisher.open(1, params)
     published = publisher.stage(1, 0).checksum
     leaves = jax.tree.leaves(params)
@@ -127,18 +127,18 @@ def test_parameters_may_be_donated_while_their_snapshot_is_open():
 def test_a_parameter_that_is_missing_or_misshapen_is_named():
     shape = shape_of(True)
     params = transformer.init_params(shape, jax.random.key(0))
-    publisher = publication.Publisher(shape, "float32", 1 << 30, "memfd", False)
+    publisher = snapshot.HostSnapshot(shape, "float32", 1 << 30, "memfd", False)
     with pytest.raises(protocols.LibraError, match=r"model\.norm\.weight cannot be published: .* has shape None"):
         publisher.open(1, {key: value for key, value in params.items() if key != "norm"})
     with pytest.raises(protocols.LibraError, match=r"norm/weight has shape \(7,\), not \(128,\)"):
         publisher.open(1, {**params, "norm": {"weight": jnp.zeros(7)}})
 
 
-def test_a_bucket_of_a_version_that_is_not_open_is_refused():
+def test_a_chunk_of_a_version_that_is_not_open_is_refused():
     shape = shape_of(True)
-    publisher = publication.Publisher(shape, "float32", 1 << 30, "memfd", False)
+    publisher = snapshot.HostSnapshot(shape, "float32", 1 << 30, "memfd", False)
     publisher.open(3, transformer.init_params(shape, jax.random.key(0)))
-    with pytest.raises(protocols.LibraError, match="bucket 0 of version 2 cannot be staged: version 3 is open"):
+    with pytest.raises(protocols.LibraError, match="chunk 0 of version 2 cannot be staged: version 3 is open"):
         publisher.stage(2, 0)
     publisher.close(3)
     with pytest.raises(protocols.LibraError, match="version None is open"):
@@ -148,7 +148,7 @@ def test_a_bucket_of_a_version_that_is_not_open_is_refused():
 
 def test_too_little_memory_for_the_snapshot_is_said_before_any_is_taken(monkeypatch):
     shape = shape_of(True)
-    publisher = publication.Publisher(shape, "float32", 100_000, "memfd", False)
+    publisher = snapshot.HostSnapshot(shape, "float32", 100_000, "memfd", False)
     monkeypatch.setattr(memfd, "available_bytes", lambda: 1000)
     with pytest.raises(memfd.SharedMemoryError, match=r"published copy of the weights .* only 0\.0 MiB"):
         publisher.open(1, transformer.init_params(shape, jax.random.key(0)))
@@ -156,7 +156,7 @@ def test_too_little_memory_for_the_snapshot_is_said_before_any_is_taken(monkeypa
 
 def test_a_single_device_array_is_shared_and_not_copied():
     array = jnp.arange(1000.0)
-    tensor = dlpack.to_torch(array)
+    tensor = snapshot.to_torch(array)
     assert tensor.data_ptr() == array.unsafe_buffer_pointer()
     pointer = tensor.data_ptr()
     del array

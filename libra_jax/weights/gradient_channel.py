@@ -1,4 +1,4 @@
-"""The side channel: gradient sums from a hybrid replica to the core trainer, over torch.distributed's gloo.
+"""The gradient channel: gradient sums from a hybrid replica to the core trainer, over torch.distributed's gloo.
 
 Between relays it carries the bytes of published weights (`relay`), from one that sends to one that listens.
 
@@ -31,7 +31,7 @@ import torch
 from torch import distributed
 
 from libra_jax import protocols
-from libra_jax.interop import addresses
+from libra_jax.weights import addresses
 
 HEADER_BYTES = 64 * 2**10
 """Size of every header."""
@@ -49,20 +49,20 @@ ArrayKind = tuple[str, tuple[int, ...]]
 """An array's dtype, by numpy's name, and shape."""
 
 
-class SideChannelError(protocols.LibraError):
-    """A side channel that is closed; the message says why."""
+class ChannelError(protocols.LibraError):
+    """A gradient channel that is closed; the message says why."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a gradient sum is of, or which bucket of weights this is.
+    """What a gradient sum is of, or which chunk of weights this is.
 
     Attributes:
       member: the replica that computed it, or the relay that it is for.
       epoch: the membership epoch in which that joined.
       version: policy version of its parameters.
       digest: of those parameters, as published.
-      first: first micro-batch of the sum, or number of the bucket.
+      first: first micro-batch of the sum, or number of the chunk.
       last: the one after its last.
       metrics: metric name to (sum, count) over those micro-batches.
       maxima: metric name to maximum over them.
@@ -107,7 +107,7 @@ class Listener:
           host: address of this host to listen at, as the others reach it.
 
         Raises:
-          SideChannelError: this host has no such address.
+          ChannelError: this host has no such address.
         """
         door = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
@@ -120,7 +120,7 @@ class Listener:
             )
         except OSError as error:
             door.close()
-            raise SideChannelError(f"no side channel for {member} can listen at {host} ({error.strerror}).") from error
+            raise ChannelError(f"no gradient channel for {member} can listen at {host} ({error.strerror}).") from error
         self.address = {
             "kind": "gloo",
             "host": host,
@@ -180,7 +180,7 @@ class Channel:
         """Returns when the channel stands.
 
         Raises:
-          SideChannelError: it is closed, or does not stand in time, and is closed therefore.
+          ChannelError: it is closed, or does not stand in time, and is closed therefore.
         """
         self._thread.join(max(seconds, 0.0))
         if not self.ready:
@@ -192,7 +192,7 @@ class Channel:
         A message leaves only when the other side waits for it, so this ends when the core takes the sum.
 
         Raises:
-          SideChannelError: the channel is closed, is so by the other side, or the deadline passed.
+          ChannelError: the channel is closed, is so by the other side, or the deadline passed.
           ValueError: the header does not fit.
         """
         deadline = time.monotonic() + seconds
@@ -236,7 +236,7 @@ class Channel:
           What it is of, and its arrays: views of this channel's memory, valid until the next sum.
 
         Raises:
-          SideChannelError: the channel is closed, is so by the other side, the deadline passed, or what came is no
+          ChannelError: the channel is closed, is so by the other side, the deadline passed, or what came is no
             sum of those arrays.
         """
         deadline = time.monotonic() + seconds
@@ -280,7 +280,7 @@ class Channel:
     def close(self, why: str = "it was given up here") -> None:
         """Closes the connection; the thread that connects ends by itself. Idempotent: the first reason stays."""
         with self._lock:
-            self._why = self._why or f"the side channel of {self.member} (epoch {self.epoch}) is closed: {why}."
+            self._why = self._why or f"the gradient channel of {self.member} (epoch {self.epoch}) is closed: {why}."
             self._group = self._store = None
         self._buffer = np.zeros(0, np.uint8)
 
@@ -331,7 +331,7 @@ class Channel:
     def _post(self, verb: str, tensor: torch.Tensor, rank: int) -> Any:
         group = self._group  # taken once: whoever dismisses the replica closes the channel meanwhile
         if group is None:
-            raise SideChannelError(self._why)
+            raise ChannelError(self._why)
         try:
             return getattr(group, verb)([tensor], rank, tensor.nbytes)
         except RuntimeError as error:
@@ -349,9 +349,9 @@ class Channel:
                     "the other side took too long" if late else f"the connection broke ({_line(error)})"
                 ) from error
 
-    def _fail(self, why: str) -> SideChannelError:
+    def _fail(self, why: str) -> ChannelError:
         self.close(why)
-        return SideChannelError(self._why)
+        return ChannelError(self._why)
 
 
 def _group(store: Any, rank: int, ranks: int, host: str) -> Any:

@@ -29,7 +29,7 @@ def host() -> str:
 
 
 def digest(data: memoryview) -> str:
-    """BLAKE2b of a bucket's bytes, 128 bits, in hex."""
+    """BLAKE2b of a chunk's bytes, 128 bits, in hex."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
@@ -174,3 +174,28 @@ def open_peer(address: Mapping[str, Any]) -> mmap.mmap:
         return mmap.mmap(fd, address["nbytes"], mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ)
     finally:
         os.close(fd)
+
+
+class PeerMemory:
+    """Maps the chunks that other processes own, each chunk once. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._mappings: dict[tuple[int, int, int], mmap.mmap] = {}
+
+    def map(self, address: Mapping[str, Any]) -> mmap.mmap:
+        """Returns the memory at an owner's address, read-only.
+
+        Raises:
+          SharedMemoryError: see `open_peer`.
+        """
+        key = (address["pid"], address["fd"], address["inode"])
+        if key not in self._mappings:
+            # After a trainer has moved to other processes, nothing of the former ones is read again. Kept mappings
+            # would hold a whole copy of the weights.
+            self._mappings = {old: kept for old, kept in self._mappings.items() if old[0] == address["pid"]}
+            self._mappings[key] = open_peer(address)
+        return self._mappings[key]
+
+    def close(self) -> None:
+        """Drops every mapping; a tensor that still views one keeps it alive. Idempotent."""
+        self._mappings.clear()
