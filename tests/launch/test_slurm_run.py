@@ -13,7 +13,7 @@ import real_runs
 import scripts
 import slurm_node
 
-from drilling import network_hosts
+from tests.drills import network_hosts
 
 lacking = slurm_node.missing()
 pytestmark = [

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import coordinator
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.coordinator import dispatch, failure, instances, publication, relays
@@ -21,6 +20,7 @@ from libra_jax.planning import robust
 from libra_jax.scheduling import registry
 from libra_jax.simulator import clock, world
 from libra_jax.telemetry import memory
+from tests.benchmarks import coordinator
 
 PUBLICATION_COSTS = ("engine_update", "engine_bucket", "host_bucket")
 
