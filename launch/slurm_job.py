@@ -100,7 +100,6 @@ class Job:
     export: tuple[str, ...]
     environment: Mapping[str, str]
     requeue: bool
-    exclusive: bool
     grace: int
     retries: int
     setup: str
@@ -161,7 +160,6 @@ def make(
         export=(*EXPORTED, *(name for name in names if name not in EXPORTED)),
         environment=environment,
         requeue=settings.requeue,
-        exclusive=settings.exclusive,
         grace=settings.grace,
         retries=settings.retries,
         setup=settings.setup,
