@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 
+import absent_modules  # noqa: F401 (see there)
 from absl import flags
 
 import cli

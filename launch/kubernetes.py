@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import PurePosixPath
 
+import absent_modules  # noqa: F401 (see there)
 import job_flags
 import manifests
 import rendering

@@ -27,6 +27,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import absent_modules  # noqa: F401 (see there)
 import plan_picture
 import planned
 import unread

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import absent_modules  # noqa: F401 (see there)
 from absl import flags
 from ml_collections import config_flags
 from rich import console, table

@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import absent_modules  # noqa: F401 (see there)
 import unread
 from absl import flags
 from ml_collections import config_flags

@@ -31,6 +31,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import absent_modules  # noqa: F401 (see there)
+
 from libra_jax.cluster import granted, guard, settings
 from libra_jax.protocols import LibraError
 

@@ -121,7 +121,7 @@ def test_a_run_whose_stages_overlap_is_refused(record, tmp_path):
 
 def test_an_empty_list_of_folders_is_refused_instead_of_recording():
     result = command("--workdirs=")
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert "--workdirs: names no folder" in result.stderr
 
 
