@@ -22,7 +22,7 @@ class TaskConfig:
 
     source: str = "libra_jax.agents.calculator:task_source"  # factory(path=, seed=, **arguments) -> TaskSource
     environment: str = "libra_jax.agents.calculator:environment"  # factory(**environment_arguments) -> Environment
-    path: str = ""  # JSONL or Parquet file or a dataset's folder or Hugging Face id, for the sources that read one
+    path: str = ""  # JSONL, Parquet or CSV file, folder of them, or Hugging Face id, for sources that read one
     arguments: Mapping[str, Any] = field(default_factory=dict)  # further keyword arguments of the source
     environment_arguments: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: str = "character"  # "character", or a Hugging Face directory or id; empty: model.path
