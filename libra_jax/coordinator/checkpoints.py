@@ -337,7 +337,7 @@ def _encode_trajectory(trajectory: protocols.Trajectory) -> dict[str, Any]:
         **packed,
         "trajectory_id": trajectory.trajectory_id,
         "prompt_id": trajectory.prompt_id,
-        "turns": [asdict(turn) for turn in trajectory.turns],
+        "turns": [{**vars(turn), "moves": [move._asdict() for move in turn.moves]} for turn in trajectory.turns],
         "reward": trajectory.reward,
         "environment_reward": trajectory.environment_reward,
         "finish": trajectory.finish,
@@ -348,12 +348,19 @@ def _encode_trajectory(trajectory: protocols.Trajectory) -> dict[str, Any]:
     }
 
 
+def _decode_move(record: Mapping[str, Any]) -> protocols.Move:
+    return protocols.Move(**{**record, "reason": protocols.MoveReason(record["reason"])})
+
+
 def _decode_trajectory(record: Mapping[str, Any]) -> protocols.Trajectory:
     fields = dict(record)
     for name, code in _PACKED.items():
         fields[name] = array.array(code, base64.b64decode(record[name])).tolist()
     fields["loss_mask"] = [bool(value) for value in fields["loss_mask"]]
-    fields["turns"] = [protocols.Turn(**turn) for turn in record["turns"]]
+    fields["turns"] = [
+        protocols.Turn(**{**turn, "moves": tuple(_decode_move(move) for move in turn.get("moves", ()))})
+        for turn in record["turns"]
+    ]
     if fields.get("snapshot") is not None:
         messages = tuple(protocols.Message(**message) for message in fields["snapshot"]["messages"])
         fields["snapshot"] = protocols.AttemptSnapshot(**{**fields["snapshot"], "messages": messages})

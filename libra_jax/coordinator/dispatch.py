@@ -99,7 +99,10 @@ class Dispatcher:
             completed = request.trajectory.finish is not None
             if completed and request.group_id != protocols.EVALUATION_GROUP:
                 self.routing.finished(request.route, request.generated)
-                request.trajectory.metrics["moves"] = float(request.route.moves)
+                request.trajectory.metrics["moves"] = float(len(request.route.moves))
+                for turn, move in request.route.moves:
+                    if turn < len(request.trajectory.turns):  # a turn that brought no token has no entry
+                        request.trajectory.turns[turn].moves += (move,)
             self._apply(self._scheduler.on_finish(trajectory_id, request.generated, now, completed=completed), now)
 
     def take_counts(self) -> Counts:
@@ -199,7 +202,7 @@ class Dispatcher:
             request.instance = placement.instance
             request.passed_over_since = None
             request.placed.set()
-            self.routing.decided(request.route, placement.instance)
+            self.routing.decided(request.route, placement)
         self.counts.seconds += self._loop.time() - since
 
     def _instances_changed(self) -> None:
@@ -227,7 +230,7 @@ class Dispatcher:
         stream = requests.Stream(engine, engine.life, self._loop.create_future(), begin, begin)
         request.stream = stream
         before = request.generated
-        self.routing.served(request.route, engine.name, len(request.trajectory.token_ids))
+        self.routing.served(request.route, len(request.trajectory.turns), len(request.trajectory.token_ids))
         pump = self._loop.create_task(self._pump(request, stream, sampling))
         pump.add_done_callback(stream.pumped)
         try:
@@ -253,8 +256,8 @@ class Dispatcher:
             token_ids=request.trajectory.context(),
             sampling=sampling,
         )
-        if self._transfers and request.route.moving:
-            asked = replace(asked, kv_source=await self._kv_source(request, stream, asked))
+        if self._transfers and request.route.move is not None:
+            asked = replace(asked, kv_source=await self._kv_source(request.route.move, stream, asked))
         async with contextlib.aclosing(stream.engine.proxy.generate(asked)) as deltas:
             async for delta in deltas:
                 if stream.closed:
@@ -265,10 +268,10 @@ class Dispatcher:
         raise protocols.WorkerLost(f"the stream of {request.name} from {stream.engine.name} ended without a finish")
 
     async def _kv_source(
-        self, request: requests.Request, stream: requests.Stream, asked: protocols.GenerationRequest
+        self, move: protocols.Move, stream: requests.Stream, asked: protocols.GenerationRequest
     ) -> Mapping[str, Any] | None:
         """Keys and values that the instance before keeps for this one; None where they have to be computed again."""
-        source, version = self._engines.engines.get(request.route.came_from), stream.engine.policy_version
+        source, version = self._engines.engines.get(move.source), stream.engine.policy_version
         if source is None or source.proxy is None or source.policy_version != version:
             return None
         proxy, life = source.proxy, source.life

@@ -177,7 +177,7 @@ def trace_record(trajectory: protocols.Trajectory, group: protocols.Group, step:
         "trajectory_id": trajectory.trajectory_id,
         "prompt_id": trajectory.prompt_id,
         "prompt_tokens": trajectory.prompt_tokens,
-        "turns": [dict(vars(turn)) for turn in trajectory.turns],
+        "turns": [_turn_record(turn) for turn in trajectory.turns],
         "group_id": group.group_id,
         "step": step,
         "policy_version": group.dispatch_version,
@@ -185,3 +185,20 @@ def trace_record(trajectory: protocols.Trajectory, group: protocols.Group, step:
         "finish": trajectory.finish,
         "start_seconds": trajectory.start_seconds,
     }
+
+
+def _turn_record(turn: protocols.Turn) -> dict[str, Any]:
+    """Returns a turn as the trace holds it; `moves` is there only if the request moved, which is rare."""
+    record = dict(vars(turn))
+    moves = record.pop("moves")
+    if moves:
+        record["moves"] = [
+            {
+                "source": move.source,
+                "target": move.target,
+                "reason": move.reason,
+                "expected_gain": move.expected_gain,
+            }
+            for move in moves
+        ]
+    return record

@@ -1,4 +1,4 @@
-"""What routing did: moves between instances, what they cost, and whether the first decision named the right bucket.
+"""What routing did: moves between instances, their cost, and whether the first decision named the right bucket.
 
 Measured where requests are dispatched, so a simulated run and a real one report the same numbers.
 """
@@ -18,22 +18,22 @@ class Route:
     """Where a request has been.
 
     Attributes:
-      served_by: instance that was asked for its tokens last; empty before the first.
-      came_from: the one before that; empty before the second.
+      streams: instances asked for its tokens so far, one after the other.
       asked_at: tokens generated at its first tool return; None before.
       level: bucket of the first instance decided on after that return; None before.
       plan: number of the plan that had the bucket.
-      moves: times that another instance went on with it.
-      moving: the instance asked last is another than the one that served it before; None if it is the first.
+      decided: move that the scheduler has decided on since the last stream began; None if the request stays.
+      move: move with which the last stream began; None if that was the first, or the request stayed.
+      moves: each move so far, with the number of the turn that went on after it.
     """
 
-    served_by: str = ""
-    came_from: str = ""
+    streams: int = 0
     asked_at: int | None = None
     level: int | None = None
     plan: int = 0
-    moves: int = 0
-    moving: bool | None = None
+    decided: protocols.Move | None = None
+    move: protocols.Move | None = None
+    moves: list[tuple[int, protocols.Move]] = field(default_factory=list)
 
 
 @dataclass
@@ -120,24 +120,30 @@ class Routing:
         if route.asked_at is None:
             route.asked_at = generated
 
-    def decided(self, route: Route, instance: str) -> None:
-        """The scheduler has placed the request."""
+    def decided(self, route: Route, placement: protocols.Placement) -> None:
+        """Takes in that the scheduler has placed the request."""
         if route.asked_at is not None and route.level is None:
-            route.level, route.plan = self._levels.of_degree(self._degrees[instance]), self._plans
+            route.level, route.plan = self._levels.of_degree(self._degrees[placement.instance]), self._plans
+        move = placement.move
+        if move is not None:
+            # Of several moves before a stream begins, only the way from the first source to the last target is gone.
+            source = move.source if route.decided is None else route.decided.source
+            route.decided = move._replace(source=source) if source != move.target else None
 
-    def served(self, route: Route, instance: str, context_tokens: int) -> None:
-        """A stream begins."""
-        route.moving = route.served_by != instance if route.served_by else None
-        if route.moving:
-            route.moves += 1
+    def served(self, route: Route, turn: int, context_tokens: int) -> None:
+        """Takes in that a stream begins, for the turn of this number, with these tokens of context."""
+        route.move = route.decided if route.streams else None
+        route.decided = None
+        route.streams += 1
+        if route.move is not None:
+            route.moves.append((turn, route.move))
             self.counts.moves += 1
             self.counts.moved_tokens += context_tokens
-        route.came_from, route.served_by = route.served_by, instance
 
     def answered(self, route: Route, seconds: float) -> None:
-        """The stream's first tokens have come, so many seconds after they were asked for."""
-        if route.moving is not None:
-            (self.counts.moved if route.moving else self.counts.stayed).add(seconds)
+        """Takes in that the stream's first tokens came this many seconds after they were asked for."""
+        if route.streams > 1:
+            (self.counts.stayed if route.move is None else self.counts.moved).add(seconds)
 
     def finished(self, route: Route, generated: int) -> None:
         """The attempt has come to its own end, with so many tokens generated."""

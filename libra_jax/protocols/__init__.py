@@ -31,6 +31,7 @@ from libra_jax.protocols.errors import (
     WorkerLost,
 )
 from libra_jax.protocols.generation import NO_VERSION, FinishReason, GenerationRequest, SamplingParams, TokenDelta
+from libra_jax.protocols.moves import Move, MoveReason
 from libra_jax.protocols.rollout import EngineInfo, RolloutEngine, WeightChunk, WeightEntry
 from libra_jax.protocols.scheduling import (
     EVALUATION_GROUP,
@@ -101,6 +102,8 @@ __all__ = [
     "MeshSizes",
     "Message",
     "MovableTrainer",
+    "Move",
+    "MoveReason",
     "PeerLost",
     "Placement",
     "Plan",

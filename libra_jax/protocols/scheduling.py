@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from libra_jax.protocols.generation import FinishReason, SamplingParams
+from libra_jax.protocols.moves import Move
 from libra_jax.protocols.trajectories import CausalState, Trajectory
 
 
@@ -90,15 +91,20 @@ class RequestInfo:
     dispatch_version: int = 0
 
 
-@dataclass(frozen=True)
-class Placement:
-    """The scheduler's decision: from now on this instance serves this request (again, anew, or instead of another).
+class Placement(NamedTuple):
+    """The scheduler's decision: from now on this instance serves this request.
 
     An empty instance takes a decoding request's place away: it keeps its tokens and waits again.
+
+    Attributes:
+      request_id: id of the request.
+      instance: name of the instance, or empty.
+      move: the move that the decision makes; None if the request stays where it was served, or was served nowhere yet.
     """
 
     request_id: str
     instance: str
+    move: Move | None = None
 
 
 EVALUATION_GROUP = -1

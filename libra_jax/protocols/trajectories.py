@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from libra_jax.protocols.generation import NO_VERSION, TokenDelta
+from libra_jax.protocols.moves import Move
 from libra_jax.protocols.tasks import Message, Task
 
 
@@ -49,6 +50,7 @@ class Turn:
       tool_seconds: time the tool took after the output had ended, or several together, without the wait for what they
         need (`Queued`); after one that calls none, the environment's step, scoring for example.
       start_seconds: event-loop time at which the turn's generation was asked for.
+      moves: moves after which other instances went on with the output, in order.
     """
 
     generated_tokens: int
@@ -57,6 +59,7 @@ class Turn:
     payload_tokens: int = 0
     tool_seconds: float = 0.0
     start_seconds: float = 0.0
+    moves: tuple[Move, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from libra_jax import protocols
 from libra_jax.scheduling import buckets, cmlfq, prefix_tree, slots, state
 from libra_jax.scheduling import costs as cost_model
 
+BUDGET_OUTRUN = protocols.MoveReason.BUDGET_OUTRUN
+
 Remaining: TypeAlias = Callable[[str], int]
 """Maps a request id to the tokens that it has in truth still to generate: known to a simulator only."""
 
@@ -116,10 +118,15 @@ class Mlfq(slots.SlotScheduler):
         if not bucket.slots:  # its instances are lost: the request stays where it is, one level lower by account
             return []
         if bucket.free > 0:
-            placement = self.move(request, self.pick(request, bucket))
+            placement = self.move(request, self.pick(request, bucket), BUDGET_OUTRUN)
         else:
-            placement = self.displace(request, request.level, now)
+            placement = self.displace(request, request.level, now, BUDGET_OUTRUN)
         return [placement, *self.place(now)]
+
+    def returned(self, request: state.Request, causal_state: protocols.CausalState) -> None:
+        super().returned(request, causal_state)
+        if request.level and request.mark == request.generated_tokens:  # demoted at the tool call
+            request.reason = BUDGET_OUTRUN
 
     def _demoted(self, request: state.Request, generated_tokens: int) -> bool:
         """Demotes a request that has generated its level's quantum since it came there, at `request.mark`."""

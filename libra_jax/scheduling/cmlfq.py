@@ -120,7 +120,7 @@ class Cmlfq(slots.SlotScheduler):
             return []
         if wanted.full or not self.admits(request, wanted):
             return []
-        return [self.move(request, wanted), *self.place(now)]
+        return [self.move(request, wanted, protocols.MoveReason.BUDGET_OUTRUN), *self.place(now)]
 
     def returned(self, request: state.Request, causal_state: protocols.CausalState) -> None:
         super().returned(request, causal_state)
@@ -135,8 +135,8 @@ class Cmlfq(slots.SlotScheduler):
         self._evict(request)
         super().finished(request, learn)
 
-    def seat(self, request: state.Request, server: state.Server) -> protocols.Placement:
-        placement = super().seat(request, server)
+    def seat(self, request: state.Request, server: state.Server, reason: protocols.MoveReason) -> protocols.Placement:
+        placement = super().seat(request, server, reason)
         self._account(request, server)
         return placement
 
@@ -176,7 +176,10 @@ class Cmlfq(slots.SlotScheduler):
             waited_for, queue, count = own.servers[0], own.queue.size, own.slots
         there = self._pace(waited_for, waited_for.instance.slots, 0)
         wait = queue * self._turn_tokens * there / count
-        return wait > self._turn_tokens * (here - there) + move * (1 + server.residents)
+        cost = self._turn_tokens * (here - there) + move * (1 + server.residents)
+        if wait > cost:
+            request.gain = wait - cost
+        return wait > cost
 
     # Residents.
 
@@ -227,12 +230,14 @@ class Cmlfq(slots.SlotScheduler):
     def _cheapest(self, request: state.Request, points: prefix_tree.Sketch, now: float) -> int:
         """Returns the level of the cheapest bucket.
 
-        Sets `request.wanted` to the instance in it if the request is to go to that one, and `request.urgency`.
+        Sets `request.wanted` to the instance in it if the request is to go to that one, `request.urgency`, and
+        `request.gain` if a bucket is cheaper than home.
         """
         elapsed = now - request.arrived
         home = request.home
         best, level = float("inf"), request.level
-        request.wanted = None
+        stay = best
+        request.wanted = request.gain = None
         if home is not None:
             wait = 0.0
             if request.server is None and home.load >= home.slots:
@@ -241,7 +246,7 @@ class Cmlfq(slots.SlotScheduler):
                 request.wanted = home
                 request.urgency = self._urgency_at(request, home, points, elapsed + wait)
                 return home.level
-            best = self._cost(request, home, points, elapsed, wait)
+            best = stay = self._cost(request, home, points, elapsed, wait)
             level, request.wanted = home.level, home
             urgency = self._urgency
         for bucket in self.buckets:
@@ -263,6 +268,8 @@ class Cmlfq(slots.SlotScheduler):
                 request.wanted = server if roomy else None
         if best < float("inf"):
             request.urgency = urgency
+        if best < stay < float("inf"):  # the p-th roots are seconds
+            request.gain = stay ** (1.0 / self._power) - best ** (1.0 / self._power)
         return level
 
     def _full(self) -> bool:
@@ -366,6 +373,6 @@ class CmlfqPaper(slots.SlotScheduler):
     def serves(self, bucket: buckets.Bucket, request: state.Request) -> bool:
         return not request.served_by
 
-    def seat(self, request: state.Request, server: state.Server) -> protocols.Placement:
+    def seat(self, request: state.Request, server: state.Server, reason: protocols.MoveReason) -> protocols.Placement:
         request.level = server.level
-        return super().seat(request, server)
+        return super().seat(request, server, reason)

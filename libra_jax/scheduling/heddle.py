@@ -97,7 +97,7 @@ class Heddle(slots.SlotScheduler):
         # An aged request keeps its place: it was placed because it had waited long enough.
         if not shortest.aged and longest.remaining > self.config.preempt_ratio * shortest.remaining:
             shortest.wanted = server  # its context is there
-            placements.append(self.displace(shortest, 0, now))
+            placements.append(self.displace(shortest, 0, now, protocols.MoveReason.PREEMPTED))
             placements += super().place(now)
 
     def _run_of(self, request: state.Request) -> state.Server:

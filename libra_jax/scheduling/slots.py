@@ -26,6 +26,13 @@ from libra_jax.scheduling import buckets, evidence, state
 AGES_SLACK = 1024
 """Stale entries that the list of waiting times may hold beyond a multiple of the waiting requests."""
 
+# Looked up once: a scheduler makes a decision in a few microseconds.
+TOOL_RETURN, ENGINE_LOST = protocols.MoveReason.TOOL_RETURN, protocols.MoveReason.ENGINE_LOST
+OVERFLOW, AGING = protocols.MoveReason.OVERFLOW, protocols.MoveReason.AGING
+
+UNPLANNED = (ENGINE_LOST, protocols.MoveReason.PREEMPTED, AGING)
+"""Reasons of moves that are no choice of the policy between two instances, so that it expects no gain of them."""
+
 
 class Learner(Protocol):
     """Learns from finished requests how long others will be; `evidence.Evidence` is one."""
@@ -110,8 +117,8 @@ class SlotScheduler:
     def route(self, request: state.Request, now: float) -> int:
         """Returns the level that a request is meant for when it begins to wait.
 
-        Sets `request.wanted` if the request is to go to one instance, and `request.remaining` if the policy expects
-        anything of its length.
+        Sets `request.wanted` if the request is to go to one instance, `request.remaining` if the policy expects
+        anything of its length, and `request.gain` if it expects anything of a move.
         """
         request.remaining = float(request.generated_tokens)
         return 0
@@ -125,7 +132,10 @@ class SlotScheduler:
         return True
 
     def serves(self, bucket: buckets.Bucket, request: state.Request) -> bool:
-        """Returns whether a free slot of the bucket may go to a request that waits elsewhere."""
+        """Returns whether a free slot of the bucket may go to a request that waits elsewhere.
+
+        Sets `request.gain` if it is true and the policy expects anything of the move.
+        """
         return False
 
     # Steps that a policy may extend.
@@ -142,8 +152,12 @@ class SlotScheduler:
             assert request.track is not None
             self.learner.finish(request.track, request.generated_tokens, learn=learn)
 
-    def seat(self, request: state.Request, server: state.Server) -> protocols.Placement:
-        """Lets a request that neither waits nor decodes decode on an instance with a free slot."""
+    def seat(self, request: state.Request, server: state.Server, reason: protocols.MoveReason) -> protocols.Placement:
+        """Lets a request that neither waits nor decodes decode on an instance with a free slot.
+
+        `reason` is the reason of the move, if the request was served elsewhere before.
+        """
+        source = request.served_by
         self._seats += 1
         request.seated = self._seats
         request.server = server
@@ -151,7 +165,15 @@ class SlotScheduler:
         request.wanted = None
         server.decoding[request] = None
         self.buckets[server.level].occupy(server)
-        return protocols.Placement(request.request_id, server.name)
+        if not source or source == server.name:
+            return protocols.Placement(request.request_id, server.name)
+        if source not in self.servers:  # that is why it had to leave, no matter what it has waited for since
+            reason = ENGINE_LOST
+        gain = request.gain
+        if gain is not None and reason in UNPLANNED:
+            gain = None
+        move = protocols.Move(request.request_id, source, server.name, reason, gain)
+        return protocols.Placement(request.request_id, server.name, move)
 
     # Events (`protocols.Scheduler`).
 
@@ -173,6 +195,7 @@ class SlotScheduler:
         for place, request in enumerate(displaced):
             request.ticket = self._front + place
             request.since = now
+            request.reason = ENGINE_LOST
         for request in sorted([*displaced, *waiting], key=lambda item: item.ticket):
             self._enqueue(request, self.route(request, now))
         self._ages = deque(sorted((item.since, item.ticket, item) for item in [*displaced, *waiting]))
@@ -223,6 +246,7 @@ class SlotScheduler:
         request = self.requests[request_id]
         request.context_tokens = context_tokens
         request.turn_start = request.generated_tokens
+        request.reason = TOOL_RETURN
         self.returned(request, causal_state)
         self.wait(request, self.route(request, now), now)
         return self.place(now)
@@ -264,14 +288,17 @@ class SlotScheduler:
         server = self.servers.get(request.context_at)
         return server if server is not None and server.level == level else None
 
-    def move(self, request: state.Request, server: state.Server) -> protocols.Placement:
+    def move(self, request: state.Request, server: state.Server, reason: protocols.MoveReason) -> protocols.Placement:
         """Moves a decoding request at once to another instance with a free slot."""
         self.vacate(request)
-        return self.seat(request, server)
+        return self.seat(request, server, reason)
 
-    def displace(self, request: state.Request, level: int, now: float) -> protocols.Placement:
+    def displace(
+        self, request: state.Request, level: int, now: float, reason: protocols.MoveReason
+    ) -> protocols.Placement:
         """Takes a decoding request's place away, so that it waits again, for the bucket of this level."""
         self.vacate(request)
+        request.reason = reason
         self.wait(request, level, now)
         return protocols.Placement(request.request_id, "")
 
@@ -356,7 +383,7 @@ class SlotScheduler:
                     server = self.pick(request, bucket)
                     if not self.admits(request, server):
                         break
-                    self._take(request, server, placements)
+                    self._take(request, server, request.reason, placements)
             if self._waiting:
                 self._overflows += 1
                 if self._overflows % self.overflow_every == 0:
@@ -364,10 +391,19 @@ class SlotScheduler:
         self._touched.clear()
         return placements
 
-    def _take(self, request: state.Request, server: state.Server, placements: list[protocols.Placement]) -> None:
+    def _take(
+        self,
+        request: state.Request,
+        server: state.Server,
+        reason: protocols.MoveReason,
+        placements: list[protocols.Placement],
+    ) -> None:
         """Gives a waiting request a free slot of the instance."""
-        self._unwait(request)
-        placements.append(self.seat(request, server))
+        queue = request.queue
+        assert queue is not None
+        queue.discard(request)
+        self._waiting -= 1
+        placements.append(self.seat(request, server, reason))
 
     def _place_aged(self, now: float, placements: list[protocols.Placement]) -> None:
         ages, limit = self._ages, now - self.config.ageing_seconds
@@ -379,7 +415,7 @@ class SlotScheduler:
                 bucket = self._nearest_free(request.level)
                 if bucket is None:
                     return
-                self._take(request, self.pick(request, bucket), placements)
+                self._take(request, self.pick(request, bucket), AGING, placements)
                 request.aged = True
             ages.popleft()
 
@@ -397,7 +433,7 @@ class SlotScheduler:
                 if not self.admits(mine[-1], server):
                     return
                 other = mine
-            self._take(other[-1], server, placements)
+            self._take(other[-1], server, other[-1].reason, placements)
 
     def _overflow(self, placements: list[protocols.Placement]) -> None:
         """Gives free slots to requests that wait elsewhere: first for other buckets, then for particular instances.
@@ -409,10 +445,10 @@ class SlotScheduler:
                 continue
             for other in self._near[bucket.level]:
                 while bucket.free > 0 and (request := other.queue.head()) is not None and self.serves(bucket, request):
-                    self._take(request, self.pick(request, bucket), placements)
+                    self._take(request, self.pick(request, bucket), OVERFLOW, placements)
         for bucket in self.buckets:
             while bucket.free > 0 and (crowded := self._crowds.longest()) is not None:
                 request = crowded.queue.head()
                 if request is None or not self.serves(bucket, request):
                     break
-                self._take(request, self.pick(request, bucket), placements)
+                self._take(request, self.pick(request, bucket), OVERFLOW, placements)

@@ -108,6 +108,8 @@ class Request:
       server: instance on which it decodes; None while it waits or is away.
       served_by: name of the instance that it decoded on last; empty before the first.
       context_at: name of the instance that may hold its context; empty before the first and after an eviction.
+      reason: why it waits, or waited last: the reason of a move that follows.
+      gain: seconds that its policy expects to save by its last decision; None if that was no move, or not estimated.
       since: time at which it began to wait.
       ticket: its turn among all waiting requests; drawn each time that it begins to wait.
       seated: its turn among all placements; drawn each time that it begins to decode.
@@ -135,6 +137,8 @@ class Request:
     server: Server | None = None
     served_by: str = ""
     context_at: str = ""
+    reason: protocols.MoveReason = protocols.MoveReason.TOOL_RETURN
+    gain: float | None = None
     since: float = 0.0
     ticket: int = 0
     seated: int = 0

@@ -10,7 +10,7 @@ from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.coordinator import checkpoints
 from libra_jax.planning import costs
-from libra_jax.scheduling import registry
+from libra_jax.scheduling import baselines, registry
 from libra_jax.simulator import (
     bound,
     faults,
@@ -205,7 +205,7 @@ def swapped(reference: Sequence[str], order: Sequence[str]) -> list[tuple[str, s
     return [(first, second) for first, second in pairs if place[first] > place[second]]
 
 
-def _scheduler(run: settings.SimulatedRun, costs: costs.SchedulingCosts, remaining: registry.Remaining) -> Any:
+def _scheduler(run: settings.SimulatedRun, costs: costs.SchedulingCosts, remaining: baselines.Remaining) -> Any:
     degrees = run.rollout.tensor_parallel
     believed = costs if run.simulation.scheduler_costs == "exact" else None  # None: those of the config
     made = registry.create(run.scheduler, costs=believed, remaining=remaining, seed=run.seed, degrees=degrees)

@@ -112,7 +112,8 @@ def _row(path: Path, number: int, record: Mapping[str, Any]) -> tuple[str, scrip
         raise protocols.DataError(
             f"{path}, trajectory {number} ({record['trajectory_id']}): no turn generates a token; remove the line"
         )
-    known = {item.name for item in dataclasses.fields(protocols.Turn)}
+    # The moves of the recorded run are no part of the work: the simulated scheduler decides on its own.
+    known = {item.name for item in dataclasses.fields(protocols.Turn)} - {"moves"}
     turns = tuple(
         protocols.Turn(**{name: value for name, value in turn.items() if name in known}) for turn in record["turns"]
     )

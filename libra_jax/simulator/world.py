@@ -21,11 +21,11 @@ from libra_jax import protocols
 from libra_jax.coordinator import run as coordinator
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, forecast, hardware, meshes, planner, plans
-from libra_jax.scheduling import registry
+from libra_jax.scheduling import baselines
 from libra_jax.simulator import clock, engine, environment, replica, results, scripts, trainer, trajectory
 from libra_jax.simulator import fleet as fleets
 
-MakeScheduler = Callable[[costs.SchedulingCosts, registry.Remaining], protocols.Scheduler]
+MakeScheduler = Callable[[costs.SchedulingCosts, baselines.Remaining], protocols.Scheduler]
 """A fresh scheduler, handed the costs of the simulated hardware and the truth (for policies that may know it)."""
 
 

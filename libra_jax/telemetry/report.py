@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,6 +89,7 @@ class Run:
       seconds: end of the timeline, in seconds of running time.
       lengths: generated tokens of each trajectory.
       tools: what the trajectories did with tools.
+      moves: number of moves of the trajectories between instances, by reason.
       foresight: how well tool returns foretold what was left; None where there were none.
       config: the resolved config, empty where there is none.
       decisions: the planner's, in order.
@@ -103,6 +104,7 @@ class Run:
     seconds: float
     lengths: list[int]
     tools: tools_section.Tally
+    moves: Counter[str] = field(default_factory=Counter)
     foresight: foresight.Foresight | None = None
     config: dict[str, Any] = field(default_factory=dict)
     decisions: list[dict[str, Any]] = field(default_factory=list)
@@ -136,11 +138,13 @@ def load(workdir: Path) -> Run:
             seconds = max(seconds, found.start)
     lengths: list[int] = []
     tools = tools_section.Tally()
+    moves: Counter[str] = Counter()
     attempts: deque[foresight.Attempt] = deque(maxlen=KEPT_ATTEMPTS)
     for record in files.whole_json_lines(workdir / trace.TRACE_FILE):
         turns = [turn for turn in record.get("turns") or [] if isinstance(turn, dict)]
         lengths.append(sum(turn.get("generated_tokens") or 0 for turn in turns))
         tools.add(record)
+        moves.update(trace.move_reasons(turns))
         if trace.is_record(record):
             attempts.append(foresight.attempt(record))
     steps = metrics.read(workdir / metrics.METRICS_FILE)
@@ -159,7 +163,9 @@ def load(workdir: Path) -> Run:
     foretold = foresight.measure(attempts) if tools.tools else None
     history = list(files.whole_json_lines(workdir / files.CONFIG_HISTORY_FILE))
     shown = samples_section.ends(samples.read(workdir / samples.SAMPLES_FILE))
-    return Run(steps, list(spans), seconds, lengths, tools, foretold, known, decisions, pools, changes, history, shown)
+    return Run(
+        steps, list(spans), seconds, lengths, tools, moves, foretold, known, decisions, pools, changes, history, shown
+    )
 
 
 def write_report(workdir: Path) -> Path:
@@ -266,7 +272,10 @@ def moves_sentence(run: Run) -> str:
         judged = run.curve("routing/judged")
         share = sum(value * judged[step] for step, value in right.items()) / sum(judged[step] for step in right)
         text += f". The first decision after a tool return named the right bucket for {share:.0%}"
-    return text + "."
+    text += "."
+    if reasons := ", ".join(f"{reason.replace('_', ' ')} {count:,}" for reason, count in run.moves.most_common()):
+        text += f" Moves of trained trajectories by reason: {html.escape(reasons)}."
+    return text
 
 
 def sections(run: Run) -> list[page.Section]:

@@ -2,13 +2,14 @@
 
 A record is `{"trajectory_id", "prompt_id", "prompt_tokens", "turns": [{"generated_tokens", "tool", "status",
 "payload_tokens", "tool_seconds"}]}`, with `group_id`, `step`, `policy_version`, `reward`, `start_seconds` and a turn's
-`start_seconds` where they are known. Unknown keys are kept.
+`start_seconds` if they are known. A turn whose request moved between instances has `moves`, a list of {"source",
+"target", "reason", "expected_gain"} (`protocols.Move`). Unknown keys are kept.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,15 @@ def is_record(record: Mapping[str, Any]) -> bool:
     except DataError:
         return False
     return True
+
+
+def move_reasons(turns: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Yields the reason of each move of a record's turns."""
+    for turn in turns:
+        moves = turn.get("moves")
+        for move in moves if isinstance(moves, list) else ():
+            if isinstance(move, dict):
+                yield str(move.get("reason"))
 
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:

@@ -23,6 +23,14 @@ from libra_jax.coordinator import run as run_module
 
 TOKENS = st.integers(0, 2**31)
 PROBABILITIES = st.floats(allow_nan=False, width=64)
+MOVES = st.builds(
+    protocols.Move,
+    st.just("task-1/0"),
+    st.just("narrow"),
+    st.just("wide"),
+    st.sampled_from(protocols.MoveReason),
+    st.none() | st.floats(0, 1e6),
+)
 
 
 @st.composite
@@ -32,7 +40,8 @@ def trajectories(draw) -> protocols.Trajectory:
     for tokens in draw(st.lists(st.lists(st.tuples(TOKENS, PROBABILITIES, st.integers(0, 9)), max_size=5), max_size=3)):
         columns = tuple(zip(*tokens, strict=True)) or ((), (), ())
         trajectory.append_sampled(protocols.TokenDelta(*columns))
-        trajectory.turns.append(protocols.Turn(len(tokens), "calculator", "failure", 3, 0.25, 1.5))
+        moves = tuple(draw(st.lists(MOVES, max_size=2)))
+        trajectory.turns.append(protocols.Turn(len(tokens), "calculator", "failure", 3, 0.25, 1.5, moves))
         trajectory.append_text(draw(st.lists(TOKENS, max_size=3)), protocols.TokenSource.TOOL)
     trajectory.reward = draw(st.none() | st.floats(-1, 1))
     trajectory.seconds = draw(st.floats(0, 1e6))

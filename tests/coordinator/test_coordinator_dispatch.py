@@ -132,7 +132,8 @@ class Mover(baselines.LeastLoaded):
         if generated_tokens < 4 or request_id in self.moved:
             return []
         self.moved |= {request_id}
-        return [protocols.Placement(request_id, "b")]
+        move = protocols.Move(request_id, "a", "b", protocols.MoveReason.BUDGET_OUTRUN)
+        return [protocols.Placement(request_id, "b", move)]
 
 
 def test_a_moved_request_goes_on_from_its_tokens():

@@ -21,16 +21,23 @@ def make() -> routing.Routing:
     return made
 
 
+def placed(instance: str, source: str = "") -> protocols.Placement:
+    """A decision, after `source` served the request."""
+    moves = source and source != instance
+    move = protocols.Move("task-1/0", source, instance, protocols.MoveReason.TOOL_RETURN) if moves else None
+    return protocols.Placement("task-1/0", instance, move)
+
+
 @pytest.mark.parametrize(
     ("first", "generated", "right"), [("narrow", 110, 1), ("narrow", 111, 0), ("wide", 111, 1), ("wide", 110, 0)]
 )
 def test_the_first_decision_after_the_first_tool_return_is_judged_by_the_true_remaining_length(first, generated, right):
     made, route = make(), routing.Route()
-    made.decided(route, "wide" if first == "narrow" else "narrow")
+    made.decided(route, placed("wide" if first == "narrow" else "narrow"))
     made.returned(route, 10)
-    made.decided(route, first)
+    made.decided(route, placed(first))
     made.returned(route, 60)
-    made.decided(route, "wide")
+    made.decided(route, placed("wide"))
     made.finished(route, generated)
     counts = made.take_counts()
     assert (counts.judged, counts.right) == (1, right)
@@ -41,14 +48,14 @@ def test_while_the_wide_instance_is_away_long_requests_are_judged_wrong():
     made, route = make(), routing.Route()
     made.instances(INSTANCES[:1])
     made.returned(route, 10)
-    made.decided(route, "narrow")
+    made.decided(route, placed("narrow"))
     made.finished(route, 500)
     assert (made.counts.judged, made.counts.right) == (1, 0)
 
 
 def test_an_attempt_without_a_tool_return_is_not_judged():
     made, route = make(), routing.Route()
-    made.decided(route, "narrow")
+    made.decided(route, placed("narrow"))
     made.finished(route, 500)
     assert made.counts.judged == 0
     assert "routing/one_shot_accuracy" not in made.counts.metrics()
@@ -56,19 +63,44 @@ def test_an_attempt_without_a_tool_return_is_not_judged():
 
 def test_moves_are_counted_with_their_context_when_another_instance_serves():
     made, route = make(), routing.Route()
-    for instance, context in (("narrow", 10), ("narrow", 40), ("wide", 90), ("narrow", 100)):
-        made.served(route, instance, context)
+    places = [("", "narrow", 10), ("narrow", "narrow", 40), ("narrow", "wide", 90), ("wide", "narrow", 100)]
+    for turn, (source, instance, context) in enumerate(places):
+        made.decided(route, placed(instance, source))
+        made.served(route, turn, context)
     assert made.take_counts().metrics() == {"routing/moves": 2.0, "routing/moved_tokens": 190.0}
+    assert [(turn, move.source, move.target) for turn, move in route.moves] == [
+        (2, "narrow", "wide"),
+        (3, "wide", "narrow"),
+    ]
+
+
+def test_of_moves_that_no_stream_followed_only_the_whole_way_counts():
+    made, route = make(), routing.Route()
+    for place in (placed("narrow"), placed("wide", "narrow")):  # moved before the first stream: nothing has to follow
+        made.decided(route, place)
+    made.served(route, 0, 10)
+    assert route.moves == []
+    made.decided(route, placed("narrow", "wide"))
+    made.decided(route, placed("other", "narrow"))
+    made.served(route, 0, 20)
+    assert [(move.source, move.target) for _, move in route.moves] == [("wide", "other")]
+    made.decided(route, placed("wide", "other"))
+    made.decided(route, placed("other", "wide"))
+    made.served(route, 0, 30)
+    assert made.counts.moves == 1
 
 
 def test_waits_for_first_tokens_are_told_apart_by_whether_the_request_moved():
     made, route = make(), routing.Route()
     waits = [("narrow", 9.0), ("narrow", 1.0), ("wide", 14.0), ("wide", 12.0), ("narrow", 6.0), ("wide", 19.0)]
+    source = ""
     for instance, seconds in waits:
-        made.served(route, instance, 10)
+        made.decided(route, placed(instance, source))
+        made.served(route, 0, 10)
         made.answered(route, seconds)
+        source = instance
     metrics = made.take_counts().metrics()
-    assert route.moves == 3
+    assert len(route.moves) == 3
     assert metrics["routing/move_seconds"] == pytest.approx((14 + 6 + 19) / 3)
     assert metrics["routing/stay_seconds"] == pytest.approx((1 + 12) / 2), "the very first wait is neither"
 
@@ -84,6 +116,12 @@ def test_a_run_reports_its_routing(tmp_path):
         "synchronous: none is left to a later step"
     )
     assert all(step["routing/move_seconds"] > 0 for step in steps if step["routing/moves"])
+    told = [
+        move for record in bench.recorder.trajectories for turn in record["turns"] for move in turn.get("moves", [])
+    ]
+    assert len(told) == sum(step["routing/moves"] for step in steps)
+    assert {move["reason"] for move in told} == {"tool_return"}
+    assert all(move["source"] != move["target"] and move["expected_gain"] is None for move in told)
     assert sum(step["routing/judged"] for step in steps) == 4 * 3 * 2, "every attempt called a tool once"
     assert all(step["routing/one_shot_accuracy"] == 1.0 for step in steps), "there is one bucket"
 

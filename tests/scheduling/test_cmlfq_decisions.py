@@ -34,6 +34,11 @@ def taught(**settings) -> protocols.Scheduler:
     return scheduler
 
 
+def places(placements: list[protocols.Placement]) -> list[tuple[str, str]]:
+    """Where each request is placed."""
+    return [(placement.request_id, placement.instance) for placement in placements]
+
+
 def arrive(scheduler: protocols.Scheduler, name: str) -> list[protocols.Placement]:
     return scheduler.on_arrival(protocols.RequestInfo(name, f"prompt-{name}", 0, 100, dispatch_version=0), 5.0)
 
@@ -48,23 +53,44 @@ def with_long_ones(scheduler: protocols.Scheduler, long: int, *others: str) -> N
     names = [f"long-{index}" for index in range(long)]
     scheduler.on_instance_change([NARROW], 4.0)
     for name in [*names, *others]:
-        assert arrive(scheduler, name) == [protocols.Placement(name, "narrow")]
+        assert places(arrive(scheduler, name)) == [(name, "narrow")]
     scheduler.on_instance_change([NARROW, WIDE], 5.5)
     for name in names:
-        assert come_back(scheduler, name, FAILED) == [protocols.Placement(name, "wide")]
+        assert places(come_back(scheduler, name, FAILED)) == [(name, "wide")]
+
+
+def only_move(placements: list[protocols.Placement]) -> protocols.Move:
+    (placement,) = placements
+    assert placement.move is not None
+    return placement.move
+
+
+def check_gain(move: protocols.Move, name: str, reason: str) -> None:
+    assert (move.request, move.source, move.target, move.reason) == (name, "narrow", "wide", reason)
+    assert move.expected_gain is not None
+    assert 0 < move.expected_gain < 30_000, "seconds"
+
+
+def test_a_decision_says_why_the_request_moves_and_what_it_gains():
+    scheduler = taught()
+    with_long_ones(scheduler, 4, "request", "stays")
+    check_gain(only_move(come_back(scheduler, "request", FAILED)), "request", "tool_return")
+    assert come_back(scheduler, "stays", WORKED) == [protocols.Placement("stays", "narrow")]
+    move = only_move(scheduler.on_instance_change([WIDE], 10.0))
+    assert move == protocols.Move("stays", "narrow", "wide", protocols.MoveReason.ENGINE_LOST)
 
 
 @pytest.mark.parametrize(("causal", "instance"), [(FAILED, "wide"), (WORKED, "narrow")])
 def test_what_a_tool_returned_sends_long_work_to_the_wide_instance_and_keeps_short_work_off_it(causal, instance):
     scheduler = taught()
     with_long_ones(scheduler, 4, "request")
-    assert come_back(scheduler, "request", causal) == [protocols.Placement("request", instance)]
+    assert places(come_back(scheduler, "request", causal)) == [("request", instance)]
 
 
 def test_long_work_stays_where_it_is_if_a_move_costs_more_than_it_gains():
     scheduler = taught(move_margin=1e9)
     with_long_ones(scheduler, 0, "request")
-    assert come_back(scheduler, "request", FAILED) == [protocols.Placement("request", "narrow")]
+    assert places(come_back(scheduler, "request", FAILED)) == [("request", "narrow")]
 
 
 def test_a_request_that_outruns_its_budget_moves_right_there():
@@ -72,7 +98,7 @@ def test_a_request_that_outruns_its_budget_moves_right_there():
     with_long_ones(scheduler, 4, "request")
     come_back(scheduler, "request", WORKED)
     assert scheduler.on_progress("request", BUDGET, 8.0) == []
-    assert scheduler.on_progress("request", 10 + BUDGET, 9.0) == [protocols.Placement("request", "wide")]
+    check_gain(only_move(scheduler.on_progress("request", 10 + BUDGET, 9.0)), "request", "budget_outrun")
     assert scheduler.on_progress("request", 20 + BUDGET, 10.0) == []
 
 
@@ -82,7 +108,7 @@ def test_a_request_that_outruns_its_budget_stays_until_another_instance_has_room
     come_back(scheduler, "request", WORKED)
     assert scheduler.on_progress("request", 10 + BUDGET, 9.0) == []
     scheduler.on_finish("long-0", 1_000, 10.0)
-    assert scheduler.on_progress("request", 10 + 8 * BUDGET, 11.0) == [protocols.Placement("request", "wide")]
+    assert places(scheduler.on_progress("request", 10 + 8 * BUDGET, 11.0)) == [("request", "wide")]
 
 
 @pytest.mark.parametrize(("reserve", "most"), [(0.0, 6), (0.5, 2)])
@@ -117,9 +143,9 @@ def test_an_instance_takes_no_more_than_its_cache_is_expected_to_hold_and_the_re
 def test_a_request_larger_than_the_cache_is_served_where_it_is_alone():
     scheduler = registry.create(configuration.SchedulerConfig(policy="cmlfq"))
     scheduler.on_instance_change([protocols.Instance("only", 1, 24, cache_tokens=50)], 0.0)
-    assert arrive(scheduler, "first") == [protocols.Placement("first", "only")]
+    assert places(arrive(scheduler, "first")) == [("first", "only")]
     assert arrive(scheduler, "second") == []
-    assert scheduler.on_finish("first", 10, 6.0) == [protocols.Placement("second", "only")]
+    assert places(scheduler.on_finish("first", 10, 6.0)) == [("second", "only")]
 
 
 def test_who_returns_to_a_cache_that_has_been_outgrown_goes_where_there_is_room():
@@ -133,6 +159,6 @@ def test_who_returns_to_a_cache_that_has_been_outgrown_goes_where_there_is_room(
         scheduler.on_tool_return(name, WORKED, 8_000, 7.0)
     scheduler.on_instance_change([crowded, protocols.Instance("roomy", 1, 24, cache_tokens=200_000)], 8.0)
     scheduler.on_tool_call("one", 20, 9.0)
-    assert scheduler.on_tool_return("one", WORKED, 8_100, 10.0) == [protocols.Placement("one", "roomy")]
+    assert places(scheduler.on_tool_return("one", WORKED, 8_100, 10.0)) == [("one", "roomy")]
     scheduler.on_tool_call("two", 20, 11.0)
-    assert scheduler.on_tool_return("two", WORKED, 8_100, 12.0) == [protocols.Placement("two", "crowded")]
+    assert places(scheduler.on_tool_return("two", WORKED, 8_100, 12.0)) == [("two", "crowded")]

@@ -66,10 +66,10 @@ def test_a_decision_rests_on_what_others_have_learnt(policy):
     for scheduler in (taught, create(policy)):
         scheduler.on_arrival(protocols.RequestInfo("x", "unseen", 1, 100, dispatch_version=0), 0.0)
         scheduler.on_tool_call("x", 10, 1.0)
-        places[scheduler] = scheduler.on_tool_return("x", FAILED, 200, 2.0)
-    assert places.pop(taught) == [protocols.Placement("x", "wide")]
+        places[scheduler] = [item.instance for item in scheduler.on_tool_return("x", FAILED, 200, 2.0)]
+    assert places.pop(taught) == ["wide"]
     if policy == "cmlfq_paper":  # which keeps a request of which it knows nothing where it is
-        assert places.popitem()[1] == [protocols.Placement("x", "narrow")]
+        assert places.popitem()[1] == ["narrow"]
 
 
 @pytest.mark.parametrize("policy", ["least_loaded", "mlfq"])

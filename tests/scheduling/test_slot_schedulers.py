@@ -38,6 +38,11 @@ def create(policy: str, bounds: tuple[int, ...] = BOUNDS, seed: int = 0, **setti
     return registry.create(config, remaining=lambda request: 1 + sum(map(ord, request)) * 37 % TOTAL, seed=seed)
 
 
+def places(placements: list[protocols.Placement]) -> list[tuple[str, str]]:
+    """Where each request is placed."""
+    return [(placement.request_id, placement.instance) for placement in placements]
+
+
 class SchedulerMachine(stateful.RuleBasedStateMachine):
     """Random events against a model of where every request is."""
 
@@ -51,6 +56,7 @@ class SchedulerMachine(stateful.RuleBasedStateMachine):
         self.waiting: dict[str, float] = {}  # and since when
         self.decoding: dict[str, str] = {}
         self.away: set[str] = set()
+        self.served_by: dict[str, str] = {}
         self.generated: dict[str, int] = {}
         self.arrived = 0
         self.now = 0.0
@@ -66,11 +72,23 @@ class SchedulerMachine(stateful.RuleBasedStateMachine):
                 self.waiting[name] = self.now
                 continue
             assert placement.instance in self.live
+            self.check_move(placement)
             assert (name in self.waiting) != (name in self.decoding)
             self.waiting.pop(name, None)
             self.decoding[name] = placement.instance
             self.check_slots(exact=False)
         self.check_slots(exact=True)
+
+    def check_move(self, placement: protocols.Placement) -> None:
+        """A move leads from the instance that served the request last, and says so if that one is gone."""
+        source, move = self.served_by.get(placement.request_id), placement.move
+        self.served_by[placement.request_id] = placement.instance
+        if source in (None, placement.instance):
+            assert move is None
+            return
+        assert move is not None
+        assert (move.request, move.source, move.target) == (placement.request_id, source, placement.instance)
+        assert (move.reason == protocols.MoveReason.ENGINE_LOST) >= (source not in self.live)
 
     def check_slots(self, exact: bool) -> None:
         for name, instance in self.live.items():
@@ -274,19 +292,33 @@ def test_who_has_waited_for_the_ageing_bound_goes_first():
     assert [item.request_id for item in scheduler.on_finish("first", 5, AGEING)] == ["young version"]
 
 
+def test_a_move_says_that_the_request_had_waited_too_long():
+    scheduler = create("sticky", (), sticky_threshold=1e9)
+    scheduler.on_instance_change([protocols.Instance("a", 1, 1), protocols.Instance("b", 1, 1)], 0.0)
+    assert arrive_at(scheduler, 2) == ["a", "b"]
+    scheduler.on_tool_call("r0", 5, 0.0)
+    scheduler.on_arrival(protocols.RequestInfo("r2", "p", 0, 10), 0.0)  # takes a
+    assert scheduler.on_tool_return("r0", protocols.CausalState("bash", 10, "success"), 20, 0.0) == []
+    assert scheduler.on_finish("r1", 5, 1.0) == []
+    (placement,) = (
+        scheduler.on_progress("r2", 5, 2.0) or scheduler.on_arrival(protocols.RequestInfo("r3", "p", 0, 10), AGEING)[:1]
+    )
+    assert placement.move == protocols.Move("r0", "a", "b", protocols.MoveReason.AGING)
+
+
 def test_sticky_returns_to_its_cache_until_another_instance_is_much_freer():
     scheduler = create("sticky", ())
     scheduler.on_instance_change([protocols.Instance("a", 1, 4), protocols.Instance("b", 1, 4)], 0.0)
     assert arrive_at(scheduler, 3) == ["a", "b", "a"]
     causal = protocols.CausalState("bash", 10, "success")
     scheduler.on_tool_call("r0", 5, 0.0)
-    assert scheduler.on_tool_return("r0", causal, 20, 0.0) == [protocols.Placement("r0", "a")]
+    assert places(scheduler.on_tool_return("r0", causal, 20, 0.0)) == [("r0", "a")]
     scheduler.on_arrival(protocols.RequestInfo("r3", "p", 0, 10), 0.0)
     scheduler.on_arrival(protocols.RequestInfo("r4", "p", 0, 10), 0.0)  # on a, which now has three of four
     scheduler.on_finish("r1", 5, 0.0)
     scheduler.on_finish("r3", 5, 0.0)
     scheduler.on_tool_call("r0", 9, 0.0)
-    assert scheduler.on_tool_return("r0", causal, 20, 0.0) == [protocols.Placement("r0", "b")]
+    assert places(scheduler.on_tool_return("r0", causal, 20, 0.0)) == [("r0", "b")]
 
 
 def test_mlfq_demotes_at_the_quantum_and_migrates_right_there():
@@ -294,9 +326,10 @@ def test_mlfq_demotes_at_the_quantum_and_migrates_right_there():
     scheduler.on_instance_change([protocols.Instance("narrow", 1, 2), protocols.Instance("wide", 4, 1)], 0.0)
     assert arrive_at(scheduler, 2) == ["narrow", "narrow"]
     assert scheduler.on_progress("r0", 99, 0.0) == []
-    assert scheduler.on_progress("r0", 100, 0.0) == [protocols.Placement("r0", "wide")]
-    assert scheduler.on_progress("r1", 120, 0.0) == [protocols.Placement("r1", "")]
-    assert scheduler.on_finish("r0", 130, 0.0) == [protocols.Placement("r1", "wide")]
+    (placement,) = scheduler.on_progress("r0", 100, 0.0)
+    assert placement.move == protocols.Move("r0", "narrow", "wide", protocols.MoveReason.BUDGET_OUTRUN)
+    assert places(scheduler.on_progress("r1", 120, 0.0)) == [("r1", "")]
+    assert places(scheduler.on_finish("r0", 130, 0.0)) == [("r1", "wide")]
 
 
 def after_its_first_return(scheduler, name: str, causal: protocols.CausalState) -> str:
@@ -334,11 +367,8 @@ def test_heddle_gives_the_place_of_a_short_request_to_a_long_one():
     for name in ("a", "b"):
         scheduler.on_arrival(protocols.RequestInfo(name, name, 0, 10), 0.0)
         scheduler.on_tool_call(name, 10, 0.0)
-    assert scheduler.on_tool_return("a", short, 30, 0.0) == [protocols.Placement("a", "only")]
-    assert scheduler.on_tool_return("b", long, 30, 0.0) == [
-        protocols.Placement("a", ""),
-        protocols.Placement("b", "only"),
-    ]
+    assert places(scheduler.on_tool_return("a", short, 30, 0.0)) == [("a", "only")]
+    assert places(scheduler.on_tool_return("b", long, 30, 0.0)) == [("a", ""), ("b", "only")]
 
 
 @hypothesis.given(

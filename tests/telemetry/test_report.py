@@ -93,7 +93,8 @@ def workdir(tmp_path):
             one.span("engine-0", "generate", begin, begin + 0.5 + 0.1 * request)
             one.span("tools", "calculator", begin + 0.5, begin + 0.6)
             turn = {"generated_tokens": 10 * (request + 1), "tool": "calculator", "status": "success"}
-            one.trajectory({"trajectory_id": f"{step}/{request}", "turns": [turn], "step": step})
+            moved = [{"source": "a", "target": "b", "reason": "tool_return"}] if step % 2 and not request else []
+            one.trajectory({"trajectory_id": f"{step}/{request}", "turns": [turn | {"moves": moved}], "step": step})
         one.span("trainer", "train step", begin + 1, begin + 2)
         one.span("weights", "sync engine-0", begin + 2, begin + 2.1)
         now[0] += 2.5
@@ -142,7 +143,7 @@ def test_a_report_tells_the_run_and_needs_nothing_else(workdir):
         "train on 1 x 2 x 1; 3 of degree 1 to 4,000 tokens",
         "Requests moved to another instance 12 times , with 80 tokens of context; first tokens came after 32 ms, those "
         "of requests that stayed after 20 ms. The first decision after a tool return named the right bucket "
-        "for 50%.",
+        "for 50%. Moves of trained trajectories by reason: tool return 6.",
     ):
         assert re.sub(r"\s", "", sentence) in re.sub(r"\s", "", text)
     assert "zero_variance all rewards of the group were equal 12" in text
