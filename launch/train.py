@@ -18,19 +18,12 @@ import sys
 import types
 
 import absent_modules  # noqa: F401 (see there)
-import changes
-import hub
-import observing
 import overrides
-import warn
 from absl import flags
 from ml_collections import config_flags
 
-import checks
 import cli
 import dry_run
-import wiring
-import workdirs
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.agents import factories
@@ -38,6 +31,7 @@ from libra_jax.agents.rewards import composition
 from libra_jax.agents.tools import toolkit
 from libra_jax.coordinator import run as coordinator
 from libra_jax.coordinator import signals
+from libra_jax.runs import changes, hub, observing, preflight, wiring, workdirs
 from libra_jax.telemetry import escapes
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -72,9 +66,9 @@ def main() -> int:
         raise protocols.DataError("; ".join(found.problems))
     for note in found.notes:
         print(f"{note[0].upper()}{note[1:]}.")
-    checks.validate(found.config, need_weights=True)
+    preflight.validate(found.config, need_weights=True)
     composition.try_factories(found.config.reward)
-    warn.warn(found.config)
+    preflight.warn(found.config)
     summary = asyncio.run(_train(config, found.config, last_resort))
     if summary.terminated:
         observing.end_process()
@@ -87,12 +81,12 @@ def _describe(named: libra_config.RunConfig, found: hub.Found) -> None:
     Raises:
       DataError: it cannot run here, because weights, a tokenizer or tasks are missing.
     """
-    checks.validate(found.config, need_weights=False)
+    preflight.validate(found.config, need_weights=False)
     composition.try_factories(found.config.reward)
-    warn.warn(found.config)
+    preflight.warn(found.config)
     said = dry_run.describe(found.config, found.notes, named)
     print(escapes.visible(said, lines=True))  # it quotes a task, which may be anybody's
-    missing = [*found.problems, *checks.missing(found.config, found.fields)]
+    missing = [*found.problems, *preflight.missing(found.config, found.fields)]
     if missing:
         known = wiring.known_shape(found.config) is not None
         checked = "All else" if known else "What does not depend on the model's shape"

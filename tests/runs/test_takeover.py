@@ -13,9 +13,9 @@ from collections.abc import Iterator
 import pytest
 import scripts
 
-import workdirs
 from libra_jax import config, protocols
 from libra_jax.coordinator import fencing
+from libra_jax.runs import workdirs
 from libra_jax.telemetry import status
 
 HOLDER = pathlib.Path(__file__).with_name("workdir_holder.py")

@@ -12,7 +12,7 @@ import scripts
 GRACE = 4.0
 HANGS = f"""
 import atexit, functools, os, signal, sys, time
-import observing
+from libra_jax.runs import observing
 
 last_resort = observing.LastResort({GRACE})
 signal.signal(signal.SIGTERM, lambda number, _: last_resort.begin(signal.Signals(number)))

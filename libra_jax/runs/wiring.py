@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import observing
-import placement
+from libra_jax.runs import observing
+from libra_jax.runs import placement
 
 from libra_jax import config as libra_config
 from libra_jax import protocols

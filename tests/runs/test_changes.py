@@ -5,13 +5,12 @@ import json
 import pathlib
 from typing import Any
 
-import changes
 import pytest
 import scripts
 
-import workdirs
 from libra_jax import config, protocols
 from libra_jax.coordinator import checkpoints
+from libra_jax.runs import changes, workdirs
 from libra_jax.telemetry import changes_section
 
 FASTER = config.OptimizerConfig(learning_rate=0.5)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
+import sys
 from importlib import metadata
 from pathlib import Path
 
-import placement
+from libra_jax.runs import placement
 
-import wiring
+from libra_jax.runs import wiring
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.agents import factories, resolving, tokenizers
 from libra_jax.agents.rewards import composition
 from libra_jax.agents.tools import toolkit
 from libra_jax.cluster import hosts
+from libra_jax.config import advice
 from libra_jax.engines import logprob_contract
 from libra_jax.models import config as model_config
 from libra_jax.models import feasibility
@@ -62,6 +64,20 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
                 f"config.task.tokenizer: its {tokenizer.vocab_size} tokens do not fit the model's vocabulary "
                 f"of {shape.vocab_size}; choose the tokenizer the model was made with"
             )
+
+
+def warn(config: libra_config.RunConfig) -> None:
+    """Prints a line on stderr for each setting that `advice` warns of.
+
+    Raises:
+      LibraError: the model's config.json cannot be read.
+    """
+    platform = config.trainer.platform
+    accelerated = platform in ("cuda", "tpu") or (platform == "auto" and gpus_found() > 0)
+    shape = wiring.known_shape(config)
+    parameters = model_config.parameter_count(shape) if shape is not None else 0  # which warns of no size
+    for sentence in advice.advice(config, parameters=parameters, accelerated=accelerated):
+        print(f"warning: {sentence}.", file=sys.stderr)
 
 
 def _check_shape(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> None:

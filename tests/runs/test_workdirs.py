@@ -5,14 +5,12 @@ import json
 import pathlib
 from typing import Any
 
-import placement
 import pytest
 
-import checks
-import workdirs
 from libra_jax import config, protocols
 from libra_jax.coordinator import checkpoints
 from libra_jax.models import config as model_config
+from libra_jax.runs import placement, preflight, workdirs
 
 FOREIGN = json.dumps({f"a{number}": number for number in range(100)})
 
@@ -43,7 +41,7 @@ def test_cores_go_to_the_instances_in_order_and_ones_that_are_not_there_are_refu
     with pytest.raises(protocols.ConfigError, match=r"config\.rollout\.cores: has 2 entries for the 1 workers"):
         config.RolloutConfig(cores=(0, 1))
     with pytest.raises(protocols.ConfigError, match=r"config\.trainer\.cores: there is no core 4095"):
-        checks.validate(settings(trainer=config.TrainerConfig(cores=(4095,))), need_weights=False)
+        preflight.validate(settings(trainer=config.TrainerConfig(cores=(4095,))), need_weights=False)
 
 
 def test_an_engine_that_a_plan_adds_gets_the_devices_that_the_others_leave(tmp_path):

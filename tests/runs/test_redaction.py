@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-import workdirs
 from libra_jax import config
+from libra_jax.runs import workdirs
 from libra_jax.telemetry import redaction
 
 KEY = "sk-" + "a1" * 16

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import changes
+from libra_jax.runs import changes
 
 from libra_jax import config as libra_config
 from libra_jax import machine, protocols

@@ -9,15 +9,12 @@ import pathlib
 import re
 from importlib import metadata
 
-import memory
 import pytest
 import scripts
-import warn
 
-import checks
 import dry_run
-import wiring
 from libra_jax import config, protocols
+from libra_jax.runs import footprint, preflight, wiring
 
 
 @pytest.mark.parametrize(
@@ -54,7 +51,7 @@ def test_what_the_elastic_pool_cannot_be_is_refused_by_name(rollout, elastic, tr
             trainer=config.TrainerConfig(**{"platform": "cpu", **trainer}),
             cluster=config.ClusterConfig(backend=backend),
         )
-        checks._check_elastic(run)
+        preflight._check_elastic(run)
 
     with pytest.raises(protocols.ConfigError, match=sentence):
         check()
@@ -90,7 +87,7 @@ def test_what_several_trainer_processes_cannot_have_is_refused_by_name(trainer, 
         cluster=config.ClusterConfig(backend="ray"),
     )
     with pytest.raises(protocols.ConfigError, match=sentence):
-        checks._check_processes(run)
+        preflight._check_processes(run)
 
 
 @pytest.mark.parametrize(
@@ -111,8 +108,8 @@ def test_what_cannot_cross_hosts_is_refused_by_name(elastic, rollout, each, sent
         cluster=config.ClusterConfig(backend="ray", address="head:6379", accelerators_per_host=each),
     )
     with pytest.raises(protocols.ConfigError, match=sentence) if sentence else contextlib.nullcontext():
-        checks._check_hosts(run)
-        checks._check_elastic(run)
+        preflight._check_hosts(run)
+        preflight._check_elastic(run)
 
 
 @pytest.mark.parametrize(
@@ -129,15 +126,15 @@ def test_what_cannot_cross_hosts_is_refused_by_name(elastic, rollout, each, sent
 def test_auto_is_refused_where_trainer_and_engines_would_crowd_one_of_several_gpus(
     platform, engine, gpus, refused, monkeypatch
 ):
-    monkeypatch.setattr(checks, "gpus_found", lambda: gpus)
+    monkeypatch.setattr(preflight, "gpus_found", lambda: gpus)
     run = config.RunConfig(
         trainer=config.TrainerConfig(platform=platform),
         rollout=config.RolloutConfig(engine=engine, tensor_parallel=(1, 1)),
     )
-    checks.validate(run, need_weights=False)
+    preflight.validate(run, need_weights=False)
     message = r"first of 8 GPUs; use --config\.trainer\.platform=cuda.*3 in all"
     with pytest.raises(protocols.ConfigError, match=message) if refused else contextlib.nullcontext():
-        checks.validate(run, need_weights=True)
+        preflight.validate(run, need_weights=True)
 
 
 @pytest.mark.parametrize(
@@ -161,14 +158,14 @@ def test_gpus_count_where_jax_would_use_them(plugins, variables, found, monkeypa
     monkeypatch.setattr(metadata, "entry_points", lambda group: points)
     devices = [pathlib.Path(f"/dev/nvidia{ordinal}") for ordinal in range(4)]
     monkeypatch.setattr(pathlib.Path, "glob", lambda self, pattern: iter(devices))
-    assert checks.gpus_found() == found
+    assert preflight.gpus_found() == found
 
 
 def test_a_reward_function_that_cannot_be_found_is_refused_before_anything_starts():
     wrong = {"mine": {"factory": "reward_functions:constent"}}
     run = config.RunConfig(reward=config.RewardConfig(functions=wrong))
     with pytest.raises(protocols.ConfigError, match=r"reward\.functions\.mine\.factory: .*did you mean 'constant'"):
-        checks.validate(run, need_weights=False)
+        preflight.validate(run, need_weights=False)
 
 
 def test_the_head_sizes_are_those_of_the_vllm_build_that_is_installed():
@@ -176,7 +173,7 @@ def test_the_head_sizes_are_those_of_the_vllm_build_that_is_installed():
     listed = re.search(
         r"def get_supported_head_sizes\(cls\) -> list\[int\]:\s+return \[([\d, ]+)\]", backend.read_text()
     )
-    assert tuple(map(int, listed[1].split(","))) == checks.CPU_HEAD_SIZES
+    assert tuple(map(int, listed[1].split(","))) == preflight.CPU_HEAD_SIZES
 
 
 @pytest.mark.parametrize(
@@ -199,7 +196,7 @@ def test_a_head_size_is_refused_where_vllms_cpu_build_serves(tmp_path, monkeypat
         rollout=config.RolloutConfig(engine=engine),
     )
     with pytest.raises(protocols.ConfigError, match="head_dim 16") if refused else contextlib.nullcontext():
-        checks.validate(run, need_weights=False)
+        preflight.validate(run, need_weights=False)
 
 
 def test_what_a_run_lacks_here_is_listed_a_sentence_each(tmp_path):
@@ -207,40 +204,40 @@ def test_what_a_run_lacks_here_is_listed_a_sentence_each(tmp_path):
     run = config.RunConfig(
         model=config.ModelConfig(path=str(tmp_path / "model")), task=config.TaskConfig(tokenizer="", **task)
     )
-    model, tasks = checks.missing(run)
+    model, tasks = preflight.missing(run)
     assert model == f"config.model.path: {tmp_path}/model: no such model directory"
     assert tasks == f"config.task.path: {tmp_path}/tasks.jsonl: no such file of tasks"
     (tmp_path / "model").mkdir()
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "1", "answer": "1"}\n{"prompt": "2", "answer": "2"}\n')
-    assert [sentence.split(": ")[2] for sentence in checks.missing(run)] == [
+    assert [sentence.split(": ")[2] for sentence in preflight.missing(run)] == [
         "holds no *.safetensors",
         "holds no tokenizer",
     ]
-    assert checks.missing(run, frozenset({"model.path"})) == checks.missing(run)[1:]
-    assert checks.missing(config.RunConfig()) == []
+    assert preflight.missing(run, frozenset({"model.path"})) == preflight.missing(run)[1:]
+    assert preflight.missing(config.RunConfig()) == []
 
 
 def test_memory_is_told_in_numbers_that_are_never_zero():
     counts = (0.4, 12, 1023, 1.64e6, 1048000 * 1024, 24e9, 3e12, 5e16)
     shown = ["0.4 B", "12 B", "0.999 KiB", "1.56 MiB", "0.999 GiB", "22.4 GiB", "2.73 TiB", "4.55e+04 TiB"]
-    assert [memory.size(count) for count in counts] == shown
+    assert [footprint.size(count) for count in counts] == shown
     shape = wiring.policy_shape(config.RunConfig(), need_weights=False)
-    fits, short = (memory.verdict(config.RunConfig(), shape, free) for free in (64 * 2**30, 2**20))
+    fits, short = (footprint.verdict(config.RunConfig(), shape, free) for free in (64 * 2**30, 2**20))
     assert fits.startswith("fits: about ")
     assert fits.endswith(" of the 64 GiB that are free on this machine")
     assert short.startswith("DOES NOT FIT: about ")
     reference = config.RunConfig(algorithm=config.AlgorithmConfig(kl_coefficient=0.1))
-    assert memory.trainer_bytes(reference, shape) > memory.trainer_bytes(config.RunConfig(), shape)
+    assert footprint.trainer_bytes(reference, shape) > footprint.trainer_bytes(config.RunConfig(), shape)
 
 
 def test_memory_of_accelerators_is_compared_with_their_sheets():
     run = config.RunConfig(model=config.ModelConfig(preset="Qwen3-1.7B"), trainer=config.TrainerConfig(platform="cuda"))
     shape = wiring.policy_shape(run, need_weights=False)
-    assert memory.verdict(run, shape).startswith(
+    assert footprint.verdict(run, shape).startswith(
         "fits a100 (74.5 GiB), h100 (74.5 GiB), h200 (131 GiB)\n  a device that"
     )
     large = dataclasses.replace(shape, num_layers=20 * shape.num_layers)
-    assert memory.verdict(run, large).startswith("DOES NOT FIT any of a100 (74.5 GiB)")
+    assert footprint.verdict(run, large).startswith("DOES NOT FIT any of a100 (74.5 GiB)")
 
 
 def test_a_dry_run_tells_the_terms_of_the_reward():
@@ -266,15 +263,15 @@ def test_a_model_that_is_not_here_is_checked_by_a_preset_that_was_chosen_only(pr
         trainer=config.TrainerConfig(row_tokens=4096),
     )
     if preset == "libra-tiny":  # the default says nothing of the model that is not here
-        checks.validate(run, need_weights=False)
-        warn.warn(run)
+        preflight.validate(run, need_weights=False)
+        preflight.warn(run)
         said = dry_run.describe(run)
         assert "policy      not known: no model at /nowhere/model" in said
         assert "memory      not known without the model" in said
         assert "billion parameters" not in capsys.readouterr().err
     else:
         with pytest.raises(protocols.ConfigError, match="'character' has 128 tokens and the model's"):
-            checks.validate(run, need_weights=False)
+            preflight.validate(run, need_weights=False)
 
 
 def test_a_context_longer_than_the_models_positions_is_refused():
@@ -282,7 +279,7 @@ def test_a_context_longer_than_the_models_positions_is_refused():
         rollout=config.RolloutConfig(max_context=4096), trainer=config.TrainerConfig(row_tokens=4096)
     )
     with pytest.raises(protocols.ConfigError, match=r"rollout\.max_context: 4096 exceeds the model's 2048 positions"):
-        checks.validate(run, need_weights=False)
+        preflight.validate(run, need_weights=False)
 
 
 @pytest.mark.parametrize(

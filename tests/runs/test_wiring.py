@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-import checks
 import dry_run
-import wiring
 from libra_jax import config, protocols
 from libra_jax.agents.rewards import scoring
 from libra_jax.agents.tools import toolkit
@@ -17,6 +15,7 @@ from libra_jax.cluster import granted, hosts
 from libra_jax.coordinator import checkpoints, fencing
 from libra_jax.coordinator import run as coordinator
 from libra_jax.models import config as model_config
+from libra_jax.runs import preflight, wiring
 
 
 def test_the_clusters_deadlines_and_hosts_are_the_configs_and_what_it_grants_is_kept(tmp_path, monkeypatch):
@@ -189,7 +188,7 @@ def test_a_hybrid_workers_replica_is_one_of_the_trainers_on_its_instances_device
 def test_each_process_of_a_trainer_has_its_own_share_of_the_devices(platform, shares, gpus, tmp_path):
     mesh = config.TrainerConfig(platform=platform, fsdp=4, processes=2)
     run = config.RunConfig(trainer=mesh, cluster=config.ClusterConfig(backend="ray"))
-    checks._check_processes(run)
+    preflight._check_processes(run)
     specs = [wiring.trainer_processes(run, tmp_path)(process, 2) for process in range(2)]
     assert [spec.environment for spec in specs] == shares
     assert [spec.arguments["process"] for spec in specs] == [0, 1]
