@@ -13,9 +13,10 @@ import yaml
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.agents import factories
-from libra_jax.cluster import hosts
+from libra_jax.cluster import hosts, placement
 from libra_jax.models import config as model_config
-from libra_jax.runs import footprint, placement, wiring
+from libra_jax.planning import memory
+from libra_jax.runs import wiring
 from libra_jax.telemetry import redaction
 
 PROMPT_CHARACTERS = 60
@@ -50,14 +51,10 @@ def describe(
     ]
     lines += [
         f"  rollout-{index} {_ordinals(devices)}: tensor parallel {len(devices)}, {slots} slots"
-        + (
-            f", {footprint.size(footprint.weight_bytes(config, shape, len(devices)))} of weights a device"
-            if shape
-            else ""
-        )
+        + (f", {memory.size(memory.weight_bytes(config, shape, len(devices)))} of weights a device" if shape else "")
         for index, (devices, slots) in enumerate(zip(parts.instances, config.rollout.instance_slots, strict=True))
     ]
-    lines.append(f"memory      {footprint.verdict(config, shape) if shape else 'not known without the model'}")
+    lines.append(f"memory      {memory.verdict(config, shape) if shape else 'not known without the model'}")
     lines += _hosts(config)
     lines += _elastic(config)
     batch = config.coordinator.groups_per_step * config.coordinator.group_size
@@ -72,10 +69,10 @@ def _trainer_memory(config: libra_config.RunConfig, shape: model_config.Transfor
     """What one of the trainer's devices holds; empty where the shape is not known."""
     if shape is None:
         return ""
-    state = footprint.VALUE_BYTES[config.model.param_dtype] * model_config.parameter_count(shape)
+    state = memory.VALUE_BYTES[config.model.param_dtype] * model_config.parameter_count(shape)
     state *= 3 if config.optimizer.name != "sgd" else 1  # parameters and two moments
-    per_device = footprint.size(state / (config.trainer.fsdp * config.trainer.tensor))
-    training = footprint.size(footprint.trainer_bytes(config, shape))
+    per_device = memory.size(state / (config.trainer.fsdp * config.trainer.tensor))
+    training = memory.size(memory.trainer_bytes(config, shape))
     return (
         f": {per_device} of parameters and optimizer a device, about {training} with gradients, activations and logits"
     )

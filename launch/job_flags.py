@@ -19,8 +19,9 @@ from ml_collections import config_flags
 
 import cli
 from libra_jax import config as libra_config
+from libra_jax.models import hub
 from libra_jax.protocols import ConfigError, DataError
-from libra_jax.runs import changes, hub, preflight
+from libra_jax.runs import changes, preflight
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "The run's config file, which all hosts have, too.", lock_config=True

@@ -13,9 +13,8 @@ import job_flags
 import rendering
 
 from libra_jax import config as libra_config
-from libra_jax.cluster import hosts
+from libra_jax.cluster import hosts, placement
 from libra_jax.protocols import ConfigError
-from libra_jax.runs import placement
 
 EXPORTED = ("HOME", "LANG", "LOGNAME", "PATH", "SHELL", "USER")
 """Variables that a job has from whoever submits it, beside those that are asked for by name."""

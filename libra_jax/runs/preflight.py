@@ -7,7 +7,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from libra_jax.runs import placement
+from libra_jax.cluster import placement
 
 from libra_jax.runs import wiring
 from libra_jax import config as libra_config

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from libra_jax.runs import observing
-from libra_jax.runs import placement
+from libra_jax.cluster import placement
 
 from libra_jax import config as libra_config
 from libra_jax import protocols

@@ -29,6 +29,9 @@ END_SECONDS = 60.0
 
 LOOK_SECONDS = 0.2
 
+_held: dict[Path, list[int]] = {}
+"""Open lock files of the workdirs that this process holds."""
+
 
 def default(config: libra_config.RunConfig) -> Path:
     """The workdir of a run that is given none."""
@@ -206,14 +209,21 @@ def _refuse_if_in_use(workdir: Path) -> None:
 
 
 def _lock(workdir: Path) -> bool:
-    """Holds the workdir until this process ends, unless another process of this host does."""
+    """Holds the workdir until `release` or this process's end, unless another process of this host does."""
     descriptor = os.open(workdir / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
         return False
+    _held.setdefault(workdir.resolve(), []).append(descriptor)
     return True
+
+
+def release(workdir: Path) -> None:
+    """Lets go of a workdir that this process holds, so that a later run in the same process may use it."""
+    for descriptor in _held.pop(workdir.resolve(), []):
+        os.close(descriptor)
 
 
 def _status(workdir: Path) -> dict[str, Any] | None:

@@ -27,9 +27,10 @@ import restless_run
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.agents.tools import toolkit
+from libra_jax.cluster import placement
 from libra_jax.elastic import borrowing
 from libra_jax.planning import replanning
-from libra_jax.runs import placement, preflight, wiring, workdirs
+from libra_jax.runs import preflight, wiring, workdirs
 
 QUIET_STEPS = 3
 """Undisturbed steps before each plan, and before the end."""

@@ -23,10 +23,10 @@ import restless_run
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.agents.tools import toolkit
-from libra_jax.cluster import emulated
+from libra_jax.cluster import emulated, placement
 from libra_jax.elastic import borrowing
 from libra_jax.engines import fake_engine
-from libra_jax.runs import placement, preflight, wiring, workdirs
+from libra_jax.runs import preflight, wiring, workdirs
 from libra_jax.weights import memfd, relay_tree
 
 BETWEEN, ASLEEP, SERVING = 3, 6, 9

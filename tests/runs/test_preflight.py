@@ -14,7 +14,8 @@ import scripts
 
 import dry_run
 from libra_jax import config, protocols
-from libra_jax.runs import footprint, preflight, wiring
+from libra_jax.runs import preflight, wiring
+from libra_jax.planning import memory
 
 
 @pytest.mark.parametrize(
@@ -220,24 +221,24 @@ def test_what_a_run_lacks_here_is_listed_a_sentence_each(tmp_path):
 def test_memory_is_told_in_numbers_that_are_never_zero():
     counts = (0.4, 12, 1023, 1.64e6, 1048000 * 1024, 24e9, 3e12, 5e16)
     shown = ["0.4 B", "12 B", "0.999 KiB", "1.56 MiB", "0.999 GiB", "22.4 GiB", "2.73 TiB", "4.55e+04 TiB"]
-    assert [footprint.size(count) for count in counts] == shown
+    assert [memory.size(count) for count in counts] == shown
     shape = wiring.policy_shape(config.RunConfig(), need_weights=False)
-    fits, short = (footprint.verdict(config.RunConfig(), shape, free) for free in (64 * 2**30, 2**20))
+    fits, short = (memory.verdict(config.RunConfig(), shape, free) for free in (64 * 2**30, 2**20))
     assert fits.startswith("fits: about ")
     assert fits.endswith(" of the 64 GiB that are free on this machine")
     assert short.startswith("DOES NOT FIT: about ")
     reference = config.RunConfig(algorithm=config.AlgorithmConfig(kl_coefficient=0.1))
-    assert footprint.trainer_bytes(reference, shape) > footprint.trainer_bytes(config.RunConfig(), shape)
+    assert memory.trainer_bytes(reference, shape) > memory.trainer_bytes(config.RunConfig(), shape)
 
 
 def test_memory_of_accelerators_is_compared_with_their_sheets():
     run = config.RunConfig(model=config.ModelConfig(preset="Qwen3-1.7B"), trainer=config.TrainerConfig(platform="cuda"))
     shape = wiring.policy_shape(run, need_weights=False)
-    assert footprint.verdict(run, shape).startswith(
+    assert memory.verdict(run, shape).startswith(
         "fits a100 (74.5 GiB), h100 (74.5 GiB), h200 (131 GiB)\n  a device that"
     )
     large = dataclasses.replace(shape, num_layers=20 * shape.num_layers)
-    assert footprint.verdict(run, large).startswith("DOES NOT FIT any of a100 (74.5 GiB)")
+    assert memory.verdict(run, large).startswith("DOES NOT FIT any of a100 (74.5 GiB)")
 
 
 def test_a_dry_run_tells_the_terms_of_the_reward():

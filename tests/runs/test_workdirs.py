@@ -10,7 +10,8 @@ import pytest
 from libra_jax import config, protocols
 from libra_jax.coordinator import checkpoints
 from libra_jax.models import config as model_config
-from libra_jax.runs import placement, preflight, workdirs
+from libra_jax.runs import preflight, workdirs
+from libra_jax.cluster import placement
 
 FOREIGN = json.dumps({f"a{number}": number for number in range(100)})
 
