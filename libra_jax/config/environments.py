@@ -129,7 +129,7 @@ class SandboxLimits:
     def __post_init__(self) -> None:
         for item in dataclasses.fields(SandboxLimits):
             value, name = getattr(self, item.name), f"sandbox.{item.name}"
-            whole = item.type == "int"
+            whole = item.type is int
             right = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
             check(right, name, f"must be a {'whole ' if whole else ''}number, not {value!r}")
             least = _LEAST_OF_SANDBOX.get(item.name, 0)
