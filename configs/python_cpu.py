@@ -12,13 +12,11 @@ of which goes into starting its 384 sandboxes.
   python launch/train.py --config=configs/python_cpu.py
 """
 
-import ml_collections
-
 from libra_jax import config as libra_config
 
 
-def get_config() -> ml_collections.ConfigDict:
-    config = ml_collections.ConfigDict(libra_config.to_dict(libra_config.RunConfig()))
+def get_config() -> libra_config.RunConfig:
+    config = libra_config.RunConfig()
     config.name = "python_cpu"
     config.steps = 24
 

@@ -12,13 +12,11 @@ to 0.
   python launch/train.py --config=configs/repo_repair_cpu.py
 """
 
-import ml_collections
-
 from libra_jax import config as libra_config
 
 
-def get_config() -> ml_collections.ConfigDict:
-    config = ml_collections.ConfigDict(libra_config.to_dict(libra_config.RunConfig()))
+def get_config() -> libra_config.RunConfig:
+    config = libra_config.RunConfig()
     config.name = "repo-repair"
     config.steps = 30
 

@@ -16,18 +16,36 @@ import signal
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast, get_type_hints
 
 import config_files
 import config_help
 from absl import app, flags, logging
-from ml_collections import config_dict, config_flags
+from ml_collections import config_flags
 
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.telemetry import escapes
+
+
+class _MappingParser(flags.ArgumentParser):
+    """Reads a field that is a mapping, such as --config.task.arguments="{'phases': 2}"."""
+
+    def parse(self, argument: Any) -> dict[str, Any]:
+        if isinstance(argument, Mapping):
+            return dict(argument)
+        try:
+            value = ast.literal_eval(argument)
+        except (SyntaxError, ValueError) as error:
+            raise ValueError(f"{argument!r} is no mapping; one looks like {{'name': value}}") from error
+        if not isinstance(value, dict):
+            raise ValueError(f"{argument!r} is no mapping; one looks like {{'name': value}}")
+        return value
+
+
+config_flags.register_flag_parser_for_type(Mapping[str, Any], _MappingParser())
 
 GARBAGE_THRESHOLDS = (20_000, 50, 20)
 """Of `gc.set_threshold`: a coordinator keeps many small objects for long, hardly any of them in cycles, and Python's
@@ -141,7 +159,8 @@ def read_config(config_type: type[Any], file: str, settings: Sequence[str]) -> d
     try:
         with config_files.watched(path):
             own(argv)
-            return dict(own.config.to_dict())
+            _check_made(path, own.config)
+            return libra_config.to_dict(own.config)
     except Exception as error:  # the file is a user's program, which may raise anything
         said = config_files.sentence(error, path) or _flag_sentence(config_type, argv, error)
         raise protocols.ConfigError(said) from error
@@ -252,14 +271,14 @@ def _check_made(file: str, made: Any) -> None:
     """Refuses what is no config. A config file that cannot be read raises here, not in main."""
     if made is None and not file:
         return
-    if isinstance(made, config_dict.ConfigDict):
+    getattr(made, "name", None)  # raises the error with which ml_collections could not read the file
+    if isinstance(made, libra_config.RunConfig):
         return
-    if made is None or isinstance(made, dict):
-        raise flags.Error(
-            f"--config={file}: get_config() returned {'nothing' if made is None else 'a dict'}; it has to return an "
-            "ml_collections.ConfigDict"
-        )
-    made.to_dict()
+    returned = "nothing" if made is None else f"a {type(made).__name__}"
+    raise flags.Error(
+        f"--config={file}: get_config() returned {returned}; it has to return a libra_jax.config.RunConfig: "
+        "begin with config = RunConfig(), set its fields, and return it"
+    )
 
 
 def _flag_sentence(config_type: type[Any], argv: Sequence[str], error: BaseException) -> str:
@@ -290,7 +309,7 @@ def _flag_sentence(config_type: type[Any], argv: Sequence[str], error: BaseExcep
     if isinstance(error, OSError):
         return "--config: " + " ".join(str(error).split("Attempted")[-1].split())
     if isinstance(error, AttributeError) and "'get_config'" in str(error):
-        return f"--config={file}: defines no function get_config; it has to return an ml_collections.ConfigDict"
+        return f"--config={file}: defines no function get_config; it has to return a libra_jax.config.RunConfig"
     if number := _NO_NUMBER.search(str(error)):
         flag, value = number["flag"].removesuffix(f"={number['value']}"), number["value"]
         wanted = "a whole number" if "int" in number["kind"] else "a number"

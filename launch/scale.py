@@ -53,10 +53,9 @@ def main() -> None:
     output = None if _OUTPUT.value is None else Path(_OUTPUT.value)
     if output is not None:
         cli.check_output(output)
-    values = _CONFIG.value.to_dict()
-    if "simulation" not in values:
+    if not isinstance(_CONFIG.value, settings.SimulatedRun):
         raise protocols.ConfigError("--config: is no simulated run (it has no config.simulation), whose work is known")
-    work, around = _of_run(comparison.prepare(libra_config.parse(settings.SimulatedRun, values), ["cmlfq"]))
+    work, around = _of_run(comparison.prepare(libra_config.checked(_CONFIG.value), ["cmlfq"]))
     record = _read(KEPT if _COSTS.value is None else Path(_COSTS.value))
     costs = _costs(record["costs"])
     found = [scale.loads(costs, work, around, size) for size in sizes]

@@ -16,6 +16,7 @@ from libra_jax.config.coordination import (
     PlannerConfig,
 )
 from libra_jax.config.environments import SHARE_OF_CALLS, RewardConfig, SandboxConfig, TaskConfig, ToolsConfig
+from libra_jax.config.group import group
 from libra_jax.config.operation import ClusterConfig, DeadlineConfig, TelemetryConfig
 from libra_jax.config.parsing import to_dict
 from libra_jax.config.rollout import RolloutConfig, SchedulerConfig
@@ -42,7 +43,8 @@ MAY_CHANGE = (
 """Settings, and groups of settings, that a run may change when it goes on: none of them changes what it learns."""
 
 
-@dataclass(frozen=True)
+@group
+@dataclass
 class RunConfig:
     """A whole run."""
 

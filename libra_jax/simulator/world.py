@@ -29,7 +29,8 @@ MakeScheduler = Callable[[costs.SchedulingCosts, registry.Remaining], protocols.
 """A fresh scheduler, handed the costs of the simulated hardware and the truth (for policies that may know it)."""
 
 
-@dataclass(frozen=True)
+@configuration.group
+@dataclass
 class SimulationConfig:
     """The simulated cluster; the rest of a run (batches, layout, limits) is a `config.RunConfig`.
 

@@ -151,9 +151,9 @@ def test_the_fake_engine_is_warned_of():
 
 
 def test_the_config_for_questions_chooses_by_its_weights():
-    plain = config.parse(config.RunConfig, questions.get_config().to_dict())
+    plain = config.checked(questions.get_config())
     assert (plain.model.path, plain.optimizer.learning_rate, plain.task.tokenizer) == ("", 1e-3, "character")
-    real = config.parse(config.RunConfig, questions.get_config("models/Qwen3-1.7B").to_dict())
+    real = config.checked(questions.get_config("models/Qwen3-1.7B"))
     assert (real.model.path, real.task.tokenizer) == ("models/Qwen3-1.7B", "")
     assert advice.advice(real, parameters=1_700_000_000, accelerated=True) == []
 
