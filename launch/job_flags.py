@@ -14,7 +14,6 @@ from pathlib import Path
 
 import changes
 import cleartext
-import hub
 import overrides
 from absl import flags
 from ml_collections import config_flags
@@ -22,6 +21,7 @@ from ml_collections import config_flags
 import checks
 import cli
 from libra_jax import config as libra_config
+from libra_jax.models import hub
 from libra_jax.protocols import ConfigError, DataError
 
 _CONFIG = config_flags.DEFINE_config_file(
