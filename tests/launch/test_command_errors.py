@@ -194,7 +194,8 @@ FAILURES = {
 
 
 def test_the_table_of_mistakes_has_every_script():
-    assert sorted(MISTAKES) == sorted({*SCRIPTS, "tests.drills"} - {"cli.py", "benchmark.py"}), "the benchmark has a test of its own"
+    own_test = {"cli.py", "benchmark.py"}
+    assert sorted(MISTAKES) == sorted({*SCRIPTS, "tests.drills"} - own_test)
 
 
 @pytest.mark.parametrize(
