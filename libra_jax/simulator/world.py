@@ -104,7 +104,7 @@ class Cluster:
         self._actors: dict[str, Any] = {}
         self._lives: dict[str, int] = {}
 
-    async def spawn(self, spec: protocols.ActorSpec) -> Any:
+    async def spawn(self, spec: protocols.ActorSpec) -> protocols.ActorHandle:
         """Makes the actor in place."""
         module, _, name = spec.factory.partition(":")
         made = getattr(importlib.import_module(module), name)(**spec.arguments)
@@ -116,7 +116,7 @@ class Cluster:
         else:
             made = self._parts.trainer(made)
         self._actors[spec.name] = made
-        return made
+        return protocols.DirectHandle(spec.name, made)
 
     async def stop(self, name: str) -> None:
         """Ends the actor; nothing happens if it has been stopped before."""

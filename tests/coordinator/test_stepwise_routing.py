@@ -37,7 +37,7 @@ def engine_specs(rollout):
             "script": "stepwise_policy:solve",
             "tokens_per_second": 100.0 * degree,
         }
-        specs.append(protocols.ActorSpec(name, "libra_jax.rollout.fake_engine:create", arguments))
+        specs.append(protocols.ActorSpec(name, "libra_jax.engines.fake_engine:create", arguments))
     return specs
 
 
