@@ -6,15 +6,13 @@ about a minute on 2 cores. The set-up command installs gymnasium.
   python launch/train.py --config=configs/environments_cpu.py
 """
 
-import ml_collections
-
 from libra_jax import config as libra_config
 
 _ENVIRONMENTS = "libra_jax.agents.environments"
 
 
-def get_config() -> ml_collections.ConfigDict:
-    config = ml_collections.ConfigDict(libra_config.to_dict(libra_config.RunConfig()))
+def get_config() -> libra_config.RunConfig:
+    config = libra_config.RunConfig()
     config.name = "environments"
     config.steps = 4
 
