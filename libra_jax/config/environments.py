@@ -210,7 +210,7 @@ class RewardConfig:
     concurrency: int = 32  # calls of one function at once, over all actors; those that wait are not overdue yet
     seconds: float = 60.0  # deadline of a call
     retries: int = 1  # further calls after one that failed, before the attempt's group is replaced
-    restarts: int = 10  # times that an actor which died or hangs is made anew
+    restarts: int = 10  # times that actors which died or hang are restarted, in all
     cache_entries: int = 10_000  # values kept, by what a function was given; 0 is off
 
     def __post_init__(self) -> None:
