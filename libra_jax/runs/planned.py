@@ -12,6 +12,7 @@ from typing import Any
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.models import config as model_config
+from libra_jax.models import hub
 from libra_jax.planning import costs, demand, forecast, plans, profiles, search, uncertainty
 from libra_jax.runs import wiring
 from libra_jax.models import hub

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from libra_jax import config, protocols
+from libra_jax.cluster import placement
 from libra_jax.coordinator import checkpoints
 from libra_jax.models import config as model_config
 from libra_jax.runs import preflight, workdirs
