@@ -197,6 +197,12 @@ def _read(folder: Path) -> Run:
             f"{config.planner.hardware!r}: say in the run's config what it runs on"
         )
     trainer = meshes.Trainer.of_run(config, model.sheet)
+    empty = [step.number for step in recorded.steps if not step.lengths]
+    if empty:
+        raise protocols.DataError(
+            f"{folder}: in step {empty[0]} every rollout was masked (task.cut_off), so that nothing was trained; "
+            "record a run with longer task.max_seconds and rollout.max_context, or with task.cut_off=zero"
+        )
     steps = tuple(_measured(config, trainer, step) for step in recorded.steps)
     work = tuple(step.work for step in recorded.steps)
     return Run(str(folder), model, steps, work, recorded.streams_of(len(steps) // 2))

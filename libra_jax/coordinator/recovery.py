@@ -224,7 +224,7 @@ class Recovery:
                 await trainer.kill()
             except protocols.LibraError as error:
                 self._recorder.note(f"Not all of the lost trainer ended cleanly: {error}")
-        self._recorder.status(self._name, "being made anew")
+        self._recorder.status(self._name, "starting its process again")
         with self._timed("start"):
             await self._ask(trainer.make(), "being made anew", "trainer_start")
         self._trainer.made_anew()
@@ -241,6 +241,7 @@ class Recovery:
         begin = trainer.start if step < 0 else trainer.stand_by
         with self._timed("start"):
             info = await self._ask(begin(), "asked to start", "trainer_start")
+        self._recorder.status(self._name, "reading the checkpoint")
         with self._timed("restore"):
             warm = await self._saver.restore_lost() if step >= 0 else 0
             await self._move(info, step)
@@ -262,7 +263,8 @@ class Recovery:
             await self._ask(trainer.warm_start_step(sequences), "asked to take a warm-start step again", "train_step")
         steps = [batch for batch in self._steps if batch.policy_version >= step]
         for batch in steps:
-            self._recorder.status(self._name, f"training step {batch.policy_version + 1} again")
+            compiling = ", compiling its programs first" if batch is steps[0] else ""
+            self._recorder.status(self._name, f"training step {batch.policy_version + 1} again{compiling}")
             await self._ask(trainer.train_step(batch), "asked to train a step again", "train_step")
         return len(steps)
 

@@ -280,7 +280,7 @@ class Relays:
 
     async def _make(self, relay: Relay) -> None:
         name, seconds = relay.spec.name, self._limits.engine_start
-        self._recorder.status(name, "starting")
+        self._recorder.status(name, "starting its process")
         stopping = self._cluster.stop(name)  # of one that was given up, what is left
         try:
             await deadlines.within(self._limits.shutdown, stopping, f"The end of {name}", "shutdown")

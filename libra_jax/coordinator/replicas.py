@@ -111,9 +111,10 @@ class Replicas:
                 replica.proxy = None
         await self._stop(replica)  # of one that was lost, what is left
         name, seconds = replica.spec.name, self._limits.trainer_start
-        self._recorder.status(name, "starting")
+        self._recorder.status(name, "starting its process")
         making = self._cluster.spawn(replica.spec)
         proxy = await deadlines.within(seconds, making, f"The making of {name}", "trainer_start")
+        self._recorder.status(name, "loading the model")
         await deadlines.within(seconds, proxy.start(), f"The start of {name}", "trainer_start")
         opening = proxy.init_weight_transfer(self._transport)
         await deadlines.within(self._limits.publish, opening, f"Opening {name}'s weight transport", "publish")

@@ -157,10 +157,11 @@ class Workers:
 
     async def _start_trainer(self) -> None:
         name, seconds = self._trainer_spec.name, self._config.deadlines.trainer_start
-        self._recorder.status(name, "starting")
+        self._recorder.status(name, "starting its process")
         make = self._make_trainer(None) if self._make_trainer is not None else lambda *_: self._trainer_spec
         trainer = process_set.ProcessSet(self._cluster, make, processes=self._config.trainer.processes, name=name)
         await deadlines.within(seconds, trainer.make(), f"The making of {name}", "trainer_start")
+        self._recorder.status(name, "loading the model and making the optimizer's state")
         info = await deadlines.within(seconds, trainer.start(), f"The start of {name}", "trainer_start")
         mesh = ", ".join(f"{axis} {size}" for axis, size in info.mesh.items())
         self._recorder.note(f"The trainer holds {info.parameters:,} parameters on {info.platform} ({mesh}).")

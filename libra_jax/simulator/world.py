@@ -270,4 +270,6 @@ def _planner(
     devices = simulation.train_devices + sum(plans.core_degrees(config))
     setting = forecast.Setting.of_run(config, model, devices, slots=simulation.slots)
     forecast.check_layout(config, setting)
-    return planner.GlobalPlanner(config.planner, setting, plans.of_run(config, (data, fsdp, tensor)))
+    return planner.GlobalPlanner(
+        config.planner, setting, plans.of_run(config, (data, fsdp, tensor)), masks=config.task.masks
+    )

@@ -14,33 +14,13 @@ from typing import Any, Literal
 
 from libra_jax.telemetry import escapes
 
-LIGHT = {
-    "page": "#f6f7f9",
-    "surface": "#ffffff",
-    "ink": "#1c2430",
-    "muted": "#667085",
-    "grid": "#e4e7ec",
-    "blue": "#2f6fed",
-    "green": "#159a62",
-    "orange": "#e2720c",
-    "purple": "#8457d8",
-    "teal": "#0e93a8",
-}
-DARK = {
-    "page": "#0f1319",
-    "surface": "#171d26",
-    "ink": "#e6eaf0",
-    "muted": "#93a0b2",
-    "grid": "#2a3341",
-    "blue": "#6ea0ff",
-    "green": "#4cc38a",
-    "orange": "#f5a04b",
-    "purple": "#b394f4",
-    "teal": "#4fc3d6",
-}
+_NAMES = ("page", "surface", "ink", "muted", "grid", "blue", "green", "orange", "purple", "teal")
+_LIGHT = "#f6f7f9 #ffffff #1c2430 #667085 #e4e7ec #2f6fed #159a62 #e2720c #8457d8 #0e93a8"
+_DARK = "#0f1319 #171d26 #e6eaf0 #93a0b2 #2a3341 #6ea0ff #4cc38a #f5a04b #b394f4 #4fc3d6"
+LIGHT, DARK = (dict(zip(_NAMES, colours.split(), strict=True)) for colours in (_LIGHT, _DARK))
 """Colours of the page's CSS variables on light and on dark screens."""
 
-_STAND_INS = {name: "#" + 3 * f"0{number:x}" for number, name in enumerate(LIGHT, start=1)}
+_STAND_INS = {name: "#" + 3 * f"0{number:x}" for number, name in enumerate(_NAMES, start=1)}
 SURFACE, INK, MUTED, GRID = (_STAND_INS[name] for name in ("surface", "ink", "muted", "grid"))
 BLUE, GREEN, ORANGE, PURPLE, TEAL = (_STAND_INS[name] for name in ("blue", "green", "orange", "purple", "teal"))
 
@@ -58,10 +38,13 @@ FAR = 20.0
 """Ratio of the greatest to the least value beyond which a linear axis hides the small values."""
 
 FONT = 10.5
-"""Points of a picture's text. Half-width pictures are as wide as a phone, where it has about as many pixels."""
+"""Points of a picture's text. Narrow pictures are as wide as a phone, where it has about as many pixels."""
 
-HALF, WIDE = (5.0, 2.6), (10.0, 3.0)
-"""Inches of a picture that takes half of the page's width, and of one that takes all of it."""
+BROAD, NARROW = 10.0, 5.0
+"""Inches of a picture that takes the page's whole width, and of a picture for half of the page or for a phone."""
+
+HEIGHT = 2.6
+"""Inches of a narrow picture."""
 
 Curve = Mapping[int, float]
 """Value by step."""
@@ -117,28 +100,45 @@ class Line:
     stairs: bool = False
 
 
-def figure(draw: Callable[[Any], None], size: tuple[float, float] = HALF, grid: tuple[int, int] = (1, 1)) -> str:
+def figure(draw: Callable[[Any], None], height: float = HEIGHT, *, wide: bool = False, panels: int = 1) -> str:
     """Returns a picture as an `<svg>` element.
 
+    A wide picture is drawn twice: as wide as the page, and for a phone, where the text of a broad picture that is
+    shrunk to the screen could not be read. The style sheet shows one of the two.
+
     Args:
-      draw: draws on the axes; given a list of axes if the grid has several.
-      size: width and height, in inches.
-      grid: rows and columns of axes.
+      draw: draws on the axes; given a list of axes if there are several panels.
+      height: inches of a row of panels.
+      wide: takes the page's whole width.
+      panels: number of axes, two in a row if there is room.
     """
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(_STYLE):
-        made = Figure(figsize=size, layout="constrained")
-        axes = list(made.subplots(*grid, squeeze=False, sharex=grid != (1, 1)).flat)
-        draw(axes if len(axes) > 1 else axes[0])
-        return svg(made)
+    found = []
+    for width in (BROAD, NARROW) if wide else (NARROW,):
+        columns = min(panels, 2 if width > NARROW else 1)
+        rows = -(-panels // columns)
+        with matplotlib.rc_context(_STYLE):
+            made = Figure(figsize=(width, height * rows), layout="constrained")
+            axes = list(made.subplots(rows, columns, squeeze=False, sharex=panels > 1).flat)
+            for empty in axes[panels:]:
+                empty.set_visible(False)
+            draw(axes[:panels] if panels > 1 else axes[0])
+            found.append(svg(made))
+    if not wide:
+        return found[0]
+    broad, narrow = found
+    # An id counts in the whole page, and what a hidden element defines need not be drawn.
+    narrow = re.sub(r'(" id="|\bid="|"#|\(#)(?=[\w-])', r"\1narrow-", narrow)
+    return broad.replace("<svg ", '<svg class="broad" ', 1) + narrow.replace("<svg ", '<svg class="narrow" ', 1)
 
 
 def lines(
     shown: Sequence[Line],
-    size: tuple[float, float] = HALF,
+    height: float = HEIGHT,
     *,
+    wide: bool = False,
     ylabel: str = "",
     scale: Scale = "free",
     percent: bool = False,
@@ -149,7 +149,8 @@ def lines(
 
     Args:
       shown: the curves, one of them with values at least.
-      size: as `figure`.
+      height: as `figure`.
+      wide: as `figure`.
       ylabel: beside the vertical axis.
       scale: of the vertical axis.
       percent: the values are shares.
@@ -172,11 +173,11 @@ def lines(
         step_axis(axes)
         labels = axes.get_legend_handles_labels()[1]
         if len(labels) > 1:
-            legend_above(axes, 4 if size[0] > HALF[0] else 2)
+            legend_above(axes, 4)
         elif labels and not ylabel:
             axes.set_ylabel(labels[0])
 
-    return figure(draw, size)
+    return figure(draw, height, wide=wide)
 
 
 def _draw_line(axes: Any, line: Line) -> None:
@@ -274,7 +275,8 @@ def whole_ticks(axis: Any) -> None:
 
 
 def legend_above(axes: Any, columns: int) -> None:
-    """Puts the legend above the axes, where it covers nothing."""
+    """Puts the legend above the axes, where it covers nothing, in two columns if the picture is narrow."""
+    columns = columns if axes.figure.get_figwidth() > NARROW else min(columns, 2)
     spaces = {"handlelength": 1.4, "columnspacing": 1.4, "borderaxespad": 0.2, "borderpad": 0.2}
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, **spaces)
 
@@ -307,7 +309,8 @@ def svg(made: Any) -> str:
 
 
 def standalone(picture: str) -> str:
-    """Returns an `<svg>` element of a page as the text of a file of its own, in the colours of a light page."""
+    """Returns a picture of a page as the text of a file of its own, in the colours of a light page."""
+    picture = picture.partition("</svg>")[0] + "</svg>\n"  # of a wide picture, the broad one
     for name, colour in LIGHT.items():
         picture = picture.replace(f"var(--{name})", colour)
     picture = picture.replace("var(--font)", "sans-serif")

@@ -224,7 +224,7 @@ def draw(sizes: Sequence[timeline.PoolSizes], changes: Sequence[Transition] = ()
         figures.whole_ticks(axes.yaxis)
         figures.legend_above(axes, 5)
 
-    return figures.figure(picture, (10, 3.4))
+    return figures.figure(picture, 3.4, wide=True)
 
 
 # Section --------------------------------------------------------------------------------------------------------

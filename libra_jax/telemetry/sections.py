@@ -60,6 +60,7 @@ REPLACED = "groups/replaced_"
 
 REASONS = {
     "environment": "the environment kept crashing",
+    "reward": "a reward function kept failing",
     "zero_variance": "all rewards of the group were equal",
     "stale": "the group would have passed the staleness bound",
     "redundant": "enough others had finished before it (coordinator.redundancy)",
@@ -175,7 +176,7 @@ def reward(steps: Steps) -> list[page.Section]:
             figures.Line(rewards, "reward of the step", width=2.4, smooth=True),
             figures.Line(evaluations, "held-out tasks", figures.ORANGE, dashed=True, width=1.2, marker="D"),
         ]
-        out.append(page.Section("Reward", figures.lines(shown, (10, 3.6), scale="share"), wide=True))
+        out.append(page.Section("Reward", figures.lines(shown, 3.6, wide=True, scale="share"), wide=True))
     return out + reward_parts(steps)
 
 
@@ -192,7 +193,7 @@ def reward_parts(steps: Steps) -> list[page.Section]:
         lines.append(figures.Line(figures.moving_mean(known, MEAN_STEPS), called, colour, dashed))
         rows.append(_reward_row(steps, called, list(known.values())))
     table = page.Table(("function", "first", "last", "seconds a call", "known already"), rows)
-    picture = figures.lines(lines, figures.WIDE)
+    picture = figures.lines(lines, 3.0, wide=True)
     return [page.Section("What the reward is made of", picture, table, note=REWARDS_NOTE, wide=True)]
 
 
@@ -270,7 +271,7 @@ def plan(steps: Steps, decisions: Sequence[Mapping[str, Any]]) -> list[page.Sect
             figures.Line(training, "training, predicted", figures.GREEN, dashed=True, width=1.4),
         ]
         moves = [int(decision["step"]) for decision in decisions if decision.get("moved")]
-        picture = figures.lines(lines, figures.WIDE, ylabel="seconds", scale="zero", marks={"move": moves})
+        picture = figures.lines(lines, 3.0, wide=True, ylabel="seconds", scale="zero", marks={"move": moves})
         out.append(page.Section("Predicted and measured step times", picture, note=PLAN_NOTE, wide=True))
     if decisions:
         heads = ("after step", "why it looked", "present, s", "best, s", "move, s", "decision", "best plan")
@@ -445,4 +446,4 @@ def _lanes(spans: Sequence[timeline.Span], start: float, end: float) -> str:
         axes.grid(False)
         figures.legend_above(axes, len(boxes))
 
-    return figures.figure(draw, (10, 0.8 + 0.36 * sum(heights.values())))
+    return figures.figure(draw, 0.8 + 0.36 * sum(heights.values()), wide=True)

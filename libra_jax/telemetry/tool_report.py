@@ -199,27 +199,23 @@ def _seconds(seconds: float) -> str:
 
 def draw_outcomes(by_tool: Mapping[str, Calls], steps: Sequence[int]) -> str:
     """Draws calls a step, stacked by status, with one panel a tool."""
-    columns = min(2, len(by_tool))
-    rows = -(-len(by_tool) // columns)
 
     def draw(panels: Any) -> None:
         panels = panels if isinstance(panels, list) else [panels]
-        for axes, (name, calls) in zip(panels, by_tool.items(), strict=False):
+        for axes, (name, calls) in zip(panels, by_tool.items(), strict=True):
             counts = calls.outcomes  # zeros included, so that the statuses can be stacked
             parts = {status: {step: float(counts[step, status]) for step in steps} for status in STATUS_COLOURS}
             figures.stack(axes, parts, STATUS_COLOURS)
             axes.set_xlabel("")
             figures.whole_ticks(axes.yaxis)
             axes.set_title(figures.label(name), loc="left", fontsize=figures.FONT)
-        for axes in panels[len(by_tool) :]:
-            axes.set_visible(False)
         whole = panels[0].figure
         whole.supxlabel("training step", fontsize=figures.FONT, color=figures.MUTED)
         whole.supylabel("calls", fontsize=figures.FONT, color=figures.MUTED)
         handles, labels = panels[0].get_legend_handles_labels()
         whole.legend(handles, labels, loc="outside upper right", ncols=len(labels), handlelength=1)
 
-    return figures.figure(draw, (10, 0.5 + 1.9 * rows), (rows, columns))
+    return figures.figure(draw, 2.1, wide=True, panels=len(by_tool))
 
 
 def draw_seconds(by_tool: Mapping[str, Sequence[float]]) -> str:
@@ -241,7 +237,7 @@ def draw_seconds(by_tool: Mapping[str, Sequence[float]]) -> str:
         figures.name_rows(axes, list(by_tool))
         axes.set_xlabel("seconds")
 
-    return figures.figure(draw, (5, 0.9 + 0.34 * max(4, len(by_tool))))
+    return figures.figure(draw, 0.9 + 0.34 * max(4, len(by_tool)))
 
 
 def draw_turns(shares: Mapping[str, Mapping[int, float]]) -> str:
@@ -282,10 +278,10 @@ def draw_left(states: Sequence[foresight.State]) -> str:
         named = [f"{state.tool}, {state.status}, {foresight.told(state.size_class)}" for state in states]
         figures.name_rows(axes, named)
         axes.set_xlim(left=0)
-        axes.set_xlabel("tokens still generated after the return")
+        axes.set_xlabel("tokens still generated")
         figures.legend_above(axes, 2)
 
-    return figures.figure(draw, (10, 0.9 + 0.3 * max(3, len(states))))
+    return figures.figure(draw, 0.9 + 0.3 * max(3, len(states)), wide=True)
 
 
 # Causal states --------------------------------------------------------------------------------------------------
