@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 
 from libra_jax.scheduling import foresight
+from libra_jax.simulator import report
 from libra_jax.telemetry import figures, tool_report, trace
 
 MOST_ROWS = 16
@@ -26,14 +27,9 @@ def read(path: Path) -> foresight.Foresight | None:
 def table(found: foresight.Foresight) -> str:
     """Returns the causal states, and how well the length that is left was predicted."""
     rows = [tool_report.CAUSES_HEADS, *tool_report.states(found)[:MOST_ROWS]]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "  ".join(cell.ljust(width) if at < 3 else cell.rjust(width) for at, (cell, width) in enumerate(pairs)).rstrip()
-        for pairs in (list(zip(row, widths, strict=True)) for row in rows)
-    ]
     further = len(found.states) - MOST_ROWS
     more = [f"({further} more causal states)"] if further > 0 else []
-    return "\n".join([*lines, *more, *tool_report.verdicts(found)])
+    return "\n".join([*report.aligned(rows, left=3), *more, *tool_report.verdicts(found)])
 
 
 def to_json(found: foresight.Foresight) -> str:

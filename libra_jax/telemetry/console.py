@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TextIO
 
-from libra_jax.telemetry import escapes, files
+from libra_jax.telemetry import escapes, files, sinks
 
 STATUS_SECONDS = 5.0
 """Least time between two status lines in plain output."""
@@ -154,7 +154,7 @@ def _step_parts(step: int, pace: Pace, scalars: Mapping[str, float]) -> tuple[di
     return parts, times
 
 
-class PlainConsole:
+class PlainConsole(sinks.Sink):
     """One line a step, notes as they come, and a status line now and then while no step ends.
 
     Args:
@@ -214,9 +214,6 @@ class PlainConsole:
 
     def note(self, text: str) -> None:
         self._line(text)
-
-    def flush(self) -> None:
-        """Nothing to do: each line is flushed as it is written."""
 
     def close(self) -> None:
         """Prints nothing more by itself; the stream belongs to the process."""

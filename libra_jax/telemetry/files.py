@@ -68,7 +68,7 @@ class RecordFile:
     """Buffers records in memory and appends them whole. Never raises for what the disk does: it warns once.
 
     Args:
-      path: the file; made on the first flush. It must end with a whole record (see `open_lines`).
+      path: the file; made on the first flush. It must end with a whole record.
       warn: receives the one warning.
       guard: asked before each append; records that may not be written are dropped.
     """
@@ -155,15 +155,21 @@ class RecordFile:
             self._descriptor = None
 
 
-def open_lines(path: Path, warn: Warn, guard: Guard = always) -> RecordFile:
-    """Opens a file of lines for appending; a last line torn by a killed process is removed first."""
-    try:
-        end = whole_lines_end(path)
-        if path.exists() and path.stat().st_size > end:
-            os.truncate(path, end)
-    except OSError as error:
-        warn(str(path), f"{path.name} cannot be opened ({error.strerror or error}); the run goes on without it.")
-    return RecordFile(path, warn, guard)
+class LineFile(RecordFile):
+    """A file of JSON lines, opened for appending; a last line torn by a killed process is removed first."""
+
+    def __init__(self, path: Path, warn: Warn, guard: Guard = always) -> None:
+        try:
+            end = whole_lines_end(path)
+            if path.exists() and path.stat().st_size > end:
+                os.truncate(path, end)
+        except OSError as error:
+            warn(str(path), f"{path.name} cannot be opened ({error.strerror or error}); the run goes on without it.")
+        super().__init__(path, warn, guard)
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Adds a record as a line."""
+        self.write(json_line(record))
 
 
 def finite(value: Any) -> Any:

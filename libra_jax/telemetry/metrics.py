@@ -19,7 +19,7 @@ from typing import Any
 
 from libra_jax import config as config_lib
 from libra_jax.protocols import ConfigError
-from libra_jax.telemetry import files, redaction, samples
+from libra_jax.telemetry import files, redaction, samples, sinks
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
@@ -73,15 +73,15 @@ def read(path: Path) -> dict[int, dict[str, float]]:
     return dict(sorted(steps.items()))
 
 
-class MetricsFile:
+class MetricsFile(sinks.Sink):
     """Writes `metrics.jsonl`."""
 
     def __init__(self, workdir: Path, warn: files.Warn, guard: files.Guard = files.always) -> None:
-        self._file = files.open_lines(workdir / METRICS_FILE, warn, guard)
+        self._file = files.LineFile(workdir / METRICS_FILE, warn, guard)
 
     def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
         """Appends one step's object."""
-        self._file.write(files.json_line(encode(step, scalars)))
+        self._file.append(encode(step, scalars))
 
     def flush(self) -> None:
         self._file.flush()
@@ -119,7 +119,7 @@ def _tensorboard_folder(workdir: Path) -> Path:
     return min(begun, default=parent / (workdir.resolve().name or "run"))
 
 
-class TensorBoardSink:
+class TensorBoardSink(sinks.Sink):
     """Writes the scalars of a step as one TensorBoard event.
 
     tensorboardX builds the messages; the file is ours, because its writer's thread dies on a full disk, after which
@@ -190,7 +190,7 @@ class TensorBoardSink:
         self._file.close()
 
 
-class WandbSink:
+class WandbSink(sinks.Sink):
     """Sends the scalars to Weights & Biases; a resumed workdir goes on with its run.
 
     Raises:
@@ -236,9 +236,6 @@ class WandbSink:
         prompt, *turns = (f"{piece.title}\n{piece.shown()}" for piece in sample.pieces)
         row = [sample.step, sample.rank, sample.reward, sample.headline, prompt, "\n".join(turns)]
         self._rows.setdefault(kind, []).append(row)
-
-    def flush(self) -> None:
-        """Nothing to do: the package sends by itself."""
 
     def close(self) -> None:
         try:

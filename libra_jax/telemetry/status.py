@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from libra_jax import machine, protocols
-from libra_jax.telemetry import console, files
+from libra_jax.telemetry import console, files, sinks
 
 STATUS_FILE = "status.json"
 
@@ -54,7 +54,7 @@ class Waiting:
     queued: bool
 
 
-class RunStatus:
+class RunStatus(sinks.Sink):
     """What a run is doing. Fed from the event-loop thread; any thread may ask for the `view`.
 
     Args:
@@ -138,12 +138,6 @@ class RunStatus:
         """The run has ended: `done`, `stopped` or `failed`."""
         self._ended = {"how": how, "sentence": sentence}
         self._ended_at = self._clock()
-
-    def flush(self) -> None:
-        """Nothing to do: the heartbeat writes."""
-
-    def close(self) -> None:
-        """Nothing to do: the heartbeat writes."""
 
     def view(self) -> dict[str, Any]:
         """Everything as plain values, JSON-able; seconds count from an event until now."""
