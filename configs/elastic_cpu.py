@@ -19,8 +19,6 @@ Those layouts are the other variants. `rollout`: the worker always rolls out. `t
   python launch/train.py --config=configs/elastic_cpu.py:shared
 """
 
-import ml_collections
-
 from libra_jax import config as libra_config
 
 VARIANTS = ("elastic", "rollout", "training", "apart", "shared")
@@ -29,11 +27,11 @@ PHASE_STEPS = 13
 """Training steps of a phase of the curriculum."""
 
 
-def get_config(variant: str = "elastic") -> ml_collections.ConfigDict:
+def get_config(variant: str = "elastic") -> libra_config.RunConfig:
     """The run with the hybrid worker, or one of the splits that stay."""
     if variant not in VARIANTS:
         raise ValueError(f"configs/elastic_cpu.py has {', '.join(VARIANTS)}, not {variant!r}")
-    config = ml_collections.ConfigDict(libra_config.to_dict(libra_config.RunConfig()))
+    config = libra_config.RunConfig()
     config.name = "elastic_cpu" if variant == "elastic" else f"elastic_cpu-{variant}"
     config.steps = 4 * PHASE_STEPS
 
@@ -89,7 +87,7 @@ def get_config(variant: str = "elastic") -> ml_collections.ConfigDict:
     return config
 
 
-def _stay(config: ml_collections.ConfigDict, variant: str) -> None:
+def _stay(config: libra_config.RunConfig, variant: str) -> None:
     """Without a hybrid worker."""
     config.elastic.hybrid, config.elastic.cores = 0, ()
     if variant == "rollout":

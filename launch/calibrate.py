@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import absent_modules  # noqa: F401 (see there)
 import hub
 from absl import flags
 from rich import console, table
@@ -147,7 +148,7 @@ def _recorded(folder: Path) -> Iterator[Path]:
 
     for variant in calibrate.VARIANTS:
         workdir, partial = folder / variant, folder / f"{variant}.partial"
-        wanted = libra_config.parse(libra_config.RunConfig, calibrate.get_config(variant).to_dict())
+        wanted = libra_config.checked(calibrate.get_config(variant))
         if workdir.exists():
             if recording.read(workdir).config != wanted:
                 raise protocols.DataError(

@@ -32,7 +32,7 @@ from libra_jax.telemetry import recorder as telemetry
 
 TRAINER = "libra_jax.training.trainer:create"
 REPLICA = "libra_jax.training.replica:create"
-RELAY = "libra_jax.interop.relay:create"
+RELAY = "libra_jax.weights.relay:create"
 
 
 def policy_shape(config: libra_config.RunConfig, *, need_weights: bool) -> model_config.TransformerConfig:

@@ -25,8 +25,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
 from libra_jax import config as configuration
-from libra_jax import protocols, turns
-from libra_jax.coordinator import deadlines, failure, fencing, mesh_moves, process_set, publication, saving
+from libra_jax import deadlines, protocols, turns
+from libra_jax.coordinator import failure, fencing, mesh_moves, process_set, saving
+from libra_jax.weights import sync
 
 T = TypeVar("T")
 
@@ -61,7 +62,7 @@ class Recovery:
         trainer: process_set.Serving,
         trainer_lock: asyncio.Lock,
         saver: saving.Saver,
-        publisher: publication.Publisher,
+        publisher: sync.WeightSync,
         sizes: Callable[[], protocols.MeshSizes],
         lost: Callable[[], Awaitable[None]],
         recorder: protocols.Recorder,
@@ -248,7 +249,7 @@ class Recovery:
         with self._timed("train again"):
             again = await self._replay(trainer, step, warm)
         with self._timed("publish"):
-            await self._publisher.renew()
+            await self._publisher.resync()
         return step, again
 
     async def _move(self, info: protocols.TrainerInfo, step: int) -> None:

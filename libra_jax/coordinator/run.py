@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from libra_jax import config as configuration
-from libra_jax import protocols
+from libra_jax import deadlines, protocols
 from libra_jax.agents import factories
 from libra_jax.agents import samples as samples_lib
 from libra_jax.agents.rewards import scoring
@@ -23,7 +23,6 @@ from libra_jax.coordinator import (
     attempts,
     checkpoint_store,
     checkpoints,
-    deadlines,
     elasticity,
     evaluation,
     failure,
@@ -386,7 +385,7 @@ class Coordinator:
         return await self._ask_trainer("train_step", self._parts.trainer.train_step(*arguments), "take a training step")
 
     async def _publish(self) -> float:
-        seconds = await self._parts.recovery.through(lambda: self._parts.publisher.publish(self._step))
+        seconds = await self._parts.recovery.through(lambda: self._parts.publisher.sync_weights(self._step))
         self._parts.batches.admit()
         return seconds
 

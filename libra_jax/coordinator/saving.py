@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from libra_jax import config as configuration
-from libra_jax import protocols
-from libra_jax.coordinator import checkpoint_store, checkpoints, deadlines, fencing
+from libra_jax import deadlines, protocols
+from libra_jax.coordinator import checkpoint_store, checkpoints, fencing
 
 
 class Saver:

@@ -8,19 +8,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from libra_jax import config as configuration
-from libra_jax import protocols
+from libra_jax import deadlines, protocols
 from libra_jax.coordinator import (
     checkpoint_store,
     checkpoints,
-    deadlines,
     elasticity,
     failure,
     instances,
     plan_follower,
     process_set,
-    relays,
     replicas,
 )
+from libra_jax.weights import relay_tree
 
 
 class Workers:
@@ -50,7 +49,7 @@ class Workers:
     sizes: protocols.MeshSizes
     engines: instances.Instances
     members: replicas.Replicas | None = None
-    hosts: relays.Relays | None = None
+    hosts: relay_tree.RelayTree | None = None
 
     def __init__(
         self,
@@ -135,13 +134,13 @@ class Workers:
             )
             starting.append(self.members.start())
         if self._relay_specs:
-            self.hosts = relays.Relays(
+            self.hosts = relay_tree.RelayTree(
                 self._config, cluster=self._cluster, specs=self._relay_specs, recorder=self._recorder
             )
             starting.append(self.hosts.start(self._remote_hosts(self.hosts)))
-        await failure.together(*starting)
+        await deadlines.together(*starting)
 
-    def _remote_hosts(self, hosts: relays.Relays) -> set[int]:
+    def _remote_hosts(self, hosts: relay_tree.RelayTree) -> set[int]:
         """Those whose engines and replicas read a relay's copy."""
         specs = (*self._engine_specs, *self._replica_specs.values())
         return {spec.host for spec in specs if spec.host is not None and hosts.serve(spec.host)}
