@@ -29,7 +29,7 @@ SAMPLE_COLUMNS = ["step", "rank", "reward", "rollout", "prompt", "turns"]
 
 
 def plain(scalars: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers among `scalars` as plain floats and ints (0-d arrays included); what is no number is left out."""
+    """Returns the numbers among `scalars` as plain floats and ints, 0-d arrays included; the rest is left out."""
     numbers: dict[str, float] = {}
     for name, value in scalars.items():
         if isinstance(value, int | float):
@@ -43,7 +43,7 @@ def plain(scalars: Mapping[str, Any]) -> dict[str, float]:
 
 
 def encode(step: int, scalars: Mapping[str, float]) -> dict[str, Any]:
-    """The object that `metrics.jsonl` holds for a step."""
+    """Returns the object that `metrics.jsonl` holds for a step."""
     nonfinite = {name: str(value) for name, value in scalars.items() if not math.isfinite(value)}
     record: dict[str, Any] = {"step": step}
     record.update((name, None if name in nonfinite else value) for name, value in scalars.items() if name != "step")
@@ -53,7 +53,7 @@ def encode(step: int, scalars: Mapping[str, float]) -> dict[str, Any]:
 
 
 def decode(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of one object of `metrics.jsonl`, its `step` left out and its not-finite ones restored."""
+    """Returns the numbers of an object of `metrics.jsonl` without its `step`, with the not-finite ones restored."""
     numbers = {name: value for name, value in record.items() if isinstance(value, int | float) and name != "step"}
     nonfinite = record.get("nonfinite")
     if isinstance(nonfinite, Mapping):
@@ -62,7 +62,7 @@ def decode(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def read(path: Path) -> dict[int, dict[str, float]]:
-    """The numbers of each step, in order of steps; several objects of one step are merged, the last one winning.
+    """Returns the numbers of each step in order. Several objects of one step are merged, and the last one wins.
 
     A torn last line, left by a killed run, is no error.
     """
@@ -227,7 +227,7 @@ class WandbSink(sinks.Sink):
         try:
             tables = {kind: self._wandb.Table(columns=SAMPLE_COLUMNS, data=data) for kind, data in rows.items()}
             self._run.log({**scalars, **tables}, step=step)
-        except Exception as error:  # a lost viewer never stops a run, whatever it raises
+        except Exception as error:  # a lost viewer never stops a run, and may raise anything
             self._warn("wandb", f"Weights & Biases does not take metrics any more ({error}); the run goes on without.")
 
     def sample(self, sample: samples.Sample) -> None:

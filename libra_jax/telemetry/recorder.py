@@ -160,7 +160,7 @@ def create(
       workdir: the run's folder, made if it is missing.
       clock: seconds now, on the clock that spans are given in (the event loop's).
       guard: whether this run may still write there.
-      watcher: told of everything that the console is told of.
+      watcher: a further viewer, told everything that the console is told.
 
     Raises:
       ConfigError: the folder cannot be made, or W&B is asked for and cannot start.

@@ -47,7 +47,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def is_record(record: Mapping[str, Any]) -> bool:
-    """Whether it has all that a record must have."""
+    """Returns whether a record has all that it must have."""
     try:
         _check_record(record, "")
     except DataError:
