@@ -51,7 +51,7 @@ class Search:
       title_column: of a passage's title, searched as well; empty: there are none.
       text_column: of its text.
       index: where the index of a file is kept; empty: beside the file or, where nothing may be written there, in the
-        user's cache folder. One of another corpus, or of what this file held before, is built anew.
+        user's cache folder. An index of another corpus, or of an earlier content of the file, is replaced.
       results: passages a page.
       snippet_words: words of a text that are shown, from around the matches; 64 at most.
       template: how a passage is shown; may have {place}, {id}, {title} and {snippet}. Empty: it has them all.
@@ -65,7 +65,7 @@ class Search:
       build_seconds: the index may take to build.
 
     Attributes:
-      open_seconds: likewise, for the toolkit.
+      open_seconds: `build_seconds`, for the toolkit.
       eager: a call changes nothing, so it may run before the output that holds it has ended.
 
     Raises:
