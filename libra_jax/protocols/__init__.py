@@ -32,6 +32,14 @@ from libra_jax.protocols.errors import (
 )
 from libra_jax.protocols.generation import NO_VERSION, FinishReason, GenerationRequest, SamplingParams, TokenDelta
 from libra_jax.protocols.rollout import EngineInfo, RolloutEngine, WeightBucket, WeightEntry
+from libra_jax.protocols.run import (
+    CheckpointCommitted,
+    Events,
+    FencingToken,
+    Scope,
+    TrainerReplaced,
+    TrainerResized,
+)
 from libra_jax.protocols.scheduling import (
     EVALUATION_GROUP,
     Instance,
@@ -45,6 +53,7 @@ from libra_jax.protocols.scheduling import (
 from libra_jax.protocols.tasks import Message, Task, TaskSource
 from libra_jax.protocols.telemetry import LOST, POOLS, Recorder
 from libra_jax.protocols.training import (
+    HybridClient,
     MeshSizes,
     MovableTrainer,
     ProgramShape,
@@ -57,7 +66,9 @@ from libra_jax.protocols.training import (
     Snapshot,
     TrainBatch,
     Trainer,
+    TrainerClient,
     TrainerInfo,
+    TrainerProcess,
 )
 from libra_jax.protocols.trajectories import (
     FINISHES,
@@ -82,6 +93,7 @@ __all__ = [
     "ActorSpec",
     "AttemptSnapshot",
     "CausalState",
+    "CheckpointCommitted",
     "CheckpointFailed",
     "Cluster",
     "ConfigError",
@@ -92,9 +104,12 @@ __all__ = [
     "EngineInfo",
     "Environment",
     "EnvironmentCrashed",
+    "Events",
+    "FencingToken",
     "FinishReason",
     "GenerationRequest",
     "Group",
+    "HybridClient",
     "Instance",
     "LibraError",
     "Listener",
@@ -120,6 +135,7 @@ __all__ = [
     "Sampler",
     "SamplingParams",
     "Scheduler",
+    "Scope",
     "Share",
     "Snapshot",
     "StepGivenUp",
@@ -133,8 +149,12 @@ __all__ = [
     "ToolStatus",
     "TrainBatch",
     "Trainer",
+    "TrainerClient",
     "TrainerInfo",
     "TrainerLost",
+    "TrainerProcess",
+    "TrainerReplaced",
+    "TrainerResized",
     "Trajectory",
     "Turn",
     "WeightBucket",

@@ -12,11 +12,11 @@ from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.coordinator import process_set
 from libra_jax.coordinator import run as run_module
 from libra_jax.scheduling import registry
 from libra_jax.simulator import clock
 from libra_jax.telemetry import memory
+from libra_jax.trainer_control import client
 
 Clock = clock.Clock
 run_on_clock = clock.run
@@ -165,7 +165,9 @@ class RecordingTrainer:
         self.state["warm"] += 1
         return {"loss": 1.0}
 
-    async def train_step(self, batch: protocols.TrainBatch) -> Mapping[str, float]:
+    async def train_step(
+        self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share] = ()
+    ) -> Mapping[str, float]:
         assert batch.policy_version == self.state["version"]
         await self._one_call()
         for group in batch.groups:
@@ -175,6 +177,18 @@ class RecordingTrainer:
             self.state["staleness"].append(batch.policy_version - group.dispatch_version)
         self.state["version"] += 1
         return {"loss": 0.5}
+
+    async def give_up_step(self) -> bool:
+        return False
+
+    async def listen(self, member: str, epoch: int) -> Mapping[str, Any]:
+        return {}
+
+    async def connect(self, member: str, epoch: int, address: Mapping[str, Any]) -> None:
+        pass
+
+    async def dismiss(self, member: str) -> None:
+        pass
 
     async def open_weights(self, policy_version: int) -> int:
         assert policy_version == self.state["version"]
@@ -236,7 +250,7 @@ def make_trainer(seconds: float = 0.05, buckets: int = 3, log: str = "") -> Reco
 class _Handed:
     """A cluster whose only actor is there already."""
 
-    def __init__(self, actor: Any) -> None:
+    def __init__(self, actor: protocols.Trainer) -> None:
         self._actor = actor
 
     async def spawn(self, spec: protocols.ActorSpec) -> protocols.ActorHandle:
@@ -252,10 +266,11 @@ class _Handed:
         pass
 
 
-def alone(trainer: Any) -> process_set.ProcessSet:
-    """A trainer of one process, which is made."""
-    made = process_set.ProcessSet(_Handed(trainer), lambda process, processes: protocols.ActorSpec("trainer", "", {}))
-    made._actors = [protocols.DirectHandle("trainer", trainer)]
+async def alone(trainer: protocols.Trainer, limits: configuration.DeadlineConfig | None = None) -> client.TrainerClient:
+    """Returns the client of a trainer of one process, which is made."""
+    processes = client.TrainerProcesses(_Handed(trainer), lambda *_: protocols.ActorSpec("trainer", "", {}))
+    made = client.TrainerClient(processes, limits or configuration.DeadlineConfig())
+    await made.make()
     return made
 
 
