@@ -61,11 +61,10 @@ setup(
         "openenv": ["websockets>=15"],
         "ray": ["grpcio>=1.60", "ray>=2.60"],
         "reasoning_gym": ["reasoning-gym>=0.1.25"],
-        "verifiers": ["verifiers>=0.1.11,<0.4"],
         "wandb": ["wandb"],
     },
     entry_points={
         # vLLM calls this in every process it starts: our weight-transfer engine, and death with the parent.
-        "vllm.general_plugins": ["libra_jax = libra_jax.rollout.vllm_plugin:register"],
+        "vllm.general_plugins": ["libra_jax = libra_jax.engines.vllm_plugin:register"],
     },
 )

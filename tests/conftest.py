@@ -18,7 +18,7 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-ENGINES = ("cluster", "launch", "rollout")
+ENGINES = ("cluster", "engines", "launch")
 """Folders with tests that start engines, whole runs or a Ray cluster: of those with vLLM one at a time, and one of the
 others beside it, or they crowd each other out."""
 

@@ -17,11 +17,11 @@ from libra_jax.coordinator import (
     hybrid,
     instances,
     plan_follower,
-    publication,
     replicas,
     reports,
 )
 from libra_jax.trainer_control import resize
+from libra_jax.weights import sync
 
 
 class Elasticity:
@@ -48,7 +48,7 @@ class Elasticity:
         trainer: protocols.TrainerClient,
         resizing: resize.Resizing,
         engines: instances.Instances,
-        publisher: publication.Publisher,
+        publisher: sync.WeightSync,
         members: replicas.Replicas | None,
         dispatcher: dispatch.Dispatcher,
         planner: plan_follower.Planner | None,
@@ -140,7 +140,7 @@ class Elasticity:
     async def _trainer_replaced(self, event: protocols.TrainerReplaced) -> None:
         if event.lost and self._follower is not None:
             self._follower.disturb()
-        await self._publisher.forget()
+        await self._publisher.release()
         if self._hybrid is not None:
             self._hybrid.trainer_moved()
 

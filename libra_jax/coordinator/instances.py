@@ -353,17 +353,19 @@ class Instances:
 
     async def _start(self, engine: Engine) -> None:
         engine.state = "starting"
-        self._recorder.status(engine.name, "starting")
+        self._recorder.status(engine.name, "starting its process")
         life, limits = engine.life, self._config.deadlines
         try:
             making = self._cluster.spawn(engine.spec)
             proxy = await deadlines.within(
                 limits.engine_start, making, f"The making of engine {engine.name}", "engine_start"
             )
+            self._recorder.status(engine.name, "loading the inference engine and the model")
             starting = proxy.call(protocols.RolloutEngine.start)
             engine.info = await deadlines.within(
                 limits.engine_start, starting, f"The start of {engine.name}", "engine_start"
             )
+            self._recorder.status(engine.name, "opening the weight transport")
             transport = {"kind": self._config.rollout.transport}
             opening = proxy.call(protocols.RolloutEngine.init_weight_transfer, transport)
             await deadlines.within(limits.publish, opening, f"Opening {engine.name}'s weight transport", "publish")
@@ -371,7 +373,7 @@ class Instances:
             self.lost(engine, life, error)
             return
         engine.proxy, engine.state = proxy, "loaded"
-        self._recorder.status(engine.name, "started")
+        self._recorder.status(engine.name, "started, waits for its first weights")
 
     async def _restart(self, engine: Engine, error: BaseException) -> None:
         await self._stop(engine)

@@ -18,7 +18,6 @@ from libra_jax.coordinator import (
     fencing,
     instances,
     plan_follower,
-    publication,
     saving,
 )
 from libra_jax.coordinator import batches as batches_lib
@@ -26,6 +25,7 @@ from libra_jax.coordinator import groups as groups_lib
 from libra_jax.coordinator import workers as workers_lib
 from libra_jax.trainer_control import client, handover, resize
 from libra_jax.trainer_control import recovery as recovery_lib
+from libra_jax.weights import sync
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Parts:
     runner: attempts.Attempts
     groups: groups_lib.Groups
     batches: batches_lib.Batches
-    publisher: publication.Publisher
+    publisher: sync.WeightSync
     saver: saving.Saver
     elastic: elasticity.Elasticity
     resizing: resize.Resizing
@@ -90,7 +90,7 @@ def wire(
     saver = saving.Saver(
         config, trainer=trainer, workdir=workdir, recorder=recorder, events=events, state=state, epoch=epoch
     )
-    publisher = publication.Publisher(
+    publisher = sync.WeightSync(
         config,
         trainer=trainer,
         trainer_lock=trainer.lock,

@@ -19,12 +19,12 @@ from libra_jax import config as configuration
 from libra_jax import deadlines, protocols
 from libra_jax.trainer_control import client as hybrid_client
 
-Copies = Mapping[int, Sequence[protocols.WeightBucket]]
-"""Host to a version's buckets as they are reached there; none where it could not be given them. Hosts that are missing
+Copies = Mapping[int, Sequence[protocols.WeightChunk]]
+"""Host to a version's chunks as they are reached there; none where it could not be given them. Hosts that are missing
 read the trainer's memory."""
 
 LOAD_VERBS = 3
-"""A whole weight update may take so many times `deadlines.publish`: its begin, its buckets together, and its end."""
+"""A whole weight update may take so many times `deadlines.publish`: its begin, its chunks together, and its end."""
 
 
 @dataclass
@@ -75,8 +75,8 @@ class Replicas:
         self._recorder = recorder
         self._replicas = {worker: Replica(spec) for worker, spec in specs.items()}
         self._out = asyncio.Event()  # a snapshot may be read
-        self._held: tuple[int, Sequence[protocols.WeightBucket]] = protocols.NO_VERSION, ()
-        self._copies: dict[int, Sequence[protocols.WeightBucket]] = {}
+        self._held: tuple[int, Sequence[protocols.WeightChunk]] = protocols.NO_VERSION, ()
+        self._copies: dict[int, Sequence[protocols.WeightChunk]] = {}
 
     @property
     def hosts(self) -> set[int]:
@@ -111,8 +111,9 @@ class Replicas:
                 replica.client = None
         await self._stop(replica)  # of one that was lost, what is left
         name, client = replica.spec.name, self._client(replica)
-        self._recorder.status(name, "starting")
+        self._recorder.status(name, "starting its process")
         await client.make()
+        self._recorder.status(name, "loading the model")
         await client.start()
         await client.init_weight_transfer(self._transport)
         replica.client, replica.gave_up = client, False
@@ -121,9 +122,9 @@ class Replicas:
     def _client(self, replica: Replica) -> hybrid_client.HybridClient:
         return hybrid_client.HybridClient(self._cluster, replica.spec, self._limits)
 
-    def published(self, version: int, buckets: Sequence[protocols.WeightBucket], copies: Copies | None = None) -> None:
+    def published(self, version: int, chunks: Sequence[protocols.WeightChunk], copies: Copies | None = None) -> None:
         """A snapshot is out: replicas that follow begin to read it, those of hosts with a copy of it from there."""
-        self._held = version, buckets
+        self._held = version, chunks
         self._copies = dict(copies or {})
         self._out.set()
         for replica in self._replicas.values():
@@ -166,7 +167,7 @@ class Replicas:
         while self._held[0] == protocols.NO_VERSION:  # one that came may be written over before this wakes
             what = f"{replica.spec.name}'s wait for a version to come out"
             await deadlines.within(self._limits.train_step, self._out.wait(), what, "train_step")
-        nbytes = sum(bucket.nbytes for bucket in self._held[1])
+        nbytes = sum(chunk.nbytes for chunk in self._held[1])
         _check_ready(replica)
         self._load(replica)
         await self._loaded(replica)
@@ -188,12 +189,12 @@ class Replicas:
 
     def _load(self, replica: Replica) -> None:
         """Begins to give a replica that is ready what is out, unless it is being given parameters already."""
-        version, buckets = self._held
+        version, chunks = self._held
         assert version != protocols.NO_VERSION, f"nothing is out that {replica.spec.name} could be given"
         if replica.spec.host is not None:
-            buckets = self._copies.get(replica.spec.host, buckets)
+            chunks = self._copies.get(replica.spec.host, chunks)
         if replica.loading is None:
-            loading = asyncio.get_running_loop().create_task(self._update(replica, version, buckets))
+            loading = asyncio.get_running_loop().create_task(self._update(replica, version, chunks))
             replica.loading = loading
             loading.add_done_callback(functools.partial(_ended, replica))
 
@@ -212,16 +213,16 @@ class Replicas:
             self._give_up(replica, str(error))
             raise
 
-    async def _update(self, replica: Replica, version: int, buckets: Sequence[protocols.WeightBucket]) -> None:
+    async def _update(self, replica: Replica, version: int, chunks: Sequence[protocols.WeightChunk]) -> None:
         """The four verbs, as an engine's; what goes wrong leaves a replica without a version."""
         replica.version = protocols.NO_VERSION
         begin, client = asyncio.get_running_loop().time(), _up(replica)
         try:
-            if not buckets:
+            if not chunks:
                 raise protocols.WorkerLost(f"version {version} could not be brought to its host")
             await client.start_weight_update(version)
-            for bucket in buckets:
-                await client.update_weights(bucket)
+            for chunk in chunks:
+                await client.update_weights(chunk)
             await client.finish_weight_update(version)
         except protocols.LibraError as error:
             self._give_up(replica, str(error))

@@ -187,7 +187,7 @@ class Transitions:
             await self._dismiss(name)
         except protocols.LibraError as error:
             self._recorder.note(
-                f"The side channel of {name} stays open, and nothing that comes over it counts: {error}"
+                f"The gradient channel of {name} stays open, and nothing that comes over it counts: {error}"
             )
 
     async def _wake_lost(self, name: str) -> None:

@@ -15,10 +15,10 @@ from libra_jax.coordinator import (
     failure,
     instances,
     plan_follower,
-    relays,
     replicas,
 )
 from libra_jax.trainer_control import client
+from libra_jax.weights import relay_tree
 
 
 class Workers:
@@ -48,7 +48,7 @@ class Workers:
     sizes: protocols.MeshSizes
     engines: instances.Instances
     members: replicas.Replicas | None = None
-    hosts: relays.Relays | None = None
+    hosts: relay_tree.RelayTree | None = None
 
     def __init__(
         self,
@@ -133,13 +133,13 @@ class Workers:
             )
             starting.append(self.members.start())
         if self._relay_specs:
-            self.hosts = relays.Relays(
+            self.hosts = relay_tree.RelayTree(
                 self._config, cluster=self._cluster, specs=self._relay_specs, recorder=self._recorder
             )
             starting.append(self.hosts.start(self._remote_hosts(self.hosts)))
         await deadlines.together(*starting)
 
-    def _remote_hosts(self, hosts: relays.Relays) -> set[int]:
+    def _remote_hosts(self, hosts: relay_tree.RelayTree) -> set[int]:
         """Those whose engines and replicas read a relay's copy."""
         specs = (*self._engine_specs, *self._replica_specs.values())
         return {spec.host for spec in specs if spec.host is not None and hosts.serve(spec.host)}
@@ -155,11 +155,12 @@ class Workers:
 
     async def _start_trainer(self) -> None:
         name = self._trainer_spec.name
-        self._recorder.status(name, "starting")
+        self._recorder.status(name, "starting its process")
         make = self._make_trainer(None) if self._make_trainer is not None else lambda *_: self._trainer_spec
         processes = client.TrainerProcesses(self._cluster, make, count=self._config.trainer.processes, name=name)
         self.trainer = client.TrainerClient(processes, self._config.deadlines)
         await self.trainer.make()
+        self._recorder.status(name, "loading the model and making the optimizer's state")
         info = await self.trainer.start()
         mesh = ", ".join(f"{axis} {size}" for axis, size in info.mesh.items())
         self._recorder.note(f"The trainer holds {info.parameters:,} parameters on {info.platform} ({mesh}).")

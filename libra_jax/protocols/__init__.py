@@ -31,7 +31,7 @@ from libra_jax.protocols.errors import (
     WorkerLost,
 )
 from libra_jax.protocols.generation import NO_VERSION, FinishReason, GenerationRequest, SamplingParams, TokenDelta
-from libra_jax.protocols.rollout import EngineInfo, RolloutEngine, WeightBucket, WeightEntry
+from libra_jax.protocols.rollout import EngineInfo, RolloutEngine, WeightChunk, WeightEntry
 from libra_jax.protocols.run import (
     CheckpointCommitted,
     Events,
@@ -157,7 +157,7 @@ __all__ = [
     "TrainerResized",
     "Trajectory",
     "Turn",
-    "WeightBucket",
+    "WeightChunk",
     "WeightEntry",
     "WorkerLost",
 ]

@@ -242,7 +242,7 @@ class TrainerClient:
     async def open_weights(self, policy_version: int) -> int:
         return await self._ask("publish", "open its weights", TrainerProcess.open_weights, policy_version)
 
-    async def stage_weights(self, policy_version: int, index: int) -> protocols.WeightBucket:
+    async def stage_weights(self, policy_version: int, index: int) -> protocols.WeightChunk:
         return await self._ask("publish", "stage weights", TrainerProcess.stage_weights, policy_version, index)
 
     async def close_weights(self, policy_version: int) -> None:
@@ -356,8 +356,8 @@ class HybridClient:
     async def start_weight_update(self, policy_version: int) -> None:
         await self._ask("publish", "prepare for new parameters", Replica.start_weight_update, policy_version)
 
-    async def update_weights(self, bucket: protocols.WeightBucket) -> None:
-        await self._ask("publish", f"load weight bucket {bucket.index}", Replica.update_weights, bucket)
+    async def update_weights(self, chunk: protocols.WeightChunk) -> None:
+        await self._ask("publish", f"load weight chunk {chunk.index}", Replica.update_weights, chunk)
 
     async def finish_weight_update(self, policy_version: int) -> None:
         await self._ask("publish", "finish its weight update", Replica.finish_weight_update, policy_version)

@@ -111,9 +111,9 @@ class TwoTurns:
 class RecordingTrainer:
     """A trainer whose whole state is its version and the prompts and staleness it was given; saves them as JSON."""
 
-    def __init__(self, seconds: float, buckets: int, log: str) -> None:
+    def __init__(self, seconds: float, chunks: int, log: str) -> None:
         self._seconds = seconds
-        self._buckets = buckets
+        self._chunks = chunks
         self._log = log
         self._saving: tuple[Path, str] | None = None
         self.state: dict[str, Any] = {"version": 0, "prompts": [], "staleness": [], "warm": 0}
@@ -194,11 +194,11 @@ class RecordingTrainer:
         assert policy_version == self.state["version"]
         assert self.open_version is None
         self.open_version = policy_version
-        return self._buckets
+        return self._chunks
 
-    async def stage_weights(self, policy_version: int, index: int) -> protocols.WeightBucket:
+    async def stage_weights(self, policy_version: int, index: int) -> protocols.WeightChunk:
         assert policy_version == self.open_version
-        return protocols.WeightBucket(policy_version, index, self._buckets, (), 0, {"kind": "none"})
+        return protocols.WeightChunk(policy_version, index, self._chunks, (), 0, {"kind": "none"})
 
     async def close_weights(self, policy_version: int) -> None:
         assert policy_version == self.open_version
@@ -243,8 +243,8 @@ def check_whole(trajectory: protocols.Trajectory) -> None:
         assert (version >= 0) == sampled
 
 
-def make_trainer(seconds: float = 0.05, buckets: int = 3, log: str = "") -> RecordingTrainer:
-    return RecordingTrainer(seconds, buckets, log)
+def make_trainer(seconds: float = 0.05, chunks: int = 3, log: str = "") -> RecordingTrainer:
+    return RecordingTrainer(seconds, chunks, log)
 
 
 class _Handed:
@@ -305,7 +305,7 @@ def engine_specs(config: configuration.RunConfig, count: int = 2, **arguments: A
     return [
         protocols.ActorSpec(
             f"engine-{index}",
-            "libra_jax.rollout.fake_engine:create",
+            "libra_jax.engines.fake_engine:create",
             {
                 "name": f"engine-{index}",
                 "model_config": {},

@@ -178,9 +178,9 @@ class Trainer:
         await self._asked("open_weights")
         return 1
 
-    async def stage_weights(self, policy_version: int, index: int) -> protocols.WeightBucket:
+    async def stage_weights(self, policy_version: int, index: int) -> protocols.WeightChunk:
         await self._asked("stage_weights")
-        return protocols.WeightBucket(policy_version, index, 1, (), 0, {"staged by": self.process})
+        return protocols.WeightChunk(policy_version, index, 1, (), 0, {"staged by": self.process})
 
     async def close_weights(self, policy_version: int) -> None:
         await self._asked("close_weights")

@@ -1,0 +1,196 @@
+"""What rollout loses while a hybrid worker's engine goes to sleep and wakes: tokens a second of all instances."""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import contextlib
+import itertools
+import os
+import statistics
+from collections.abc import AsyncIterator
+from typing import Any
+
+from benchmarks import publication as weights_source
+from benchmarks import workload
+from libra_jax import config as configuration
+from libra_jax import protocols
+from libra_jax.agents import loop as agent_loop
+from libra_jax.cluster import create as cluster_create
+from libra_jax.coordinator import dispatch, failure, instances
+from libra_jax.models import config as models_config
+from libra_jax.scheduling import registry
+from libra_jax.telemetry import memory
+from libra_jax.weights import sync
+
+SLOTS, TOKENS = 16, 128
+NAMES = ("rollout-0", "rollout-1")
+MOVED = NAMES[1]
+
+ROUNDS = 4
+WINDOW = 2.0
+"""Seconds of each measurement; a change itself takes a tenth of it, so its window holds what it leaves behind, too."""
+
+PUBLISHED = {"published_activation_s": 10.8}
+"""Until a hybrid worker of Libra's rolls out again (arXiv 2606.03077, on GPUs)."""
+
+SETTLE = 1.5
+"""Seconds before a measurement of steady rollout."""
+
+
+async def measure() -> dict[str, Any]:
+    """Two engines on a core each, always with as many requests as both have slots for; one sleeps and wakes in turn.
+
+    `sleep_loss` and `wake_loss`: share of both engines' tokens a second that is missing from the moment on at which one
+    is asked to sleep, or to wake. The worker's own share of the slots is `moved_share`: that much is missing anyway.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        raise protocols.ConfigError("this is measured on two cores, and this process may use one: widen its affinity")
+    config = configuration.RunConfig(
+        rollout=configuration.RolloutConfig(
+            tensor_parallel=(1, 1),
+            slots=SLOTS,
+            max_context=256,
+            max_tokens=TOKENS,
+            kv_cache_gib=0.25,
+            stream_interval=4,
+        )
+    )
+    shape = models_config.load_preset("libra-tiny")
+    cluster = cluster_create.create(config.cluster)
+    recorder, ending = memory.MemoryRecorder(), failure.Ending()
+    model = models_config.to_hf(shape)
+    specs = [
+        workload.engine_spec(name, config, model, cpu_cores=str(core), hybrid=name == MOVED)
+        for name, core in zip(NAMES, cores, strict=False)
+    ]
+    engines = instances.Instances(
+        config, cluster=cluster, specs=specs, recorder=recorder, ending=ending, hybrid=(MOVED,)
+    )
+    weights = weights_source.Weights(shape)
+    try:
+        await engines.start()
+        publisher = sync.WeightSync(
+            config, trainer=weights, trainer_lock=asyncio.Lock(), engines=engines, recorder=recorder
+        )
+        dispatcher = dispatch.Dispatcher(
+            config,
+            scheduler=registry.create(config.scheduler),
+            engines=engines,
+            recorder=recorder,
+            ending=ending,
+        )
+        await publisher.sync_weights(0)
+        load = _Load(dispatcher, engines)
+        return await ending.race(load.around(_rounds(load, engines, config.deadlines.transition)))
+    finally:
+        await ending.cancel_background(config.deadlines.shutdown)
+        await cluster.shutdown()
+        weights.publisher.shutdown()
+
+
+async def _rounds(load: _Load, engines: instances.Instances, limit: float) -> dict[str, Any]:
+    """Both, the change, one, the change back; medians over the rounds."""
+    both, falling, one, rising, slept, woken = ([] for _ in range(6))
+    for _ in range(ROUNDS):
+        await asyncio.sleep(SETTLE)
+        both.append(await load.rate())
+        change = asyncio.ensure_future(_seconds(engines.sleep(MOVED, limit)))
+        falling.append(await load.rate())
+        slept.append(await change)
+        await asyncio.sleep(SETTLE)
+        one.append(await load.rate())
+        change = asyncio.ensure_future(_seconds(engines.wake(MOVED, limit)))
+        rising.append(await load.rate())
+        woken.append(await change)
+    steady = statistics.median(both)
+    return {
+        "tokens_per_second": steady,
+        "sleeping_tokens_per_second": statistics.median(one),
+        "moved_share": 1 / len(NAMES),
+        "sleep_loss": 1 - statistics.median(falling) / steady,
+        "sleep_loss_worst": 1 - min(falling) / steady,
+        "wake_loss": 1 - statistics.median(rising) / steady,
+        "wake_loss_worst": 1 - min(rising) / steady,
+        "sleep_s": statistics.median(slept),
+        "wake_s": statistics.median(woken),
+        **PUBLISHED,
+        "rounds": ROUNDS,
+    }
+
+
+async def _seconds(change: Any) -> float:
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    await change
+    return loop.time() - began
+
+
+class _Load:
+    """As many attempts under way as both engines have slots, and the tokens that come of them."""
+
+    def __init__(self, dispatcher: dispatch.Dispatcher, engines: instances.Instances) -> None:
+        self._dispatcher = dispatcher
+        self._loop = asyncio.get_running_loop()
+        self._came: list[float] = []  # when each token did
+        self._numbers = itertools.count()
+        for engine in engines.engines.values():
+            engine.proxy = _Counted(engine.proxy, self._count)
+
+    async def around(self, work: Any) -> Any:
+        """Awaits `work` while attempts go on, each in the place of one that has ended."""
+        streams = [asyncio.ensure_future(self._attempts()) for _ in range(SLOTS * len(NAMES))]
+        working = asyncio.ensure_future(work)
+        try:
+            done, _ = await asyncio.wait({working, *streams}, return_when=asyncio.FIRST_COMPLETED)
+            return next(iter(done)).result()  # a stream ends only by failing
+        finally:
+            for task in (working, *streams):
+                task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.gather(working, *streams, return_exceptions=True)
+
+    async def rate(self) -> float:
+        """Tokens a second of the next `WINDOW` seconds."""
+        began = self._loop.time()
+        await asyncio.sleep(WINDOW)
+        now = self._loop.time()
+        return (len(self._came) - bisect.bisect_left(self._came, began)) / (now - began)
+
+    def _count(self, tokens: int) -> None:
+        self._came += [self._loop.time()] * tokens
+
+    async def _attempts(self) -> None:
+        limits = agent_loop.Limits(max_turns=1, max_tokens=TOKENS, max_context=256, tool_seconds=10.0, temperature=1.0)
+        for number in self._numbers:
+            name = f"attempt-{number}"
+            self._dispatcher.open(name, group_id=number, dispatch_version=0)
+            try:
+                await agent_loop.run_attempt(
+                    trajectory=protocols.Trajectory(trajectory_id=name, prompt_id=name),
+                    task=protocols.Task(name, {"prompt": f"{number % 1000}*7"}),
+                    environment=workload.single_turn(),
+                    tokenizer=workload.NeverStops(),
+                    sampler=self._dispatcher,
+                    limits=limits,
+                )
+            finally:
+                self._dispatcher.finish(name)
+
+
+class _Counted:
+    """An engine's proxy that tells how many tokens come."""
+
+    def __init__(self, proxy: Any, count: Any) -> None:
+        self._proxy = proxy
+        self._count = count
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._proxy, name)
+
+    async def generate(self, request: protocols.GenerationRequest) -> AsyncIterator[protocols.TokenDelta]:
+        async with contextlib.aclosing(self._proxy.generate(request)) as deltas:
+            async for delta in deltas:
+                self._count(len(delta.token_ids))
+                yield delta
