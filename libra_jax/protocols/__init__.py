@@ -31,7 +31,7 @@ from libra_jax.protocols.errors import (
     WorkerLost,
 )
 from libra_jax.protocols.generation import NO_VERSION, FinishReason, GenerationRequest, SamplingParams, TokenDelta
-from libra_jax.protocols.rollout import EngineInfo, RolloutEngine, WeightChunk, WeightEntry
+from libra_jax.protocols.rollout import EngineClient, EngineInfo, RolloutEngine, WeightChunk, WeightEntry
 from libra_jax.protocols.scheduling import (
     EVALUATION_GROUP,
     Instance,
@@ -49,6 +49,7 @@ from libra_jax.protocols.training import (
     MovableTrainer,
     ProgramShape,
     Relay,
+    RelayClient,
     Replica,
     ResizeEstimate,
     ResizePhases,
@@ -89,6 +90,7 @@ __all__ = [
     "DeadlineMissed",
     "Demonstrator",
     "DirectHandle",
+    "EngineClient",
     "EngineInfo",
     "Environment",
     "EnvironmentCrashed",
@@ -109,6 +111,7 @@ __all__ = [
     "Queued",
     "Recorder",
     "Relay",
+    "RelayClient",
     "Replica",
     "RequestInfo",
     "ResizeEstimate",

@@ -371,3 +371,15 @@ class Relay(Protocol):
     async def shutdown(self) -> None:
         """Closes its links and gives its memory back. Idempotent."""
         ...
+
+
+class RelayClient(Relay, Protocol):
+    """A weight relay as other rooms call it.
+
+    Each call has a deadline of `config.deadlines`: DeadlineMissed names the relay and the call.
+    """
+
+    @property
+    def name(self) -> str:
+        """The relay's name."""
+        ...

@@ -127,7 +127,7 @@ class WeightSync:
 
     async def _read(self, engine: instances.Engine, version: int, chunks: Sequence[protocols.WeightChunk]) -> None:
         """Lets one engine load the snapshot that is in memory, without a call to the trainer."""
-        updates = [_Update(engine, version, self._seconds, self._recorder)]
+        updates = [_Update(engine, version, self._recorder)]
         staged = relay_tree.expected(len(chunks))
         for chunk, place in zip(chunks, staged, strict=True):
             place.set_result(chunk)
@@ -154,7 +154,7 @@ class WeightSync:
         self._staged = protocols.NO_VERSION, ()
         # Made before the first await: an engine that is lost meanwhile has another life, and its update is dropped.
         up = [engine for engine in engines if engine.state in ("loaded", "serving")]
-        updates = [_Update(engine, version, self._seconds, self._recorder) for engine in up]
+        updates = [_Update(engine, version, self._recorder) for engine in up]
         count = await self._ask(self._trainer.open_weights(version), "open its weights")
         staged = relay_tree.expected(count)
         try:
@@ -250,12 +250,11 @@ class WeightSync:
 class _Update:
     """One engine's part in one weight sync."""
 
-    def __init__(self, engine: instances.Engine, version: int, seconds: float, recorder: protocols.Recorder) -> None:
+    def __init__(self, engine: instances.Engine, version: int, recorder: protocols.Recorder) -> None:
         self.engine = engine
         self.life = engine.life
-        self.proxy = engine.proxy
+        self._client = engine.client
         self._version = version
-        self._seconds = seconds
         self._recorder = recorder
         self._start = 0.0
         self._begun = self.ended = False
@@ -270,24 +269,28 @@ class _Update:
         """Whether the engine is still in the life in which the update began."""
         return self.engine.life == self.life
 
-    async def ask(self, work: Coroutine[Any, Any, Any], what: str) -> None:
-        await deadlines.within(self._seconds, work, f"Engine {self.engine.name}, asked to {what},", "publish")
+    @property
+    def client(self) -> protocols.EngineClient:
+        """Calls the engine's life in which the update began, so that a later life never gets a part of it."""
+        if self._client is None:
+            raise protocols.WorkerLost(f"engine {self.engine.name} was lost before its weight update")
+        return self._client
 
     async def begin(self) -> None:
         """Freezes decoding and readies the engine for new weights."""
         self._start, self._begun = asyncio.get_running_loop().time(), True
         self.engine.paused = True
-        await self.ask(self.proxy.pause(), "pause")
-        await self.ask(self.proxy.start_weight_update(self._version), "prepare for new weights")
+        await self.client.pause()
+        await self.client.start_weight_update(self._version)
 
     async def load(self, chunk: protocols.WeightChunk) -> None:
         """Loads one chunk."""
-        await self.ask(self.proxy.update_weights(chunk), f"load weight chunk {chunk.index}")
+        await self.client.update_weights(chunk)
 
     async def end(self) -> None:
         """Lets the engine serve the version."""
-        await self.ask(self.proxy.finish_weight_update(self._version), "finish its weight update")
-        await self.ask(self.proxy.resume(), "resume")
+        await self.client.finish_weight_update(self._version)
+        await self.client.resume()
         self.ended = True
         if not self.going:
             return

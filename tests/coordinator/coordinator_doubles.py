@@ -14,6 +14,7 @@ from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.coordinator import process_set
 from libra_jax.coordinator import run as run_module
+from libra_jax.engines import client
 from libra_jax.scheduling import registry
 from libra_jax.simulator import clock
 from libra_jax.telemetry import memory
@@ -250,6 +251,13 @@ class _Handed:
 
     async def shutdown(self) -> None:
         pass
+
+
+async def engine_client(engine: Any, config: configuration.RunConfig) -> client.EngineClient:
+    """A client of an engine that is there already."""
+    made = client.EngineClient(_Handed(engine), protocols.ActorSpec(engine.name, "", {}), config.deadlines)
+    await made.make()
+    return made
 
 
 def alone(trainer: Any) -> process_set.ProcessSet:

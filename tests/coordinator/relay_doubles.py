@@ -50,8 +50,8 @@ class Link:
             broken.cancel()
 
 
-class Relay:
-    """`protocols.Relay`."""
+class Relay(protocols.Relay):
+    """A weight relay without bytes."""
 
     def __init__(self, hosts: Hosts, host: int) -> None:
         self.hosts, self.host, self.name = hosts, host, f"relay-{host}"
