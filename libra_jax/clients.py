@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from libra_jax import config as configuration
 from libra_jax import deadlines, protocols
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-Limit = Literal["engine_start", "first_token", "publish", "shutdown", "train_step", "trainer_start", "transition"]
-"""A field of `config.deadlines`."""
 
 
 class ActorClient:
@@ -25,7 +22,7 @@ class ActorClient:
       kind: what the actor is, as errors say it before its name; empty if the name says so.
     """
 
-    _start_limit: Limit = "engine_start"
+    _start_limit: deadlines.Limit = "engine_start"
     """Deadline for the making of the actor."""
 
     def __init__(
@@ -55,9 +52,8 @@ class ActorClient:
           DeadlineMissed: that took too long.
           LibraError: the actor cannot be made (`protocols.Cluster.spawn`).
         """
-        limit, making = self._start_limit, self._cluster.spawn(self._spec)
-        seconds = getattr(self._limits, limit)
-        self._handle = await deadlines.within(seconds, making, f"The making of {self._label}", limit)
+        making = self._cluster.spawn(self._spec)
+        self._handle = await deadlines.limited(self._limits, self._start_limit, making, f"The making of {self._label}")
 
     async def stop(self) -> None:
         """Ends and reaps the actor of that name, which another client may have made. Idempotent.
@@ -66,7 +62,7 @@ class ActorClient:
           LibraError: the actor did not end as it should.
         """
         stopping = self._cluster.stop(self.name)
-        await deadlines.within(self._limits.shutdown, stopping, f"The end of {self._label}", "shutdown")
+        await deadlines.limited(self._limits, "shutdown", stopping, f"The end of {self._label}")
 
     @property
     def _actor(self) -> protocols.ActorHandle:
@@ -76,7 +72,7 @@ class ActorClient:
 
     async def _ask(
         self,
-        limit: Limit,
+        limit: deadlines.Limit,
         what: str,
         method: Callable[Concatenate[Any, P], Awaitable[T]],
         /,
@@ -84,5 +80,5 @@ class ActorClient:
         **kwargs: P.kwargs,
     ) -> T:
         """Calls a method of the actor's protocol within `config.deadlines.<limit>`; `what` completes "asked to"."""
-        seconds, work = getattr(self._limits, limit), self._actor.call(method, *args, **kwargs)
-        return await deadlines.within(seconds, work, f"{self._subject}, asked to {what},", limit)
+        work = self._actor.call(method, *args, **kwargs)
+        return await deadlines.limited(self._limits, limit, work, f"{self._subject}, asked to {what},")

@@ -72,9 +72,7 @@ async def measure() -> dict[str, Any]:
     weights = weights_source.Weights(shape)
     try:
         await engines.start()
-        publisher = sync.WeightSync(
-            config, trainer=weights, trainer_lock=asyncio.Lock(), engines=engines, recorder=recorder
-        )
+        publisher = sync.WeightSync(config, trainer=weights, engines=engines, recorder=recorder)
         dispatcher = dispatch.Dispatcher(
             config,
             scheduler=registry.create(config.scheduler),

@@ -32,6 +32,14 @@ from libra_jax.protocols.errors import (
 )
 from libra_jax.protocols.generation import NO_VERSION, FinishReason, GenerationRequest, SamplingParams, TokenDelta
 from libra_jax.protocols.rollout import EngineClient, EngineInfo, RolloutEngine, WeightChunk, WeightEntry
+from libra_jax.protocols.run import (
+    CheckpointCommitted,
+    Events,
+    FencingToken,
+    Scope,
+    TrainerReplaced,
+    TrainerResized,
+)
 from libra_jax.protocols.scheduling import (
     EVALUATION_GROUP,
     Instance,
@@ -45,6 +53,7 @@ from libra_jax.protocols.scheduling import (
 from libra_jax.protocols.tasks import Message, Task, TaskSource
 from libra_jax.protocols.telemetry import LOST, POOLS, Recorder
 from libra_jax.protocols.training import (
+    HybridClient,
     MeshSizes,
     MovableTrainer,
     ProgramShape,
@@ -58,7 +67,10 @@ from libra_jax.protocols.training import (
     Snapshot,
     TrainBatch,
     Trainer,
+    TrainerClient,
     TrainerInfo,
+    TrainerProcess,
+    WeightSource,
 )
 from libra_jax.protocols.trajectories import (
     FINISHES,
@@ -83,6 +95,7 @@ __all__ = [
     "ActorSpec",
     "AttemptSnapshot",
     "CausalState",
+    "CheckpointCommitted",
     "CheckpointFailed",
     "Cluster",
     "ConfigError",
@@ -94,9 +107,12 @@ __all__ = [
     "EngineInfo",
     "Environment",
     "EnvironmentCrashed",
+    "Events",
+    "FencingToken",
     "FinishReason",
     "GenerationRequest",
     "Group",
+    "HybridClient",
     "Instance",
     "LibraError",
     "Listener",
@@ -123,6 +139,7 @@ __all__ = [
     "Sampler",
     "SamplingParams",
     "Scheduler",
+    "Scope",
     "Share",
     "Snapshot",
     "StepGivenUp",
@@ -136,11 +153,16 @@ __all__ = [
     "ToolStatus",
     "TrainBatch",
     "Trainer",
+    "TrainerClient",
     "TrainerInfo",
     "TrainerLost",
+    "TrainerProcess",
+    "TrainerReplaced",
+    "TrainerResized",
     "Trajectory",
     "Turn",
     "WeightChunk",
     "WeightEntry",
+    "WeightSource",
     "WorkerLost",
 ]

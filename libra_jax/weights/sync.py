@@ -28,15 +28,14 @@ class WeightSync:
 
     Args:
       config: the run's configuration (`deadlines.publish`).
-      trainer: a `protocols.Trainer`, or its proxy.
-      trainer_lock: held by the caller during each call to the trainer, which takes one call at a time.
+      trainer: takes the snapshots.
       engines: the rollout engines. An engine that fails is reported lost there, and the others go on.
       recorder: gets a span for each engine, on the track `weights`.
       members: replicas that read the same snapshots; None without hybrid workers.
       hosts: the weight relays; None if the run has one host.
 
     Attributes:
-      version: the version that the trainer holds. A caller that trains sets it while it holds the lock.
+      version: the version that the trainer holds. A caller that trains sets it while it holds the trainer's lock.
       served: the version of the last completed sync. A group that is dispatched now is dispatched at this version.
 
     `engines.load_weights` is set to `catch_up`; the owner may replace it by a function that wraps `catch_up`.
@@ -46,8 +45,7 @@ class WeightSync:
         self,
         config: configuration.RunConfig,
         *,
-        trainer: Any,
-        trainer_lock: asyncio.Lock,
+        trainer: protocols.WeightSource,
         engines: instances.Instances,
         recorder: protocols.Recorder,
         members: replicas.Replicas | None = None,
@@ -57,10 +55,8 @@ class WeightSync:
         self._hosts = hosts
         self._keeps = config.rollout.transport == "memfd"
         self._staged: tuple[int, Sequence[protocols.WeightChunk]] = protocols.NO_VERSION, ()
-        self._seconds = config.deadlines.publish
         self._checksum = config.rollout.checksum
         self._trainer = trainer
-        self._lock = trainer_lock
         self._engines = engines
         self._recorder = recorder
         self.version = self.served = protocols.NO_VERSION
@@ -70,7 +66,7 @@ class WeightSync:
     async def sync_weights(self, version: int) -> float:
         """Gives the trainer's present version to every engine that is up; returns the seconds that this took."""
         start = asyncio.get_running_loop().time()
-        async with self._lock:
+        async with self._trainer.lock:
             self.version = version
             await self._send(version, [item for item in self._up() if item.policy_version != version])
             self.served = version
@@ -107,12 +103,12 @@ class WeightSync:
                     await self._read(engine, version, chunks)
                     return
         with turns.queued():  # a training step, or a restart of the trainer, may be long
-            await self._lock.acquire()
+            await self._trainer.lock.acquire()
         try:
             if engine.state == "loaded" and self.version != protocols.NO_VERSION:
                 await self._send(self.version, [engine])
         finally:
-            self._lock.release()
+            self._trainer.lock.release()
 
     async def release(self) -> None:
         """Forgets the last snapshot, because the trainer whose memory holds it is about to end."""
@@ -155,13 +151,13 @@ class WeightSync:
         # Made before the first await: an engine that is lost meanwhile has another life, and its update is dropped.
         up = [engine for engine in engines if engine.state in ("loaded", "serving")]
         updates = [_Update(engine, version, self._recorder) for engine in up]
-        count = await self._ask(self._trainer.open_weights(version), "open its weights")
+        count = await self._trainer.open_weights(version)
         staged = relay_tree.expected(count)
         try:
             try:
                 copies = await self._spread(updates, staged, self._stage(version, staged))
             finally:
-                await self._ask(self._trainer.close_weights(version), "close its weights")
+                await self._trainer.close_weights(version)
         except protocols.TrainerLost as error:
             for update in updates:
                 if update.half:  # the engine holds some of the new weights, and the rest is gone with the trainer
@@ -177,7 +173,7 @@ class WeightSync:
 
     async def _stage(self, version: int, staged: relay_tree.Chunks) -> None:
         for index, chunk in enumerate(staged):
-            chunk.set_result(await self._ask(self._trainer.stage_weights(version, index), "stage weights"))
+            chunk.set_result(await self._trainer.stage_weights(version, index))
 
     async def _spread(
         self, updates: Sequence[_Update], staged: relay_tree.Chunks, *staging: Coroutine[Any, Any, None]
@@ -226,9 +222,6 @@ class WeightSync:
                 chunk = dataclasses.replace(chunk, checksum=None)
             await self._each(updates, _Update.load, chunk)
         await self._each(updates, _Update.end)
-
-    async def _ask(self, work: Coroutine[Any, Any, Any], what: str) -> Any:
-        return await deadlines.within(self._seconds, work, f"The trainer, asked to {what},", "publish")
 
     async def _each(
         self,

@@ -20,8 +20,8 @@ import test_hybrid_faults as hybrid_faults
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.coordinator import recovery
 from libra_jax.simulator import faults, results, trainer
+from libra_jax.trainer_control import recovery
 
 MOST_DEATHS = 3
 
