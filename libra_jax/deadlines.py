@@ -13,7 +13,9 @@ from libra_jax import config, protocols, turns
 
 T = TypeVar("T")
 
-Limit = Literal["checkpoint", "engine_start", "publish", "shutdown", "train_step", "trainer_start", "transition"]
+Limit = Literal[
+    "checkpoint", "engine_start", "first_token", "publish", "shutdown", "train_step", "trainer_start", "transition"
+]
 """A field of `config.deadlines`."""
 
 SLICES = 8

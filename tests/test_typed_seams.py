@@ -20,8 +20,10 @@ ROOT = Path(__file__).parent.parent
 
 IMPORTS = """
 from libra_jax import protocols
-from libra_jax.coordinator import elasticity, hybrid, parts, saving, transitions, workers
+from libra_jax.coordinator import elasticity, hybrid, instances, parts, saving, transitions, workers
+from libra_jax.engines import client as engines_client
 from libra_jax.trainer_control import client, handover, recovery, resize
+from libra_jax.weights import relay_client, relay_tree, sync
 """
 
 
@@ -124,6 +126,69 @@ SEAMS = [
         )
         for kind in ("protocols", "client")
     ),
+    *(
+        Seam(
+            f"engine's {kind}",
+            f"engine: {kind}.EngineClient, request: protocols.GenerationRequest, chunk: protocols.WeightChunk",
+            [
+                "(await engine.start()).slots + 1",
+                "await engine.generate(request).aclose()",
+                "await engine.update_weights(chunk)",
+                "await engine.start_weight_update(policy_version=3)",
+                "(await engine.health())['running'] + 1",
+            ],
+            [
+                ("await engine.start_weight_updates(3)", "has no attribute"),
+                ("await engine.start_weight_update(version=3)", "Unexpected keyword"),
+                ("await engine.start_weight_update('3')", "has incompatible type"),
+                ("await engine.update_weights(chunk.entries)", "has incompatible type"),
+                ("engine.generate([1, 2])", "has incompatible type"),
+                ("await engine.sleep(20.0)", "Too many arguments"),
+                ("(await engine.start()).slot", "has no attribute"),
+            ],
+        )
+        for kind in ("protocols", "engines_client")
+    ),
+    *(
+        Seam(
+            f"relay's {kind}",
+            f"relay: {kind}.RelayClient, chunk: protocols.WeightChunk",
+            [
+                "await relay.send(chunk, 'relay-1')",
+                "(await relay.receive(chunk)).index + 1",
+                "await relay.connect(child='relay-1', epoch=2, address={})",
+            ],
+            [
+                ("await relay.sends(chunk, 'relay-1')", "has no attribute"),
+                ("await relay.send(chunk, to='relay-1')", "Unexpected keyword"),
+                ("await relay.send('relay-1', chunk)", "has incompatible type"),
+                ("await relay.listen('1')", "has incompatible type"),
+                ("(await relay.receive(chunk)).number", "has no attribute"),
+            ],
+        )
+        for kind in ("protocols", "relay_client")
+    ),
+    Seam(
+        "engine of the coordinator",
+        "engine: instances.Engine, chunk: protocols.WeightChunk",
+        ["assert engine.client and await engine.client.health()"],
+        [
+            ("assert engine.client and await engine.client.healthy()", "has no attribute"),
+            ("await engine.client.update_weights(chunk)", "has no attribute"),
+        ],
+    ),
+    Seam(
+        "weight sync",
+        "weights: sync.WeightSync, tree: relay_tree.RelayTree, source: protocols.WeightSource",
+        ["(await weights.sync_weights(3)) + 1.0", "await source.stage_weights(3, index=0)", "tree.serve(2)"],
+        [
+            ("await weights.publish(3)", "has no attribute"),
+            ("await weights.sync_weights('3')", "has incompatible type"),
+            ("await source.stage_weights(3, number=0)", "Unexpected keyword"),
+            ("await source.train_step(3)", "has no attribute"),
+            ("await tree.ready('host-2')", "has incompatible type"),
+        ],
+    ),
     Seam(
         "resize",
         "resizing: resize.Resizing, sizes: protocols.MeshSizes",
@@ -157,6 +222,12 @@ SEAMS = [
 DOUBLES = [
     ("libra_jax.simulator.trainer", "Trainer", "protocols.Trainer"),
     ("libra_jax.simulator.replica", "Replica", "protocols.Replica"),
+    ("libra_jax.simulator.engine", "Engine", "protocols.RolloutEngine"),
+    ("libra_jax.engines.fake_engine", "FakeEngine", "protocols.RolloutEngine"),
+    ("libra_jax.engines.client", "EngineClient", "protocols.EngineClient"),
+    ("libra_jax.weights.relay_client", "RelayClient", "protocols.RelayClient"),
+    ("relay_doubles", "Relay", "protocols.Relay"),
+    ("handing_engine", "HandingEngine", "protocols.RolloutEngine"),
     ("coordinator_doubles", "RecordingTrainer", "protocols.Trainer"),
     ("mortal_trainers", "Trainer", "protocols.Trainer"),
     ("movable_trainers", "Trainer", "protocols.TrainerProcess"),
@@ -210,3 +281,12 @@ def test_a_wrong_method_keyword_or_argument_is_refused_and_a_right_one_is_not(re
 @pytest.mark.parametrize("double", DOUBLES, ids=lambda case: f"{case[0]}.{case[1]}")
 def test_clients_and_doubles_have_every_method_of_their_protocol(refused, double):
     assert refused[f"{double[0]}.{double[1]}"] == []
+
+
+@pytest.mark.parametrize("room", ["clients.py", "cluster", "coordinator", "protocols", "trainer_control", "weights"])
+def test_no_room_forwards_calls_by_name(room):
+    """A class with `__getattr__` has any method, and so mypy refuses none."""
+    folder = ROOT / "libra_jax" / room
+    files = [folder] if folder.is_file() else sorted(folder.rglob("*.py"))
+    assert files
+    assert [str(file) for file in files if "__getattr__" in file.read_text()] == []

@@ -93,7 +93,6 @@ def wire(
     publisher = sync.WeightSync(
         config,
         trainer=trainer,
-        trainer_lock=trainer.lock,
         engines=engines,
         recorder=recorder,
         members=members,

@@ -123,7 +123,7 @@ class Transitions:
 
     async def _drain(self, worker: pool.Worker) -> None:
         await self._members.ensure(worker.name)  # while its engine still serves
-        await self._engines.sleep(worker.name, self._limit)
+        await self._engines.sleep(worker.name)
 
     async def _fetch(self, worker: pool.Worker) -> None:
         self._log.moved(worker.name, await self._members.fetch(worker.name))
@@ -148,7 +148,7 @@ class Transitions:
         if worker.origin is State.FAILED:  # nothing is known of the replica, so it goes before its devices are used
             await self._dismiss(worker.name)
             await self._members.end(worker.name)
-        await self._engines.wake(worker.name, self._limit)
+        await self._engines.wake(worker.name)
 
     async def _dismiss(self, name: str) -> None:
         with contextlib.suppress(protocols.TrainerLost):  # its channels went with it
@@ -192,7 +192,7 @@ class Transitions:
 
     async def _wake_lost(self, name: str) -> None:
         try:
-            await self._engines.wake(name, self._limit)
+            await self._engines.wake(name)
         except protocols.LibraError as error:
             self._recorder.note(f"Hybrid worker {name} does not roll out either: {error}")
 

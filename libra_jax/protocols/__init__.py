@@ -31,7 +31,7 @@ from libra_jax.protocols.errors import (
     WorkerLost,
 )
 from libra_jax.protocols.generation import NO_VERSION, FinishReason, GenerationRequest, SamplingParams, TokenDelta
-from libra_jax.protocols.rollout import EngineInfo, RolloutEngine, WeightChunk, WeightEntry
+from libra_jax.protocols.rollout import EngineClient, EngineInfo, RolloutEngine, WeightChunk, WeightEntry
 from libra_jax.protocols.run import (
     CheckpointCommitted,
     Events,
@@ -58,6 +58,7 @@ from libra_jax.protocols.training import (
     MovableTrainer,
     ProgramShape,
     Relay,
+    RelayClient,
     Replica,
     ResizeEstimate,
     ResizePhases,
@@ -69,6 +70,7 @@ from libra_jax.protocols.training import (
     TrainerClient,
     TrainerInfo,
     TrainerProcess,
+    WeightSource,
 )
 from libra_jax.protocols.trajectories import (
     FINISHES,
@@ -101,6 +103,7 @@ __all__ = [
     "DeadlineMissed",
     "Demonstrator",
     "DirectHandle",
+    "EngineClient",
     "EngineInfo",
     "Environment",
     "EnvironmentCrashed",
@@ -124,6 +127,7 @@ __all__ = [
     "Queued",
     "Recorder",
     "Relay",
+    "RelayClient",
     "Replica",
     "RequestInfo",
     "ResizeEstimate",
@@ -159,5 +163,6 @@ __all__ = [
     "Turn",
     "WeightChunk",
     "WeightEntry",
+    "WeightSource",
     "WorkerLost",
 ]

@@ -304,6 +304,28 @@ class TrainerProcess(MovableTrainer, Protocol):
         ...
 
 
+class WeightSource(Protocol):
+    """The trainer as weight sync calls it: it takes one snapshot at a time and stages it chunk by chunk.
+
+    Attributes:
+      lock: held by the caller from `open_weights` to `close_weights`.
+    """
+
+    lock: asyncio.Lock
+
+    async def open_weights(self, policy_version: int) -> int:
+        """Takes a snapshot of the parameters in the wire dtype; returns its number of chunks."""
+        ...
+
+    async def stage_weights(self, policy_version: int, index: int) -> WeightChunk:
+        """Fills one chunk of the open snapshot; it stays readable until the next snapshot is opened."""
+        ...
+
+    async def close_weights(self, policy_version: int) -> None:
+        """Frees the snapshot."""
+        ...
+
+
 class TrainerClient(MovableTrainer, Protocol):
     """The trainer as other rooms call it, whichever processes train at the moment.
 
@@ -419,4 +441,16 @@ class Relay(Protocol):
 
     async def shutdown(self) -> None:
         """Closes its links and gives its memory back. Idempotent."""
+        ...
+
+
+class RelayClient(Relay, Protocol):
+    """A weight relay as other rooms call it.
+
+    Each call has a deadline of `config.deadlines`: DeadlineMissed names the relay and the call.
+    """
+
+    @property
+    def name(self) -> str:
+        """The relay's name."""
         ...

@@ -12,8 +12,8 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from libra_jax import clients, deadlines, protocols
 from libra_jax import config as configuration
-from libra_jax import deadlines, protocols
 from libra_jax.protocols import Replica, TrainerProcess
 
 P = ParamSpec("P")
@@ -314,38 +314,13 @@ class TrainerClient:
             raise protocols.TrainerLost(str(error)) from error
 
 
-class HybridClient:
-    """`protocols.HybridClient`: the training side of a hybrid worker, for as long as its process lives.
+class HybridClient(clients.ActorClient):
+    """`protocols.HybridClient`: the training side of a hybrid worker, for one life of its process.
 
     Methods without a docstring are those of `protocols.Replica`.
-
-    Args:
-      cluster: makes and ends the actor.
-      spec: says how.
-      limits: the deadlines of the calls.
     """
 
-    def __init__(
-        self, cluster: protocols.Cluster, spec: protocols.ActorSpec, limits: configuration.DeadlineConfig
-    ) -> None:
-        self._cluster = cluster
-        self._spec = spec
-        self._limits = limits
-        self._actor: protocols.ActorHandle | None = None
-
-    @property
-    def name(self) -> str:
-        return self._spec.name
-
-    async def make(self) -> None:
-        """Makes the actor. Raises as `protocols.Cluster.spawn` does, or DeadlineMissed."""
-        making = self._cluster.spawn(self._spec)
-        self._actor = await deadlines.limited(self._limits, "trainer_start", making, f"The making of {self.name}")
-
-    async def stop(self) -> None:
-        """Ends and reaps the actor, one that is still being made included. Idempotent."""
-        stopping = self._cluster.stop(self.name)
-        await deadlines.limited(self._limits, "shutdown", stopping, f"The end of {self.name}")
+    _start_limit = "trainer_start"
 
     async def start(self) -> protocols.TrainerInfo:
         return await self._ask("trainer_start", "start", Replica.start)
@@ -373,20 +348,6 @@ class HybridClient:
 
     async def leave(self) -> None:
         await self._ask("transition", "leave training", Replica.leave)
-
-    async def _ask(
-        self,
-        limit: deadlines.Limit,
-        what: str,
-        method: Callable[Concatenate[Any, P], Awaitable[T]],
-        /,
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> T:
-        if self._actor is None:
-            raise protocols.WorkerLost(f"{self.name} has no process: make it first")
-        work = self._actor.call(method, *args, **kwargs)
-        return await deadlines.limited(self._limits, limit, work, f"{self.name}, asked to {what},")
 
 
 def _errors(calls: Sequence[asyncio.Future[Any]]) -> list[BaseException]:

@@ -13,6 +13,7 @@ from typing import Any
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.coordinator import run as run_module
+from libra_jax.engines import client as engines_client
 from libra_jax.scheduling import registry
 from libra_jax.simulator import clock
 from libra_jax.telemetry import memory
@@ -247,10 +248,10 @@ def make_trainer(seconds: float = 0.05, chunks: int = 3, log: str = "") -> Recor
     return RecordingTrainer(seconds, chunks, log)
 
 
-class _Handed:
+class Handed:
     """A cluster whose only actor is there already."""
 
-    def __init__(self, actor: protocols.Trainer) -> None:
+    def __init__(self, actor: Any) -> None:
         self._actor = actor
 
     async def spawn(self, spec: protocols.ActorSpec) -> protocols.ActorHandle:
@@ -266,9 +267,16 @@ class _Handed:
         pass
 
 
+async def engine_client(engine: Any, config: configuration.RunConfig) -> engines_client.EngineClient:
+    """A client of an engine that is there already."""
+    made = engines_client.EngineClient(Handed(engine), protocols.ActorSpec(engine.name, "", {}), config.deadlines)
+    await made.make()
+    return made
+
+
 async def alone(trainer: protocols.Trainer, limits: configuration.DeadlineConfig | None = None) -> client.TrainerClient:
     """Returns the client of a trainer of one process, which is made."""
-    processes = client.TrainerProcesses(_Handed(trainer), lambda *_: protocols.ActorSpec("trainer", "", {}))
+    processes = client.TrainerProcesses(Handed(trainer), lambda *_: protocols.ActorSpec("trainer", "", {}))
     made = client.TrainerClient(processes, limits or configuration.DeadlineConfig())
     await made.make()
     return made

@@ -36,10 +36,10 @@ class Engines:
     def serving(self) -> list[protocols.Instance]:
         return [protocols.Instance(name, 1, 4) for name, engine in self.engines.items() if engine.state == "serving"]
 
-    async def sleep(self, name: str, seconds: float) -> None:
+    async def sleep(self, name: str) -> None:
         self.engines[name].state = "asleep"
 
-    async def wake(self, name: str, seconds: float) -> None:
+    async def wake(self, name: str) -> None:
         self.engines[name].state = "serving"
 
     def fail(self, *names: str) -> None:
