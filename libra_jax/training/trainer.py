@@ -4,7 +4,7 @@
 its own, as JAX's thread-local mesh contexts require.
 
 A trainer of several processes is as many actors, each with its share of the mesh's devices, and every method is called
-on all of them at once with the same arguments (`coordinator.process_set`); what process 0 returns counts. `reserve`,
+on all of them at once with the same arguments (`trainer_control.client`); what process 0 returns counts. `reserve`,
 `listen`, `stage_weights`, `close_weights` and `is_saved` are asked of process 0 alone.
 """
 
