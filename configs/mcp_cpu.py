@@ -8,13 +8,11 @@ ten calls succeed right after the warm start (`agent/tool_success` in metrics.js
   python launch/train.py --config=configs/mcp_cpu.py
 """
 
-import ml_collections
-
 from libra_jax import config as libra_config
 
 
-def get_config() -> ml_collections.ConfigDict:
-    config = ml_collections.ConfigDict(libra_config.to_dict(libra_config.RunConfig()))
+def get_config() -> libra_config.RunConfig:
+    config = libra_config.RunConfig()
     config.name = "mcp"
     config.steps = 4
 
@@ -22,8 +20,9 @@ def get_config() -> ml_collections.ConfigDict:
     config.task.environment = "libra_jax.agents.environments.time_zones:environment"
     config.task.max_turns = 3
 
-    # Any server is named like this: a command that talks over its standard input and output, or a url.
-    config.tools.servers = {"time": {"command": ["mcp-server-time", "--local-timezone=UTC"], "only": ["convert_time"]}}
+    # The form of Claude's and VS Code's files, which tools.mcp_file names: a command, or the url of a running server.
+    config.tools.mcp = {"mcpServers": {"time": {"command": "mcp-server-time", "args": ["--local-timezone=UTC"]}}}
+    config.tools.arguments = {"time": {"only": ["convert_time"]}}
     config.tools.use = ("time",)
     config.tools.describe = False  # the warm start tells the character model of it
 

@@ -214,7 +214,7 @@ def global_planner(
         together=placement.together(config),
     )
     forecast.check_layout(config, setting)
-    return planner.GlobalPlanner(config.planner, setting, plans.of_run(config, mesh))
+    return planner.GlobalPlanner(config.planner, setting, plans.of_run(config, mesh), masks=config.task.masks)
 
 
 def _by_kept_profile(config: libra_config.RunConfig, workdir: Path) -> libra_config.RunConfig:

@@ -372,13 +372,6 @@ class Handle:
         self._call = call
         self._stream = stream
 
-    def __getattr__(self, method: str) -> Any:
-        # For callers that do not use a typed client yet.
-        if method.startswith("_"):
-            raise AttributeError(method)
-        run = self._stream if self._kind(method) == "stream" else self._call
-        return functools.partial(run, method)
-
     def __repr__(self) -> str:
         return f"<handle of actor {self.name!r}>"
 

@@ -10,19 +10,21 @@ from typing import Any
 
 from libra_jax import protocols
 from libra_jax.config.checks import check, check_choice, check_finite
+from libra_jax.config.group import group
 from libra_jax.config.parsing import parse
 
 SHARE_OF_CALLS = 0.95
 """Of a step's time: the rest is for ending those calls that overran it."""
 
 
-@dataclass(frozen=True)
+@group
+@dataclass
 class TaskConfig:
     """What the agent is asked to do. Factories are named `"package.module:factory"`."""
 
     source: str = "libra_jax.agents.calculator:task_source"  # factory(path=, seed=, **arguments) -> TaskSource
     environment: str = "libra_jax.agents.calculator:environment"  # factory(**environment_arguments) -> Environment
-    path: str = ""  # JSONL or Parquet file or a dataset's folder or Hugging Face id, for the sources that read one
+    path: str = ""  # JSONL, Parquet or CSV file, folder of them, or Hugging Face id, for sources that read one
     arguments: Mapping[str, Any] = field(default_factory=dict)  # further keyword arguments of the source
     environment_arguments: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: str = "character"  # "character", or a Hugging Face directory or id; empty: model.path
@@ -81,7 +83,8 @@ _LEAST_OF_SANDBOX = {"memory_mib": 64, "processes": 2, "files": 100, "input_byte
 """Below these not even an empty call works: Python itself takes 40 MiB of addresses, and a shell starts a process."""
 
 
-@dataclass(frozen=True)
+@group
+@dataclass
 class SandboxLimits:
     """What one sandbox may use. A call that uses more fails, and says which limit it met.
 
@@ -134,7 +137,8 @@ class SandboxLimits:
             check(value >= least, name, f"must be {least} or more, not {value}: less runs nothing at all")
 
 
-@dataclass(frozen=True)
+@group
+@dataclass
 class SandboxConfig(SandboxLimits):
     """Where code that a policy wrote runs, and what it may use there."""
 
@@ -155,14 +159,18 @@ class SandboxConfig(SandboxLimits):
         return SandboxLimits(**{item.name: getattr(self, item.name) for item in dataclasses.fields(SandboxLimits)})
 
 
-@dataclass(frozen=True)
+@group
+@dataclass
 class ToolsConfig:
     """What the policy may call, in environments that take tools (libra_jax.agents.environments)."""
 
-    # Each is python, shell, edit, search, calculator, a server of `servers`, or "package.module:factory".
+    # Each is python, shell, edit, search, calculator, a server of `mcp` or `mcp_file`, or "package.module:factory".
     use: tuple[str, ...] = ()
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of a tool's factory, by its name
-    servers: Mapping[str, Any] = field(default_factory=dict)  # MCP servers: {"name": {"command": [...]} or {"url": ""}}
+    # Keyword arguments of a tool's factory, by its name; of an MCP server: seconds, start_seconds, only, prefix.
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    # MCP servers: {"mcpServers": {"name": {"command": "", "args": [], "env": {}} or {"url": "", "headers": {}}}}
+    mcp: Mapping[str, Any] = field(default_factory=dict)
+    mcp_file: str = ""  # JSON file with MCP servers in the same form, as Claude and VS Code have it
     format: str = "hermes"  # how calls are written: hermes (JSON, as Qwen and Hermes do), tags (<tool>argument</tool>)
     describe: bool = True  # tell the policy of the tools in a system message; a model warmed up on them needs none
     most_characters: int = 4096  # of a return; what is more is cut out of its middle
@@ -180,7 +188,8 @@ OF_REWARDS = ("mean", "std", "environment")
 """Metrics under `reward/` that no function may take the name of."""
 
 
-@dataclass(frozen=True)
+@group
+@dataclass
 class RewardFunctionConfig:
     """One function of a reward. A plain one runs on a thread, an async one on an event loop apart from the run's."""
 
@@ -189,7 +198,8 @@ class RewardFunctionConfig:
     arguments: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of the factory
 
 
-@dataclass(frozen=True)
+@group
+@dataclass
 class RewardConfig:
     """What an attempt is worth: functions and the environment's own reward, each times its weight, added up."""
 

@@ -110,5 +110,6 @@ class Batches:
             if self._settled.is_set():
                 continue
             ready, size = len(self._groups.finished), self._bound.groups_per_step
-            self._recorder.status("rollout", f"{ready} groups ready of {size}, {len(self._groups.running)} running")
+            running = len(self._groups.running)
+            self._recorder.status("rollout", f"training waits: {ready} groups ready of {size}, {running} running")
             await self._settled.wait()

@@ -354,18 +354,20 @@ class Instances:
 
     async def _start(self, engine: Engine) -> None:
         engine.state = "starting"
-        self._recorder.status(engine.name, "starting")
+        self._recorder.status(engine.name, "starting its process")
         life = engine.life
         client = engines_client.EngineClient(self._cluster, engine.spec, self._config.deadlines)
         try:
             await client.make()
+            self._recorder.status(engine.name, "loading the inference engine and the model")
             engine.info = await client.start()
+            self._recorder.status(engine.name, "opening the weight transport")
             await client.init_weight_transfer({"kind": self._config.rollout.transport})
         except (protocols.WorkerLost, protocols.DeadlineMissed) as error:
             self.lost(engine, life, error)
             return
         engine.client, engine.state = client, "loaded"
-        self._recorder.status(engine.name, "started")
+        self._recorder.status(engine.name, "started, waits for its first weights")
 
     async def _restart(self, engine: Engine, error: BaseException) -> None:
         await self._stop(engine)

@@ -111,8 +111,9 @@ class Replicas:
                 replica.client = None
         await self._stop(replica)  # of one that was lost, what is left
         name, client = replica.spec.name, self._client(replica)
-        self._recorder.status(name, "starting")
+        self._recorder.status(name, "starting its process")
         await client.make()
+        self._recorder.status(name, "loading the model")
         await client.start()
         await client.init_weight_transfer(self._transport)
         replica.client, replica.gave_up = client, False

@@ -181,9 +181,13 @@ class Saver:
     async def _commit_held(self) -> None:
         if self._pending is None:
             return
-        begin, step = asyncio.get_running_loop().time(), self._pending
-        with self._writing_together():
-            await self._trainer.wait_saved()
+        begin, step, trainer = asyncio.get_running_loop().time(), self._pending, self._trainer.name
+        self._recorder.status(trainer, f"writing the checkpoint of step {step}")
+        try:
+            with self._writing_together():
+                await self._trainer.wait_saved()
+        finally:
+            self._recorder.status(trainer, "idle")
         self._files.commit(step)
         self._pending, self._durable, self._newest = None, self._held, step
         await self._events.publish(protocols.CheckpointCommitted(step))

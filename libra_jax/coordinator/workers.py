@@ -155,11 +155,12 @@ class Workers:
 
     async def _start_trainer(self) -> None:
         name = self._trainer_spec.name
-        self._recorder.status(name, "starting")
+        self._recorder.status(name, "starting its process")
         make = self._make_trainer(None) if self._make_trainer is not None else lambda *_: self._trainer_spec
         processes = client.TrainerProcesses(self._cluster, make, count=self._config.trainer.processes, name=name)
         self.trainer = client.TrainerClient(processes, self._config.deadlines)
         await self.trainer.make()
+        self._recorder.status(name, "loading the model and making the optimizer's state")
         info = await self.trainer.start()
         mesh = ", ".join(f"{axis} {size}" for axis, size in info.mesh.items())
         self._recorder.note(f"The trainer holds {info.parameters:,} parameters on {info.platform} ({mesh}).")

@@ -2,6 +2,10 @@
 
 A lock tells whether a folder's process lives, because process ids mean nothing in other containers that share the
 folder of temporary files; the kernel gives a lock up with its process, however that ends.
+
+The folder also lists the named shared memory that the process's engine made. vLLM unlinks its segments itself, those of
+`cpu_communicator._CPUSHMDistributed` (vllm_dist_*) for example, unless it is killed. Their names are random, and no
+variable of vLLM turns them off. So only this list tells whose they are.
 """
 
 from __future__ import annotations
@@ -11,10 +15,17 @@ import fcntl
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 PREFIX = "libra-jax-"
 LOCK = "lock"
+SEGMENTS = "segments"
+"""File of a folder: name and inode of each segment of shared memory, one a line."""
+
+SHARED_MEMORY = Path("/dev/shm")
+OF_ENGINES = ("vllm_dist_", "psm_")
+"""What the names of vLLM's and Python's own segments begin with; no other segment is removed."""
 
 
 class Scratch:
@@ -27,6 +38,14 @@ class Scratch:
     def __init__(self) -> None:
         _remove_abandoned()
         self.path, self._lock = _make()
+
+    def list_segments(self, names: Iterable[str]) -> None:
+        """Lists segments of shared memory that go with this folder if its process is killed."""
+        lines = []
+        for name in names:
+            with contextlib.suppress(OSError):  # it has gone
+                lines.append(f"{(SHARED_MEMORY / name).stat().st_ino} {name}\n")
+        (self.path / SEGMENTS).write_text("".join(lines))
 
     def close(self) -> None:
         """Removes it with all that is in it. Idempotent."""
@@ -52,6 +71,18 @@ def _remove_abandoned() -> None:
             lock = os.open(file, os.O_RDWR | os.O_CLOEXEC)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove_segments(file.parent / SEGMENTS)
                 shutil.rmtree(file.parent, ignore_errors=True)
             finally:
                 os.close(lock)
+
+
+def _remove_segments(listed: Path) -> None:
+    """Removes the segments that a dead process listed; another process's segment of the same name has another inode."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        for line in listed.read_text().splitlines():
+            inode, _, name = line.partition(" ")
+            if name.startswith(OF_ENGINES) and "/" not in name:
+                with contextlib.suppress(OSError, ValueError):
+                    if (SHARED_MEMORY / name).lstat().st_ino == int(inode):
+                        (SHARED_MEMORY / name).unlink()

@@ -246,6 +246,8 @@ class Launch:
         for process in self.processes:
             with contextlib.suppress(psutil.Error, OSError), open(f"/proc/{process.pid}/maps") as maps:
                 self._segments.update(re.findall(r"/dev/shm/(\S+)", maps.read()))
+        assert self._scratch is not None
+        self._scratch.list_segments(self._segments)  # for the next engine's start, if this process is killed
 
     def stop(self) -> None:
         """Ends and reaps every process, in bounded time, killing what does not end; removes what they leave behind."""

@@ -18,7 +18,8 @@ from libra_jax import protocols
 from libra_jax.simulator import engine, environment, replica, trainer, world
 
 
-@dataclass(frozen=True)
+@configuration.group
+@dataclass
 class FaultConfig:
     """How often things break; 0 is never."""
 

@@ -29,7 +29,8 @@ MakeScheduler = Callable[[costs.SchedulingCosts, registry.Remaining], protocols.
 """A fresh scheduler, handed the costs of the simulated hardware and the truth (for policies that may know it)."""
 
 
-@dataclass(frozen=True)
+@configuration.group
+@dataclass
 class SimulationConfig:
     """The simulated cluster; the rest of a run (batches, layout, limits) is a `config.RunConfig`.
 
@@ -270,4 +271,6 @@ def _planner(
     devices = simulation.train_devices + sum(plans.core_degrees(config))
     setting = forecast.Setting.of_run(config, model, devices, slots=simulation.slots)
     forecast.check_layout(config, setting)
-    return planner.GlobalPlanner(config.planner, setting, plans.of_run(config, (data, fsdp, tensor)))
+    return planner.GlobalPlanner(
+        config.planner, setting, plans.of_run(config, (data, fsdp, tensor)), masks=config.task.masks
+    )

@@ -250,7 +250,7 @@ class Recovery:
                 await self._trainer.kill()
             except protocols.LibraError as error:
                 self._recorder.note(f"Not all of the lost trainer ended cleanly: {error}")
-        self._recorder.status(self._name, "restarting")
+        self._recorder.status(self._name, "starting its process again")
         with self._timed("start"):
             await self._trainer.make()
         with self._trainer.catching_up():
@@ -260,6 +260,7 @@ class Recovery:
         step = self._checkpoints.newest
         with self._timed("start"):
             info = await (self._trainer.start() if step < 0 else self._trainer.stand_by())
+        self._recorder.status(self._name, "reading the checkpoint")
         with self._timed("restore"):
             warm = await self._checkpoints.restore_lost() if step >= 0 else 0
             if info.sizes != self._resizing.sizes:  # the lost trainer had moved to that mesh inside its process
@@ -278,7 +279,8 @@ class Recovery:
             await self._trainer.warm_start_step(sequences)
         steps = [batch for batch in self._steps if batch.policy_version >= step]
         for batch in steps:
-            self._recorder.status(self._name, f"training step {batch.policy_version + 1} again")
+            compiling = ", compiling its programs first" if batch is steps[0] else ""
+            self._recorder.status(self._name, f"training step {batch.policy_version + 1} again{compiling}")
             await self._trainer.train_step(batch)
         return len(steps)
 

@@ -285,7 +285,7 @@ class RelayTree:
         return None
 
     async def _make(self, relay: Relay) -> None:
-        self._recorder.status(relay.name, "starting")
+        self._recorder.status(relay.name, "starting its process")
         client = relay_client.RelayClient(self._cluster, relay.spec, self._limits)
         try:
             await client.stop()  # what is left of a process that was dropped

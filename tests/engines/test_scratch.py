@@ -1,5 +1,7 @@
 """Temporary folders of engines: gone with their processes, however those end."""
 
+import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -13,6 +15,19 @@ HOLDER = """
 import time
 from libra_jax.engines import scratch
 kept = scratch.Scratch()
+print(kept.path, flush=True)
+time.sleep(60)
+"""
+
+
+SEGMENT_HOLDER = """
+import pathlib, sys, time
+from libra_jax.engines import scratch
+kept = scratch.Scratch()
+names = sys.argv[1:]
+for name in names:
+    pathlib.Path("/dev/shm", name).write_bytes(b"0" * 64)
+kept.list_segments(names)
 print(kept.path, flush=True)
 time.sleep(60)
 """
@@ -48,3 +63,34 @@ def test_what_a_killed_process_left_goes_with_the_next_and_what_lives_stays(tmp_
             holder.kill()
             holder.wait(10)
             holder.stdout.close()
+
+
+@pytest.mark.multiprocess
+def test_shared_memory_of_a_killed_engine_goes_with_the_next_and_others_stays():
+    mark = f"{os.getpid()}-libra-test"
+    dead, alive, foreign = (f"vllm_dist_{kind}{mark}-tp:0-[0-1]-cpushm_0" for kind in ("dead", "alive", "foreign"))
+    taken, other = f"psm_{mark}", f"plasma{mark}"
+    folder = pathlib.Path("/dev/shm")
+    (folder / foreign).write_bytes(b"0")
+    holders = [
+        subprocess.Popen([sys.executable, "-c", SEGMENT_HOLDER, *names], stdout=subprocess.PIPE, text=True)
+        for names in ([dead, taken, other], [alive])
+    ]
+    try:
+        for holder in holders:
+            holder.stdout.readline()
+        holders[0].send_signal(signal.SIGKILL)
+        holders[0].wait(10)
+        (folder / f"{taken}.new").write_bytes(b"0")  # another process made one of the same name meanwhile
+        (folder / f"{taken}.new").rename(folder / taken)
+        scratch.Scratch().close()
+        left = {path.name for path in folder.iterdir() if mark in path.name}
+        assert left == {alive, foreign, taken, other}
+    finally:
+        for holder in holders:
+            holder.kill()
+            holder.wait(10)
+            holder.stdout.close()
+        for path in folder.iterdir():
+            if mark in path.name:
+                path.unlink()

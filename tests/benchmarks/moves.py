@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import models
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.cluster import create as cluster_create
@@ -21,6 +20,7 @@ from libra_jax.coordinator import replicas
 from libra_jax.models import config as model_config
 from libra_jax.telemetry import memory
 from libra_jax.trainer_control import client, handover
+from tests.benchmarks import models
 
 PLAIN_STEPS, STEPS_AFTER = 4, 4
 TOKENS, SEQUENCES = 128, 8
