@@ -29,7 +29,7 @@ class Weights:
         self, shape: models_config.TransformerConfig, chunk_bytes: int = 256 * 2**20, checksum: bool = False
     ) -> None:
         self._params = jax.block_until_ready(transformer.init_params(shape, jax.random.key(0), "float32"))
-        self.publisher = snapshot.HostSnapshot(shape, "float32", chunk_bytes, "memfd", checksum)
+        self.publisher = snapshot.HostSnapshot(shape, "float32", chunk_bytes, checksum)
         self.snapshot_seconds: list[float] = []
         self.lock = asyncio.Lock()
 
