@@ -17,7 +17,7 @@ from libra_jax.agents import splits, tables
 class FileTasks:
     """A file's rows by position: reshuffled each epoch by a permutation that depends on seed and epoch only.
 
-    Held-out rows are chosen by their prompt's hash, whatever the seed, and all rows of one prompt go together: no
+    Held-out rows are chosen by their prompt's hash, with any seed, and all rows of one prompt go together: no
     held-out prompt is ever trained on.
     """
 

@@ -157,7 +157,7 @@ def call(factory: Callable[..., Any], name: str, arguments: Mapping[str, Any], f
 
 @contextlib.contextmanager
 def named(name: str, field: str, call: str) -> Iterator[None]:
-    """Around a call of what a factory made: whatever it raises becomes a sentence that names factory, field and call.
+    """Turns what the call of a factory's product raises into a sentence that names factory, field and call.
 
     Raises:
       ConfigError: the call raised something that is no LibraError.

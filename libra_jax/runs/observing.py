@@ -1,4 +1,4 @@
-"""What looks after a run besides its coordinator: heartbeat, health page, and the end of a process that cannot end."""
+"""The watch over a run beside its coordinator: heartbeat, health page, and the end of a process that hangs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class LastResort:
         threading.Thread(target=self._look, name="libra-last-resort", daemon=True).start()
 
     def begin(self, number: signal.Signals) -> None:
-        """A signal has come. It may come in the middle of anything, so that this sets a variable and no more."""
+        """Starts the countdown at a signal. A signal interrupts anything, so this only sets a variable."""
         if number in signals.ENDS:
             self._began = min(self._began, time.monotonic())
 
@@ -63,12 +63,12 @@ def end_process() -> NoReturn:
 
 @contextlib.contextmanager
 def observed(config: libra_config.RunConfig, workdir: Path, epoch: fencing.Epoch | None) -> Iterator[status.RunStatus]:
-    """Writes `status.json` while the block runs and serves the health page; yields what both tell of.
+    """Writes `status.json` while the block runs and serves the health page; yields the state that both show.
 
     Args:
       config: the run's configuration (`telemetry`).
       workdir: the run's directory.
-      epoch: the run's own in there; None: nobody else can be in there.
+      epoch: the run's fencing token in there; None disables fencing.
 
     Raises:
       ConfigError: the health page cannot be served as `telemetry` says.

@@ -21,7 +21,7 @@ from libra_jax.agents.rewards import composition
 from libra_jax.agents.tools import toolkit
 from libra_jax.cluster import create as cluster
 from libra_jax.cluster import hosts, placement
-from libra_jax.coordinator import checkpoint_store, checkpoints, fencing, process_set, signals
+from libra_jax.coordinator import checkpoint_store, checkpoints, fencing, signals
 from libra_jax.coordinator import run as coordinator
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, forecast, planner, plans, profiles
@@ -29,6 +29,7 @@ from libra_jax.scheduling import costs as scheduling_costs
 from libra_jax.scheduling import registry as schedulers
 from libra_jax.telemetry import escapes, files, report, resume, status
 from libra_jax.telemetry import recorder as telemetry
+from libra_jax.trainer_control import client
 
 TRAINER = "libra_jax.training.trainer:create"
 REPLICA = "libra_jax.training.replica:create"
@@ -93,7 +94,7 @@ def _spare(config: libra_config.RunConfig) -> int:
 
 def trainer_processes(
     config: libra_config.RunConfig, workdir: Path, sizes: protocols.MeshSizes | None = None
-) -> process_set.MakeProcess:
+) -> client.MakeProcess:
     """How the processes of the run's trainer are made, or of one on another mesh that is to take over.
 
     Args:

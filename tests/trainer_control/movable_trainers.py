@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ class Trainer:
         self.process, self.processes = process, processes
         self._seconds = step_seconds
         self.taken: list[int] = []
-        self.joined = ""
+        self.joined = self.exported = ""
         self._saving: tuple[float, Path, str] | None = None
         self._busy = False
 
@@ -100,7 +100,9 @@ class Trainer:
         assert len(shapes) == 2
         await self._asked("warm", 3.0)
 
-    async def train_step(self, batch: protocols.TrainBatch) -> dict[str, float]:
+    async def train_step(
+        self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share] = ()
+    ) -> Mapping[str, float]:
         if batch.policy_version != len(self.taken):
             raise protocols.LibraError(
                 f"the batch is for {batch.policy_version} and the trainer holds {len(self.taken)}"
@@ -144,13 +146,54 @@ class Trainer:
         await self._asked("policy_version")
         return len(self.taken)
 
-    async def stage_weights(self, policy_version: int, index: int) -> str:
-        await self._asked("stage_weights")
-        return f"staged by {self.process}"
+    async def warm_start_step(self, sequences: Sequence[protocols.Trajectory]) -> Mapping[str, float]:
+        await self._asked("warm_start_step")
+        return {}
 
-    async def saved_by(self, what: str, *, again: bool = False) -> tuple[int, str, bool]:
-        await self._asked("saved_by")
-        return self.process, what, again
+    async def give_up_step(self) -> bool:
+        return False
+
+    async def listen(self, member: str, epoch: int) -> Mapping[str, Any]:
+        return {}
+
+    async def connect(self, member: str, epoch: int, address: Mapping[str, Any]) -> None:
+        pass
+
+    async def dismiss(self, member: str) -> None:
+        pass
+
+    async def begin_resize(self, sizes: protocols.MeshSizes) -> protocols.ResizeEstimate:
+        raise protocols.LibraError("this trainer moves to other processes only")
+
+    async def resize_progress(self) -> protocols.ResizeProgress:
+        raise protocols.ConfigError("no resize is under way")
+
+    async def finish_resize(self, seconds: float) -> protocols.ResizePhases:
+        raise protocols.ConfigError("no resize is under way")
+
+    async def cancel_resize(self) -> None:
+        pass
+
+    async def open_weights(self, policy_version: int) -> int:
+        await self._asked("open_weights")
+        return 1
+
+    async def stage_weights(self, policy_version: int, index: int) -> protocols.WeightChunk:
+        await self._asked("stage_weights")
+        return protocols.WeightChunk(policy_version, index, 1, (), 0, {"staged by": self.process})
+
+    async def close_weights(self, policy_version: int) -> None:
+        await self._asked("close_weights")
+
+    async def save(self, path: str) -> None:
+        await self._asked("save")
+
+    async def export(self, path: str) -> None:
+        await self._asked("export")
+        self.exported = path
+
+    async def shutdown(self) -> None:
+        pass
 
 
 def _begin(path: str) -> None:

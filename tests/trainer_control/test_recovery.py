@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import mortal_trainers as doubles
 import pytest
@@ -109,7 +109,7 @@ def test_rollouts_go_on_while_it_is_made_anew(tmp_path):
     bench, fate = lost(tmp_path, ("train_step", 3, "before"), coordinator={"staleness": 2})
     fate.restore_seconds, fate.tokens_per_second = seconds, 4.0
     trained_once(bench, fate)
-    (span,) = [span for span in bench.recorder.spans if span[1] == "made anew"]
+    (span,) = [span for span in bench.recorder.spans if span[1] == "restart"]
     assert span[3] - span[2] >= seconds
     meanwhile = [
         arguments["tokens"]
@@ -126,7 +126,7 @@ def test_lost_while_it_waits_for_a_batch_it_is_back_before_that_is_there(tmp_pat
     fate.restore_seconds, fate.tokens_per_second = 0.5, 2.0
     trained_once(bench, fate)
     assert fate.lives == 2
-    (span,) = [span for span in bench.recorder.spans if span[1] == "made anew"]
+    (span,) = [span for span in bench.recorder.spans if span[1] == "restart"]
     assert not [step for step in bench.recorder.spans if step[1] == "train step" and step[2] < span[3] < step[3]]
 
 
@@ -135,7 +135,7 @@ def test_a_batch_that_comes_while_it_is_made_anew_is_not_trained_in_less_than_no
     bench, fate = lost(tmp_path, ("policy_version", 30, "before"), rollout=rollout, **SYNCHRONOUS)
     fate.restore_seconds, fate.tokens_per_second = 60.0, 2.0
     trained_once(bench, fate)
-    (made,) = [span for span in bench.recorder.spans if span[1] == "made anew"]
+    (made,) = [span for span in bench.recorder.spans if span[1] == "restart"]
     steps = [span for span in bench.recorder.spans if span[1] == "train step"]
     assert any(made[2] < begin < made[3] < end for _, _, begin, end, _ in steps)
     assert [scalars["train/seconds"] for _, scalars in bench.recorder.steps] == [pytest.approx(0.05)] * STEPS
@@ -146,7 +146,7 @@ def test_steps_taken_again_beyond_the_end_of_the_step_that_it_was_lost_in_are_to
     bench, fate = lost(tmp_path, ("policy_version", 380, "before"), evaluation={"every": 1}, **changes, **SYNCHRONOUS)
     fate.restore_seconds, fate.tokens_per_second = 100.0, 2.0  # an evaluation, in which it is lost, takes 60
     bench.run()
-    (made,) = [span for span in bench.recorder.spans if span[1] == "made anew"]
+    (made,) = [span for span in bench.recorder.spans if span[1] == "restart"]
     told = [scalars["trainer/replayed_steps"] for _, scalars in bench.recorder.steps if "trainer/restarts" in scalars]
     assert told == [0.0, made[4]["replayed"]]
     assert told[1] > 0
@@ -200,7 +200,7 @@ def test_lost_more_often_than_it_may_be_the_run_ends_with_a_sentence_and_the_sam
 )
 def test_one_that_is_not_to_be_made_anew_ends_the_run_with_the_reason(tmp_path, changes, why):
     bench, fate = lost(tmp_path, ("train_step", 4, "before"), **changes)
-    with pytest.raises(protocols.WorkerLost, match=rf"its process 7 died.*It is not made anew: {why}"):
+    with pytest.raises(protocols.WorkerLost, match=rf"its process 7 died.*It is not restarted: {why}"):
         bench.run()
     assert fate.lives == 1
 
@@ -260,7 +260,7 @@ def test_while_it_catches_up_nobody_opens_or_closes_a_channel_of_it(tmp_path, mo
         async def restore(self, path: str) -> int:
             trainer = bench.coordinator._parts.trainer
             for ask in (trainer.listen("worker", 1), trainer.connect("worker", 1, {}), trainer.dismiss("worker")):
-                with pytest.raises(protocols.TrainerLost, match="trainer was lost, and is being made anew"):
+                with pytest.raises(protocols.TrainerLost, match="trainer was lost, and is being restarted"):
                     await ask
             return await super().restore(path)
 
@@ -287,7 +287,7 @@ class Asking(memory.MemoryRecorder):
     def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
         super().metrics(step, scalars)
         if step == self._step:
-            self.handle = self.bench.coordinator._parts.elastic.resizing.resize(self._sizes, "it is told to")
+            self.handle = self.bench.coordinator._parts.resizing.resize(self._sizes, "it is told to")
 
 
 def test_lost_after_its_mesh_has_changed_it_is_made_on_the_mesh_that_it_had(tmp_path):
@@ -296,7 +296,7 @@ def test_lost_after_its_mesh_has_changed_it_is_made_on_the_mesh_that_it_had(tmp_
     trained_once(asking.bench, fate)
     asked = doubles.methods(fate, 1)
     assert asked[:4] == ["stand_by", "restore", "begin_resize", "finish_resize"]
-    assert asking.bench.coordinator._parts.elastic.resizing.sizes == protocols.MeshSizes(2, 1, 1)
+    assert asking.bench.coordinator._parts.resizing.sizes == protocols.MeshSizes(2, 1, 1)
 
 
 @pytest.mark.parametrize("method", ["train_step", "resize_progress", "begin_resize"])
@@ -308,7 +308,7 @@ def test_lost_while_its_mesh_changes_it_stays_on_the_one_it_has(tmp_path, method
     trained_once(asking.bench, fate)
     assert fate.lives == 2
     assert "lost meanwhile" in str(asking.handle.done.exception())
-    assert asking.bench.coordinator._parts.elastic.resizing.sizes == protocols.MeshSizes(1, 1, 1)
+    assert asking.bench.coordinator._parts.resizing.sizes == protocols.MeshSizes(1, 1, 1)
     assert asking.transitions[-1]["outcome"] == "failed"
 
 
@@ -343,12 +343,14 @@ class GivingUp(doubles.Trainer):
 
     asked = False
 
-    async def train_step(self, batch: protocols.TrainBatch) -> Mapping[str, float]:
+    async def train_step(
+        self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share] = ()
+    ) -> Mapping[str, float]:
         for _ in range(35 * self._life):
             await asyncio.sleep(1.0)
             if self.asked:
                 raise protocols.StepGivenUp("given up")
-        return await super().train_step(batch)
+        return await super().train_step(batch, shares)
 
     async def give_up_step(self) -> bool:
         self.asked = True

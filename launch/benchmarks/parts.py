@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,20 +17,24 @@ from libra_jax import protocols
 Parts = Mapping[str, Callable[[], dict[str, Any]]]
 """Each part's name and its measurement, which returns figures by name."""
 
-OUTPUT = flags.DEFINE_string("output", None, "File for the JSON, beside standard output; pictures lie beside it.")
+SCRIPT = sys.argv[0]  # the flags are the script's own, so that --help shows them
+
+OUTPUT = flags.DEFINE_string(
+    "output", None, "File for the JSON, beside standard output; pictures lie beside it.", module_name=SCRIPT
+)
 
 
-def main(parts: Parts) -> Callable[[], None]:
+def main(known: Parts) -> Callable[[], None]:
     """Defines --only and returns the `main` of a script that measures these parts."""
-    only = flags.DEFINE_list("only", list(parts), "Which parts to measure.")
+    only = flags.DEFINE_list("only", list(known), "Which parts to measure.", module_name=SCRIPT)
 
     def measure() -> None:
         for name in only.value:
-            if name not in parts:
-                raise protocols.ConfigError(f"--only: {name!r} is not one of {', '.join(parts)}")
+            if name not in known:
+                raise protocols.ConfigError(f"--only: {name!r} is not one of {', '.join(known)}")
         if OUTPUT.value:
             cli.check_output(Path(OUTPUT.value))
-        results = {name: parts[name]() for name in only.value}
+        results = {name: known[name]() for name in only.value}
         text = json.dumps(results, indent=2)
         print(text)
         rows = table.Table("part", "figure", "value")

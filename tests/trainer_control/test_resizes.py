@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import types
 
 import coordinator_doubles as doubles
 import movable_trainers
@@ -11,12 +10,31 @@ import pytest
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.coordinator import handover, mesh_moves, process_set, resizing
 from libra_jax.telemetry import memory
+from libra_jax.trainer_control import client, handover, resize
 
 
 def sizes(data=1, fsdp=1, tensor=1):
     return protocols.MeshSizes(data, fsdp, tensor)
+
+
+class NoCheckpoint:
+    """No checkpoint is being written."""
+
+    async def commit_held(self):
+        pass
+
+
+def resizing_of(trainer, recorder, config=None, data=1, successors=None, checkpoint=None, events=None):
+    return resize.Resizing(
+        config or doubles.make_config(),
+        trainer=trainer,
+        sizes=sizes(data),
+        checkpoint=checkpoint or NoCheckpoint(),
+        recorder=recorder,
+        events=events or protocols.Events(),
+        successors=successors,
+    )
 
 
 def run(work, successors=None, **deadlines):
@@ -25,9 +43,8 @@ def run(work, successors=None, **deadlines):
     async def main():
         trainer, recorder = doubles.make_trainer(), memory.MemoryRecorder()
         config = doubles.make_config(deadlines=deadlines)
-        serving = process_set.Serving(doubles.alone(trainer), lambda before: None)
-        made = resizing.Resizing(config, trainer=serving, sizes=sizes(), recorder=recorder, successors=successors)
-        await work(made, trainer, recorder)
+        mesh = resizing_of(await doubles.alone(trainer, config.deadlines), recorder, config, successors=successors)
+        await work(mesh, trainer, recorder)
 
     doubles.run_on_clock(main())
 
@@ -125,7 +142,7 @@ def test_one_that_compiles_for_too_long_is_given_up():
 class Tardy:
     """A way to another mesh that is ready at once, and misses its deadline the first times that it is to take over."""
 
-    longest = 60.0
+    longest, outside = 60.0, False
 
     def __init__(self, misses):
         self._misses = misses
@@ -140,7 +157,10 @@ class Tardy:
         if step < self._misses:
             await asyncio.sleep(5)
             raise protocols.DeadlineMissed("The trainer trainer-1, replaying to take over, did not finish within 5 s.")
-        return mesh_moves.Taken({}, 0.0, 0)
+        return handover.Taken({}, 0.0, 0)
+
+    async def end_former(self):
+        pass
 
     async def cancel(self):
         pass
@@ -209,36 +229,28 @@ def test_at_the_end_of_a_run_whoever_waits_is_told():
 
 
 class Elsewhere:
-    """A run whose trainer's state can move to other processes."""
+    """A run whose trainer's state can move to other processes; `happened` is what it tells before they end."""
 
-    def __init__(self, folder, faults=None, replay_seconds=0.5):
+    def __init__(self, folder, faults=None, replay_seconds=0.5, checkpoint=None):
         self.cluster = movable_trainers.Cluster(movable_trainers.Faulty(faults))
-        self.first = process_set.ProcessSet(self.cluster, movable_trainers.maker())
-        self.ended, self.lock, self.recorder = [], asyncio.Lock(), memory.MemoryRecorder()
-        self.serving = process_set.Serving(self.first, self.ended.append)
+        self.recorder, self.events = memory.MemoryRecorder(), protocols.Events()
         limits = configuration.DeadlineConfig(trainer_start=60, checkpoint=60, train_step=60, shutdown=60)
-
-        def successor(wanted, processes):
-            moving = handover.Handover(limits, serving=self.serving.set, lock=self.lock, workdir=folder)
-            made = process_set.ProcessSet(
-                self.cluster,
-                movable_trainers.maker(step_seconds=replay_seconds),
-                processes=processes,
-                name=f"trainer-{processes}",
-            )
-            return mesh_moves.Outside(moving, made, wanted, self.serving, limits)
-
-        self.mesh = resizing.Resizing(
-            doubles.make_config(),
-            trainer=self.serving,
-            sizes=sizes(),
-            recorder=self.recorder,
-            successors=successor,
+        processes = client.TrainerProcesses(self.cluster, movable_trainers.maker())
+        self.serving = client.TrainerClient(processes, limits)
+        successors = handover.successors(
+            self.cluster,
+            lambda wanted: movable_trainers.maker(step_seconds=replay_seconds),
+            serving=self.serving,
+            limits=limits,
+            workdir=folder,
+        )
+        self.mesh = resizing_of(
+            self.serving, self.recorder, successors=successors, checkpoint=checkpoint, events=self.events
         )
 
     async def open(self):
-        await self.first.make()
-        await self.first.start()
+        await self.serving.make()
+        await self.serving.start()
         asyncio.get_running_loop().create_task(self._write())
 
     async def _write(self):
@@ -248,10 +260,8 @@ class Elsewhere:
 
     async def steps(self, count):
         for _ in range(count):
-            version = len(self.cluster.alive["trainer"].taken)
-            if self.serving.set is not self.first:
+            async with self.serving.lock:
                 version = await self.serving.policy_version()
-            async with self.lock:
                 await self.mesh.boundary(version)
                 batch = protocols.TrainBatch(version, ())
                 self.mesh.trains(batch)
@@ -260,24 +270,27 @@ class Elsewhere:
 
 def test_a_mesh_of_more_processes_is_readied_beside_training_and_takes_over_with_every_step(tmp_path):
     async def main():
-        run = Elsewhere(tmp_path)
+        class Slow:
+            async def commit_held(self):
+                await asyncio.sleep(0.2)
+
+        run = Elsewhere(tmp_path, checkpoint=Slow())
         await run.open()
-        moved = []
+        happened = []
 
-        async def note() -> None:
-            assert not run.ended, "those before have ended already"
+        async def note(event) -> None:
+            assert "trainer" in run.cluster.alive, "the former processes have ended already"
             await asyncio.sleep(0.4)
-            moved.append(True)
+            happened.append(event)
 
-        async def finish() -> None:
-            await asyncio.sleep(0.2)
-
-        run.mesh.moved, run.mesh.leaving = note, finish
+        run.events.subscribe(protocols.TrainerReplaced, note)
+        run.events.subscribe(protocols.TrainerResized, happened.append)
         handle = run.mesh.resize(sizes(data=2), "more is trained", processes=2)
         await run.steps(30)
         taken = await handle.done
-        assert (run.serving.set.name, run.ended, moved) == ("trainer-2", [run.first], [True])
-        assert [actor.taken for name, actor in run.cluster.alive.items() if name != "trainer"] == [list(range(30))] * 2
+        assert happened == [protocols.TrainerResized(sizes(data=2)), protocols.TrainerReplaced(lost=False)]
+        assert list(run.cluster.alive) == ["trainer-1.0", "trainer-1.1"]
+        assert [actor.taken for actor in run.cluster.alive.values()] == [list(range(30))] * 2
         assert taken.nbytes == 1000
         assert taken.phases["restore"] >= 1.5
         (record,) = run.recorder.transitions
@@ -290,12 +303,28 @@ def test_a_mesh_of_more_processes_is_readied_beside_training_and_takes_over_with
     doubles.run_on_clock(main())
 
 
-class AtOnce(mesh_moves.Outside):
+class Sized:
+    """A trainer that is asked for nothing but the number of its processes, and to resize in its own."""
+
+    def __init__(self, processes):
+        self.processes = processes
+        self.inside = []
+
+    async def begin_resize(self, wanted):
+        self.inside.append(wanted.devices)
+        raise protocols.LibraError("that is enough")
+
+    async def cancel_resize(self):
+        pass
+
+
+class AtOnce:
     """Other processes that take over as soon as they are asked for."""
 
-    def __init__(self, serving, wanted, processes):
-        self.longest = 60.0
-        self.serving, self.made = serving, types.SimpleNamespace(processes=processes, sizes=wanted)
+    longest, outside = 60.0, True
+
+    def __init__(self, trainer, processes):
+        self._trainer, self._processes = trainer, processes
 
     async def begin(self):
         return protocols.ResizeEstimate(0, 0, 0)
@@ -303,39 +332,36 @@ class AtOnce(mesh_moves.Outside):
     async def progress(self):
         return protocols.ResizeProgress(0, 0, ready=True)
 
-    async def take_over(self, step):
-        self.serving.hand_over(self.made)
-        return mesh_moves.Taken({}, 0.0, 0)
+    def trains(self, batch):
+        pass
 
-    def end_former(self):
+    async def take_over(self, step):
+        self._trainer.processes = self._processes
+        return handover.Taken({}, 0.0, 0)
+
+    async def end_former(self):
+        pass
+
+    async def cancel(self):
         pass
 
 
 @pytest.mark.parametrize(("spare", "outside"), [(0, [2, 2, 8]), (1, [2, 2, 8]), (6, [2, 2])])
 def test_processes_that_took_over_reach_the_devices_that_they_were_made_with_and_no_others(spare, outside):
     async def main():
-        made, inside = [], []
+        made, trainer = [], Sized(1)
 
         def successor(wanted, processes):
             made.append(wanted.devices)
-            return AtOnce(serving, wanted, processes)
+            return AtOnce(trainer, processes)
 
-        async def begin_resize(wanted):
-            inside.append(wanted.devices)
-            raise protocols.LibraError("that is enough")
-
-        serving = process_set.Serving(types.SimpleNamespace(processes=1), lambda before: None)
         config = doubles.make_config(elastic={"spare_devices": spare})
-        mesh = resizing.Resizing(
-            config, trainer=serving, sizes=sizes(data=8), recorder=memory.MemoryRecorder(), successors=successor
-        )
+        mesh = resizing_of(trainer, memory.MemoryRecorder(), config, data=8, successors=successor)
         for devices, processes in ((2, 2), (2, 1), (8, 1)):
-            if processes == 1:
-                serving.set.begin_resize, serving.set.cancel_resize = begin_resize, mesh.close
             mesh.resize(sizes(data=devices), "", processes=processes)
             await mesh.boundary(0)
         assert made == outside
-        assert inside == ([8] if len(outside) == 2 else [])
+        assert trainer.inside == ([8] if len(outside) == 2 else [])
 
     doubles.run_on_clock(main())
 
@@ -353,20 +379,19 @@ def test_a_mesh_is_that_of_the_fewest_processes_with_no_more_devices_than_one_ha
     devices, processes, spare, wanted, expected
 ):
     async def main():
-        serving = process_set.Serving(types.SimpleNamespace(processes=processes), lambda before: None)
-        config, recorder = doubles.make_config(elastic={"spare_devices": spare}), memory.MemoryRecorder()
-        mesh = resizing.Resizing(
+        trainer, config = Sized(processes), doubles.make_config(elastic={"spare_devices": spare})
+        mesh = resizing_of(
+            trainer,
+            memory.MemoryRecorder(),
             config,
-            trainer=serving,
-            sizes=sizes(data=devices),
-            recorder=recorder,
-            successors=lambda wanted, processes: AtOnce(serving, wanted, processes),
+            data=devices,
+            successors=lambda wanted, processes: AtOnce(trainer, processes),
         )
         got = []
         for count in wanted:
             handle = mesh.resize(sizes(data=count), "")
             got.append(handle.processes)
-            if handle.processes == serving.processes == 1:  # in its own process
+            if handle.processes == trainer.processes == 1:  # in its own process
                 await mesh.close()
             else:
                 await mesh.boundary(0)
@@ -382,11 +407,10 @@ def test_a_mesh_is_that_of_the_fewest_processes_with_no_more_devices_than_one_ha
 )
 def test_a_trainer_that_several_processes_cannot_be_stays_one(others, trainer, rollout):
     async def main():
-        mesh = resizing.Resizing(
+        mesh = resizing_of(
+            Sized(1),
+            memory.MemoryRecorder(),
             doubles.make_config(trainer=trainer, rollout=rollout),
-            trainer=process_set.Serving(types.SimpleNamespace(processes=1), lambda before: None),
-            sizes=sizes(),
-            recorder=memory.MemoryRecorder(),
             successors=(lambda wanted, processes: None) if others else None,
         )
         assert mesh.resize(sizes(data=4), "").processes == 1
@@ -407,8 +431,8 @@ def test_processes_that_are_no_faster_take_over_all_the_same_once_they_get_no_ne
 
 def test_processes_that_die_on_the_way_leave_the_trainer_training(tmp_path):
     async def main():
-        lost = protocols.WorkerLost("actor 'trainer-2.1' is lost: its process 7 died")
-        run = Elsewhere(tmp_path, {("trainer-2.1", "restore", 1): lost})
+        lost = protocols.WorkerLost("actor 'trainer-1.1' is lost: its process 7 died")
+        run = Elsewhere(tmp_path, {("trainer-1.1", "restore", 1): lost})
         await run.open()
         handle = run.mesh.resize(sizes(data=2), "", processes=2)
         await run.steps(30)
@@ -429,7 +453,7 @@ def test_a_trainer_that_is_lost_meanwhile_ends_the_move_and_the_processes_that_w
         await run.open()
         handle = run.mesh.resize(sizes(data=2), "", processes=2)
         await run.steps(steps)
-        assert {"trainer-2.0", "trainer-2.1"} & set(run.cluster.alive)
+        assert {"trainer-1.0", "trainer-1.1"} & set(run.cluster.alive)
         await run.mesh.trainer_lost(steps)
         with pytest.raises(protocols.LibraError, match="lost meanwhile"):
             await handle.done
@@ -465,17 +489,16 @@ def test_without_other_processes_a_mesh_of_several_is_refused():
 
 def test_a_checkpoint_that_cannot_be_finished_ends_the_run_and_is_no_failed_resize(tmp_path):
     async def main():
-        run = Elsewhere(tmp_path)
+        class Failing:
+            async def commit_held(self):
+                raise protocols.LibraError("the checkpoint cannot be written")
+
+        run = Elsewhere(tmp_path, checkpoint=Failing())
         await run.open()
         run.mesh.resize(sizes(data=2), "", processes=2)
-
-        async def fails() -> None:
-            raise protocols.LibraError("the checkpoint cannot be written")
-
-        run.mesh.leaving = fails
         with pytest.raises(protocols.LibraError, match="the checkpoint cannot be written"):
             await run.steps(30)
-        assert run.serving.set is run.first
+        assert run.serving.name == "trainer"
 
     doubles.run_on_clock(main())
 
@@ -485,7 +508,7 @@ def test_one_that_is_cancelled_while_its_snapshot_is_written_does_not_hold_train
         run = Elsewhere(tmp_path)
         await run.open()
         handle = run.mesh.resize(sizes(data=2), "", processes=2)
-        while not (tmp_path / handover.FOLDER / "trainer-2" / "half").exists():
+        while not (tmp_path / handover.FOLDER / "trainer-1" / "half").exists():
             await run.steps(1)
         handle.cancel("it is not wanted any more")
         began = asyncio.get_running_loop().time()
