@@ -2,7 +2,7 @@
 
 The head starts Ray, waits until all hosts have joined, and runs the driver. The other hosts join and stay until the
 driver has ended. Ray has a folder of its own on each host, ports by the job's number, and a process group that ends
-with this process. (Ray's own `symmetric-run` ends every Ray that it finds on a host, whoever started it.)
+with this process. (Ray's own `symmetric-run` ends every Ray that it finds on a host, those of other runs too.)
 
 The file `ended` in the attempt's folder says how the run ended:
 
@@ -51,9 +51,12 @@ PORTS = (
 """Flags of `ray start` for ports that other processes have to know. The first two are the head's."""
 
 CPUS = 1024
-"""Cores that Ray is told of: a host must have room for every actor laid out there. Slurm grants the real ones."""
+"""Cores that Ray counts: a host must have room for every actor laid out there. Slurm grants the real ones."""
 
 START_SECONDS, END_SECONDS, LOOK_SECONDS = 300.0, 30.0, 1.0
+
+STARTS = 3
+"""Starts of Ray on a host. Ray 2.60 gives its own processes 30 s, which imports from a busy file system may exceed."""
 
 AWAIT_HOSTS = Path(__file__).parent / "templates" / "await_hosts.py"
 
@@ -111,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with _stop_on_sigterm(attempt if is_head else None):
             try:
-                status = (_lead if is_head else _follow)(arguments, name, directory)
+                status = _try(_lead if is_head else _follow, arguments, name, directory)
             except LibraError as error:
                 status, why = 1, str(error)
         # Until there is a driver, a host that fails ends the attempt.
@@ -125,6 +128,18 @@ def run(arguments: argparse.Namespace) -> int:
         if _how(attempt) not in ("finished", "stopped"):
             _keep_logs(directory, attempt / f"ray-{name}")
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _try(
+    part: Callable[[argparse.Namespace, str, Path], int], arguments: argparse.Namespace, name: str, directory: Path
+) -> int:
+    """Runs this host's part, again if Ray ended before there was a driver or a reason to end. Returns its status."""
+    for left in reversed(range(STARTS)):
+        status = part(arguments, name, directory)
+        if not left or any((arguments.attempt / file).exists() for file in (ENDED, STOP, LOG)):
+            break
+        print(f"{name}: Ray ended before the driver began; it is started again.", flush=True)
+    return status
 
 
 def _lead(arguments: argparse.Namespace, name: str, directory: Path) -> int:

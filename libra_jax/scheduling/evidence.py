@@ -79,8 +79,8 @@ LINDY = (0.11, 0.43, 1.0, 2.3, 7.0, 39.0)
 KNOWN_SAMPLES = 10
 """Samples that make a node known to the published rule.
 
-Of one or two samples, mean and percentile agree whatever they say, and a request would follow a single sibling, there
-and back at each return. The number is ours, set with the published figures for search in view.
+Of one or two samples, mean and percentile agree in any case, and a request would follow a single sibling, there and
+back at each return. The number is ours, set with the published figures for search in view.
 """
 
 Key = tuple[str, int, str]

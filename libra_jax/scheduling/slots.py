@@ -39,27 +39,21 @@ class Learner(Protocol):
 
     def start(self, prompt_id: str, generated_tokens: int) -> evidence.Track:
         """Returns the empty path of a request that has arrived with these tokens generated before."""
-        ...
 
     def observe(self, track: evidence.Track, causal_state: protocols.CausalState, generated_tokens: int) -> None:
         """Adds a tool return to a path."""
-        ...
 
     def finish(self, track: evidence.Track, generated_tokens: int, *, learn: bool) -> None:
         """Ends a path; its length is evidence for others if `learn`."""
-        ...
 
     def snapshot(self) -> Mapping[str, Any]:
         """Returns JSON-able statistics."""
-        ...
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Replaces the statistics by those of a snapshot."""
-        ...
 
     def merge(self, snapshot: Mapping[str, Any]) -> None:
         """Adds the statistics of another coordinator's snapshot."""
-        ...
 
 
 class SlotScheduler:

@@ -1,12 +1,15 @@
-"""The actors that hold reward functions: which is asked, when one is made anew, and which input brings one down."""
+"""The actors that hold reward functions: which one is asked, when one is restarted, and which input kills one.
+
+Actors and not a `pebble.ProcessPool`: a run on several hosts has them there, and calls of one async function interleave
+in one process (`reward.concurrency`), where a pool would need a process for each.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from libra_jax import config, protocols
 from libra_jax.agents import deadlines
@@ -15,22 +18,22 @@ from libra_jax.agents.rewards import scoring, worker
 FACTORY = "libra_jax.agents.rewards.worker:create"
 
 LOOK_SECONDS = 10.0
-"""How long an actor in which a call is overdue may take to say that it is well."""
+"""Seconds that an actor with an overdue call has to answer that it is well."""
 
 STOP_SECONDS = 120.0
-"""How long the end of actors that were replaced is waited for, when the run ends."""
+"""Seconds to wait for the end of replaced actors when the run ends."""
 
 
 class Lost(Exception):
-    """The actor was lost in the call, by its fault or by that of a call beside it; its message is a sentence's end."""
+    """The actor was lost during the call, by this call's fault or a concurrent one's. The message ends a sentence."""
 
 
 @dataclass
 class _Place:
-    """Where an actor is, and another one after it is lost."""
+    """Place of an actor, and of its replacement after it is lost."""
 
     name: str
-    proxy: Any = None
+    actor: protocols.ActorHandle | None = None
     made: int = 0
     calls: int = 0
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -40,10 +43,10 @@ class Pool:
     """Asks the least busy actor. Belongs to one event loop.
 
     Args:
-      reward: names the functions, and says how many actors, how long and how often.
+      reward: names the functions; has the number of actors, the deadline and the restarts.
       cluster: makes the actors.
-      note: told when one is made anew.
-      start_seconds: how long one may take to start.
+      note: gets a sentence when an actor is restarted.
+      start_seconds: seconds that an actor may take to start.
     """
 
     def __init__(
@@ -80,17 +83,17 @@ class Pool:
     async def ask(
         self, name: str, task: protocols.Task, given: str | scoring.Transcript, *, alone: bool
     ) -> worker.Outcome:
-        """One call of a function.
+        """Calls a function.
 
         Args:
-          name: the function's.
-          task: what was attempted.
+          name: name of the function.
+          task: the rollout's task.
           given: the text or the transcript.
-          alone: in an actor where nothing else runs, so that if it is lost, this call is to blame.
+          alone: call it in an actor where nothing else runs, so that this call is to blame if the actor is lost.
 
         Raises:
           Lost: the actor was lost, and the next call makes another.
-          WorkerLost: so many were lost that the run is to end.
+          WorkerLost: more actors were lost than `reward.restarts` allows.
         """
         if not alone:
             return await self._ask(min(self._places, key=lambda place: place.calls), name, task, given)
@@ -103,51 +106,53 @@ class Pool:
         place.calls += 1
         try:
             async with place.changing:
-                if place.proxy is None:
+                if place.actor is None:
                     await self._make(place)
-                proxy = place.proxy
+                actor = place.actor
+            assert actor is not None
             try:
-                return await deadlines.within(self._config.seconds, proxy.score(name, task, given))
+                work = actor.call(worker.RewardWorker.score, name, task, given)
+                return await deadlines.within(self._config.seconds, work)
             except deadlines.Overdue:
                 problem = f"took more than {self._config.seconds:g} s (config.reward.seconds)"
-                if trouble := await _trouble(proxy):
-                    await self._give_up(place, proxy, trouble)
+                if trouble := await _trouble(actor):
+                    await self._give_up(place, actor, trouble)
                     raise Lost(problem) from None
                 return worker.Outcome(problem=problem)
             except protocols.WorkerLost as error:
-                await self._give_up(place, proxy, f"is gone ({error})")
+                await self._give_up(place, actor, f"is gone ({error})")
                 raise Lost("brought down the actor that ran it") from error
         finally:
             place.calls -= 1
 
     async def close(self) -> None:
-        """Waits for the end of actors that were replaced; the others end with the cluster."""
+        """Waits for the end of replaced actors; the others end with the cluster."""
         if self._ending:
             await asyncio.wait(self._ending, timeout=STOP_SECONDS)
         for task in self._ending:
             task.cancel()
 
-    async def _give_up(self, place: _Place, sick: Any, trouble: str) -> None:
-        """Ends an actor, unless someone else has; whoever comes next makes another."""
+    async def _give_up(self, place: _Place, sick: protocols.ActorHandle, trouble: str) -> None:
+        """Ends an actor, unless another call has; the next call makes another."""
         async with place.changing:
-            if place.proxy is not sick:
+            if place.actor is not sick:
                 return
             name = _name(place)
             if self._restarts >= self._config.restarts:
                 raise protocols.WorkerLost(
-                    f"the reward actor {name} {trouble}; actors were made anew {self._restarts} times, and "
+                    f"the reward actor {name} {trouble}; actors were restarted {self._restarts} times, and "
                     "config.reward.restarts allows no more: mend the function, or raise it"
                 )
             self._restarts += 1
             self._note(
-                f"The reward actor {name} {trouble}; it is made anew ({self._restarts} of "
+                f"The reward actor {name} {trouble}; it is restarted ({self._restarts} of "
                 f"{self._config.restarts} times)."
             )
-            place.proxy = None
+            place.actor = None
             self._end(name)
 
     def _end(self, name: str) -> None:
-        """Ends an actor, which may take long, in the background; as it was sick, its end need not be clean."""
+        """Ends an actor in the background, because that may take long. Its end need not be clean."""
 
         async def end() -> None:
             with contextlib.suppress(protocols.LibraError):
@@ -160,11 +165,11 @@ class Pool:
     async def _make(self, place: _Place) -> dict[str, bool]:
         place.made += 1
         name = _name(place)
-        proxy: Any = await self._cluster.spawn(
+        actor = await self._cluster.spawn(
             protocols.ActorSpec(name, FACTORY, {"functions": dict(self._config.functions)})
         )
         try:
-            found: dict[str, bool] = await deadlines.within(self._start_seconds, proxy.start())
+            found = await deadlines.within(self._start_seconds, actor.call(worker.RewardWorker.start))
         except deadlines.Overdue:
             self._end(name)
             raise protocols.DeadlineMissed(
@@ -174,7 +179,7 @@ class Pool:
         except BaseException:
             self._end(name)
             raise
-        place.proxy = proxy
+        place.actor = actor
         return found
 
 
@@ -182,11 +187,10 @@ def _name(place: _Place) -> str:
     return place.name if place.made == 1 else f"{place.name}.{place.made}"
 
 
-async def _trouble(proxy: Any) -> str:
-    """What is wrong with an actor in which a call was overdue; empty: nothing."""
-    look: Coroutine[Any, Any, str] = proxy.trouble()
+async def _trouble(actor: protocols.ActorHandle) -> str:
+    """Returns what is wrong with an actor in which a call was overdue; empty: nothing."""
     try:
-        return await deadlines.within(LOOK_SECONDS, look)
+        return await deadlines.within(LOOK_SECONDS, actor.call(worker.RewardWorker.trouble))
     except deadlines.Overdue:
         return "answers nobody"
     except protocols.WorkerLost as error:

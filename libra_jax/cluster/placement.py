@@ -1,0 +1,166 @@
+"""Gives each worker its devices, and makes the specs of rollout engines: the config's, and those that a plan adds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from libra_jax import config as libra_config
+from libra_jax import protocols
+from libra_jax.cluster import granted, hosts
+from libra_jax.models import config as model_config
+
+ENGINES = {"vllm": "libra_jax.engines.vllm_engine:create", "fake": "libra_jax.engines.fake_engine:create"}
+
+
+HOSTS_FILE = "hosts.json"
+"""File of the workdir with the hosts that the cluster gave the run."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Which accelerators train and which roll out. On CPU every worker shares the machine's cores.
+
+    Attributes:
+      trainer: device ordinals of the trainer's mesh.
+      instances: device ordinals of each rollout instance, in the order of `rollout.tensor_parallel`.
+    """
+
+    trainer: tuple[int, ...]
+    instances: tuple[tuple[int, ...], ...]
+
+    @property
+    def total(self) -> int:
+        return len(self.trainer) + sum(len(devices) for devices in self.instances)
+
+
+def partition(config: libra_config.RunConfig) -> Partition:
+    """Returns the devices of the trainer, which come first, and of the instances, in order."""
+    edge = config.trainer.devices
+    instances = []
+    for degree in config.rollout.tensor_parallel:
+        instances.append(tuple(range(edge, edge + degree)))
+        edge += degree
+    return Partition(tuple(range(config.trainer.devices)), tuple(instances))
+
+
+def place(config: libra_config.RunConfig, devices: Sequence[int]) -> tuple[int | None, tuple[int, ...]]:
+    """Returns the host of a worker on these devices, and that host's numbers for them; None: the run has one host.
+
+    Raises:
+      LibraError: they are on several hosts.
+    """
+    layout = hosts.layout(config)
+    if layout is None:
+        return None, tuple(devices)
+    found = layout.place(devices)
+    return found.host, found.devices
+
+
+def together(config: libra_config.RunConfig) -> int | None:
+    """Returns the most devices that the cluster grants the run on one host; None: the run has one host."""
+    layout = hosts.layout(config)
+    return None if layout is None else max(host.accelerators for host in layout.hosts)
+
+
+def record(workdir: Path, note: Callable[[str], None], guard: Callable[[], bool], found: granted.Granted) -> None:
+    """Notes which nodes are the run's hosts, and writes them into `hosts.json` if this run may still write."""
+    note(found.sentence())
+    if not guard():
+        return
+    partial = workdir / f"{HOSTS_FILE}.partial"
+    try:
+        partial.write_text(json.dumps(found.record(), indent=1) + "\n")
+        partial.rename(workdir / HOSTS_FILE)
+    except OSError as error:
+        note(f"warning: {workdir / HOSTS_FILE} could not be written ({error.strerror or error})")
+
+
+def instance_name(number: int) -> str:
+    """Returns the name of a rollout instance, which is also its hybrid worker's."""
+    return f"rollout-{number}"
+
+
+class Engines:
+    """Makes the specs of a run's rollout engines.
+
+    Args:
+      config: the run's configuration.
+      shape: shape of its model.
+      workdir: its folder, in which each engine has a log file.
+    """
+
+    def __init__(self, config: libra_config.RunConfig, shape: model_config.TransformerConfig, workdir: Path) -> None:
+        self._config = config
+        self._model = model_config.to_hf(shape)
+        self._workdir = workdir.resolve()
+        self._partition = partition(config)
+        rollout = config.rollout
+        self._layout = hosts.layout(config)
+        self._slots = libra_config.slots_by_degree(rollout.tensor_parallel, rollout.instance_slots)
+
+    def specs(self) -> list[protocols.ActorSpec]:
+        """Returns one actor for each instance of the config, with its own slots and devices."""
+        slots = self._config.rollout.instance_slots
+        return [self._spec(number, devices, slots[number]) for number, devices in enumerate(self._partition.instances)]
+
+    def add(self, number: int, degree: int, others: Sequence[protocols.ActorSpec]) -> protocols.ActorSpec:
+        """Returns an instance that a plan adds, on the last devices that the others leave free.
+
+        Its slots are those of the config's first instance of its degree, or `rollout.slots`.
+        """
+        taken = {device for other in others for device in other.devices}
+        free = [device for device in range(self._partition.total) if device not in taken]
+        together = free if self._layout is None else _on_one_host(self._layout, free, degree)
+        if len(together) < degree:
+            where = "" if self._layout is None else ", too few of them on one host"
+            raise protocols.LibraError(
+                f"a plan asks for an instance of degree {degree}, and {len(free)} devices are free{where}"
+            )
+        return self._spec(number, tuple(together[-degree:]), self._slots.get(degree, self._config.rollout.slots))
+
+    def _spec(self, number: int, devices: tuple[int, ...], slots: int) -> protocols.ActorSpec:
+        config, name, cores = self._config, instance_name(number), self._cores(devices)
+        host, local = place(config, devices)
+        on_gpu = config.trainer.platform == "cuda"
+        rollout = {**libra_config.to_dict(config.rollout), "slots_by_instance": (), "slots": slots}
+        return protocols.ActorSpec(
+            name=name,
+            factory=ENGINES[config.rollout.engine],
+            arguments={
+                "name": name,
+                "model_config": self._model,
+                "rollout": rollout,
+                "tensor_parallel": len(devices),
+                "seed": config.seed + number,
+                "log_path": str(self._workdir / f"{name}.log"),
+                "cpu_cores": "|".join(map(str, cores)) or "auto",
+                "hybrid": self._is_hybrid(number),
+            },
+            gpus=len(devices) if on_gpu else 0,
+            environment={"CUDA_VISIBLE_DEVICES": ",".join(map(str, local))} if on_gpu else {},
+            devices=devices,
+            cores=cores,
+            host=host,
+        )
+
+    def _is_hybrid(self, number: int) -> bool:
+        count = len(self._partition.instances)
+        return count - self._config.elastic.hybrid <= number < count
+
+    def _cores(self, devices: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns an instance's cores, one for each of its workers; none if it is not pinned."""
+        cores, first = self._config.rollout.cores, self._config.trainer.devices
+        if not cores or min(devices) < first:  # it has taken the place of training, whose cores are not told apart
+            return ()
+        return tuple(cores[device - first] for device in devices)
+
+
+def _on_one_host(layout: hosts.Layout, free: Sequence[int], degree: int) -> list[int]:
+    """Returns the free devices of one host: the last one that has enough."""
+    by_host: dict[int, list[int]] = {}
+    for device in free:
+        by_host.setdefault(layout.host_of(device), []).append(device)
+    return next((found for _, found in sorted(by_host.items(), reverse=True) if len(found) >= degree), [])
