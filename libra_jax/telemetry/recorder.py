@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from libra_jax import config as config_lib
 from libra_jax.protocols import ConfigError
-from libra_jax.telemetry import console, files, live, metrics, samples, timeline, trace
+from libra_jax.telemetry import console, files, live, metric_names, metrics, samples, timeline, trace
 
 FLUSH_SECONDS = 1.0
 """Longest time that a record waits in memory, as long as further records come in."""
@@ -77,7 +77,8 @@ class RunRecorder:
       plans_file: takes the planner's decisions.
       transitions_file: takes changes of sides and of meshes.
       metrics_sinks: take steps, in this order.
-      watchers: the console, and whoever else tells what happens now.
+      watchers: the console, and other viewers of what happens now.
+      strict: refuses names of metrics that are not registered (`metric_names`).
     """
 
     def __init__(
@@ -90,8 +91,10 @@ class RunRecorder:
         transitions_file: files.RecordFile,
         metrics_sinks: list[MetricsSink],
         watchers: Sequence[Console],
+        strict: bool = False,
     ) -> None:
         self._clock = clock
+        self._strict = strict
         self._trace = trace_file
         self._timeline = timeline_file
         self._samples = samples_file
@@ -116,6 +119,8 @@ class RunRecorder:
         if self._closed:
             return
         numbers = metrics.plain(scalars)
+        if self._strict:
+            metric_names.check(numbers)
         for sink in self._metrics_sinks:
             sink.metrics(step, numbers)
         self.flush()
@@ -231,4 +236,14 @@ def create(
         make = live.LiveConsole if sys.stdout.isatty() else console.PlainConsole
         warn.console = make(config.name, config.steps, sys.stdout, clock, warn)
     watchers = [item for item in (watcher, warn.console) if item is not None]
-    return RunRecorder(clock, trace_file, timeline_file, samples_file, plans_file, transitions_file, sinks, watchers)
+    return RunRecorder(
+        clock,
+        trace_file,
+        timeline_file,
+        samples_file,
+        plans_file,
+        transitions_file,
+        sinks,
+        watchers,
+        strict=metric_names.strict(),
+    )
