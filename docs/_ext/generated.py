@@ -7,6 +7,7 @@ metrics. A literal such as `rollout.slots` or `reward/mean` in any page becomes 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import pathlib
@@ -25,6 +26,7 @@ from sphinx.application import Sphinx
 from sphinx.ext.autodoc.mock import mock
 
 from libra_jax import config as libra_config
+from libra_jax.telemetry import metric_names
 
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "reference" / "generated"
@@ -55,6 +57,7 @@ def sections() -> Iterator[tuple[str, type[Any]]]:
             yield item.name, cast("type[Any]", kinds[item.name])
 
 
+@functools.cache
 def fields() -> dict[str, config_help.Setting]:
     """Returns every setting of a run by its full name."""
     return {setting.name: setting for setting in config_help.settings(libra_config.RunConfig)}
@@ -166,6 +169,30 @@ The scripts under `launch/` and their flags, read from the scripts. Scripts that
 """
 
 
+def metrics_page() -> Iterator[tuple[str, str]]:
+    """Yields the file name and text of the page of metrics."""
+    lines = [f"# Metrics\n\n{METRICS_INTRODUCTION}"]
+    by_source: dict[str, list[metric_names.Metric]] = {}
+    for metric in metric_names.METRICS:
+        by_source.setdefault(metric.source, []).append(metric)
+    for source, metrics in by_source.items():
+        lines += [f"## {source[:1].upper()}{source[1:]}", ""]
+        for metric in metrics:
+            meaning = metric.meaning[:1].upper() + metric.meaning[1:]
+            lines += [f":::{{metric}} {metric.name}", f"{_escaped(meaning)}. Unit: {metric.unit}.", ":::", ""]
+    yield "metrics.md", "\n".join(lines)
+
+
+METRICS_INTRODUCTION = """\
+Every number of a training step. `metrics.jsonl` holds one object a step; TensorBoard, Weights & Biases and `/metrics`
+get the same names. The list is `libra_jax/telemetry/metric_names.py`. `<...>` stands for any text.
+Numbers of your own environment come under `agent/`, and those of your reward functions under `reward/`.
+
+A number that is not finite is written as null, and named under `nonfinite`:
+`{"step": 3, "loss": null, "nonfinite": {"loss": "nan"}}`.
+"""
+
+
 def _default(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
@@ -190,7 +217,7 @@ def _listing(title: str, introduction: str, names: list[str]) -> str:
 def write(app: Sphinx) -> None:
     """Writes all generated pages. A page that did not change keeps its time, so a second build is quick."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    pages = dict([*config_pages(), *command_pages()])
+    pages = dict([*config_pages(), *command_pages(), *metrics_page()])
     for name, text in pages.items():
         path, text = FOLDER / name, NOT_EDITED + text
         if not path.exists() or path.read_text() != text:
@@ -201,19 +228,20 @@ def write(app: Sphinx) -> None:
 
 def link(app: Sphinx, doctree: nodes.document) -> None:
     """Turns literals that name a config field or a metric into links."""
+    known = dict.fromkeys(fields(), "confval") | {metric.name: "metric" for metric in metric_names.METRICS}
     for literal in list(doctree.findall(nodes.literal)):
-        text = literal.astext().removeprefix("config.").partition("=")[0]
-        if text in app.env.libra_fields and not isinstance(literal.parent, nodes.reference | nodes.title):
-            wrapped = addnodes.pending_xref(
-                "", refdomain="std", reftype="confval", reftarget=text, refexplicit=True, refwarn=True
+        name = literal.astext().removeprefix("config.").partition("=")[0]
+        if name in known and not isinstance(literal.parent, nodes.reference | nodes.title | addnodes.pending_xref):
+            reference = addnodes.pending_xref(
+                "", refdomain="std", reftype=known[name], reftarget=name, refexplicit=True, refwarn=True
             )
-            literal.replace_self(wrapped)
-            wrapped += literal
+            literal.replace_self(reference)
+            reference += literal
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Registers the extension."""
+    app.add_object_type("metric", "metric", "single: %s (metric)")
     app.connect("builder-inited", write)
-    app.connect("builder-inited", lambda app: setattr(app.env, "libra_fields", frozenset(fields())))
     app.connect("doctree-read", link)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
