@@ -37,6 +37,16 @@ def prose(page: pathlib.Path) -> str:
     return _FENCE.sub("", page.read_text())
 
 
+def sentences(page: pathlib.Path) -> list[str]:
+    """Returns the sentences of a page's paragraphs and list entries. A colon or semicolon ends one, too."""
+    lines = [line for line in prose(page).splitlines() if not line.lstrip().startswith(("|", "#", "!"))]
+    found = []
+    for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", "\n".join(lines)):
+        text = re.sub(r"\]\([^)]*\)", "]", " ".join(paragraph.split()))
+        found += re.split(r"(?<=[.:;?!])\s+", text)
+    return found
+
+
 def literals(page: pathlib.Path) -> list[str]:
     """Returns what stands between single backticks."""
     return re.findall(r"`([^`\n]+)`", prose(page))

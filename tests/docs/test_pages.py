@@ -139,3 +139,9 @@ def test_the_page_of_workdir_files_names_every_file():
     }
     missing = sorted(name for name in names if f"`{name}" not in page)
     assert not missing, f"docs/reference/workdir.md says nothing about {', '.join(missing)}"
+
+
+@every_page
+def test_sentences_have_at_most_25_words(page: pathlib.Path):
+    long = [sentence for sentence in pages.sentences(page) if len(re.findall(r"\S*\w\S*", sentence)) > 25]
+    assert not long, "\n".join(long)
