@@ -66,6 +66,6 @@ setup(
     },
     entry_points={
         # vLLM calls this in every process it starts: our weight-transfer engine, and death with the parent.
-        "vllm.general_plugins": ["libra_jax = libra_jax.rollout.vllm_plugin:register"],
+        "vllm.general_plugins": ["libra_jax = libra_jax.engines.vllm_plugin:register"],
     },
 )

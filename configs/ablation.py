@@ -42,9 +42,8 @@ A name may be followed by a workload: static-search, cmlfq-math; without, it is 
 
 import math
 
-import ml_collections
-
 from configs import simulate
+from libra_jax.simulator import settings
 
 DEGREE = 2
 """Of all instances where they have one: the narrowest with room for several of the longest contexts."""
@@ -98,7 +97,7 @@ NAMES = (
 )
 
 
-def get_config(variant: str = "cmlfq") -> ml_collections.ConfigDict:
+def get_config(variant: str = "cmlfq") -> settings.SimulatedRun:
     """The run of `variant`: a name, or a name and a workload with a dash between."""
     name, _, workload = variant.partition("-")
     workload = workload or "swe"
@@ -121,10 +120,11 @@ def get_config(variant: str = "cmlfq") -> ml_collections.ConfigDict:
     if name in ("cmlfq", "elastic", "libra", "free", "planned", "pool", *SPLITS):
         config.scheduler.policy = "cmlfq"
     if name == "free":
-        config.planner.update({"period": 1, "cooldown": 0, "least_gain": 0.0})
+        config.planner.period, config.planner.cooldown, config.planner.least_gain = 1, 0, 0.0
         config.planner.start_seconds = config.planner.resize_seconds = 0.0
     if name == "greedy":
-        config.planner.update({"period": 1, "cooldown": 0, "least_gain": 0.0, "window": 1, "horizon": 1_000_000})
+        config.planner.period, config.planner.cooldown, config.planner.least_gain = 1, 0, 0.0
+        config.planner.window, config.planner.horizon = 1, 1_000_000
     if name == "colocated":
         _colocated(config)
     if name == "static_optimal":
@@ -138,28 +138,28 @@ def get_config(variant: str = "cmlfq") -> ml_collections.ConfigDict:
     return config
 
 
-def _halves(config: ml_collections.ConfigDict) -> None:
+def _halves(config: settings.SimulatedRun) -> None:
     """24 accelerators train, 24 roll out on instances of one degree."""
     config.simulation.train_devices, config.simulation.train_mesh = 24, HALVES
     _instances(config, 24 // DEGREE)
     config.scheduler.policy = "sticky"
 
 
-def _instances(config: ml_collections.ConfigDict, count: int) -> None:
+def _instances(config: settings.SimulatedRun, count: int) -> None:
     config.rollout.slots = config.simulation.slots[0]  # of whatever degree
     config.simulation.slots = ()
     config.rollout.tensor_parallel = (DEGREE,) * count
     config.scheduler.max_remaining_tokens = ()
 
 
-def _colocated(config: ml_collections.ConfigDict) -> None:
+def _colocated(config: settings.SimulatedRun) -> None:
     """Both stages have everything, one after the other."""
     config.simulation.train_devices, config.simulation.train_mesh = 48, ALL
     config.rollout.tensor_parallel = (DEGREE,) * (48 // DEGREE)
     config.coordinator.staleness = 0
 
 
-def _static_optimal(config: ml_collections.ConfigDict, workload: str) -> None:
+def _static_optimal(config: settings.SimulatedRun, workload: str) -> None:
     """The best split by `launch/plan.py` of the whole run's lengths, of one degree."""
     mesh, instances = BEST[workload]
     config.simulation.train_devices, config.simulation.train_mesh = math.prod(mesh), mesh
@@ -167,7 +167,7 @@ def _static_optimal(config: ml_collections.ConfigDict, workload: str) -> None:
     config.coordinator.staleness = AHEAD
 
 
-def _libra(config: ml_collections.ConfigDict, workload: str) -> None:
+def _libra(config: settings.SimulatedRun, workload: str) -> None:
     """The best split by `launch/plan.py` of the same lengths, of any degrees."""
     mesh, instances = PLANNED[workload]
     config.simulation.train_devices, config.simulation.train_mesh = math.prod(mesh), mesh
@@ -176,7 +176,7 @@ def _libra(config: ml_collections.ConfigDict, workload: str) -> None:
     config.coordinator.staleness = AHEAD
 
 
-def _split(config: ml_collections.ConfigDict, mesh: tuple[int, int, int]) -> None:
+def _split(config: settings.SimulatedRun, mesh: tuple[int, int, int]) -> None:
     """Two instances of degree 2, and as many of degree 4 as the mesh leaves devices for."""
     config.simulation.train_devices, config.simulation.train_mesh = math.prod(mesh), mesh
     config.rollout.tensor_parallel = (2, 2) + (4,) * ((44 - math.prod(mesh)) // 4)
@@ -184,7 +184,7 @@ def _split(config: ml_collections.ConfigDict, mesh: tuple[int, int, int]) -> Non
     config.coordinator.staleness = AHEAD
 
 
-def _pool(config: ml_collections.ConfigDict) -> None:
+def _pool(config: settings.SimulatedRun) -> None:
     """A third each for training, for rollout, and for those who change sides."""
     config.simulation.train_devices, config.simulation.train_mesh = 16, (2, 2, 4)
     config.rollout.tensor_parallel = (2, 2) + (4,) * 3 + (4,) * 4

@@ -9,9 +9,8 @@ Expected: about four minutes each on 2 cores, the start and the warm start inclu
   python launch/train.py --config=configs/calibrate.py:fsdp --workdir=runs/calibration/fsdp
 """
 
-import ml_collections
-
 from configs import twin
+from libra_jax import config as libra_config
 
 VARIANTS = {"single": ((1, 1, 1), 1), "fsdp": ((1, 2, 1), 2), "tensor": ((1, 1, 2), 1), "data": ((2, 1, 1), 2)}
 """(data, fsdp, tensor) and the instance's degree. All take micro-batches of eight rows: of four, which fit a CPU's
@@ -21,7 +20,7 @@ CYCLES, DISTINCT_STEPS = 6, 4
 """Half of the cycles are fitted to, the others predicted."""
 
 
-def get_config(variant: str = "single") -> ml_collections.ConfigDict:
+def get_config(variant: str = "single") -> libra_config.RunConfig:
     """The run of `variant`, one of `VARIANTS`."""
     if variant not in VARIANTS:
         raise ValueError(f"configs/calibrate.py has {', '.join(VARIANTS)}, not {variant!r}")
@@ -29,7 +28,7 @@ def get_config(variant: str = "single") -> ml_collections.ConfigDict:
     config = twin.get_config("synchronous")
     config.name = f"calibrate-{variant}"
     config.steps = CYCLES * DISTINCT_STEPS
-    config.task.arguments.period = DISTINCT_STEPS * config.coordinator.groups_per_step
+    config.task.arguments = {**config.task.arguments, "period": DISTINCT_STEPS * config.coordinator.groups_per_step}
     config.trainer.data, config.trainer.fsdp, config.trainer.tensor = mesh
     config.rollout.tensor_parallel = (degree,)
     config.rollout.cores = (1, 0)[:degree]

@@ -18,14 +18,12 @@ decisions name the bucket of the true length; log-probabilities of moved traject
   python launch/train.py --config=configs/cmlfq_cpu.py:cmlfq_paper  # the published rule, or any other policy
 """
 
-import ml_collections
-
 from libra_jax import config as libra_config
 
 
-def get_config(policy: str = "cmlfq") -> ml_collections.ConfigDict:
+def get_config(policy: str = "cmlfq") -> libra_config.RunConfig:
     """The run under a scheduling policy (`scheduler.policy`)."""
-    config = ml_collections.ConfigDict(libra_config.to_dict(libra_config.RunConfig()))
+    config = libra_config.RunConfig()
     config.name = f"{policy}_cpu"
     config.steps = 16
 

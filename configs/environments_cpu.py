@@ -9,15 +9,13 @@ about a minute on 2 cores. The set-up command installs both packages.
   python launch/train.py --config=configs/environments_cpu.py:verifiers
 """
 
-import ml_collections
-
 from libra_jax import config as libra_config
 
 _ENVIRONMENTS = "libra_jax.agents.environments"
 
 
-def get_config(kind: str = "gymnasium") -> ml_collections.ConfigDict:
-    config = ml_collections.ConfigDict(libra_config.to_dict(libra_config.RunConfig()))
+def get_config(kind: str = "gymnasium") -> libra_config.RunConfig:
+    config = libra_config.RunConfig()
     config.name = f"environments-{kind}"
     config.steps = 4
     {"gymnasium": _gymnasium, "verifiers": _verifiers}[kind](config)
@@ -35,7 +33,7 @@ def get_config(kind: str = "gymnasium") -> ml_collections.ConfigDict:
     return config
 
 
-def _gymnasium(config: ml_collections.ConfigDict) -> None:
+def _gymnasium(config: libra_config.RunConfig) -> None:
     config.task.source = f"{_ENVIRONMENTS}.episodes:task_source"
     config.task.environment = f"{_ENVIRONMENTS}.gym_text:environment"
     config.task.environment_arguments = {
@@ -52,7 +50,7 @@ def _gymnasium(config: ml_collections.ConfigDict) -> None:
     config.warm_start.learning_rate = 2e-3
 
 
-def _verifiers(config: ml_collections.ConfigDict) -> None:
+def _verifiers(config: libra_config.RunConfig) -> None:
     config.task.source = f"{_ENVIRONMENTS}.verifiers:task_source"
     config.task.environment = f"{_ENVIRONMENTS}.verifiers:environment"
     named = {

@@ -8,13 +8,11 @@ ten calls succeed right after the warm start (`agent/tool_success` in metrics.js
   python launch/train.py --config=configs/mcp_cpu.py
 """
 
-import ml_collections
-
 from libra_jax import config as libra_config
 
 
-def get_config() -> ml_collections.ConfigDict:
-    config = ml_collections.ConfigDict(libra_config.to_dict(libra_config.RunConfig()))
+def get_config() -> libra_config.RunConfig:
+    config = libra_config.RunConfig()
     config.name = "mcp"
     config.steps = 4
 

@@ -13,12 +13,11 @@ predicted beside what was measured. It took about 6 minutes on 2 cores.
   python launch/train.py --config=configs/planned_cpu.py --config.planner.shadow  # decides, logs, and never moves
 """
 
-import ml_collections
-
 from configs import cmlfq_cpu
+from libra_jax import config as libra_config
 
 
-def get_config() -> ml_collections.ConfigDict:
+def get_config() -> libra_config.RunConfig:
     """The run."""
     config = cmlfq_cpu.get_config()
     config.name = "planned_cpu"

@@ -9,13 +9,11 @@ add `--config.trainer.platform=cuda`. Expected result: depends on the questions 
   python launch/train.py --config=configs/questions.py:models/Qwen3-1.7B --config.task.path=questions.jsonl
 """
 
-import ml_collections
-
 from libra_jax import config as libra_config
 
 
-def get_config(weights: str = "") -> ml_collections.ConfigDict:
-    config = ml_collections.ConfigDict(libra_config.to_dict(libra_config.RunConfig()))
+def get_config(weights: str = "") -> libra_config.RunConfig:
+    config = libra_config.RunConfig()
     config.name = "questions"
     config.task.source = "libra_jax.agents.datasets:task_source"
     config.task.environment = "libra_jax.agents.question:environment"
@@ -33,7 +31,7 @@ def get_config(weights: str = "") -> ml_collections.ConfigDict:
     return config
 
 
-def _pretrained(config: ml_collections.ConfigDict, weights: str) -> None:
+def _pretrained(config: libra_config.RunConfig, weights: str) -> None:
     """Changes what differs between pretrained weights and the character model."""
     config.model.path = weights
     config.model.compute_dtype = "bfloat16"

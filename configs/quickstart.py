@@ -8,13 +8,11 @@ Expected: reward (mean of 5 steps) from 0.37-0.56 to 0.95 or more, held-out accu
   bash launch/quickstart.sh
 """
 
-import ml_collections
-
 from libra_jax import config as libra_config
 
 
-def get_config() -> ml_collections.ConfigDict:
-    config = ml_collections.ConfigDict(libra_config.to_dict(libra_config.RunConfig()))
+def get_config() -> libra_config.RunConfig:
+    config = libra_config.RunConfig()
     config.name = "quickstart"
     config.steps = 50
 

@@ -7,13 +7,11 @@ Expected on 8 x H100: not run by us yet; `--dry_run` checks it anywhere, and nam
       --config.model.path=models/Qwen3-1.7B --config.task.path=data/questions.jsonl
 """
 
-import ml_collections
-
 from libra_jax import config as libra_config
 
 
-def get_config() -> ml_collections.ConfigDict:
-    config = ml_collections.ConfigDict(libra_config.to_dict(libra_config.RunConfig()))
+def get_config() -> libra_config.RunConfig:
+    config = libra_config.RunConfig()
     config.name = "qwen3-1.7b"
     config.steps = 200
 

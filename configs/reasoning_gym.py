@@ -11,13 +11,11 @@ that every task of the package poses, scores and trains.
       --config.task.max_turns=4
 """
 
-import ml_collections
-
 from libra_jax import config as libra_config
 
 
-def get_config(name: str = "basic_arithmetic") -> ml_collections.ConfigDict:
-    config = ml_collections.ConfigDict(libra_config.to_dict(libra_config.RunConfig()))
+def get_config(name: str = "basic_arithmetic") -> libra_config.RunConfig:
+    config = libra_config.RunConfig()
     config.name = f"reasoning-gym-{name}"
     config.task.source = "libra_jax.agents.environments.reasoning_gym:task_source"
     config.task.environment = "libra_jax.agents.environments.reasoning_gym:environment"

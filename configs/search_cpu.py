@@ -12,15 +12,13 @@ about half.
   python launch/train.py --config=configs/search_cpu.py
 """
 
-import ml_collections
-
 from libra_jax import config as libra_config
 
 WORLD = {"people": 2000, "world": 0}
 
 
-def get_config() -> ml_collections.ConfigDict:
-    config = ml_collections.ConfigDict(libra_config.to_dict(libra_config.RunConfig()))
+def get_config() -> libra_config.RunConfig:
+    config = libra_config.RunConfig()
     config.name = "search_cpu"
     config.steps = 30
 

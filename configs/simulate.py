@@ -20,9 +20,6 @@ middle of the software-engineering run, before any policy was compared:
 Expected: the table in docs/results/routing.md; one to two minutes a policy and seed on one core.
 """
 
-import ml_collections
-
-from libra_jax import config as libra_config
 from libra_jax.simulator import settings
 
 LAYOUT = {1: 6, 2: 3, 4: 2, 8: 1}
@@ -35,11 +32,11 @@ SEARCH_LAYOUT = {1: 16, 2: 6}
 SEARCH_SLOTS = {1: 96, 2: 96}
 
 
-def get_config(variant: str = "swe") -> ml_collections.ConfigDict:
+def get_config(variant: str = "swe") -> settings.SimulatedRun:
     """The run of `variant`: swe, search or math (synthetic), trace (with --trace), or large (swe on 1,024 devices)."""
     if variant not in ("swe", "search", "math", "trace", "large"):
         raise ValueError(f"configs/simulate.py has swe, search, math, trace and large, not {variant!r}")
-    config = ml_collections.ConfigDict(libra_config.to_dict(settings.SimulatedRun()))
+    config = settings.SimulatedRun()
     config.name = f"simulate-{variant}"
     config.steps = 16  # 8,192 trajectories
 
@@ -81,7 +78,7 @@ def get_config(variant: str = "swe") -> ml_collections.ConfigDict:
     return config
 
 
-def lay_out(config: ml_collections.ConfigDict, layout: dict[int, int], slots: dict[int, int]) -> None:
+def lay_out(config: settings.SimulatedRun, layout: dict[int, int], slots: dict[int, int]) -> None:
     """Gives the run so many instances of each degree, and each instance its degree's slots."""
     degrees = [degree for degree, count in layout.items() for _ in range(count)]
     config.rollout.tensor_parallel = tuple(degrees)

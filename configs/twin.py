@@ -12,18 +12,16 @@ Expected: 40 steps in 3 to 4 minutes on 2 cores, the start and the warm start in
   python launch/twin.py --workdir=runs/twin
 """
 
-import ml_collections
-
 from libra_jax import config as libra_config
 
 DISTINCT_STEPS = 8
 
 
-def get_config(variant: str = "synchronous") -> ml_collections.ConfigDict:
+def get_config(variant: str = "synchronous") -> libra_config.RunConfig:
     """The run of `variant`: synchronous (eta 0), or overlapped (eta 1: rollout while the trainer trains)."""
     if variant not in ("synchronous", "overlapped"):
         raise ValueError(f"configs/twin.py has synchronous and overlapped, not {variant!r}")
-    config = ml_collections.ConfigDict(libra_config.to_dict(libra_config.RunConfig()))
+    config = libra_config.RunConfig()
     config.name = "twin"
     config.steps = 5 * DISTINCT_STEPS
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import absent_modules  # noqa: F401 (see there)
 from absl import flags
 from rich import console, table
 

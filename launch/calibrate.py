@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import absent_modules  # noqa: F401 (see there)
 import hub
 from absl import flags
 from rich import console, table
@@ -147,7 +148,7 @@ def _recorded(folder: Path) -> Iterator[Path]:
 
     for variant in calibrate.VARIANTS:
         workdir, partial = folder / variant, folder / f"{variant}.partial"
-        wanted = libra_config.parse(libra_config.RunConfig, calibrate.get_config(variant).to_dict())
+        wanted = libra_config.checked(calibrate.get_config(variant))
         if workdir.exists():
             if recording.read(workdir).config != wanted:
                 raise protocols.DataError(
@@ -197,6 +198,12 @@ def _read(folder: Path) -> Run:
             f"{config.planner.hardware!r}: say in the run's config what it runs on"
         )
     trainer = meshes.Trainer.of_run(config, model.sheet)
+    empty = [step.number for step in recorded.steps if not step.lengths]
+    if empty:
+        raise protocols.DataError(
+            f"{folder}: in step {empty[0]} every rollout was masked (task.cut_off), so that nothing was trained; "
+            "record a run with longer task.max_seconds and rollout.max_context, or with task.cut_off=zero"
+        )
     steps = tuple(_measured(config, trainer, step) for step in recorded.steps)
     work = tuple(step.work for step in recorded.steps)
     return Run(str(folder), model, steps, work, recorded.streams_of(len(steps) // 2))

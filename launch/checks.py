@@ -15,9 +15,9 @@ from libra_jax.agents import factories, resolving, tokenizers
 from libra_jax.agents.rewards import composition
 from libra_jax.agents.tools import toolkit
 from libra_jax.cluster import hosts
+from libra_jax.engines import logprob_contract
 from libra_jax.models import config as model_config
 from libra_jax.models import feasibility
-from libra_jax.rollout import logprob_contract
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What vLLM 0.32 serves on CPU (vllm/v1/attention/backends/cpu_attn.py): others die at their first token."""

@@ -16,23 +16,44 @@ import signal
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast, get_type_hints
 
 import config_files
 import config_help
 from absl import app, flags, logging
-from ml_collections import config_dict, config_flags
+from ml_collections import config_flags
 
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.telemetry import escapes
 
+
+class _MappingParser(flags.ArgumentParser):
+    """Reads a field that is a mapping, such as --config.task.arguments="{'phases': 2}"."""
+
+    def parse(self, argument: Any) -> dict[str, Any]:
+        if isinstance(argument, Mapping):
+            return dict(argument)
+        try:
+            value = ast.literal_eval(argument)
+        except (SyntaxError, ValueError) as error:
+            raise ValueError(f"{argument!r} is no mapping; one looks like {{'name': value}}") from error
+        if not isinstance(value, dict):
+            raise ValueError(f"{argument!r} is no mapping; one looks like {{'name': value}}")
+        return value
+
+
+config_flags.register_flag_parser_for_type(Mapping[str, Any], _MappingParser())
+
 GARBAGE_THRESHOLDS = (20_000, 50, 20)
 """Of `gc.set_threshold`: a coordinator keeps many small objects for long, hardly any of them in cycles, and Python's
 defaults have it spend a quarter of a busy scheduler's time looking for those."""
 
+
+FAILED, MISTAKEN = 1, 2
+"""Exit statuses of work that fails, and of a command that has to change first: its flags, its config, a setting."""
 
 HELP_FLAG = "config_help"
 """Flag that lists settings; its value, a word to look for, may be left out."""
@@ -47,13 +68,13 @@ def run(
     config_type: type[Any] = libra_config.RunConfig,
     default_config: str | None = None,
     interrupted: str = "interrupted",
-    lost: int = 1,
+    lost: int = FAILED,
     needs_config: bool = False,
 ) -> None:
-    """Runs `main` under absl. A LibraError becomes `error: <sentence>` and exit status 1, a bad flag status 2.
+    """Runs `main` under absl. A LibraError becomes `error: <sentence>`, any other error `error: <Type>: <text>`.
 
-    Any other error becomes `error: <Type>: <text>` and status 1. LIBRA_JAX_TRACEBACK=1 in the environment shows
-    tracebacks as well.
+    The exit status is `MISTAKEN` if a flag or a setting is wrong, and `FAILED` if the work fails.
+    LIBRA_JAX_TRACEBACK=1 in the environment shows tracebacks as well.
 
     Args:
       main: the script.
@@ -62,7 +83,7 @@ def run(
       lost: exit status of a WorkerLost, where that differs from other errors.
       default_config: config file where no --config is given. As the flag's own default it would be read before
         anything here could turn its errors into a sentence.
-      needs_config: whether the script prints its usage and ends with status 2 where no --config is given.
+      needs_config: whether the script prints its usage and ends with status `MISTAKEN` where no --config is given.
     """
     gc.set_threshold(*GARBAGE_THRESHOLDS)
     sys.path.append(os.getcwd())  # where a user's own "module:factory" lives; last, so that it shadows nothing
@@ -138,13 +159,14 @@ def read_config(config_type: type[Any], file: str, settings: Sequence[str]) -> d
     try:
         with config_files.watched(path):
             own(argv)
-            return dict(own.config.to_dict())
+            _check_made(path, own.config)
+            return libra_config.to_dict(own.config)
     except Exception as error:  # the file is a user's program, which may raise anything
         said = config_files.sentence(error, path) or _flag_sentence(config_type, argv, error)
         raise protocols.ConfigError(said) from error
 
 
-def _guarded(main: Callable[[], int | None], interrupted: str, lost: int = 1) -> int:
+def _guarded(main: Callable[[], int | None], interrupted: str, lost: int = FAILED) -> int:
     try:
         return main() or 0
     except Exception as error:
@@ -152,7 +174,9 @@ def _guarded(main: Callable[[], int | None], interrupted: str, lost: int = 1) ->
         if traced:
             print(escapes.visible(traceback.format_exc(), lines=True), end="", file=sys.stderr)
         print(f"error: {escapes.visible(_sentence(error, traced), lines=True)}", file=sys.stderr)
-        return lost if isinstance(error, protocols.WorkerLost) else 1
+        if isinstance(error, protocols.ConfigError):
+            return MISTAKEN
+        return lost if isinstance(error, protocols.WorkerLost) else FAILED
     except KeyboardInterrupt:
         print(f"error: {interrupted}", file=sys.stderr)
         return 130
@@ -182,7 +206,7 @@ def _parsed(config_type: type[Any], default_config: str | None, needs_config: bo
     named = {argument.lstrip("-").split("=")[0] for argument in argv[1:] if argument.startswith("-")}
     if needs_config and not named & _WITHOUT_CONFIG:
         print(_usage(argv[0]), file=sys.stderr)
-        sys.exit(2)
+        sys.exit(MISTAKEN)
     if default_config and "config" not in named:
         argv = [argv[0], f"--config={default_config}", *argv[1:]]
     file = _config_file(argv).partition(":")[0] if "config" in flags.FLAGS else ""
@@ -205,7 +229,7 @@ def _parsed(config_type: type[Any], default_config: str | None, needs_config: bo
             traceback.print_exc()
         said = raised or _flag_sentence(config_type, argv, error)
         print(f"error: {escapes.visible(said, lines=True)}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(MISTAKEN)
 
 
 def _usage(script: str) -> str:
@@ -238,7 +262,7 @@ def _help(config_type: type[Any], argv: Sequence[str]) -> None:
     shown = config_help.listing(config_type, words[-1])
     if not shown:
         print(f"error: --{HELP_FLAG}={words[-1]}: no setting's name or meaning holds this word", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(MISTAKEN)
     print(shown)
     sys.exit(0)
 
@@ -247,14 +271,14 @@ def _check_made(file: str, made: Any) -> None:
     """Refuses what is no config. A config file that cannot be read raises here, not in main."""
     if made is None and not file:
         return
-    if isinstance(made, config_dict.ConfigDict):
+    getattr(made, "name", None)  # raises the error with which ml_collections could not read the file
+    if isinstance(made, libra_config.RunConfig):
         return
-    if made is None or isinstance(made, dict):
-        raise flags.Error(
-            f"--config={file}: get_config() returned {'nothing' if made is None else 'a dict'}; it has to return an "
-            "ml_collections.ConfigDict"
-        )
-    made.to_dict()
+    returned = "nothing" if made is None else f"a {type(made).__name__}"
+    raise flags.Error(
+        f"--config={file}: get_config() returned {returned}; it has to return a libra_jax.config.RunConfig: "
+        "begin with config = RunConfig(), set its fields, and return it"
+    )
 
 
 def _flag_sentence(config_type: type[Any], argv: Sequence[str], error: BaseException) -> str:
@@ -285,7 +309,11 @@ def _flag_sentence(config_type: type[Any], argv: Sequence[str], error: BaseExcep
     if isinstance(error, OSError):
         return "--config: " + " ".join(str(error).split("Attempted")[-1].split())
     if isinstance(error, AttributeError) and "'get_config'" in str(error):
-        return f"--config={file}: defines no function get_config; it has to return an ml_collections.ConfigDict"
+        return f"--config={file}: defines no function get_config; it has to return a libra_jax.config.RunConfig"
+    if number := _NO_NUMBER.search(str(error)):
+        flag, value = number["flag"].removesuffix(f"={number['value']}"), number["value"]
+        wanted = "a whole number" if "int" in number["kind"] else "a number"
+        return f"--{flag}: {value!r} is not {wanted}"
     first, *others = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     if others and "parsing config file" in first:  # a traceback of the file follows; its last line says what is wrong
         if "get_config() takes 0 positional arguments" in others[-1]:
@@ -294,6 +322,13 @@ def _flag_sentence(config_type: type[Any], argv: Sequence[str], error: BaseExcep
             return f"--config={file}: this config needs a variant; give one as --config={file}:VARIANT"
         return "--config: " + others[-1]
     return first
+
+
+_NO_NUMBER = re.compile(
+    r"flag --(?P<flag>.*): (?P<kind>invalid literal for int\(\) with base \d+|could not convert string to float): "
+    r"['\"](?P<value>.*)['\"]"
+)
+"""absl's refusal of a number flag: Python's own words for what `int` and `float` cannot read."""
 
 
 def _fields(config_type: type[Any], prefix: str = "") -> Iterator[str]:

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import absent_modules  # noqa: F401 (see there)
 from absl import flags
 from rich import console
 

@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 
+import absent_modules  # noqa: F401 (see there)
 import crds
 import job_flags
 import manifests

@@ -20,6 +20,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+import absent_modules  # noqa: F401 (see there)
 from absl import flags
 
 import cli

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from libra_jax import config as libra_config
-from libra_jax import protocols
-from libra_jax.coordinator import checkpoints, deadlines, fencing, signals
+from libra_jax import deadlines, protocols
+from libra_jax.coordinator import checkpoints, fencing, signals
 from libra_jax.telemetry import endpoint, files, heartbeat, status
 
 END = 0.9

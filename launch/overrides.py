@@ -8,6 +8,7 @@ from typing import Any
 import cleartext
 from ml_collections import config_flags
 
+from libra_jax import config as libra_config
 from libra_jax.planning import plans
 from libra_jax.protocols import ConfigError
 
@@ -26,7 +27,7 @@ def values(flag: Any, plan: str | None = None) -> dict[str, Any]:
       ConfigError: the config is a simulation's.
       DataError: the plan cannot be read.
     """
-    found: dict[str, Any] = flag.value.to_dict()
+    found: dict[str, Any] = libra_config.to_dict(flag.value)
     if "simulation" in found:
         file = config_flags.get_config_filename(flag)
         raise ConfigError(f"--config={file}: is a config for launch/simulate.py; give it to that script")
@@ -44,10 +45,9 @@ def arguments(flag: Any) -> list[str]:
     """
     found = []
     for name, value in config_flags.get_override_values(flag).items():
-        plain = value.to_dict() if hasattr(value, "to_dict") else value
-        cleartext.refuse(f"--config.{name}", name, plain, "let the code read it from a variable of its environment")
-        if "\n" in str(plain):
+        cleartext.refuse(f"--config.{name}", name, value, "let the code read it from a variable of its environment")
+        if "\n" in str(value):
             raise ConfigError(f"--config.{name}: a value of several lines cannot be passed on; put it into the file")
         if name not in _OWN:
-            found.append(f"--config.{name}={plain}")
+            found.append(f"--config.{name}={value}")
     return found

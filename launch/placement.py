@@ -12,7 +12,7 @@ from libra_jax import protocols
 from libra_jax.cluster import granted, hosts
 from libra_jax.models import config as model_config
 
-ENGINES = {"vllm": "libra_jax.rollout.vllm_engine:create", "fake": "libra_jax.rollout.fake_engine:create"}
+ENGINES = {"vllm": "libra_jax.engines.vllm_engine:create", "fake": "libra_jax.engines.fake_engine:create"}
 
 
 HOSTS_FILE = "hosts.json"

@@ -27,6 +27,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import absent_modules  # noqa: F401 (see there)
 import plan_picture
 import planned
 import unread
@@ -73,7 +74,7 @@ _SWEEP = flags.DEFINE_enum("sweep", None, SWEEPS, "Plan again and again: for oth
 
 
 def main() -> None:
-    case = planned.case(_CONFIG.value.to_dict(), _asked())
+    case = planned.case(libra_config.to_dict(_CONFIG.value), _asked())
     if (_OBJECTIVE.value == "cheapest") != (_WITHIN.value is not None):
         raise protocols.ConfigError(
             "--within: give the seconds of a step with --objective=cheapest, and only with that"
@@ -106,7 +107,7 @@ def main() -> None:
 def _asked() -> planned.Asked:
     """Returns what the flags say; refuses config fields that a plan does not read."""
     given = unread.given(flags.FLAGS["config"])
-    simulated = "simulation" in _CONFIG.value
+    simulated = isinstance(_CONFIG.value, settings.SimulatedRun)
     unread.refuse(
         given,
         script="plan.py",

@@ -250,7 +250,10 @@ def case(values: Mapping[str, Any], asked: Asked) -> Case:
         field = _field(flag, simulated)
         if text is not None and field in asked.given:
             raise protocols.ConfigError(f"--{flag}: --config.{field} says the same; give one of the two")
-    made = _of_simulation(values, asked) if simulated else _of_run(values, asked)
+    try:
+        made = _of_simulation(values, asked) if simulated else _of_run(values, asked)
+    except protocols.ConfigError as error:
+        raise protocols.ConfigError(_by_flag(str(error), asked, simulated)) from error
     if asked.accelerators is not None:
         made = dataclasses.replace(made, devices=asked.accelerators)
     if not 2 <= made.devices <= MOST_ACCELERATORS:
@@ -258,6 +261,15 @@ def case(values: Mapping[str, Any], asked: Asked) -> Case:
             f"--accelerators: the config has {made.devices:,}; give 2 to {MOST_ACCELERATORS:,} with this flag"
         )
     return made
+
+
+def _by_flag(sentence: str, asked: Asked, simulated: bool) -> str:
+    """Returns the refusal of a field, under the name of the flag that set the field."""
+    for flag, text in (("hardware", asked.hardware), ("model", asked.model)):
+        prefix = f"config.{_field(flag, simulated)}: "
+        if text is not None and sentence.startswith(prefix):
+            return f"--{flag}: {sentence.removeprefix(prefix)}"
+    return sentence
 
 
 def _field(flag: str, simulated: bool) -> str:

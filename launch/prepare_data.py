@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import absent_modules  # noqa: F401 (see there)
 from absl import flags
 
 import cli

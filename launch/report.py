@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import absent_modules  # noqa: F401 (see there)
 from absl import flags
 
 import cli

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import absent_modules  # noqa: F401 (see there)
 from absl import flags
 from ml_collections import config_flags
 from rich import console, table
@@ -63,10 +64,9 @@ def main() -> None:
     output = None if _OUTPUT.value is None else Path(_OUTPUT.value)
     if output is not None:
         cli.check_output(output)
-    values = _CONFIG.value.to_dict()
-    if "simulation" not in values:
+    if not isinstance(_CONFIG.value, settings.SimulatedRun):
         raise protocols.ConfigError("--config: is no simulated run (it has no config.simulation), whose work is known")
-    work, around = _of_run(comparison.prepare(libra_config.parse(settings.SimulatedRun, values), ["cmlfq"]))
+    work, around = _of_run(comparison.prepare(libra_config.checked(_CONFIG.value), ["cmlfq"]))
     record = _measured() if _MEASURE.value else _read(KEPT if _COSTS.value is None else Path(_COSTS.value))
     costs = _costs(record["costs"])
     if simulated:

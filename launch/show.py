@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import absent_modules  # noqa: F401 (see there)
 from absl import flags
 from rich import box
 from rich.console import Console, Group, RenderableType

@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import absent_modules  # noqa: F401 (see there)
 import unread
 from absl import flags
 from ml_collections import config_flags
@@ -46,7 +47,7 @@ _SENSITIVITY = flags.DEFINE_bool("sensitivity", False, "Move each coefficient by
 
 def main() -> None:
     policies, seeds = _policies(_POLICIES.value), cli.seeds(_SEEDS.value)
-    if "simulation" not in _CONFIG.value:
+    if not isinstance(_CONFIG.value, settings.SimulatedRun):
         file = config_flags.get_config_filename(flags.FLAGS["config"])
         raise protocols.ConfigError(
             f"--config={file}: is no simulated run (it has no config.simulation); launch/train.py takes real ones"
@@ -58,7 +59,7 @@ def main() -> None:
         )
     given = unread.given(flags.FLAGS["config"])
     unread.refuse_ignored(given, script="simulate.py", ignored=settings.IGNORED, instead=settings.COUNTS)
-    asked = _run(_CONFIG.value.to_dict(), _TRACE.value)
+    asked = _run(libra_config.to_dict(_CONFIG.value), _TRACE.value)
     run = comparison.prepare(asked, policies)
     output = None if _OUTPUT.value is None else Path(_OUTPUT.value)
     if output is not None:

@@ -27,6 +27,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import absent_modules  # noqa: F401 (see there)
 import job_flags
 import slurm_job
 from absl import flags

@@ -35,6 +35,8 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import absent_modules  # noqa: F401 (see there)
+
 from libra_jax.cluster import granted, settings
 from libra_jax.protocols import LibraError
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import absent_modules  # noqa: F401 (see there)
 from absl import flags
 from rich.console import Console
 from rich.live import Live

@@ -27,6 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import absent_modules  # noqa: F401 (see there)
 import grid
 import submission
 import unread
@@ -88,7 +89,8 @@ def main(overrides: Sequence[str]) -> None:
             f"--configs: {simulated[0].file} is a simulated run and {other.file} a real one; sweep them apart"
         )
     folder = Path(_OUTPUT.value)
-    cli.check_output(folder / "sweep.json")
+    if not _DRY_RUN.value:  # which writes nothing, not even the folder
+        cli.check_output(folder / "sweep.json")
     if not simulated:
         _submit(cells, read, folder)
         return

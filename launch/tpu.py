@@ -23,6 +23,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+import absent_modules  # noqa: F401 (see there)
 import job_flags
 from absl import flags
 

@@ -17,6 +17,7 @@ import signal
 import sys
 import types
 
+import absent_modules  # noqa: F401 (see there)
 import changes
 import hub
 import observing
@@ -33,6 +34,7 @@ import workdirs
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.agents import factories
+from libra_jax.agents.rewards import composition
 from libra_jax.agents.tools import toolkit
 from libra_jax.coordinator import run as coordinator
 from libra_jax.coordinator import signals
@@ -71,6 +73,7 @@ def main() -> int:
     for note in found.notes:
         print(f"{note[0].upper()}{note[1:]}.")
     checks.validate(found.config, need_weights=True)
+    composition.try_factories(found.config.reward)
     warn.warn(found.config)
     summary = asyncio.run(_train(config, found.config, last_resort))
     if summary.terminated:
@@ -85,6 +88,7 @@ def _describe(named: libra_config.RunConfig, found: hub.Found) -> None:
       DataError: it cannot run here, because weights, a tokenizer or tasks are missing.
     """
     checks.validate(found.config, need_weights=False)
+    composition.try_factories(found.config.reward)
     warn.warn(found.config)
     said = dry_run.describe(found.config, found.notes, named)
     print(escapes.visible(said, lines=True))  # it quotes a task, which may be anybody's

@@ -32,7 +32,7 @@ from libra_jax.telemetry import recorder as telemetry
 
 TRAINER = "libra_jax.training.trainer:create"
 REPLICA = "libra_jax.training.replica:create"
-RELAY = "libra_jax.interop.relay:create"
+RELAY = "libra_jax.weights.relay:create"
 
 
 def policy_shape(config: libra_config.RunConfig, *, need_weights: bool) -> model_config.TransformerConfig:
@@ -213,7 +213,7 @@ def global_planner(
         together=placement.together(config),
     )
     forecast.check_layout(config, setting)
-    return planner.GlobalPlanner(config.planner, setting, plans.of_run(config, mesh))
+    return planner.GlobalPlanner(config.planner, setting, plans.of_run(config, mesh), masks=config.task.masks)
 
 
 def _by_kept_profile(config: libra_config.RunConfig, workdir: Path) -> libra_config.RunConfig:

@@ -13,9 +13,9 @@ import numpy as np
 
 from benchmarks import timing
 from libra_jax import protocols
-from libra_jax.interop import memfd, publication
 from libra_jax.models import config as models_config
 from libra_jax.models import transformer
+from libra_jax.weights import memfd, snapshot
 
 SHAPE = dataclasses.replace(
     models_config.load_preset("libra-tiny"),
@@ -34,9 +34,9 @@ DEADLINE_SECONDS = 60.0
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    """The engine's process maps each bucket and sums every tensor's first and last element, as proof of reading."""
+    """The engine's process maps each chunk and sums every tensor's first and last element, as proof of reading."""
     params = jax.block_until_ready(transformer.init_params(SHAPE, jax.random.key(0), "float32"))
-    publisher = publication.Publisher(SHAPE, "float32", 256 * 2**20, "memfd", checksum=False)
+    publisher = snapshot.HostSnapshot(SHAPE, "float32", 256 * 2**20, "memfd", checksum=False)
     source = np.ones(publisher.nbytes // 4, np.float32)
     target = np.empty_like(source)
     context = multiprocessing.get_context("spawn")
@@ -76,13 +76,13 @@ def _read(pipe: connection.Connection) -> None:
     import torch
 
     mappings: dict[tuple[int, int, int], Any] = {}
-    while (bucket := pipe.recv()) is not None:
-        address = bucket.transport
+    while (chunk := pipe.recv()) is not None:
+        address = chunk.transport
         key = (address["pid"], address["fd"], address["inode"])
         if key not in mappings:
             mappings[key] = memfd.open_peer(address)
         total = 0.0
-        for entry in bucket.entries:
+        for entry in chunk.entries:
             kind = getattr(torch, entry.dtype)
             flat = torch.frombuffer(mappings[key], dtype=kind, count=entry.nbytes // kind.itemsize, offset=entry.offset)
             total += float(flat[0]) + float(flat[-1])

@@ -156,7 +156,8 @@ async def _ray(rounds: int) -> tuple[float, float]:
         spent = []
         for _ in range(rounds + 1):
             begin = time.process_time()
-            await asyncio.gather(*(proxies[number % ACTORS].health() for number in range(CALLS)))
+            asked = [proxies[number % ACTORS] for number in range(CALLS)]
+            await asyncio.gather(*(actor.call(protocols.RolloutEngine.health) for actor in asked))
             spent.append((time.process_time() - begin) / CALLS)
     finally:
         await cluster.shutdown()

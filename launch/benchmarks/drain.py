@@ -17,10 +17,11 @@ from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.agents import loop as agent_loop
 from libra_jax.cluster import create as cluster_create
-from libra_jax.coordinator import dispatch, failure, instances, publication
+from libra_jax.coordinator import dispatch, failure, instances
 from libra_jax.models import config as models_config
 from libra_jax.scheduling import registry
 from libra_jax.telemetry import memory
+from libra_jax.weights import sync
 
 SLOTS, TOKENS = 16, 128
 NAMES = ("rollout-0", "rollout-1")
@@ -70,7 +71,7 @@ async def measure() -> dict[str, Any]:
     weights = weights_source.Weights(shape)
     try:
         await engines.start()
-        publisher = publication.Publisher(
+        publisher = sync.WeightSync(
             config, trainer=weights, trainer_lock=asyncio.Lock(), engines=engines, recorder=recorder
         )
         dispatcher = dispatch.Dispatcher(
@@ -80,7 +81,7 @@ async def measure() -> dict[str, Any]:
             recorder=recorder,
             ending=ending,
         )
-        await publisher.publish(0)
+        await publisher.sync_weights(0)
         load = _Load(dispatcher, engines)
         return await ending.race(load.around(_rounds(load, engines, config.deadlines.transition)))
     finally:

@@ -190,7 +190,7 @@ class _Bench:
         await members.warm(MEMBER)
         return time.perf_counter() - began
 
-    async def _publish(self) -> list[protocols.WeightBucket]:
+    async def _publish(self) -> list[protocols.WeightChunk]:
         count = await self._trainer.open_weights(self._version)
         buckets = [await self._trainer.stage_weights(self._version, index) for index in range(count)]
         await self._trainer.close_weights(self._version)

@@ -46,7 +46,7 @@ def sample() -> tuple[settings.SimulatedRun, list[scripts.Script]]:
     """The run of configs/simulate.py, and all of its attempts."""
     from configs import simulate  # found from where scripts are launched, once they run
 
-    run = configuration.parse(settings.SimulatedRun, simulate.get_config("swe").to_dict())
+    run = configuration.checked(simulate.get_config("swe"))
     workload, groups = comparison.workload(run), run.steps * run.coordinator.groups_per_step
     return run, [
         workload.script(task, sample) for task in range(groups) for sample in range(run.coordinator.group_size)

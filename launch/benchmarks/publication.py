@@ -14,11 +14,10 @@ from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.cluster import create as cluster_create
 from libra_jax.coordinator import failure, instances
-from libra_jax.coordinator import publication as coordinator
-from libra_jax.interop import publication
 from libra_jax.models import config as models_config
 from libra_jax.models import transformer
 from libra_jax.telemetry import memory
+from libra_jax.weights import snapshot, sync
 
 NAME = "rollout-0"
 
@@ -27,10 +26,10 @@ class Weights:
     """The part of a `protocols.Trainer` that publishes, over random parameters of this shape that never change."""
 
     def __init__(
-        self, shape: models_config.TransformerConfig, bucket_bytes: int = 256 * 2**20, checksum: bool = False
+        self, shape: models_config.TransformerConfig, chunk_bytes: int = 256 * 2**20, checksum: bool = False
     ) -> None:
         self._params = jax.block_until_ready(transformer.init_params(shape, jax.random.key(0), "float32"))
-        self.publisher = publication.Publisher(shape, "float32", bucket_bytes, "memfd", checksum)
+        self.publisher = snapshot.HostSnapshot(shape, "float32", chunk_bytes, "memfd", checksum)
         self.snapshot_seconds: list[float] = []
 
     async def open_weights(self, policy_version: int) -> int:
@@ -39,7 +38,7 @@ class Weights:
         self.snapshot_seconds.append(time.perf_counter() - start)
         return count
 
-    async def stage_weights(self, policy_version: int, index: int) -> protocols.WeightBucket:
+    async def stage_weights(self, policy_version: int, index: int) -> protocols.WeightChunk:
         return self.publisher.stage(policy_version, index)
 
     async def close_weights(self, policy_version: int) -> None:
@@ -59,11 +58,11 @@ async def measure(rounds: int) -> dict[str, Any]:
     seconds = []
     try:
         await engines.start()
-        publisher = coordinator.Publisher(
+        publisher = sync.WeightSync(
             config, trainer=weights, trainer_lock=asyncio.Lock(), engines=engines, recorder=recorder
         )
         for version in range(rounds + 1):
-            seconds.append(await ending.race(publisher.publish(version)))
+            seconds.append(await ending.race(publisher.sync_weights(version)))
     finally:
         await ending.cancel_background(config.deadlines.shutdown)
         await cluster.shutdown()

@@ -16,16 +16,17 @@ import numpy as np
 from benchmarks import coordinator
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.coordinator import dispatch, failure, instances, publication, relays
+from libra_jax.coordinator import dispatch, failure, instances
 from libra_jax.planning import robust
 from libra_jax.scheduling import registry
 from libra_jax.simulator import clock, world
 from libra_jax.telemetry import memory
+from libra_jax.weights import relay_tree, sync
 
-PUBLICATION_COSTS = ("engine_update", "engine_bucket", "host_bucket")
+PUBLICATION_COSTS = ("engine_update", "engine_chunk", "host_chunk")
 
 SIZES = ((128, 1, 4), (128, 1, 32), (128, 4, 4), (512, 1, 8), (512, 2, 8), (32, 8, 8))
-"""(hosts, engines on each, buckets) of the publications that are measured. A host costs more where there are more of
+"""(hosts, engines on each, chunks) of the publications that are measured. A host costs more where there are more of
 them, though nothing in the code says so: caches hold less of each."""
 
 HELD_OUT = (256, 2, 16)
@@ -52,7 +53,7 @@ class Engine(coordinator.Instant):
 
     async def start_weight_update(self, policy_version: int) -> None: ...
 
-    async def update_weights(self, bucket: protocols.WeightBucket) -> None: ...
+    async def update_weights(self, chunk: protocols.WeightChunk) -> None: ...
 
     async def finish_weight_update(self, policy_version: int) -> None: ...
 
@@ -68,31 +69,31 @@ class Relay:
 
     async def connect(self, child: str, epoch: int, address: Mapping[str, Any]) -> None: ...
 
-    async def send(self, bucket: protocols.WeightBucket, child: str) -> None: ...
+    async def send(self, chunk: protocols.WeightChunk, child: str) -> None: ...
 
-    async def receive(self, bucket: protocols.WeightBucket) -> protocols.WeightBucket:
-        return bucket
+    async def receive(self, chunk: protocols.WeightChunk) -> protocols.WeightChunk:
+        return chunk
 
     async def shutdown(self) -> None: ...
 
 
 class Weights:
-    """A trainer's part in a publication of so many empty buckets."""
+    """A trainer's part in a publication of so many empty chunks."""
 
-    def __init__(self, buckets: int) -> None:
-        self._buckets = buckets
+    def __init__(self, chunks: int) -> None:
+        self._chunks = chunks
 
     async def open_weights(self, policy_version: int) -> int:
-        return self._buckets
+        return self._chunks
 
-    async def stage_weights(self, policy_version: int, index: int) -> protocols.WeightBucket:
-        return protocols.WeightBucket(policy_version, index, self._buckets, (), 0, {}, f"{policy_version}.{index}")
+    async def stage_weights(self, policy_version: int, index: int) -> protocols.WeightChunk:
+        return protocols.WeightChunk(policy_version, index, self._chunks, (), 0, {}, f"{policy_version}.{index}")
 
     async def close_weights(self, policy_version: int) -> None: ...
 
 
 def costs(rounds: int) -> dict[str, float]:
-    """CPU seconds of engine_update, engine_bucket, host_bucket, health and serving (`planning.scale.Costs`)."""
+    """CPU seconds of engine_update, engine_chunk, host_chunk, health and serving (`planning.scale.Costs`)."""
     taken = [clock.run(_published(*size, rounds), signals=False) for size in SIZES]
     rows = np.array([_counts(*size) for size in SIZES]) / np.array(taken)[:, None]
     fitted = robust.non_negative(rows, np.ones(len(SIZES)))
@@ -105,15 +106,15 @@ def costs(rounds: int) -> dict[str, float]:
 
 def held_out(known: Mapping[str, float], rounds: int) -> tuple[str, float, float]:
     """A publication of `HELD_OUT` in words, its CPU seconds by known costs, and as measured."""
-    hosts, engines, buckets = HELD_OUT
+    hosts, engines, chunks = HELD_OUT
     predicted = float(np.dot(_counts(*HELD_OUT), [known[name] for name in PUBLICATION_COSTS]))
-    what = f"a publication of {buckets} buckets to {hosts} hosts with {engines} engines each, calls apart"
+    what = f"a publication of {chunks} chunks to {hosts} hosts with {engines} engines each, calls apart"
     return what, predicted, clock.run(_published(*HELD_OUT, rounds), signals=False)
 
 
-def _counts(hosts: int, engines: int, buckets: int) -> list[float]:
+def _counts(hosts: int, engines: int, chunks: int) -> list[float]:
     """How often each of `PUBLICATION_COSTS` comes; the first host's engines read the trainer's memory."""
-    return [hosts * engines, hosts * engines * buckets, (hosts - 1) * buckets]
+    return [hosts * engines, hosts * engines * chunks, (hosts - 1) * chunks]
 
 
 def serving(engines: int) -> float:
@@ -142,15 +143,15 @@ def _made(hosts: int, each: int, ending: failure.Ending) -> tuple[configuration.
     return config, cluster, engines
 
 
-async def _published(hosts: int, each: int, buckets: int, rounds: int) -> float:
+async def _published(hosts: int, each: int, chunks: int, rounds: int) -> float:
     ending, recorder = failure.Ending(), memory.MemoryRecorder()
     config, cluster, engines = _made(hosts, each, ending)
     specs = {host: protocols.ActorSpec(f"relay-{host}", f"{__name__}:Relay", {}, host=host) for host in range(hosts)}
-    passing = relays.Relays(config, cluster=cluster, specs=specs, recorder=recorder)
+    passing = relay_tree.RelayTree(config, cluster=cluster, specs=specs, recorder=recorder)
     await engines.start()
-    publisher = publication.Publisher(
+    publisher = sync.WeightSync(
         config,
-        trainer=Weights(buckets),
+        trainer=Weights(chunks),
         trainer_lock=asyncio.Lock(),
         engines=engines,
         recorder=recorder,
@@ -159,7 +160,7 @@ async def _published(hosts: int, each: int, buckets: int, rounds: int) -> float:
     spent = []
     for version in range(rounds + 1):  # the first makes the relays and their links
         begin = time.process_time()
-        await publisher.publish(version)
+        await publisher.sync_weights(version)
         spent.append(time.process_time() - begin)
     await _end(ending, cluster)
     if any(engine.policy_version != rounds for engine in engines.engines.values()):

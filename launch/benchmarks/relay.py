@@ -15,10 +15,10 @@ from benchmarks import bridge, publication, workload
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.cluster import create as cluster_create
-from libra_jax.coordinator import failure, instances, relays
-from libra_jax.coordinator import publication as coordinator
+from libra_jax.coordinator import failure, instances
 from libra_jax.models import config as models_config
 from libra_jax.telemetry import memory
+from libra_jax.weights import relay_tree, sync
 
 BUCKET_BYTES = 32 * 2**20
 """So that a version is eight, and one is loaded while the next comes."""
@@ -28,7 +28,7 @@ LINK_SECONDS = 60.0
 
 def _relay(host: int) -> protocols.ActorSpec:
     arguments = {"name": f"relay-{host}", "link_seconds": LINK_SECONDS, "host": "127.0.0.1"}
-    return protocols.ActorSpec(f"relay-{host}", "libra_jax.interop.relay:create", arguments, cpus=0.0, host=host)
+    return protocols.ActorSpec(f"relay-{host}", "libra_jax.weights.relay:create", arguments, cpus=0.0, host=host)
 
 
 async def measure(rounds: int) -> dict[str, Any]:
@@ -45,9 +45,11 @@ async def measure(rounds: int) -> dict[str, Any]:
     recorder, ending = memory.MemoryRecorder(), failure.Ending()
     specs = [dataclasses.replace(spec, host=1)]
     engines = instances.Instances(config, cluster=cluster, specs=specs, recorder=recorder, ending=ending)
-    hosts = relays.Relays(config, cluster=cluster, specs={host: _relay(host) for host in (0, 1)}, recorder=recorder)
+    hosts = relay_tree.RelayTree(
+        config, cluster=cluster, specs={host: _relay(host) for host in (0, 1)}, recorder=recorder
+    )
     plain, summed = (publication.Weights(bridge.SHAPE, BUCKET_BYTES, checksum) for checksum in (False, True))
-    ways: dict[str, tuple[publication.Weights, relays.Relays | None]] = {
+    ways: dict[str, tuple[publication.Weights, relay_tree.RelayTree | None]] = {
         "direct_seconds": (plain, None),
         "direct_with_checksums_seconds": (summed, None),
         "by_relay_seconds": (summed, hosts),
@@ -59,7 +61,7 @@ async def measure(rounds: int) -> dict[str, Any]:
         for number in range((rounds + 1) * len(ways)):
             way = list(ways)[number % len(ways)]
             weights, through = ways[way]
-            publisher = coordinator.Publisher(
+            publisher = sync.WeightSync(
                 config,
                 trainer=weights,
                 trainer_lock=asyncio.Lock(),
@@ -67,7 +69,7 @@ async def measure(rounds: int) -> dict[str, Any]:
                 recorder=recorder,
                 hosts=through,
             )
-            seconds[way].append(await ending.race(publisher.publish(number)))
+            seconds[way].append(await ending.race(publisher.sync_weights(number)))
     finally:
         await ending.cancel_background(config.deadlines.shutdown)
         await cluster.shutdown()

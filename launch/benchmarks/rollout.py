@@ -19,8 +19,8 @@ from libra_jax.agents import loop as agent_loop
 from libra_jax.agents import tokenizers
 from libra_jax.cluster import create as cluster_create
 from libra_jax.coordinator import dispatch, failure, instances
+from libra_jax.engines import vllm_launch
 from libra_jax.models import config as models_config
-from libra_jax.rollout import vllm_launch
 from libra_jax.scheduling import registry
 from libra_jax.telemetry import memory
 
@@ -111,7 +111,7 @@ async def _through_coordinator(dispatcher: dispatch.Dispatcher, config: configur
 
 async def _bare(engine: async_llm.AsyncLLM, config: configuration.RunConfig) -> None:
     tokenizer = tokenizers.CharacterTokenizer()
-    params = vllm.SamplingParams(  # what our engine asks for (rollout/vllm_engine.py), to the letter
+    params = vllm.SamplingParams(  # what our engine asks for (engines/vllm_engine.py), to the letter
         temperature=config.rollout.temperature,
         max_tokens=TOKENS,
         logprobs=0,

@@ -67,7 +67,7 @@ def configured(accelerators: int, steps: int) -> settings.SimulatedRun:
     config.simulation.train_devices = accelerators - sum(config.rollout.tensor_parallel)
     config.coordinator.groups_per_step = round(config.coordinator.groups_per_step * accelerators / 48)
     config.steps = steps
-    return configuration.parse(settings.SimulatedRun, config.to_dict())
+    return configuration.checked(config)
 
 
 def measure(accelerators: int, steps: int) -> Load:

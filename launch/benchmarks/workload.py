@@ -19,11 +19,11 @@ def engine_spec(
       name: the instance's.
       config: the run's configuration.
       model: content of the model's config.json.
-      more: further arguments of `rollout.vllm_engine.create`.
+      more: further arguments of `engines.vllm_engine.create`.
     """
     rollout = configuration.to_dict(config.rollout)
     arguments = {"name": name, "model_config": model, "rollout": rollout, "tensor_parallel": 1, "seed": 0, **more}
-    return protocols.ActorSpec(name, "libra_jax.rollout.vllm_engine:create", arguments)
+    return protocols.ActorSpec(name, "libra_jax.engines.vllm_engine:create", arguments)
 
 
 class Turns:

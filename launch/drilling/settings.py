@@ -6,8 +6,6 @@ Two layouts, by the config's argument: "wide" has a trainer of two processes on 
   python launch/train.py --config=launch/drilling/settings.py:narrow
 """
 
-import ml_collections
-
 from libra_jax import config as libra_config
 
 HOSTS = {"wide": 3, "hybrid": 3, "narrow": 2}
@@ -20,8 +18,8 @@ GROUPS, ATTEMPTS = 2, 2
 """Groups a step, attempts a group."""
 
 
-def get_config(layout: str = "narrow") -> ml_collections.ConfigDict:
-    config = ml_collections.ConfigDict(libra_config.to_dict(libra_config.RunConfig()))
+def get_config(layout: str = "narrow") -> libra_config.RunConfig:
+    config = libra_config.RunConfig()
     config.name = f"drill-{layout}"
 
     config.model.preset = "libra-tiny"

@@ -84,7 +84,8 @@ async def run_attempt(
       status: told, in a few words, what the attempt is doing.
 
     Raises:
-      EnvironmentCrashed: the environment or the reward function broke, or gave a reward that is not a finite number.
+      EnvironmentCrashed: the environment broke, or gave a reward that is not a finite number.
+      RewardFailed: the same of the reward function.
     """
     world = guarded.Environment(
         environment,
@@ -391,9 +392,9 @@ class _Attempt:
         except protocols.LibraError:
             raise
         except Exception as error:
-            raise protocols.EnvironmentCrashed(f"{crash} {resolving.raised(error)}") from error
+            raise protocols.RewardFailed(f"{crash} {resolving.raised(error)}") from error
         if not guarded.is_finite(score.reward):
-            raise protocols.EnvironmentCrashed(f"{crash} gave {score.reward!r}, which is not a finite number")
+            raise protocols.RewardFailed(f"{crash} gave {score.reward!r}, which is not a finite number")
         self.metrics.update(score.metrics)
         return score.reward
 

@@ -1,6 +1,6 @@
 """What both backends share: making an actor from its spec, calling it, and turning what goes wrong into one sentence.
 
-An actor is any object; its public methods are what a proxy offers. Where a method runs depends on its kind alone:
+An actor is any object; its public methods are what its handle can call. Where a method runs depends on its kind alone:
 
 - *sync* methods run on the actor's own thread, always the same one (JAX's mesh contexts are thread-local);
 - *async* methods run on the event loop and interleave;
@@ -24,9 +24,12 @@ import queue
 import threading
 import typing
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping
-from typing import Any, Literal
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast
 
 from libra_jax.protocols import ActorSpec, ConfigError, DeadlineMissed, LibraError, WorkerLost
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 MethodKind = Literal["sync", "async", "stream"]
 
@@ -223,7 +226,7 @@ class ActorHost:
         self._stopped = False
 
     async def make(self) -> dict[str, MethodKind]:
-        """Runs the factory; returns the methods a proxy may offer."""
+        """Runs the factory; returns the methods that a handle may call."""
         factory = resolve(self.spec)
         function = functools.partial(factory, **self.spec.arguments)
         what = f"factory {self.spec.factory!r}"
@@ -347,18 +350,62 @@ def _origin(error: BaseException) -> BaseException | None:
     return error.__cause__ if isinstance(error, LibraError) else error
 
 
-class Proxy:
-    """An actor as its callers see it: one attribute a method."""
+class Handle:
+    """`protocols.ActorHandle` of an actor that a backend made.
 
-    def __init__(self, name: str, methods: Mapping[str, Callable[..., Any]]) -> None:
-        self._name = name
-        self.__dict__.update(methods)
+    Args:
+      name: the actor's name.
+      kinds: the actor's public methods.
+      call: runs a sync or async method by its name.
+      stream: runs a stream method by its name.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        kinds: Mapping[str, MethodKind],
+        call: Callable[..., Awaitable[Any]],
+        stream: Callable[..., AsyncGenerator[Any, None]],
+    ) -> None:
+        self.name = name
+        self._kinds = kinds
+        self._call = call
+        self._stream = stream
 
     def __getattr__(self, method: str) -> Any:
-        raise AttributeError(f"actor {self.__dict__.get('_name', '')!r} has no public method {method!r}")
+        # For callers that do not use a typed client yet.
+        if method.startswith("_"):
+            raise AttributeError(method)
+        run = self._stream if self._kind(method) == "stream" else self._call
+        return functools.partial(run, method)
 
     def __repr__(self) -> str:
-        return f"<proxy of actor {self._name!r}>"
+        return f"<handle of actor {self.name!r}>"
+
+    async def call(
+        self, method: Callable[Concatenate[Any, P], Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Returns the result of a sync or async method.
+
+        Raises:
+          AttributeError: the actor has no such public method.
+          WorkerLost: the actor is gone.
+          LibraError: the method failed.
+        """
+        self._kind(method.__name__)
+        return cast(T, await self._call(method.__name__, *args, **kwargs))
+
+    def stream(
+        self, method: Callable[Concatenate[Any, P], AsyncIterator[T]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> AsyncGenerator[T, None]:
+        """Yields the items of a stream method; its errors are those of `call`."""
+        self._kind(method.__name__)
+        return cast(AsyncGenerator[T, None], self._stream(method.__name__, *args, **kwargs))
+
+    def _kind(self, method: str) -> MethodKind:
+        if method not in self._kinds:
+            raise AttributeError(f"actor {self.name!r} has no public method {method!r}")
+        return self._kinds[method]
 
 
 def check_name_free(name: str, taken: Collection[str]) -> None:

@@ -23,8 +23,8 @@ from pathlib import Path
 import psutil
 
 from libra_jax.cluster import granted, guard, hosts, settings
-from libra_jax.interop import memfd
 from libra_jax.protocols import LibraError
+from libra_jax.weights import memfd
 
 PREFIX = "libra-ray-"
 """Of folders for Ray; what a killed process left is removed by its number (`cluster.ray_runtime`)."""

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import os
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any
 
 from libra_jax import turns
@@ -56,8 +56,8 @@ class InProcessCluster:
         self._shutdown_seconds = shutdown_seconds
         self._hosts: dict[str, actors.ActorHost] = {}
 
-    async def spawn(self, spec: ActorSpec) -> actors.Proxy:
-        """Makes the actor and returns its proxy.
+    async def spawn(self, spec: ActorSpec) -> actors.Handle:
+        """Makes the actor and returns its handle.
 
         Raises:
           ConfigError: the factory cannot be found.
@@ -71,7 +71,7 @@ class InProcessCluster:
         except BaseException:
             del self._hosts[spec.name]
             raise
-        return actors.Proxy(spec.name, {name: _bind(host, name, kind) for name, kind in methods.items()})
+        return actors.Handle(spec.name, methods, functools.partial(_call, host), functools.partial(_stream, host))
 
     async def stop(self, name: str) -> None:
         """Ends the actor; nothing happens if it has been stopped before.
@@ -93,18 +93,10 @@ class InProcessCluster:
         await actors.stop_all(self.stop, self._hosts)
 
 
-def _bind(host: actors.ActorHost, method: str, kind: actors.MethodKind) -> Callable[..., Any]:
-    if kind == "stream":
-        return functools.partial(_stream, host, method)
-    return functools.partial(_call_in_environment if method == "start" else _call, host, method)
-
-
 async def _call(host: actors.ActorHost, method: str, /, *args: Any, **kwargs: Any) -> Any:
-    return await host.call(method, args, kwargs)
-
-
-async def _call_in_environment(host: actors.ActorHost, method: str, /, *args: Any, **kwargs: Any) -> Any:
-    async with _environment(host.spec.environment):
+    if method != "start":
+        return await host.call(method, args, kwargs)
+    async with _environment(host.spec.environment):  # for the processes that it makes
         return await host.call(method, args, kwargs)
 
 

@@ -6,12 +6,11 @@ Ray places the actor, detects its death and kills it; restarts are the coordinat
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -126,8 +125,8 @@ class RayCluster:
         )
         self._actors: dict[str, _Actor] = {}
 
-    async def spawn(self, spec: ActorSpec) -> actors.Proxy:
-        """Makes the actor and returns its proxy.
+    async def spawn(self, spec: ActorSpec) -> actors.Handle:
+        """Makes the actor and returns its handle.
 
         Raises:
           ConfigError: the factory cannot be found where the actor runs; no cluster at the address, or one that the
@@ -154,7 +153,7 @@ class RayCluster:
                 del self._actors[spec.name]
             await actor.kill(self._shutdown_seconds)
             raise
-        return actors.Proxy(spec.name, {name: _bind(actor, name, kind) for name, kind in methods.items()})
+        return actors.Handle(spec.name, methods, actor.call, actor.streams.stream)
 
     def _check_gpus(self, spec: ActorSpec) -> None:
         """A Ray of the run's own gets no more GPUs by waiting; one that was joined may."""
@@ -253,10 +252,6 @@ class RayCluster:
             if self._placement is not None:
                 await self._placement.end()
             await self._runtime.end(self._shutdown_seconds)
-
-
-def _bind(actor: _Actor, method: str, kind: actors.MethodKind) -> Callable[..., Any]:
-    return functools.partial(actor.streams.stream if kind == "stream" else actor.call, method)
 
 
 def _seen(future: asyncio.Future[Any]) -> None:

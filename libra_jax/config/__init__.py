@@ -1,8 +1,8 @@
 """Every setting of a run, with its default, unit and meaning: the one place where fields are defined.
 
-Config files (`configs/*.py`) start from `RunConfig()` as an `ml_collections.ConfigDict` and change what they need;
-`parse` turns the resolved ConfigDict back into these frozen dataclasses at the boundary. Standard library only, so
-that reading a config imports no accelerator library.
+A config file (`configs/*.py`) returns a `RunConfig` whose fields it has set, so that editors complete them and mypy
+sees a typo. Scripts apply the command line's flags to it, and `checked` returns the copy that the run holds, with every
+value checked and frozen. Standard library only, so that reading a config imports no accelerator library.
 """
 
 from libra_jax.config.checks import (
@@ -31,8 +31,9 @@ from libra_jax.config.environments import (
     TaskConfig,
     ToolsConfig,
 )
+from libra_jax.config.group import freeze, group
 from libra_jax.config.operation import ClusterConfig, DeadlineConfig, TelemetryConfig
-from libra_jax.config.parsing import MOVED, parse, to_dict
+from libra_jax.config.parsing import MOVED, checked, parse, to_dict
 from libra_jax.config.rollout import ORDERINGS, POLICIES, CostConfig, RolloutConfig, SchedulerConfig, slots_by_degree
 from libra_jax.config.run import MAY_CHANGE, RunConfig, digest, identity
 from libra_jax.config.training import (
@@ -92,7 +93,10 @@ __all__ = [
     "check_cores",
     "check_finite",
     "check_temperature",
+    "checked",
     "digest",
+    "freeze",
+    "group",
     "identity",
     "parse",
     "slots_by_degree",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from libra_jax.config.run import RunConfig
-from libra_jax.config.training import GROUP_ADVANTAGES
+from libra_jax.config.training import GROUP_ADVANTAGES, AlgorithmConfig
 
 TOY_RATE = 1e-4
 """Adam's learning rate from which on full fine-tuning of pretrained weights is warned of. Each step moves a weight by
@@ -27,7 +27,35 @@ def advice(config: RunConfig, *, parameters: int, accelerated: bool) -> list[str
       parameters: of the policy.
       accelerated: the trainer runs on GPUs or TPUs.
     """
-    return [*_group_of_one(config), *_pretrained(config), *_large(config, parameters, accelerated)]
+    return [
+        *_test_double(config),
+        *_group_of_one(config),
+        *_no_kl(config),
+        *_pretrained(config),
+        *_large(config, parameters, accelerated),
+    ]
+
+
+def _test_double(config: RunConfig) -> list[str]:
+    if config.rollout.engine != "fake":
+        return []
+    return [
+        "config.rollout.engine: fake is a test double without a model, so its tokens are noise and the policy learns "
+        "nothing from them; use vllm"
+    ]
+
+
+def _no_kl(config: RunConfig) -> list[str]:
+    """Settings of the KL term without the term: a warning, as a coefficient of 0 is a usual point of a sweep."""
+    algorithm, defaults = config.algorithm, AlgorithmConfig()
+    if algorithm.kl_coefficient:
+        return []
+    return [
+        f"config.algorithm.{name}: {getattr(algorithm, name)} has no effect with algorithm.kl_coefficient=0; set a "
+        "coefficient above 0, or leave it out"
+        for name in ("kl_in_reward", "kl_estimator")
+        if getattr(algorithm, name) != getattr(defaults, name)
+    ]
 
 
 def _group_of_one(config: RunConfig) -> list[str]:

@@ -6,9 +6,11 @@ import math
 from dataclasses import dataclass
 
 from libra_jax.config.checks import check, check_choice, check_finite, check_temperature
+from libra_jax.config.group import group
 
 
-@dataclass(frozen=True)
+@group
+@dataclass
 class CoordinatorConfig:
     """Batches, staleness and replacement."""
 
@@ -46,7 +48,8 @@ class CoordinatorConfig:
         check(allowed >= 0, "coordinator.max_replacements", f"must not be negative, not {allowed}")
 
 
-@dataclass(frozen=True)
+@group
+@dataclass
 class EvaluationConfig:
     """Held-out tasks, attempted once each at the given version."""
 
@@ -61,7 +64,8 @@ class EvaluationConfig:
             check_temperature(self.temperature, "evaluation.temperature", "; 0 is greedy")
 
 
-@dataclass(frozen=True)
+@group
+@dataclass
 class CheckpointConfig:
     """Composite checkpoints (one manifest each)."""
 
@@ -73,7 +77,8 @@ class CheckpointConfig:
         check(self.keep > 0, "checkpoint.keep", "must be positive")
 
 
-@dataclass(frozen=True)
+@group
+@dataclass
 class PlannerConfig:
     """When the devices are split and laid out anew, and by what (`planning/planner.py`)."""
 
@@ -106,7 +111,8 @@ class PlannerConfig:
             check(degree in (1, 2, 4, 8), "planner.degrees", f"{degree} is not one of 1, 2, 4, 8")
 
 
-@dataclass(frozen=True)
+@group
+@dataclass
 class ElasticConfig:
     """Who may change sides while the run goes on (libra_jax/elastic)."""
 

@@ -10,13 +10,15 @@ from typing import Any
 
 from libra_jax import protocols
 from libra_jax.config.checks import check, check_choice, check_finite
+from libra_jax.config.group import group
 from libra_jax.config.parsing import parse
 
 SHARE_OF_CALLS = 0.95
 """Of a step's time: the rest is for ending those calls that overran it."""
 
 
-@dataclass(frozen=True)
+@group
+@dataclass
 class TaskConfig:
     """What the agent is asked to do. Factories are named `"package.module:factory"`."""
 
@@ -81,7 +83,8 @@ _LEAST_OF_SANDBOX = {"memory_mib": 64, "processes": 2, "files": 100, "input_byte
 """Below these not even an empty call works: Python itself takes 40 MiB of addresses, and a shell starts a process."""
 
 
-@dataclass(frozen=True)
+@group
+@dataclass
 class SandboxLimits:
     """What one sandbox may use. A call that uses more fails, and says which limit it met.
 
@@ -134,7 +137,8 @@ class SandboxLimits:
             check(value >= least, name, f"must be {least} or more, not {value}: less runs nothing at all")
 
 
-@dataclass(frozen=True)
+@group
+@dataclass
 class SandboxConfig(SandboxLimits):
     """Where code that a policy wrote runs, and what it may use there."""
 
@@ -155,7 +159,8 @@ class SandboxConfig(SandboxLimits):
         return SandboxLimits(**{item.name: getattr(self, item.name) for item in dataclasses.fields(SandboxLimits)})
 
 
-@dataclass(frozen=True)
+@group
+@dataclass
 class ToolsConfig:
     """What the policy may call, in environments that take tools (libra_jax.agents.environments)."""
 
@@ -180,7 +185,8 @@ OF_REWARDS = ("mean", "std", "environment")
 """Metrics under `reward/` that no function may take the name of."""
 
 
-@dataclass(frozen=True)
+@group
+@dataclass
 class RewardFunctionConfig:
     """One function of a reward. A plain one runs on a thread, an async one on an event loop apart from the run's."""
 
@@ -189,7 +195,8 @@ class RewardFunctionConfig:
     arguments: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of the factory
 
 
-@dataclass(frozen=True)
+@group
+@dataclass
 class RewardConfig:
     """What an attempt is worth: functions and the environment's own reward, each times its weight, added up."""
 

@@ -7,10 +7,12 @@ import ipaddress
 from dataclasses import dataclass
 
 from libra_jax.config.checks import check, check_choice
+from libra_jax.config.group import group
 from libra_jax.protocols import ConfigError
 
 
-@dataclass(frozen=True)
+@group
+@dataclass
 class ClusterConfig:
     """Where actors live."""
 
@@ -34,7 +36,8 @@ class ClusterConfig:
         )
 
 
-@dataclass(frozen=True)
+@group
+@dataclass
 class TelemetryConfig:
     """Where a run reports."""
 
@@ -64,7 +67,8 @@ class TelemetryConfig:
         )
 
 
-@dataclass(frozen=True)
+@group
+@dataclass
 class DeadlineConfig:
     """Longest waits, in seconds; passing one ends in an error that names the worker."""
 

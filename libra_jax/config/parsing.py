@@ -1,4 +1,4 @@
-"""Settings as nested plain values, and back."""
+"""Turns settings into nested plain values, and those into frozen settings."""
 
 from __future__ import annotations
 
@@ -8,12 +8,22 @@ from collections.abc import Mapping
 from typing import Any, TypeVar, get_type_hints
 
 from libra_jax.config.checks import check
+from libra_jax.config.group import freeze
 from libra_jax.protocols import ConfigError
 
 MOVED = {"task.reward": 'reward.functions, e.g. {"mine": {"factory": "package.module:factory"}}'}
 """Fields of former versions, and where they are now."""
 
 T = TypeVar("T")
+
+
+def checked(config: T) -> T:
+    """Returns a frozen copy of settings whose fields a config file has set, with every value checked.
+
+    Raises:
+      ConfigError: a value is of the wrong type, out of range, or at odds with another; the message names the field.
+    """
+    return parse(type(config), to_dict(config))
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -25,7 +35,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def parse(cls: type[T], values: Mapping[str, Any], prefix: str = "") -> T:
-    """Builds the dataclass `cls` from nested mappings.
+    """Builds the group of settings `cls` from nested mappings, checks every value, and freezes the result.
 
     Raises:
       ConfigError: a field is unknown (the nearest name is offered), of the wrong type, or out of range.
@@ -46,7 +56,7 @@ def parse(cls: type[T], values: Mapping[str, Any], prefix: str = "") -> T:
             arguments[name] = parse(kind, value, f"{prefix}{name}.")  # type: ignore[arg-type]
         else:
             arguments[name] = _coerce(value, kind, f"{prefix}{name}")
-    return cls(**arguments)
+    return freeze(cls(**arguments))
 
 
 def _coerce(value: Any, kind: Any, name: str) -> Any:

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from libra_jax.config.checks import check, check_choice, check_temperature
+from libra_jax.config.group import group
 
 
-@dataclass(frozen=True)
+@group
+@dataclass
 class RolloutConfig:
     """The engines, and how tokens are drawn."""
 
@@ -96,7 +98,8 @@ POLICIES = (
 ORDERINGS = ("auto", "fcfs", "longest_first", "shortest_first", "group_completion")
 
 
-@dataclass(frozen=True)
+@group
+@dataclass
 class CostConfig:
     """What serving costs over real engines, as the scheduler sees it (libra_jax/scheduling/costs.py).
 
@@ -119,7 +122,8 @@ class CostConfig:
         check(0 <= self.scaling <= 1, "scheduler.costs.scaling", f"must lie in [0, 1], not {self.scaling}")
 
 
-@dataclass(frozen=True)
+@group
+@dataclass
 class SchedulerConfig:
     """Which rollout instance serves a request next (libra_jax/scheduling). Tokens are generated ones."""
 

@@ -16,6 +16,7 @@ from libra_jax.config.coordination import (
     PlannerConfig,
 )
 from libra_jax.config.environments import SHARE_OF_CALLS, RewardConfig, SandboxConfig, TaskConfig, ToolsConfig
+from libra_jax.config.group import group
 from libra_jax.config.operation import ClusterConfig, DeadlineConfig, TelemetryConfig
 from libra_jax.config.parsing import to_dict
 from libra_jax.config.rollout import RolloutConfig, SchedulerConfig
@@ -42,7 +43,8 @@ MAY_CHANGE = (
 """Settings, and groups of settings, that a run may change when it goes on: none of them changes what it learns."""
 
 
-@dataclass(frozen=True)
+@group
+@dataclass
 class RunConfig:
     """A whole run."""
 
@@ -89,6 +91,7 @@ class RunConfig:
             f"{self.rollout.max_context}; lower it, or set task.context_policy=stop",
         )
         self._check_decoupled()
+        self._check_unread()
         self._check_sandbox()
         self._check_elastic()
         longest = max((self.trainer.row_tokens, *self.trainer.row_buckets))
@@ -111,6 +114,22 @@ class RunConfig:
                 f"{value} never binds with algorithm.objective=decoupled: a batch takes one update, so the ratio to "
                 f"the proximal policy is 1; leave it at {default} and bound the importance weight by "
                 "algorithm.correction and correction_cap, or set algorithm.objective=behaviour",
+            )
+
+    def _check_unread(self) -> None:
+        """Refuses a changed setting of the objective that another setting leaves unread."""
+        algorithm, defaults = self.algorithm, AlgorithmConfig()
+        for name, reads, partner, instead in (
+            ("dual_clip", algorithm.loss != "cispo", "loss", "clipped or gspo"),
+            ("correction_cap", algorithm.correction != "none", "correction", "truncated or masked"),
+            ("sequence_length_constant", algorithm.aggregation == "sequence_sum", "aggregation", "sequence_sum"),
+        ):
+            value, default = getattr(algorithm, name), getattr(defaults, name)
+            check(
+                reads or value == default,
+                f"algorithm.{name}",
+                f"{value:g} has no effect with algorithm.{partner}={getattr(algorithm, partner)}; leave it at "
+                f"{default:g}, or set algorithm.{partner}={instead}",
             )
 
     def _check_sandbox(self) -> None:

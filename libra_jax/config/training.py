@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from libra_jax.config.checks import check, check_choice, check_finite
+from libra_jax.config.group import group
 
 
-@dataclass(frozen=True)
+@group
+@dataclass
 class ModelConfig:
     """The policy. Set `path` for pretrained weights, or `preset` for random initial ones."""
 
@@ -50,7 +52,8 @@ CORRECTIONS = ("none", "truncated", "masked")
 KL_ESTIMATORS = ("k1", "k2", "k3", "k1+", "k3+")
 
 
-@dataclass(frozen=True)
+@group
+@dataclass
 class AlgorithmConfig:
     """The objective. Functions and references: libra_jax/algorithms."""
 
@@ -90,7 +93,8 @@ class AlgorithmConfig:
         check(self.sequence_length_constant > 0, "algorithm.sequence_length_constant", "must be positive")
 
 
-@dataclass(frozen=True)
+@group
+@dataclass
 class OptimizerConfig:
     """optax optimizer and schedule."""
 
@@ -121,7 +125,8 @@ class OptimizerConfig:
         check(self.clip_norm >= 0, "optimizer.clip_norm", f"must not be negative (0 is off), not {self.clip_norm}")
 
 
-@dataclass(frozen=True)
+@group
+@dataclass
 class TrainerConfig:
     """The trainer's mesh and the shapes it compiles for."""
 
@@ -171,7 +176,8 @@ class TrainerConfig:
         return self.data * self.fsdp * self.tensor * self.context
 
 
-@dataclass(frozen=True)
+@group
+@dataclass
 class WarmStartConfig:
     """Supervised steps on the environment's demonstrations before reinforcement learning begins."""
 

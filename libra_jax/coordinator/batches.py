@@ -9,8 +9,8 @@ from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.agents import resolving
 from libra_jax.coordinator import groups as groups_lib
-from libra_jax.coordinator import publication
 from libra_jax.scheduling import admission
+from libra_jax.weights import sync
 
 
 class Batches:
@@ -35,7 +35,7 @@ class Batches:
         *,
         tasks: protocols.TaskSource,
         groups: groups_lib.Groups,
-        publisher: publication.Publisher,
+        publisher: sync.WeightSync,
         commit: Callable[[], Awaitable[None]],
         recorder: protocols.Recorder,
     ) -> None:
@@ -106,5 +106,6 @@ class Batches:
             if self._settled.is_set():
                 continue
             ready, size = len(self._groups.finished), self._bound.groups_per_step
-            self._recorder.status("rollout", f"{ready} groups ready of {size}, {len(self._groups.running)} running")
+            running = len(self._groups.running)
+            self._recorder.status("rollout", f"training waits: {ready} groups ready of {size}, {running} running")
             await self._settled.wait()

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from libra_jax import config as configuration
-from libra_jax import protocols
-from libra_jax.coordinator import deadlines, failure, instances, requests, routing
+from libra_jax import deadlines, protocols
+from libra_jax.coordinator import failure, instances, requests, routing
 
 WATCHES = 8
 """Times a stream is looked at within its deadline; requests that wait are looked at as often."""

@@ -22,12 +22,12 @@ from libra_jax.coordinator import (
     mesh_moves,
     plan_follower,
     process_set,
-    publication,
     replicas,
     reports,
     resizing,
     saving,
 )
+from libra_jax.weights import sync
 
 MakeTrainer = Callable[[protocols.MeshSizes | None], process_set.MakeProcess]
 """A mesh, or None for the config's, to how the processes of a trainer on it are made."""
@@ -63,7 +63,7 @@ class Elasticity:
         sizes: protocols.MeshSizes,
         trainer_lock: asyncio.Lock,
         engines: instances.Instances,
-        publisher: publication.Publisher,
+        publisher: sync.WeightSync,
         saver: saving.Saver,
         members: replicas.Replicas | None,
         dispatcher: dispatch.Dispatcher,
@@ -193,7 +193,7 @@ class Elasticity:
 
     async def _trainer_moved(self) -> None:
         """Other processes train: channels and snapshots of those before go."""
-        await self._publisher.forget()
+        await self._publisher.release()
         if self._hybrid is not None:
             self._hybrid.trainer_moved()
 

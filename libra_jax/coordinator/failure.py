@@ -6,19 +6,9 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from libra_jax.coordinator import deadlines
+from libra_jax import deadlines
 
 T = TypeVar("T")
-
-
-async def together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
-    """Awaits all; the first error is raised at once, and the others are cancelled."""
-    tasks = [asyncio.ensure_future(item) for item in work]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            deadlines.abandon(task)
 
 
 class Stopped(Exception):

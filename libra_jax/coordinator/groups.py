@@ -11,8 +11,11 @@ from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.coordinator import attempts, checkpoints, failure
 
-ENVIRONMENT, ZERO_VARIANCE, STALE, REDUNDANT = "environment", "zero_variance", "stale", "redundant"
-"""Why a group is replaced."""
+ENVIRONMENT, REWARD = "environment", "reward"
+"""What broke in a group that is replaced."""
+
+ZERO_VARIANCE, STALE, REDUNDANT = "zero_variance", "stale", "redundant"
+"""Why a group is replaced that is whole."""
 
 
 class Groups:
@@ -142,7 +145,8 @@ class Groups:
         self._leave(group)
         self.scored += any(trajectory.finish == "answered" for trajectory in group.trajectories)
         if crash is not None:
-            self._count(group, ENVIRONMENT, str(crash))
+            broken = REWARD if isinstance(crash, protocols.RewardFailed) else ENVIRONMENT
+            self._count(group, broken, str(crash))
         elif self._config.coordinator.filter_zero_variance and self._same_rewards(group):
             self._count(group, ZERO_VARIANCE, self._why_same(group))
         else:
@@ -183,7 +187,7 @@ class Groups:
     def _count(self, group: protocols.Group, reason: str, why: str) -> None:
         self.replaced[reason] += 1
         self.replaced_tokens += sum(trajectory.generated_tokens for trajectory in group.trajectories)
-        if reason == ENVIRONMENT:  # the other reasons are the config's wish and may come by the thousand
+        if reason in (ENVIRONMENT, REWARD):  # the other reasons are the config's wish and may come by the thousand
             self._recorder.note(f"Prompt {group.task.prompt_id} was replaced ({reason}): {why}")
         if reason != REDUNDANT:  # of which there are as many as the config asks for
             self._first_replacement = self._first_replacement or why
@@ -196,22 +200,46 @@ class Groups:
         Groups cut off at their limits train without being scored by the environment, so that one which always crashes
         would stay below the share of the groups trained: crashes are held against the groups it scored, too.
         """
-        limits, crashed = self._config.coordinator, self.replaced[ENVIRONMENT]
-        crashes = crashed > limits.max_replacements * (self.scored + limits.groups_per_step)
-        replaced = self.replaced.total() - self.replaced[REDUNDANT]
-        if not crashes and replaced <= limits.max_replacements * (self.trained + limits.groups_per_step):
+        counted = {name: count for name, count in sorted(self.replaced.items()) if name != REDUNDANT}
+        crashed = {name: count for name, count in counted.items() if name in (ENVIRONMENT, REWARD)}
+        crashes = sum(crashed.values()) > self._allowed(self.scored)
+        if not crashes and sum(counted.values()) <= self._allowed(self.trained):
             return
-        reasons = ", ".join(f"{name} {count}" for name, count in sorted(self.replaced.items()) if name != REDUNDANT)
         unscored = f" (the environment scored attempts of {self.scored} groups)" if crashes else ""
+        allowed = self._cap(self.scored, "scored") if crashes else self._cap(self.trained, "trained")
         raise protocols.LibraError(
-            f"{replaced} groups were replaced ({reasons}) and {self.trained} trained{unscored}, more than "
-            f"config.coordinator.max_replacements = {limits.max_replacements:g} allows; environment "
-            f"{self._config.task.environment}{self._reward_functions()}; the first: {self._first_replacement}"
+            f"{_sum(crashed if crashes else counted)} and {self.trained} trained{unscored}, more than {allowed}; "
+            f"environment {self._config.task.environment}{self._reward_functions()}; the first: "
+            f"{self._first_replacement}"
+        )
+
+    def told(self) -> str:
+        """Returns the sum of replaced groups by reason, and the cap; empty if none was. Leaves redundant groups out."""
+        counted = {name: count for name, count in sorted(self.replaced.items()) if count and name != REDUNDANT}
+        return f"{_sum(counted)}: {self._cap(self.trained, 'trained')}" if counted else ""
+
+    def _allowed(self, groups: int) -> float:
+        limits = self._config.coordinator
+        return limits.max_replacements * (groups + limits.groups_per_step)
+
+    def _cap(self, groups: int, kind: str) -> str:
+        """Says how many replaced groups the config allows after this many groups of a kind."""
+        limits = self._config.coordinator
+        return (
+            f"config.coordinator.max_replacements = {limits.max_replacements:g} allows "
+            f"{limits.max_replacements:g} x ({groups} {kind} + {limits.groups_per_step} of a step) = "
+            f"{self._allowed(groups):g}"
         )
 
     def _reward_functions(self) -> str:
         named = [function.factory for function in self._config.reward.parsed().values()]
         return f", reward {', '.join(named)}" if named else ""
+
+
+def _sum(counts: Mapping[str, int]) -> str:
+    """Says how many groups were replaced: the sum, and the reasons that add up to it."""
+    total, reasons = sum(counts.values()), " + ".join(f"{name} {count}" for name, count in counts.items())
+    return f"{total} group{'s were' if total != 1 else ' was'} replaced ({reasons})"
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from libra_jax import config as configuration
-from libra_jax import protocols
-from libra_jax.coordinator import deadlines, process_set
+from libra_jax import deadlines, protocols
+from libra_jax.coordinator import process_set
 
 T = TypeVar("T")
 

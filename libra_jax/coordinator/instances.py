@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from libra_jax import config as configuration
-from libra_jax import protocols, turns
-from libra_jax.coordinator import deadlines, failure
+from libra_jax import deadlines, protocols, turns
+from libra_jax.coordinator import failure
 
 SETTLE_SECONDS = 1.0
 """Between two looks at whether engines that are being started have come up."""
@@ -148,7 +148,7 @@ class Instances:
 
     async def start(self) -> None:
         """Starts every engine concurrently; one that dies while starting is restarted in the background."""
-        await failure.together(*(self._start(engine) for engine in self.engines.values()))
+        await deadlines.together(*(self._start(engine) for engine in self.engines.values()))
         self._ending.start(self._watch(), "engine health")
 
     def serving(self) -> list[protocols.Instance]:
@@ -298,10 +298,10 @@ class Instances:
         for engine in retired:
             self._retire(engine)
         self.replanned(self.with_hybrid(rollout))
-        await failure.together(*(self._stop(engine) for engine in retired))
+        await deadlines.together(*(self._stop(engine) for engine in retired))
         added = [Engine(spec) for spec in specs]
         self.engines.update({engine.name: engine for engine in added})
-        await failure.together(*(self._start_and_load(engine) for engine in added))
+        await deadlines.together(*(self._start_and_load(engine) for engine in added))
 
     def trainer_holds(self, devices: int) -> None:
         """The first so many of the run's devices are the trainer's: engines that are added leave them free."""
@@ -353,24 +353,27 @@ class Instances:
 
     async def _start(self, engine: Engine) -> None:
         engine.state = "starting"
-        self._recorder.status(engine.name, "starting")
+        self._recorder.status(engine.name, "starting its process")
         life, limits = engine.life, self._config.deadlines
         try:
             making = self._cluster.spawn(engine.spec)
             proxy = await deadlines.within(
                 limits.engine_start, making, f"The making of engine {engine.name}", "engine_start"
             )
+            self._recorder.status(engine.name, "loading the inference engine and the model")
+            starting = proxy.call(protocols.RolloutEngine.start)
             engine.info = await deadlines.within(
-                limits.engine_start, proxy.start(), f"The start of {engine.name}", "engine_start"
+                limits.engine_start, starting, f"The start of {engine.name}", "engine_start"
             )
+            self._recorder.status(engine.name, "opening the weight transport")
             transport = {"kind": self._config.rollout.transport}
-            opening = proxy.init_weight_transfer(transport)
+            opening = proxy.call(protocols.RolloutEngine.init_weight_transfer, transport)
             await deadlines.within(limits.publish, opening, f"Opening {engine.name}'s weight transport", "publish")
         except (protocols.WorkerLost, protocols.DeadlineMissed) as error:
             self.lost(engine, life, error)
             return
         engine.proxy, engine.state = proxy, "loaded"
-        self._recorder.status(engine.name, "started")
+        self._recorder.status(engine.name, "started, waits for its first weights")
 
     async def _restart(self, engine: Engine, error: BaseException) -> None:
         await self._stop(engine)
@@ -399,7 +402,7 @@ class Instances:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(self._config.rollout.health_seconds)
-            await failure.together(*(self._check(engine) for engine in self.loadable()))
+            await deadlines.together(*(self._check(engine) for engine in self.loadable()))
 
     async def _check(self, engine: Engine) -> None:
         life, proxy = engine.life, engine.proxy

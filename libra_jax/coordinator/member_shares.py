@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from libra_jax import protocols
-from libra_jax.coordinator import deadlines, replicas
+from libra_jax import deadlines, protocols
+from libra_jax.coordinator import replicas
 
 SMOOTHING = 0.5
 """Weight of the last step in what is known of a replica's speed."""

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from libra_jax import config as configuration
-from libra_jax import protocols
-from libra_jax.coordinator import deadlines, handover, process_set
+from libra_jax import deadlines, protocols
+from libra_jax.coordinator import handover, process_set
 
 
 @dataclasses.dataclass(frozen=True)

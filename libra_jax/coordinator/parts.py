@@ -20,13 +20,13 @@ from libra_jax.coordinator import (
     instances,
     plan_follower,
     process_set,
-    publication,
     saving,
 )
 from libra_jax.coordinator import batches as batches_lib
 from libra_jax.coordinator import groups as groups_lib
 from libra_jax.coordinator import recovery as recovery_lib
 from libra_jax.coordinator import workers as workers_lib
+from libra_jax.weights import sync
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Parts:
     runner: attempts.Attempts
     groups: groups_lib.Groups
     batches: batches_lib.Batches
-    publisher: publication.Publisher
+    publisher: sync.WeightSync
     saver: saving.Saver
     elastic: elasticity.Elasticity
     recovery: recovery_lib.Recovery
@@ -99,7 +99,7 @@ def wire(
         state=state,
         epoch=epoch,
     )
-    publisher = publication.Publisher(
+    publisher = sync.WeightSync(
         config,
         trainer=trainer,
         trainer_lock=trainer_lock,

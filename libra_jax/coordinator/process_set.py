@@ -12,8 +12,7 @@ import dataclasses
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from libra_jax import protocols
-from libra_jax.coordinator import deadlines, failure
+from libra_jax import deadlines, protocols
 
 MakeProcess = Callable[[int, int], protocols.ActorSpec]
 """(process, processes) -> how to make that process of the trainer; the set gives it its name."""
@@ -63,7 +62,7 @@ class ProcessSet:
         Raises:
           LibraError: one cannot be made (`protocols.Cluster.spawn`); `stop` reaps the others.
         """
-        self._actors = await failure.together(*(self._cluster.spawn(spec) for spec in self._specs))
+        self._actors = await deadlines.together(*(self._cluster.spawn(spec) for spec in self._specs))
 
     async def start(self) -> protocols.TrainerInfo:
         """Lets the processes meet, and starts them (`protocols.Trainer.start`)."""

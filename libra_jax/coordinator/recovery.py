@@ -25,8 +25,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
 from libra_jax import config as configuration
-from libra_jax import protocols, turns
-from libra_jax.coordinator import deadlines, failure, fencing, mesh_moves, process_set, publication, saving
+from libra_jax import deadlines, protocols, turns
+from libra_jax.coordinator import failure, fencing, mesh_moves, process_set, saving
+from libra_jax.weights import sync
 
 T = TypeVar("T")
 
@@ -61,7 +62,7 @@ class Recovery:
         trainer: process_set.Serving,
         trainer_lock: asyncio.Lock,
         saver: saving.Saver,
-        publisher: publication.Publisher,
+        publisher: sync.WeightSync,
         sizes: Callable[[], protocols.MeshSizes],
         lost: Callable[[], Awaitable[None]],
         recorder: protocols.Recorder,
@@ -224,7 +225,7 @@ class Recovery:
                 await trainer.kill()
             except protocols.LibraError as error:
                 self._recorder.note(f"Not all of the lost trainer ended cleanly: {error}")
-        self._recorder.status(self._name, "being made anew")
+        self._recorder.status(self._name, "starting its process again")
         with self._timed("start"):
             await self._ask(trainer.make(), "being made anew", "trainer_start")
         self._trainer.made_anew()
@@ -241,13 +242,14 @@ class Recovery:
         begin = trainer.start if step < 0 else trainer.stand_by
         with self._timed("start"):
             info = await self._ask(begin(), "asked to start", "trainer_start")
+        self._recorder.status(self._name, "reading the checkpoint")
         with self._timed("restore"):
             warm = await self._saver.restore_lost() if step >= 0 else 0
             await self._move(info, step)
         with self._timed("train again"):
             again = await self._replay(trainer, step, warm)
         with self._timed("publish"):
-            await self._publisher.renew()
+            await self._publisher.resync()
         return step, again
 
     async def _move(self, info: protocols.TrainerInfo, step: int) -> None:
@@ -262,7 +264,8 @@ class Recovery:
             await self._ask(trainer.warm_start_step(sequences), "asked to take a warm-start step again", "train_step")
         steps = [batch for batch in self._steps if batch.policy_version >= step]
         for batch in steps:
-            self._recorder.status(self._name, f"training step {batch.policy_version + 1} again")
+            compiling = ", compiling its programs first" if batch is steps[0] else ""
+            self._recorder.status(self._name, f"training step {batch.policy_version + 1} again{compiling}")
             await self._ask(trainer.train_step(batch), "asked to train a step again", "train_step")
         return len(steps)
 

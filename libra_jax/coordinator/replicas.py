@@ -16,15 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from libra_jax import config as configuration
-from libra_jax import protocols
-from libra_jax.coordinator import deadlines, failure
+from libra_jax import deadlines, protocols
 
-Copies = Mapping[int, Sequence[protocols.WeightBucket]]
-"""Host to a version's buckets as they are reached there; none where it could not be given them. Hosts that are missing
+Copies = Mapping[int, Sequence[protocols.WeightChunk]]
+"""Host to a version's chunks as they are reached there; none where it could not be given them. Hosts that are missing
 read the trainer's memory."""
 
 LOAD_VERBS = 3
-"""A whole weight update may take so many times `deadlines.publish`: its begin, its buckets together, and its end."""
+"""A whole weight update may take so many times `deadlines.publish`: its begin, its chunks together, and its end."""
 
 
 @dataclass
@@ -75,8 +74,8 @@ class Replicas:
         self._recorder = recorder
         self._replicas = {worker: Replica(spec) for worker, spec in specs.items()}
         self._out = asyncio.Event()  # a snapshot may be read
-        self._held: tuple[int, Sequence[protocols.WeightBucket]] = protocols.NO_VERSION, ()
-        self._copies: dict[int, Sequence[protocols.WeightBucket]] = {}
+        self._held: tuple[int, Sequence[protocols.WeightChunk]] = protocols.NO_VERSION, ()
+        self._copies: dict[int, Sequence[protocols.WeightChunk]] = {}
 
     @property
     def hosts(self) -> set[int]:
@@ -96,7 +95,7 @@ class Replicas:
                 self._recorder.note(f"The replica of {worker} is not ready, and is tried again when needed: {error}")
                 await self.end(worker)
 
-        await failure.together(*(guarded(worker) for worker in self._replicas))
+        await deadlines.together(*(guarded(worker) for worker in self._replicas))
 
     async def ensure(self, worker: str) -> None:
         """The worker has a replica process that is up; one that has died unseen is replaced."""
@@ -111,18 +110,20 @@ class Replicas:
                 replica.proxy = None
         await self._stop(replica)  # of one that was lost, what is left
         name, seconds = replica.spec.name, self._limits.trainer_start
-        self._recorder.status(name, "starting")
+        self._recorder.status(name, "starting its process")
         making = self._cluster.spawn(replica.spec)
         proxy = await deadlines.within(seconds, making, f"The making of {name}", "trainer_start")
-        await deadlines.within(seconds, proxy.start(), f"The start of {name}", "trainer_start")
-        opening = proxy.init_weight_transfer(self._transport)
+        self._recorder.status(name, "loading the model")
+        starting = proxy.call(protocols.Replica.start)
+        await deadlines.within(seconds, starting, f"The start of {name}", "trainer_start")
+        opening = proxy.call(protocols.Replica.init_weight_transfer, self._transport)
         await deadlines.within(self._limits.publish, opening, f"Opening {name}'s weight transport", "publish")
         replica.proxy, replica.gave_up = proxy, False
         self._recorder.status(name, "idle")
 
-    def published(self, version: int, buckets: Sequence[protocols.WeightBucket], copies: Copies | None = None) -> None:
+    def published(self, version: int, chunks: Sequence[protocols.WeightChunk], copies: Copies | None = None) -> None:
         """A snapshot is out: replicas that follow begin to read it, those of hosts with a copy of it from there."""
-        self._held = version, buckets
+        self._held = version, chunks
         self._copies = dict(copies or {})
         self._out.set()
         for replica in self._replicas.values():
@@ -165,7 +166,7 @@ class Replicas:
         while self._held[0] == protocols.NO_VERSION:  # one that came may be written over before this wakes
             what = f"{replica.spec.name}'s wait for a version to come out"
             await deadlines.within(self._limits.train_step, self._out.wait(), what, "train_step")
-        nbytes = sum(bucket.nbytes for bucket in self._held[1])
+        nbytes = sum(chunk.nbytes for chunk in self._held[1])
         _check_ready(replica)
         self._load(replica)
         await self._loaded(replica)
@@ -187,12 +188,12 @@ class Replicas:
 
     def _load(self, replica: Replica) -> None:
         """Begins to give a replica that is ready what is out, unless it is being given parameters already."""
-        version, buckets = self._held
+        version, chunks = self._held
         assert version != protocols.NO_VERSION, f"nothing is out that {replica.spec.name} could be given"
         if replica.spec.host is not None:
-            buckets = self._copies.get(replica.spec.host, buckets)
+            chunks = self._copies.get(replica.spec.host, chunks)
         if replica.loading is None:
-            loading = asyncio.get_running_loop().create_task(self._update(replica, version, buckets))
+            loading = asyncio.get_running_loop().create_task(self._update(replica, version, chunks))
             replica.loading = loading
             loading.add_done_callback(functools.partial(_ended, replica))
 
@@ -211,16 +212,16 @@ class Replicas:
             self._give_up(replica, str(error))
             raise
 
-    async def _update(self, replica: Replica, version: int, buckets: Sequence[protocols.WeightBucket]) -> None:
+    async def _update(self, replica: Replica, version: int, chunks: Sequence[protocols.WeightChunk]) -> None:
         """The four verbs, as an engine's; what goes wrong leaves a replica without a version."""
         replica.version = protocols.NO_VERSION
         begin, proxy = asyncio.get_running_loop().time(), replica.proxy
         try:
-            if not buckets:
+            if not chunks:
                 raise protocols.WorkerLost(f"version {version} could not be brought to its host")
             await self._ask(replica, proxy.start_weight_update(version), "prepare for new parameters")
-            for bucket in buckets:
-                await self._ask(replica, proxy.update_weights(bucket), f"load weight bucket {bucket.index}")
+            for chunk in chunks:
+                await self._ask(replica, proxy.update_weights(chunk), f"load weight chunk {chunk.index}")
             await self._ask(replica, proxy.finish_weight_update(version), "finish its weight update")
         except protocols.LibraError as error:
             self._give_up(replica, str(error))

@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from libra_jax import config as configuration
-from libra_jax import protocols
-from libra_jax.coordinator import deadlines, mesh_moves, process_set
+from libra_jax import deadlines, protocols
+from libra_jax.coordinator import mesh_moves, process_set
 
 TRAINER = "trainer"
 """The name under which the trainer stands in `transitions.jsonl`."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from libra_jax import config as configuration
-from libra_jax import protocols
+from libra_jax import deadlines, protocols
 from libra_jax.agents import factories
 from libra_jax.agents import samples as samples_lib
 from libra_jax.agents.rewards import scoring
@@ -23,7 +23,6 @@ from libra_jax.coordinator import (
     attempts,
     checkpoint_store,
     checkpoints,
-    deadlines,
     elasticity,
     evaluation,
     failure,
@@ -175,6 +174,7 @@ class Coordinator:
         self._ready = False  # workers are up, and a checkpoint has been restored if there was one
         self._step = 0  # training steps taken, which is also the trainer's version
         self._evaluated = protocols.NO_VERSION  # the version evaluated last
+        self._compiled = False  # the trainer has taken a training step in this start of the run
         self._reported: collections.Counter[str] = collections.Counter()
         self._reported_tokens = 0
         self._learning = learning.Watch(config, recorder.note)
@@ -367,10 +367,13 @@ class Coordinator:
             await self._parts.elastic.before_step(self._step)
             if not self._stopping.seconds_until(stopping.STEP):  # who was to give it up has been made anew meanwhile
                 raise protocols.StepGivenUp("a scheduler leaves no time for the step")
-            self._recorder.status(name, f"training step {self._step + 1}")
+            # The trainer compiles its programs in the first step that it takes in this process.
+            compiling = "" if self._compiled else ", compiling its programs first"
+            self._recorder.status(name, f"training step {self._step + 1}{compiling}")
             taken = protocols.TrainBatch(self._step, batch)
             metrics = await self._parts.elastic.take_step(taken, self._ask_to_train)
             self._parts.recovery.trained(taken)
+            self._compiled = True
             self._step += 1
             self._parts.publisher.version = self._step
         self._parts.groups.trained += len(batch)
@@ -382,7 +385,7 @@ class Coordinator:
         return await self._ask_trainer("train_step", self._parts.trainer.train_step(*arguments), "take a training step")
 
     async def _publish(self) -> float:
-        seconds = await self._parts.recovery.through(lambda: self._parts.publisher.publish(self._step))
+        seconds = await self._parts.recovery.through(lambda: self._parts.publisher.sync_weights(self._step))
         self._parts.batches.admit()
         return seconds
 
@@ -436,7 +439,11 @@ class Coordinator:
                 self._epoch.check()
             await self._parts.recovery.through(lambda: self._write(str(self._export)))
         plural = "" if self._step == 1 else "s"
-        self._summarise(f"Trained {self._step} step{plural} on {self._parts.groups.trained} groups.")
+        replaced = self._parts.groups.told()
+        self._summarise(
+            f"Trained {self._step} step{plural} on {self._parts.groups.trained} groups."
+            + (f" {replaced}." if replaced else "")
+        )
 
     async def _save(self) -> bool:
         return await self._parts.recovery.through(lambda: self._parts.saver.now(self._step))

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from libra_jax import config as configuration
-from libra_jax import protocols
-from libra_jax.coordinator import checkpoint_store, checkpoints, deadlines, fencing
+from libra_jax import deadlines, protocols
+from libra_jax.coordinator import checkpoint_store, checkpoints, fencing
 
 
 class Saver:
@@ -184,8 +184,12 @@ class Saver:
     async def _commit_held(self) -> None:
         if self._pending is None:
             return
-        begin, step = asyncio.get_running_loop().time(), self._pending
-        await self._ask_to_write(self._trainer.wait_saved(), "finish a save")
+        begin, step, trainer = asyncio.get_running_loop().time(), self._pending, self._trainer.set.name
+        self._recorder.status(trainer, f"writing the checkpoint of step {step}")
+        try:
+            await self._ask_to_write(self._trainer.wait_saved(), "finish a save")
+        finally:
+            self._recorder.status(trainer, "idle")
         self._files.commit(step)
         self._pending, self._durable, self._newest = None, self._held, step
         self.committed(step)

@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from libra_jax import config as configuration
-from libra_jax import protocols, turns
-from libra_jax.coordinator import deadlines, failure, instances, member_shares, replicas, transition_log
+from libra_jax import deadlines, protocols, turns
+from libra_jax.coordinator import failure, instances, member_shares, replicas, transition_log
 from libra_jax.elastic import pool
 from libra_jax.elastic.states import State
 
@@ -192,7 +192,7 @@ class Transitions:
             await self._dismiss(name)
         except protocols.LibraError as error:
             self._recorder.note(
-                f"The side channel of {name} stays open, and nothing that comes over it counts: {error}"
+                f"The gradient channel of {name} stays open, and nothing that comes over it counts: {error}"
             )
 
     async def _wake_lost(self, name: str) -> None:

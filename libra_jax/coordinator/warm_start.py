@@ -62,6 +62,8 @@ class WarmStart:
           The last step's metrics under `warm_start/`; empty where none was left.
         """
         metrics: Mapping[str, float] = {}
+        if self.taken < self._limits.steps:
+            status(f"warm start {self.taken}/{self._limits.steps}, compiling its programs first")
         while self.taken < self._limits.steps:
             metrics = await ending.race(step(self._batch()), through_stop=True)
             self.taken += 1

@@ -8,19 +8,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from libra_jax import config as configuration
-from libra_jax import protocols
+from libra_jax import deadlines, protocols
 from libra_jax.coordinator import (
     checkpoint_store,
     checkpoints,
-    deadlines,
     elasticity,
     failure,
     instances,
     plan_follower,
     process_set,
-    relays,
     replicas,
 )
+from libra_jax.weights import relay_tree
 
 
 class Workers:
@@ -50,7 +49,7 @@ class Workers:
     sizes: protocols.MeshSizes
     engines: instances.Instances
     members: replicas.Replicas | None = None
-    hosts: relays.Relays | None = None
+    hosts: relay_tree.RelayTree | None = None
 
     def __init__(
         self,
@@ -135,13 +134,13 @@ class Workers:
             )
             starting.append(self.members.start())
         if self._relay_specs:
-            self.hosts = relays.Relays(
+            self.hosts = relay_tree.RelayTree(
                 self._config, cluster=self._cluster, specs=self._relay_specs, recorder=self._recorder
             )
             starting.append(self.hosts.start(self._remote_hosts(self.hosts)))
-        await failure.together(*starting)
+        await deadlines.together(*starting)
 
-    def _remote_hosts(self, hosts: relays.Relays) -> set[int]:
+    def _remote_hosts(self, hosts: relay_tree.RelayTree) -> set[int]:
         """Those whose engines and replicas read a relay's copy."""
         specs = (*self._engine_specs, *self._replica_specs.values())
         return {spec.host for spec in specs if spec.host is not None and hosts.serve(spec.host)}
@@ -157,10 +156,11 @@ class Workers:
 
     async def _start_trainer(self) -> None:
         name, seconds = self._trainer_spec.name, self._config.deadlines.trainer_start
-        self._recorder.status(name, "starting")
+        self._recorder.status(name, "starting its process")
         make = self._make_trainer(None) if self._make_trainer is not None else lambda *_: self._trainer_spec
         trainer = process_set.ProcessSet(self._cluster, make, processes=self._config.trainer.processes, name=name)
         await deadlines.within(seconds, trainer.make(), f"The making of {name}", "trainer_start")
+        self._recorder.status(name, "loading the model and making the optimizer's state")
         info = await deadlines.within(seconds, trainer.start(), f"The start of {name}", "trainer_start")
         mesh = ", ".join(f"{axis} {size}" for axis, size in info.mesh.items())
         self._recorder.note(f"The trainer holds {info.parameters:,} parameters on {info.platform} ({mesh}).")

@@ -22,7 +22,8 @@ BYTES_PER_VALUE = 2
 """bfloat16 weights, activations and key-value cache."""
 
 
-@dataclass(frozen=True)
+@configuration.group
+@dataclass(unsafe_hash=True)
 class Coefficients:
     """Shares of a sheet's peaks that software reaches, and fixed times; each with its source.
 
@@ -191,7 +192,7 @@ class CostModel:
 
     sheet: hardware.HardwareSheet
     shape: model_config.TransformerConfig
-    coefficients: Coefficients = Coefficients()
+    coefficients: Coefficients = dataclasses.field(default_factory=Coefficients)
 
     # Sizes ------------------------------------------------------------------------------------------------------
 

@@ -187,17 +187,29 @@ class Work:
       setting: of the plans.
       prompts: tokens of each trajectory's prompt.
       turns: of each trajectory.
+      trained: whether training takes each trajectory; None: it takes all. Rollout makes the others, too. If it takes
+        none, all count, because nothing says what training takes.
 
     Raises:
       DataError: there are no trajectories.
       ConfigError: nothing holds the model or a context; the message says what is short.
     """
 
-    def __init__(self, setting: Setting, prompts: Sequence[int], turns: Sequence[Sequence[protocols.Turn]]) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        prompts: Sequence[int],
+        turns: Sequence[Sequence[protocols.Turn]],
+        trained: Sequence[bool] | None = None,
+    ) -> None:
         self._setting = setting
         wanted = demand.of_trajectories(prompts, turns, requests=setting.requests)
-        contexts = demand.contexts(prompts, turns)
-        lengths = [contexts[index * len(contexts) // setting.requests] for index in range(setting.requests)]
+        if trained is None or not any(trained):
+            trained = [True] * len(turns)
+        kept = [index for index, one in enumerate(trained) if one]
+        contexts = demand.contexts([prompts[index] for index in kept], [turns[index] for index in kept])
+        count = max(1, round(setting.requests * len(kept) / len(trained)))
+        lengths = [contexts[index * len(contexts) // count] for index in range(count)]
         self.training = meshes.Training(setting.model, lengths, setting.trainer)
         engines = setting.model if setting.profile is None else setting.profile.rollout(setting.model)
         rollout = serving.Serving(engines, wanted, setting.degrees, setting.slots, staleness=setting.staleness)

@@ -289,9 +289,11 @@ class Training:
         room = sheet.memory_bytes * self._model.coefficients.memory_fraction
         degrees = self.tensor_degrees()
         least = min(self.memory_bytes(1, most // tensor, tensor) for tensor in degrees if tensor <= most)
+        advice = ["take more devices", "shorter or fewer rows (trainer.row_tokens, trainer.rows_per_micro_batch)"]
+        if self._trainer.remat != "full":
+            advice.append("model.remat='full'")
         return (
             f"the model trains on no mesh of {most} {sheet.name} devices: even sharded over all of them a device needs "
             f"{least / 1e9:.1f} GB for its part of {self._model.parameters / 1e9:.1f} billion parameters and a row of "
-            f"{row} tokens, and has {room / 1e9:.1f}; take more devices, shorter or fewer rows (trainer.row_tokens, "
-            "trainer.rows_per_micro_batch) or model.remat='full'"
+            f"{row} tokens, and has {room / 1e9:.1f}; {' or '.join(advice)}"
         )

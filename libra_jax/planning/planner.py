@@ -11,7 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,12 +46,23 @@ class GlobalPlanner:
       config: when to look, and what moves cost.
       setting: what plans are made for.
       plan: the one in force at first.
+      masks: whether a rollout that ended so is left out of training (`TaskConfig.masks`).
     """
 
-    def __init__(self, config: configuration.PlannerConfig, setting: forecast.Setting, plan: protocols.Plan) -> None:
+    def __init__(
+        self,
+        config: configuration.PlannerConfig,
+        setting: forecast.Setting,
+        plan: protocols.Plan,
+        *,
+        masks: Callable[[str | None], bool],
+    ) -> None:
         self._config = config
         self._setting = setting
-        self._seen: collections.deque[list[tuple[int, list[protocols.Turn]]]] = collections.deque(maxlen=config.window)
+        self._masks = masks
+        self._seen: collections.deque[list[tuple[int, list[protocols.Turn], bool]]] = collections.deque(
+            maxlen=config.window
+        )
         self._taken: collections.deque[_Taken] = collections.deque(maxlen=LEVELS)
         profile = setting.profile
         self._levels = (
@@ -99,7 +110,7 @@ class GlobalPlanner:
         Args:
           step: its number, from 1.
           measured: what it took.
-          trained: what was trained on.
+          trained: the step's rollouts; masked ones take no time of training.
           may_move: nothing is decided otherwise.
 
         Returns:
@@ -130,10 +141,12 @@ class GlobalPlanner:
 
     def _see(self, measured: replanning.Measured, trained: Sequence[protocols.Trajectory]) -> None:
         """Takes in what was trained and what it took."""
-        self._seen.append([(item.prompt_tokens, list(item.turns)) for item in trained if item.turns])
-        shown = [one for step_seen in self._seen for one in step_seen]
-        self._work = forecast.Work(self._setting, [prompt for prompt, _ in shown], [turns for _, turns in shown])
-        self._learn_levels(measured)
+        seen = [(item.prompt_tokens, list(item.turns), not self._masks(item.finish)) for item in trained if item.turns]
+        self._seen.append(seen)
+        prompts, turns, kept = zip(*(one for step_seen in self._seen for one in step_seen), strict=True)
+        self._work = forecast.Work(self._setting, prompts, turns, kept)
+        if any(kept for _, _, kept in seen):  # else the step trained on nothing, and says nothing of training
+            self._learn_levels(measured)
 
     def refuse(self, plan: protocols.Plan) -> None:
         """The last decision could not be carried out: `plan` is in force. The cooldown holds all the same."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from libra_jax import protocols
 
 FAN_OUT = 2
-"""Relays to which one passes a bucket on (`coordinator.relays`)."""
+"""Relays to which one passes a bucket on (`weights.relay_tree`)."""
 
 PUBLICATION_CALLS = 4
 """Of an engine, besides one for each bucket: pause, prepare, finish, resume."""

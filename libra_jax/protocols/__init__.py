@@ -6,7 +6,7 @@ life that asks for tokens. *Policy version* v is the parameters after v training
 starts from. Seconds are those of the running event loop's clock.
 """
 
-from libra_jax.protocols.cluster import ActorSpec, Cluster
+from libra_jax.protocols.cluster import ActorHandle, ActorSpec, Cluster, DirectHandle
 from libra_jax.protocols.environments import (
     Demonstrator,
     Environment,
@@ -31,7 +31,7 @@ from libra_jax.protocols.errors import (
     WorkerLost,
 )
 from libra_jax.protocols.generation import NO_VERSION, FinishReason, GenerationRequest, SamplingParams, TokenDelta
-from libra_jax.protocols.rollout import EngineInfo, RolloutEngine, WeightBucket, WeightEntry
+from libra_jax.protocols.rollout import EngineInfo, RolloutEngine, WeightChunk, WeightEntry
 from libra_jax.protocols.scheduling import (
     EVALUATION_GROUP,
     Instance,
@@ -78,6 +78,7 @@ __all__ = [
     "LOST",
     "NO_VERSION",
     "POOLS",
+    "ActorHandle",
     "ActorSpec",
     "AttemptSnapshot",
     "CausalState",
@@ -87,6 +88,7 @@ __all__ = [
     "DataError",
     "DeadlineMissed",
     "Demonstrator",
+    "DirectHandle",
     "EngineInfo",
     "Environment",
     "EnvironmentCrashed",
@@ -135,7 +137,7 @@ __all__ = [
     "TrainerLost",
     "Trajectory",
     "Turn",
-    "WeightBucket",
+    "WeightChunk",
     "WeightEntry",
     "WorkerLost",
 ]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -35,12 +38,59 @@ class ActorSpec:
     host: int | None = None
 
 
-class Cluster(Protocol):
-    """Makes actors. A proxy has the methods of the factory's result: `await proxy.method(...)`, whether the method is
-    sync or async there; async generators stay async iterators. A dead actor raises `WorkerLost` from every call."""
+class ActorHandle(Protocol):
+    """Calls an actor. Only the clients of actors hold one; all other code holds a client with typed methods.
 
-    async def spawn(self, spec: ActorSpec) -> Any:
-        """Makes the actor and returns its proxy."""
+    The method is named by the protocol that the actor implements, so that a wrong name, keyword or argument is an error
+    of the type checker: `await handle.call(Trainer.restore, path)`. A dead actor raises `WorkerLost` from every call.
+    """
+
+    @property
+    def name(self) -> str:
+        """The actor's name in its cluster."""
+        ...
+
+    async def call(
+        self, method: Callable[Concatenate[Any, P], Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Returns the result of the actor's method of that name, whether the method is sync or async there."""
+        ...
+
+    def stream(
+        self, method: Callable[Concatenate[Any, P], AsyncIterator[T]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> AsyncGenerator[T, None]:
+        """Yields the items of the actor's async generator of that name. Closing the result closes the generator."""
+        ...
+
+
+class DirectHandle:
+    """`ActorHandle` of an object on the caller's own event loop, for a virtual clock or a test's double."""
+
+    def __init__(self, name: str, actor: Any) -> None:
+        self.name = name
+        self._actor = actor
+
+    def __getattr__(self, method: str) -> Any:
+        return getattr(self.__dict__["_actor"], method)  # for callers that do not use a typed client yet
+
+    async def call(
+        self, method: Callable[Concatenate[Any, P], Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Awaits the object's own method."""
+        return cast(T, await getattr(self._actor, method.__name__)(*args, **kwargs))
+
+    def stream(
+        self, method: Callable[Concatenate[Any, P], AsyncIterator[T]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> AsyncGenerator[T, None]:
+        """Returns what the object's own method returns."""
+        return cast(AsyncGenerator[T, None], getattr(self._actor, method.__name__)(*args, **kwargs))
+
+
+class Cluster(Protocol):
+    """Makes actors, and ends them."""
+
+    async def spawn(self, spec: ActorSpec) -> ActorHandle:
+        """Makes the actor and returns its handle."""
         ...
 
     async def stop(self, name: str) -> None:

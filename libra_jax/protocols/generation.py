@@ -13,7 +13,7 @@ NO_VERSION = -1
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn. Temperature only: the log-prob contract (rollout/logprob_contract.py) says why.
+    """How tokens are drawn. Temperature only: the log-prob contract (engines/logprob_contract.py) says why.
 
     Attributes:
       temperature: 0 means greedy.

@@ -32,7 +32,7 @@ class EngineInfo:
 
 @dataclass(frozen=True)
 class WeightEntry:
-    """One tensor inside a bucket, under its Hugging Face name; `offset` and `nbytes` are in bytes."""
+    """One tensor inside a chunk, under its Hugging Face name; `offset` and `nbytes` are in bytes."""
 
     name: str
     dtype: str
@@ -42,14 +42,14 @@ class WeightEntry:
 
 
 @dataclass(frozen=True)
-class WeightBucket:
+class WeightChunk:
     """A contiguous piece of a published snapshot, and how its bytes are reached.
 
     Attributes:
       policy_version: the version whose snapshot this is.
-      index: position among the snapshot's buckets.
-      count: buckets in the snapshot.
-      entries: tensors in the bucket, in order.
+      index: position among the snapshot's chunks.
+      count: chunks in the snapshot.
+      entries: tensors in the chunk, in order.
       nbytes: bytes in use.
       transport: transport-specific address, e.g. {"kind": "memfd", "pid": 1, "fd": 7}; plain values only.
       checksum: digest of the bytes, or None where checksums are off.
@@ -98,8 +98,8 @@ class RolloutEngine(Protocol):
         """Second weight verb, once a version: prepares the model for new weights."""
         ...
 
-    async def update_weights(self, bucket: WeightBucket) -> None:
-        """Third weight verb, once a bucket: loads it."""
+    async def update_weights(self, chunk: WeightChunk) -> None:
+        """Third weight verb, once a chunk: loads it."""
         ...
 
     async def finish_weight_update(self, policy_version: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from libra_jax.protocols.rollout import WeightBucket
+from libra_jax.protocols.rollout import WeightChunk
 from libra_jax.protocols.trajectories import Group, Trajectory
 
 
@@ -184,7 +184,7 @@ class Trainer(Protocol):
         ...
 
     async def listen(self, member: str, epoch: int) -> Mapping[str, Any]:
-        """Opens a side channel for a replica's gradient sums; returns the address to `connect` and `Replica.join`."""
+        """Opens a gradient channel for a replica; returns the address to `connect` and `Replica.join`."""
         ...
 
     async def connect(self, member: str, epoch: int, address: Mapping[str, Any]) -> None:
@@ -222,11 +222,11 @@ class Trainer(Protocol):
         ...
 
     async def open_weights(self, policy_version: int) -> int:
-        """Takes a snapshot of the parameters in the wire dtype for publication; returns its number of buckets."""
+        """Takes a snapshot of the parameters in the wire dtype for publication; returns its number of chunks."""
         ...
 
-    async def stage_weights(self, policy_version: int, index: int) -> WeightBucket:
-        """Fills one bucket of the open snapshot; it stays readable until the next snapshot is opened."""
+    async def stage_weights(self, policy_version: int, index: int) -> WeightChunk:
+        """Fills one chunk of the open snapshot; it stays readable until the next snapshot is opened."""
         ...
 
     async def close_weights(self, policy_version: int) -> None:
@@ -304,8 +304,8 @@ class Replica(Protocol):
         """Second weight verb, once a version: what it held is given up."""
         ...
 
-    async def update_weights(self, bucket: WeightBucket) -> None:
-        """Third weight verb, once a bucket: loads it."""
+    async def update_weights(self, chunk: WeightChunk) -> None:
+        """Third weight verb, once a chunk: loads it."""
         ...
 
     async def finish_weight_update(self, policy_version: int) -> None:
@@ -317,7 +317,7 @@ class Replica(Protocol):
         ...
 
     async def join(self, epoch: int, address: Mapping[str, Any]) -> None:
-        """Connects to the core's side channel; returns when it stands."""
+        """Connects to the core's gradient channel; returns when it stands."""
         ...
 
     async def contribute(self, batch: TrainBatch, shares: Sequence[Share]) -> Mapping[str, float]:
@@ -356,12 +356,12 @@ class Relay(Protocol):
         """Begins to connect to the relay that listens at this address; an earlier link to it is closed."""
         ...
 
-    async def send(self, bucket: WeightBucket, child: str) -> None:
-        """Sends a bucket that lies on its host to a relay that receives it at the same time."""
+    async def send(self, chunk: WeightChunk, child: str) -> None:
+        """Sends a chunk that lies on its host to a relay that receives it at the same time."""
         ...
 
-    async def receive(self, bucket: WeightBucket) -> WeightBucket:
-        """Receives a bucket; returns it as it is reached on this host, where it stays until the next of its number.
+    async def receive(self, chunk: WeightChunk) -> WeightChunk:
+        """Receives a chunk; returns it as it is reached on this host, where it stays until the next of its number.
 
         Raises:
           LibraError: it did not come, is another one, or is damaged; the link may be closed.

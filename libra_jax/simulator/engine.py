@@ -124,11 +124,11 @@ class Engine(batch.Batch):
         self._require(self._paused, "start_weight_update came before pause")
         self._updating = policy_version
 
-    async def update_weights(self, bucket: protocols.WeightBucket) -> None:
+    async def update_weights(self, chunk: protocols.WeightChunk) -> None:
         """Third weight verb: takes as long as its share of the snapshot."""
         self._check_alive()
-        self._require(bucket.policy_version == self._updating, f"version {bucket.policy_version} was not announced")
-        await asyncio.sleep(self._model.load_seconds(self._degree) / bucket.count * self.slowdown)
+        self._require(chunk.policy_version == self._updating, f"version {chunk.policy_version} was not announced")
+        await asyncio.sleep(self._model.load_seconds(self._degree) / chunk.count * self.slowdown)
         self._check_alive()
 
     async def finish_weight_update(self, policy_version: int) -> None:

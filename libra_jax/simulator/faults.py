@@ -18,7 +18,8 @@ from libra_jax import protocols
 from libra_jax.simulator import engine, environment, replica, trainer, world
 
 
-@dataclass(frozen=True)
+@configuration.group
+@dataclass
 class FaultConfig:
     """How often things break; 0 is never."""
 
@@ -33,7 +34,7 @@ class FaultConfig:
     replica_hang: float = 0.0  # share of a replica's calls that never return
     replica_slow: float = 0.0  # share of its shares that take `slow_factor` times as long
     engine_hang: float = 0.0  # share of a hybrid worker's engine's goings to sleep and wakings that never end
-    channel_failure: float = 0.0  # share of the trainer's openings and closings of a side channel that fail
+    channel_failure: float = 0.0  # share of the trainer's openings and closings of a gradient channel that fail
 
     def __post_init__(self) -> None:
         for name in ("engine_life_seconds", "late_seconds", "replica_life_seconds"):
@@ -144,12 +145,12 @@ class Environment(_Wrapped):
 
 
 class Trainer(_Wrapped):
-    """A trainer whose snapshots are late at times, and whose side channels do not open, or not close."""
+    """A trainer whose snapshots are late at times, and whose gradient channels do not open, or not close."""
 
     _inner: trainer.Trainer
 
-    async def stage_weights(self, policy_version: int, index: int) -> protocols.WeightBucket:
-        """Fills a bucket, perhaps late."""
+    async def stage_weights(self, policy_version: int, index: int) -> protocols.WeightChunk:
+        """Fills a chunk, perhaps late."""
         if self._rng.random() < self._config.late_weights and self._config.late_seconds:
             await asyncio.sleep(self._rng.expovariate(1.0 / self._config.late_seconds))
         return await self._inner.stage_weights(policy_version, index)

@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -56,7 +56,7 @@ class Step:
     Attributes:
       number: from 1.
       parts: its seconds.
-      lengths: tokens of each trajectory that it trained on.
+      lengths: tokens of each trajectory that it trained on, the masked ones (`task.cut_off`) left out.
       work: the same for steps that did the same work.
       scripts: of its trajectories.
     """
@@ -147,7 +147,7 @@ def read(workdir: Path) -> Recording:
     by_step = collections.defaultdict(list)
     for record, script in zip(records, played, strict=True):
         by_step[record["step"]].append((record, script))
-    steps = [_step(number, parts, by_step[number]) for number, parts in numbers.items()]
+    steps = [_step(number, parts, by_step[number], config.task.masks) for number, parts in numbers.items()]
     updates = [span for span in spans if span.track == "weights"]
     return Recording(
         config=config,
@@ -238,10 +238,15 @@ def _groups(
     return [tuple(rows[group][sample] for sample in range(size)) for group in range(count)]
 
 
-def _step(number: int, parts: Parts, trained: Sequence[tuple[Mapping[str, Any], scripts.Script]]) -> Step:
-    lengths = tuple(_trained_tokens(record) for record, _ in trained)
-    work = tuple(sorted((_work(record) for record, _ in trained), key=repr))
-    return Step(number, parts, lengths, work, tuple(script for _, script in trained))
+def _step(
+    number: int,
+    parts: Parts,
+    rollouts: Sequence[tuple[Mapping[str, Any], scripts.Script]],
+    masks: Callable[[str | None], bool],
+) -> Step:
+    lengths = tuple(_trained_tokens(record) for record, script in rollouts if not masks(script.limit))
+    work = tuple(sorted((_work(record) for record, _ in rollouts), key=repr))
+    return Step(number, parts, lengths, work, tuple(script for _, script in rollouts))
 
 
 def _trained_tokens(record: Mapping[str, Any]) -> int:

@@ -13,7 +13,7 @@ from libra_jax.planning import costs
 
 @dataclass
 class Channels:
-    """The side channels between a simulated trainer and its replicas.
+    """The gradient channels between a simulated trainer and its replicas.
 
     Attributes:
       listening: of each member, the epoch under which the trainer listens for it.
@@ -167,9 +167,9 @@ class Replica:
         self._check_alive()
         self._version = protocols.NO_VERSION
 
-    async def update_weights(self, bucket: protocols.WeightBucket) -> None:
+    async def update_weights(self, chunk: protocols.WeightChunk) -> None:
         """Third weight verb: takes as long as its share of the snapshot."""
-        await self._take(self._model.load_seconds(self._devices) / bucket.count)
+        await self._take(self._model.load_seconds(self._devices) / chunk.count)
 
     async def finish_weight_update(self, policy_version: int) -> None:
         """Fourth weight verb."""

@@ -19,10 +19,12 @@ class Script:
       prompt_tokens: tokens of the prompt; the same for all samples of a task.
       turns: model outputs and the tool returns that follow them, at least one; the last turn's return ends the attempt.
         A turn generates at least one token, the stop token. `tool` None is a turn that calls no tool.
+      limit: one of `protocols.LIMITS` that ended the recorded attempt; None if no limit did.
     """
 
     prompt_tokens: int
     turns: tuple[protocols.Turn, ...]
+    limit: str | None = None
 
     @property
     def generated_tokens(self) -> int:

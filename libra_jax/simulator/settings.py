@@ -39,7 +39,8 @@ IGNORED = (
 """Fields and groups that no simulated run reads."""
 
 
-@dataclass(frozen=True)
+@configuration.group
+@dataclass
 class SimulatedRun(configuration.RunConfig):
     """A run's configuration with three groups more; what `configs/simulate.py` fills in."""
 

@@ -116,7 +116,9 @@ def _row(path: Path, number: int, record: Mapping[str, Any]) -> tuple[str, scrip
     turns = tuple(
         protocols.Turn(**{name: value for name, value in turn.items() if name in known}) for turn in record["turns"]
     )
-    return record["prompt_id"], scripts.Script(max(1, record["prompt_tokens"]), turns)
+    finish = record.get("finish")
+    limit = finish if finish in protocols.LIMITS else None
+    return record["prompt_id"], scripts.Script(max(1, record["prompt_tokens"]), turns, limit)
 
 
 @functools.lru_cache(maxsize=8)

@@ -227,13 +227,13 @@ class Trainer:
         self._channels.close(member)
 
     async def open_weights(self, policy_version: int) -> int:
-        """A snapshot is one bucket."""
+        """A snapshot is one chunk."""
         return 1
 
-    async def stage_weights(self, policy_version: int, index: int) -> protocols.WeightBucket:
+    async def stage_weights(self, policy_version: int, index: int) -> protocols.WeightChunk:
         """Gathers the snapshot."""
         await asyncio.sleep(self._model.gather_seconds(self._devices))
-        return protocols.WeightBucket(policy_version, index, 1, (), self._model.weight_bytes, {"kind": "simulated"})
+        return protocols.WeightChunk(policy_version, index, 1, (), self._model.weight_bytes, {"kind": "simulated"})
 
     async def close_weights(self, policy_version: int) -> None:
         """Frees nothing."""

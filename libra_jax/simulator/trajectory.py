@@ -161,12 +161,12 @@ class Trajectory(protocols.Trajectory):
         self.turns = []
         self.reward = None
         self.environment_reward = None
+        self.script = script
         self.finish = None
         self.metrics = {}
         self.start_seconds = start_seconds
         self.seconds = 0.0
         self.snapshot = None
-        self.script = script
         self.outputs = self.sampled = self.fresh = self.life = 0
         self.unstreamed: list[tuple[int, int]] = []
         self._segments: list[tuple[protocols.TokenSource, int, protocols.TokenDelta | None]] = []
@@ -174,6 +174,15 @@ class Trajectory(protocols.Trajectory):
 
     __eq__ = object.__eq__
     __hash__ = object.__hash__
+
+    @property
+    def finish(self) -> str | None:
+        """How the attempt ended. An attempt that replays a script to its end has the limit of the recorded one."""
+        return self._finish
+
+    @finish.setter
+    def finish(self, finish: str | None) -> None:
+        self._finish = self.script.limit or finish if finish == "answered" else finish
 
     def append_text(self, token_ids: Sequence[int], source: protocols.TokenSource) -> None:
         count = len(token_ids)

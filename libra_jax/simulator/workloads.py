@@ -14,7 +14,8 @@ from libra_jax.simulator import scripts, synthetic, traces, world
 SHAPES = (*synthetic.SHAPES, "trace")
 
 
-@dataclass(frozen=True)
+@configuration.group
+@dataclass
 class WorkloadConfig:
     """Which work is simulated."""
 

@@ -29,7 +29,8 @@ MakeScheduler = Callable[[costs.SchedulingCosts, registry.Remaining], protocols.
 """A fresh scheduler, handed the costs of the simulated hardware and the truth (for policies that may know it)."""
 
 
-@dataclass(frozen=True)
+@configuration.group
+@dataclass
 class SimulationConfig:
     """The simulated cluster; the rest of a run (batches, layout, limits) is a `config.RunConfig`.
 
@@ -103,7 +104,7 @@ class Cluster:
         self._actors: dict[str, Any] = {}
         self._lives: dict[str, int] = {}
 
-    async def spawn(self, spec: protocols.ActorSpec) -> Any:
+    async def spawn(self, spec: protocols.ActorSpec) -> protocols.ActorHandle:
         """Makes the actor in place."""
         module, _, name = spec.factory.partition(":")
         made = getattr(importlib.import_module(module), name)(**spec.arguments)
@@ -115,7 +116,7 @@ class Cluster:
         else:
             made = self._parts.trainer(made)
         self._actors[spec.name] = made
-        return made
+        return protocols.DirectHandle(spec.name, made)
 
     async def stop(self, name: str) -> None:
         """Ends the actor; nothing happens if it has been stopped before."""
@@ -270,4 +271,6 @@ def _planner(
     devices = simulation.train_devices + sum(plans.core_degrees(config))
     setting = forecast.Setting.of_run(config, model, devices, slots=simulation.slots)
     forecast.check_layout(config, setting)
-    return planner.GlobalPlanner(config.planner, setting, plans.of_run(config, (data, fsdp, tensor)))
+    return planner.GlobalPlanner(
+        config.planner, setting, plans.of_run(config, (data, fsdp, tensor)), masks=config.task.masks
+    )

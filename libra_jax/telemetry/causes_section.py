@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from libra_jax.scheduling import foresight
-from libra_jax.telemetry import escapes, page, tools_picture
+from libra_jax.telemetry import escapes, figures, page, tools_picture
 
 TITLE = "What tool returns foretell"
 
@@ -24,7 +24,8 @@ def sections(found: foresight.Foresight | None) -> list[page.Section]:
     """The picture, the verdict under it, and the table of all states; none where no tool returned."""
     if found is None:
         return []
-    picture = tools_picture.left({label(state): (state.mean, state.p90) for state in found.states[:MOST_STATES]})
+    states = {label(state): (state.mean, state.p90) for state in found.states[:MOST_STATES]}
+    picture = figures.for_screens(lambda width: tools_picture.left(states, width))
     out = [page.Section(TITLE, picture, f"{NOTE} {' '.join(sentences(found))}", wide=True)]
     out.append(page.Section("Causal states", page.table(HEADS, rows(found)), wide=True, folded=True))
     return out

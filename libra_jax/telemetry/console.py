@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import sys
@@ -172,6 +173,8 @@ class PlainConsole:
         self._speed = Speed()
         self._last_line = float("-inf")
         self._lost = False
+        self._held: dict[str, str] = {}
+        self._timer: asyncio.TimerHandle | None = None
         self._line(f"libra-jax · {name} · {steps} training steps")
 
     def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -184,7 +187,30 @@ class PlainConsole:
 
     def status(self, worker: str, text: str) -> None:
         if self._clock() - self._last_line >= STATUS_SECONDS:
+            self._held.pop(worker, None)
             self._line(f"{worker}: {text}")
+        elif not self._pace.done:
+            # Starts and the first compilation take minutes without a step's line, so the reader learns what is done.
+            self._held[worker] = text
+            self._tell_later()
+
+    def _tell_later(self) -> None:
+        if self._timer is None:
+            with contextlib.suppress(RuntimeError):  # no event loop runs
+                left = max(0.0, self._last_line + STATUS_SECONDS - self._clock())
+                self._timer = asyncio.get_running_loop().call_later(left, self._tell_held)
+
+    def _tell_held(self) -> None:
+        """Prints what workers have been doing since the last line, if it is long ago."""
+        self._timer = None
+        if not self._held or self._pace.done:
+            return
+        if self._clock() - self._last_line < STATUS_SECONDS:  # a line came meanwhile
+            self._tell_later()
+            return
+        held, self._held = self._held, {}
+        text = "; ".join(f"{worker}: {doing}" for worker, doing in held.items())
+        self._line(text if len(text) <= WIDTH else text[: WIDTH - 3] + "...")
 
     def note(self, text: str) -> None:
         self._line(text)
@@ -193,7 +219,9 @@ class PlainConsole:
         """Nothing to do: each line is flushed as it is written."""
 
     def close(self) -> None:
-        """Nothing to do: the stream belongs to the process."""
+        """Prints nothing more by itself; the stream belongs to the process."""
+        if self._timer is not None:
+            self._timer.cancel()
 
     def _line(self, text: str) -> None:
         if self._lost:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from libra_jax.telemetry import escapes
@@ -96,6 +96,30 @@ def thinned(curve: Curve) -> tuple[list[float], list[float]]:
     return [step for step, _ in mean], [value for _, value in mean]
 
 
+BROAD, NARROW = 10.0, 5.0
+"""Inches of a picture that takes the page's whole width, and of a picture for half of the page or for a phone."""
+
+
+def for_screens(draw: Callable[[float], str]) -> str:
+    """Returns a picture twice: as wide as the page, and for a phone. The style sheet shows one of the two.
+
+    Shrunk to a phone's width, the text of the broad one could not be read.
+
+    Args:
+      draw: makes the `<svg>` element of a width in inches, empty if there is nothing to see.
+    """
+    broad, narrow = draw(BROAD), draw(NARROW)
+    # An id counts in the whole page, and what a hidden element defines need not be drawn.
+    narrow = re.sub(r'(" id="|\bid="|"#|\(#)(?=[\w-])', r"\1narrow-", narrow)
+    parts = (("broad", broad), ("narrow", narrow))
+    return "".join(text.replace("<svg ", f'<svg class="{name}" ', 1) for name, text in parts)
+
+
+def columns(width: float, broad: int, narrow: int) -> int:
+    """How many columns a legend has in a picture of so many inches."""
+    return broad if width > NARROW else narrow
+
+
 def canvas(width: float, height: float) -> tuple[Any, Any]:
     """A figure of so many inches, and its axes."""
     from matplotlib.figure import Figure
@@ -174,11 +198,11 @@ def legend_above(axes: Any, columns: int) -> None:
     )
 
 
-def reward(rewards: Curve, evaluations: Curve) -> str:
+def reward(rewards: Curve, evaluations: Curve, width: float = BROAD) -> str:
     """Training reward, its mean over five steps, and the held-out score where it was measured."""
 
     def draw() -> Any:
-        figure, axes = canvas(10, 3.6)
+        figure, axes = canvas(width, 3.6)
         if len(rewards) > FEW_POINTS:
             axes.plot(*thinned(rewards), color=BLUE, alpha=0.3, linewidth=1.2, label="reward of the step")
             axes.plot(*thinned(moving_mean(rewards)), color=BLUE, linewidth=2.4, label="mean of 5 steps")
@@ -192,7 +216,7 @@ def reward(rewards: Curve, evaluations: Curve) -> str:
         if min(values) >= 0 and max(values) <= 1:
             axes.set_ylim(0, 1.03)
         step_axis(axes)
-        legend_above(axes, 3)
+        legend_above(axes, columns(width, 3, 2))
         return figure
 
     return styled(draw)
@@ -246,7 +270,7 @@ def curve(
 def curves(
     values: Mapping[str, Curve],
     *,
-    width: float = 10.0,
+    width: float = BROAD,
     height: float = 3.0,
     percent: bool = False,
     log: bool = False,
@@ -276,7 +300,7 @@ def curves(
             axes.set_ylim(bottom=0, top=max(found) * 1.08 or 1.0)
         step_axis(axes)
         if len(values) > 1:
-            legend_above(axes, 4 if width > 5 else 2)
+            legend_above(axes, columns(width, 4, 2))
         else:
             axes.set_ylabel(label(next(iter(values))))
         return figure
@@ -328,11 +352,11 @@ def stack(axes: Any, parts: Mapping[str, Curve], colours: Mapping[str, str]) -> 
     axes.set_ylim(bottom=0)
 
 
-def predicted(measured: Curve, steps: Curve, training: Curve, moves: Sequence[int]) -> str:
+def predicted(measured: Curve, steps: Curve, training: Curve, moves: Sequence[int], width: float = BROAD) -> str:
     """Step times as they were and as they had been predicted, the training in them, and moves between plans."""
 
     def draw() -> Any:
-        figure, axes = canvas(10, 3.0)
+        figure, axes = canvas(width, 3.0)
         dashes = (0, (4, 3))
         line(axes, measured, color=BLUE, linewidth=1.8, label="step, measured")
         line(axes, steps, color=ORANGE, linewidth=1.6, linestyle=dashes, label="step, predicted")
@@ -342,7 +366,7 @@ def predicted(measured: Curve, steps: Curve, training: Curve, moves: Sequence[in
         axes.set_ylabel("seconds")
         axes.set_ylim(bottom=0)
         step_axis(axes)
-        legend_above(axes, 4)
+        legend_above(axes, columns(width, 4, 2))
         return figure
 
     return styled(draw)

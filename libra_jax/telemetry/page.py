@@ -28,8 +28,8 @@ h2, summary { font-size: 15px; font-weight: 600; margin: 0 0 8px; }
 .card { background: var(--surface); border: 1px solid var(--grid); border-radius: 12px;
   padding: 16px 18px; min-width: 0; }
 .wide { grid-column: 1 / -1; }
-.card svg { display: block; width: 100%; height: auto; }
-.picture { overflow-x: auto; }
+.card svg { display: block; width: 100%; max-width: 100%; height: auto; }
+.card .narrow { display: none; }
 .note, .card p { color: var(--muted); font-size: 13px; margin: 8px 0 0; }
 summary { cursor: pointer; margin: 0; }
 details[open] summary { margin-bottom: 10px; }
@@ -47,7 +47,8 @@ th { text-align: left; font-weight: 500; color: var(--muted); }
 th, td { padding: 5px 12px 5px 0; border-bottom: 1px solid var(--grid); }
 tr:last-child td { border-bottom: 0; }
 @media (max-width: 760px) { .cards { grid-template-columns: minmax(0, 1fr); }
-  main { padding: 24px 12px 48px; } .card { padding: 14px; } .wide svg { min-width: 760px; }
+  main { padding: 24px 12px 48px; } .card { padding: 14px; }
+  .card .broad { display: none; } .card .narrow { display: block; }
   table { width: max-content; min-width: 100%; } td { max-width: 70vw; } }
 @media print { body { background: none; } .card { break-inside: avoid; } }
 """
@@ -130,8 +131,6 @@ def _card(section: Section) -> str:
     kind = "card wide" if section.wide else "card"
     note = f'<p class="note">{_escaped(section.note)}</p>' if section.note else ""
     title = _escaped(section.title)
-    # Wide pictures scroll on a phone, where shrunk to its width nobody could read them.
-    body = re.sub(r"<svg .*?</svg>", r'<div class="picture">\g<0></div>', section.body, flags=re.DOTALL)
     if section.folded:
-        return f'<details class="{kind}"><summary>{title}</summary>{body}{note}</details>'
-    return f'<section class="{kind}"><h2>{title}</h2>{body}{note}</section>'
+        return f'<details class="{kind}"><summary>{title}</summary>{section.body}{note}</details>'
+    return f'<section class="{kind}"><h2>{title}</h2>{section.body}{note}</section>'

@@ -28,7 +28,7 @@ def sections(steps: Mapping[int, Mapping[str, float]], decisions: Sequence[Mappi
         measured = {step: _step_seconds(numbers) for step, numbers in steps.items() if "step/seconds" in numbers}
         training = {step: numbers["plan/train_seconds"] for step, numbers in steps.items() if step in predicted}
         moves = [int(decision["step"]) for decision in decisions if decision.get("moved")]
-        picture = figures.predicted(measured, predicted, training, moves)
+        picture = figures.for_screens(lambda width: figures.predicted(measured, predicted, training, moves, width))
         out.append(page.Section("Predicted and measured step times", picture, NOTE, wide=True))
     if decisions:
         heads = ("after step", "why it looked", "present, s", "best, s", "move, s", "decision", "best plan")

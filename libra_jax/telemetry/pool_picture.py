@@ -84,7 +84,12 @@ def marks(changes: Sequence[transitions.Transition]) -> dict[str, list[tuple[flo
     return {name: times for name, times in found.items() if times}
 
 
-def draw(sizes: Sequence[timeline.PoolSizes], changes: Sequence[transitions.Transition] = (), end: float = 0.0) -> str:
+def draw(
+    sizes: Sequence[timeline.PoolSizes],
+    changes: Sequence[transitions.Transition] = (),
+    end: float = 0.0,
+    width: float = figures.BROAD,
+) -> str:
     """Devices by pool over time, with a mark above them where a transition ended; an `<svg>` element for a page.
 
     Empty where there is nothing to see: the pools were never told, or no time went by. `page.standalone` makes a file
@@ -94,6 +99,7 @@ def draw(sizes: Sequence[timeline.PoolSizes], changes: Sequence[transitions.Tran
       sizes: of the pools, when they changed.
       changes: transitions, on the same clock.
       end: seconds at which the picture ends, if the last change was not later.
+      width: inches.
     """
     shown = marks(changes)
     times, columns = stacked(sizes, max((end, *(time for pairs in shown.values() for _, time in pairs))))
@@ -102,13 +108,13 @@ def draw(sizes: Sequence[timeline.PoolSizes], changes: Sequence[transitions.Tran
     _, unit_seconds, unit = next(row for row in _UNITS if times[-1] - times[0] >= row[0])
 
     def picture() -> Any:
-        figure, axes = figures.canvas(10, 3.4)
+        figure, axes = figures.canvas(width, 3.4)
         moments = [time / unit_seconds for time in times]
         top = _draw_areas(axes, moments, columns)
         _draw_marks(axes, {name: [(a / unit_seconds, b / unit_seconds) for a, b in shown[name]] for name in shown}, top)
         axes.set(xlim=(moments[0], moments[-1]), ylim=(0, 1.14 * top), xlabel=unit, ylabel="devices")
         figures.whole_ticks(axes.yaxis)
-        figures.legend_above(axes, 5)
+        figures.legend_above(axes, figures.columns(width, 5, 2))
         return figure
 
     return figures.styled(picture)

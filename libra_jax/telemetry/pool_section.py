@@ -7,7 +7,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from libra_jax.telemetry import page, pool_picture, timeline, transitions
+from libra_jax.telemetry import figures, page, pool_picture, timeline, transitions
 
 NOTE = (
     "Devices of each pool over the time that the run ran. A symbol stands where a transition ended, its line where it "
@@ -41,7 +41,7 @@ def sections(
     """
     out = []
     moved = bool(changes) or any(change.devices != sizes[0].devices for change in sizes)
-    if moved and (picture := pool_picture.draw(sizes, changes, end)):
+    if moved and (picture := figures.for_screens(lambda width: pool_picture.draw(sizes, changes, end, width))):
         out.append(page.Section("Pools", picture, NOTE, wide=True))
     if not changes:
         return out

@@ -72,6 +72,7 @@ OUTCOMES = {"failure": "failed", "timeout": "timed out"}
 
 REASONS = {
     "environment": "the environment kept crashing",
+    "reward": "a reward function kept failing",
     "zero_variance": "all rewards of the group were equal",
     "stale": "the group would have passed the staleness bound",
     "redundant": "enough others had finished before it (coordinator.redundancy)",
@@ -273,7 +274,11 @@ def sections(run: Run) -> list[page.Section]:
     out: list[page.Section] = []
     rewards, evaluations = run.curve("reward/mean"), run.curve("evaluation/accuracy")
     if rewards or evaluations:
-        out.append(page.Section("Reward", figures.reward(rewards, evaluations), wide=True))
+        out.append(
+            page.Section(
+                "Reward", figures.for_screens(lambda width: figures.reward(rewards, evaluations, width)), wide=True
+            )
+        )
     out.extend(rewards_section.sections(run.steps))
     if rates := run.curve("tokens_per_second"):
         out.append(page.Section("Generated tokens a second", figures.curve(rates, smooth=True)))
@@ -343,7 +348,8 @@ def timeline_section(spans: Sequence[timeline.Span]) -> page.Section | None:
     if not shown or end <= start:
         return None
     note = f"The whole run is in {timeline.TIMELINE_FILE}: open it at ui.perfetto.dev."
-    return page.Section("The last steps, by worker", timeline_picture.lanes(shown, start, end), note, wide=True)
+    picture = figures.for_screens(lambda width: timeline_picture.lanes(shown, start, end, width))
+    return page.Section("The last steps, by worker", picture, note, wide=True)
 
 
 def replaced_table(run: Run) -> str:

@@ -34,7 +34,14 @@ def sections(steps: Mapping[int, Mapping[str, float]]) -> list[page.Section]:
     told = {name.removeprefix("reward/"): curve for name, curve in curves.items()}
     smooth = {name: figures.moving_mean(curve, WIDTH) for name, curve in told.items()}
     table = page.table(HEADS, [_row(steps, name, curve) for name, curve in told.items()])
-    return [page.Section("What the reward is made of", figures.curves(smooth) + table, NOTE, wide=True)]
+    return [
+        page.Section(
+            "What the reward is made of",
+            figures.for_screens(lambda width: figures.curves(smooth, width=width)) + table,
+            NOTE,
+            wide=True,
+        )
+    ]
 
 
 def _names(steps: Mapping[int, Mapping[str, float]]) -> Sequence[str]:

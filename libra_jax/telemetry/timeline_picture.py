@@ -36,7 +36,7 @@ def busy_share(spans: Sequence[timeline.Span], start: float, end: float) -> floa
     return covered / (end - start)
 
 
-def lanes(spans: Sequence[timeline.Span], start: float, end: float) -> str:
+def lanes(spans: Sequence[timeline.Span], start: float, end: float, width: float = figures.BROAD) -> str:
     """Every span between `start` and `end` seconds, one band a track and one line a lane."""
     tracks: dict[str, list[timeline.Span]] = {}
     for span in spans:
@@ -46,7 +46,7 @@ def lanes(spans: Sequence[timeline.Span], start: float, end: float) -> str:
     def draw() -> Any:
         used = {track: sorted({span.lane for span in tracks[track]}) for track in order}
         heights = [min(3.2, 0.8 + 0.08 * len(used[track])) for track in order]
-        figure, axes = figures.canvas(10, 0.8 + 0.36 * sum(heights))
+        figure, axes = figures.canvas(width, 0.8 + 0.36 * sum(heights))
         boxes: dict[tuple[str, str], list[tuple[float, float, float, float]]] = {}
         top = 0.0
         for track, height in zip(order, heights, strict=True):
@@ -63,7 +63,7 @@ def lanes(spans: Sequence[timeline.Span], start: float, end: float) -> str:
             axes.add_patch(_boxes(rectangles, colour, name))
         axes.set(xlim=(0, end - start), ylim=(top, 0), yticks=[], xlabel="seconds")
         axes.grid(False)
-        figures.legend_above(axes, len(boxes))
+        figures.legend_above(axes, figures.columns(width, len(boxes), 2))
         return figure
 
     return figures.styled(draw)

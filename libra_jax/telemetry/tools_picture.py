@@ -20,19 +20,20 @@ MOST_BARS = 24
 """Numbers of turns that have a bar of their own; all beyond share the last."""
 
 
-def outcomes(by_tool: Mapping[str, Mapping[str, figures.Curve]]) -> str:
+def outcomes(by_tool: Mapping[str, Mapping[str, figures.Curve]], width: float = figures.BROAD) -> str:
     """Calls a step, stacked by status, with one panel a tool.
 
     Args:
       by_tool: calls by step, by status, by the tool's name; all have the same steps.
+      width: inches.
     """
 
     def draw() -> Any:
         from matplotlib.figure import Figure
 
-        columns = min(2, len(by_tool))
+        columns = min(figures.columns(width, 2, 1), len(by_tool))
         rows = -(-len(by_tool) // columns)
-        figure = Figure(figsize=(10, 0.5 + 1.9 * rows), layout="constrained")
+        figure = Figure(figsize=(width, 0.5 + 1.9 * rows), layout="constrained")
         panels = figure.subplots(rows, columns, squeeze=False, sharex=True).flat
         for axes, (name, statuses) in zip(panels, by_tool.items(), strict=False):
             figures.stack(axes, {status: statuses[status] for status in COLOURS}, COLOURS)
@@ -104,18 +105,18 @@ def turns(shares: Mapping[str, Mapping[int, float]]) -> str:
     return figures.styled(draw)
 
 
-def left(states: Mapping[str, tuple[float, float]]) -> str:
+def left(states: Mapping[str, tuple[float, float]], width: float = figures.BROAD) -> str:
     """Tokens left to generate after each causal state: the mean as a bar, P90 as a dot."""
 
     def draw() -> Any:
-        figure, axes = figures.canvas(10, 0.9 + 0.3 * max(3, len(states)))
+        figure, axes = figures.canvas(width, 0.9 + 0.3 * max(3, len(states)))
         places = list(range(len(states)))
         means, p90s = ([pair[part] for pair in states.values()] for part in (0, 1))
         axes.barh(places, means, color=figures.PURPLE, alpha=0.7, height=0.6, label="mean")
         axes.plot(p90s, places, color=figures.INK, marker="o", markersize=4, linestyle="", label="P90")
         _name_rows(axes, list(states))
         axes.set_xlim(left=0)
-        axes.set_xlabel("tokens still generated after the return")
+        axes.set_xlabel("tokens still generated" + (" after the return" if width > figures.NARROW else ""))
         figures.legend_above(axes, 2)
         return figure
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from libra_jax.telemetry import page, tools_picture, trace
+from libra_jax.telemetry import figures, page, tools_picture, trace
 
 NOTE = (
     "Seconds and payload of a call: median, and what nine in ten stay below. Several calls of one output are one row, "
@@ -100,7 +100,14 @@ def sections(tally: Tally) -> list[page.Section]:
     rows = [_row(name, calls) for name, calls in tally.by_calls]
     out = [page.Section("Tools", page.table(heads, rows), NOTE, wide=True)]
     outcomes = {name: _by_step(calls, steps) for name, calls in pictured}
-    out.append(page.Section("Tool outcomes by step", tools_picture.outcomes(outcomes), _left_out(tally), wide=True))
+    out.append(
+        page.Section(
+            "Tool outcomes by step",
+            figures.for_screens(lambda width: tools_picture.outcomes(outcomes, width)),
+            _left_out(tally),
+            wide=True,
+        )
+    )
     spans = {name: _quantiles(calls.seconds) for name, calls in pictured}
     note = "Box: the middle half of the calls; line: 5 to 95 in a hundred; mark: the median."
     out.append(page.Section("Seconds of a call", tools_picture.seconds(spans), note))

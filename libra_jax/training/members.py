@@ -1,4 +1,4 @@
-"""The hybrid replicas that help the core: their side channels, and the gradient sums that come over them.
+"""The hybrid replicas that help the core: their gradient channels, and the gradient sums that come over them.
 
 What does not come, comes late, or is not exactly what was asked for is computed by the core itself, and its channel is
 closed: a lost replica costs time, never a wrong gradient.
@@ -20,9 +20,9 @@ from jax.experimental import multihost_utils
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.interop import addresses, side_channel
 from libra_jax.training import state as state_lib
 from libra_jax.training import step
+from libra_jax.weights import addresses, gradient_channel
 
 
 class RefusedError(protocols.LibraError):
@@ -45,11 +45,11 @@ class Wanted:
     digest: str | None
     shares: Sequence[protocols.Share]
     ranges: Sequence[range]
-    arrays: Sequence[side_channel.ArrayKind]
+    arrays: Sequence[gradient_channel.ArrayKind]
 
 
 class Members:
-    """A side channel a replica.
+    """A gradient channel a replica.
 
     Args:
       config: when a share is late.
@@ -63,13 +63,13 @@ class Members:
         self._config = config
         self._connect_seconds = connect_seconds
         self._host = host
-        self._listeners: dict[str, side_channel.Listener] = {}
-        self._channels: dict[str, side_channel.Channel] = {}
+        self._listeners: dict[str, gradient_channel.Listener] = {}
+        self._channels: dict[str, gradient_channel.Channel] = {}
 
     def listen(self, member: str, epoch: int) -> dict[str, Any]:
         """Opens a channel's meeting point here, in the core's first process; one from an earlier epoch is closed."""
         self.dismiss(member)
-        listener = side_channel.Listener(member, epoch, jax.process_count() + 1, self._host)
+        listener = gradient_channel.Listener(member, epoch, jax.process_count() + 1, self._host)
         self._listeners[member] = listener
         return listener.address
 
@@ -81,8 +81,8 @@ class Members:
         """
         if (address["member"], address["epoch"], address["ranks"]) != (member, epoch, jax.process_count() + 1):
             raise protocols.LibraError(
-                f"the side channel of {address['member']} (epoch {address['epoch']}, {address['ranks']} ends) is not "
-                f"the one to connect to {member} in epoch {epoch}: call listen for it first."
+                f"the gradient channel of {address['member']} (epoch {address['epoch']}, {address['ranks']} ends) is "
+                f"not the one to connect to {member} in epoch {epoch}: call listen for it first."
             )
         listener = self._listeners.pop(member, None)
         if listener is not None and listener.address != address:
@@ -90,7 +90,7 @@ class Members:
             listener = None
         self.dismiss(member)
         rank = jax.process_index()
-        self._channels[member] = side_channel.Channel(address, rank, self._connect_seconds, listener)
+        self._channels[member] = gradient_channel.Channel(address, rank, self._connect_seconds, listener)
 
     def dismiss(self, member: str) -> None:
         """Closes a replica's channel, if it has one."""
@@ -114,12 +114,14 @@ class Members:
 
         Raises:
           RefusedError: sums of something else were offered.
-          SideChannelError: nothing came in time, or the replica is gone.
+          ChannelError: nothing came in time, or the replica is gone.
         """
         share = wanted.shares[number]
         channel = self._channels.get(share.member)
         if channel is None:
-            raise side_channel.SideChannelError(f"{share.member} has no side channel: it has not joined, or was late.")
+            raise gradient_channel.ChannelError(
+                f"{share.member} has no gradient channel: it has not joined or was late."
+            )
         while True:
             header, arrays = channel.receive(wanted.arrays, deadline - time.monotonic())
             if (header.member, header.epoch) != (share.member, share.epoch) or header.version >= wanted.version:
@@ -163,7 +165,7 @@ class Collection:
                 received = self._members.receive(self._wanted, number, limit)
             except RefusedError:
                 outcome = "refused"
-            except side_channel.SideChannelError:
+            except gradient_channel.ChannelError:
                 outcome = "late"
             self._waited += time.monotonic() - began
             if everywhere(received is not None) and received is not None:
@@ -197,13 +199,13 @@ def everywhere(here: bool) -> bool:
     return here if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.array(here)).all())
 
 
-def array_kinds(accumulator: state_lib.Accumulator) -> list[side_channel.ArrayKind]:
+def array_kinds(accumulator: state_lib.Accumulator) -> list[gradient_channel.ArrayKind]:
     """The arrays that a sum has: the leaves of an accumulator, in order."""
     return [(str(np.dtype(leaf.dtype)), tuple(leaf.shape)) for leaf in jax.tree.leaves(accumulator)]
 
 
 def _check(
-    header: side_channel.Header,
+    header: gradient_channel.Header,
     arrays: Sequence[np.ndarray],
     share: protocols.Share,
     wanted: Wanted,

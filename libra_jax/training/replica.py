@@ -16,13 +16,13 @@ import jax
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.interop import reception, side_channel
 from libra_jax.models import config as model_config
 from libra_jax.training import learner as learner_lib
 from libra_jax.training import mesh as mesh_lib
 from libra_jax.training import packing, prepare
 from libra_jax.training import shares as shares_lib
 from libra_jax.training import trainer as trainer_lib
+from libra_jax.weights import gradient_channel, receiver
 
 
 def create(config: Mapping[str, Any], workdir: str, name: str, cores: Sequence[int] = ()) -> ReplicaActor:
@@ -55,8 +55,8 @@ class ReplicaActor:
         self._name = name
         self._cores = cores
         self._learner: learner_lib.Learner | None = None
-        self._reception: reception.Reception | None = None
-        self._channel: side_channel.Channel | None = None
+        self._receiver: receiver.Receiver | None = None
+        self._channel: gradient_channel.Channel | None = None
         self._params: Any = None
         self._version: int | None = None
         self._digest = ""
@@ -73,7 +73,7 @@ class ReplicaActor:
             os.sched_setaffinity(0, self._cores)
         learner = learner_lib.Learner(self._config, self._model, jax.devices())
         self._learner = learner
-        self._reception = reception.Reception(self._model, learner.layout.state.params)
+        self._receiver = receiver.Receiver(self._model, learner.layout.state.params)
         mesh = learner.layout.mesh
         return protocols.TrainerInfo(
             policy_version=0,
@@ -83,25 +83,25 @@ class ReplicaActor:
         )
 
     def init_weight_transfer(self, transport: Mapping[str, Any]) -> None:
-        """Nothing to open before the first bucket says where it is."""
+        """Nothing to open before the first chunk says where it is."""
         self._started()
 
     def start_weight_update(self, policy_version: int) -> None:
         """Gives up the version it holds, and begins another."""
         self._started()
-        assert self._reception is not None
+        assert self._receiver is not None
         self._params = self._version = None
-        self._reception.start(policy_version)
+        self._receiver.start(policy_version)
 
-    def update_weights(self, bucket: protocols.WeightBucket) -> None:
-        """Checks one bucket and takes note of its tensors.
+    def update_weights(self, chunk: protocols.WeightChunk) -> None:
+        """Checks one chunk and takes note of its tensors.
 
         Raises:
-          LibraError: the bucket is damaged, has no checksum, or is not of this update or model.
+          LibraError: the chunk is damaged, has no checksum, or is not of this update or model.
         """
         self._started()
-        assert self._reception is not None
-        self._reception.load(bucket)
+        assert self._receiver is not None
+        self._receiver.load(chunk)
 
     def finish_weight_update(self, policy_version: int) -> None:
         """Puts the parameters on the mesh.
@@ -110,8 +110,8 @@ class ReplicaActor:
           LibraError: not all of the version has come.
         """
         self._started()
-        assert self._reception is not None
-        self._params, self._digest = self._reception.finish(policy_version)
+        assert self._receiver is not None
+        self._params, self._digest = self._receiver.finish(policy_version)
         self._version = policy_version
 
     def warm(self) -> None:
@@ -121,21 +121,21 @@ class ReplicaActor:
             learner.compile_sums(learner_lib.POLICY, row_tokens)
 
     def join(self, epoch: int, address: Mapping[str, Any]) -> None:
-        """Connects to the core's side channel; a channel of an earlier epoch is closed.
+        """Connects to the core's gradient channel; a channel of an earlier epoch is closed.
 
         Raises:
-          SideChannelError: it does not stand within `deadlines.transition`.
+          ChannelError: it does not stand within `deadlines.transition`.
           LibraError: the address is another member's or epoch's.
         """
         self._started()
         if (address["member"], address["epoch"]) != (self._name, epoch):
             raise protocols.LibraError(
-                f"the side channel of {address['member']} (epoch {address['epoch']}) is not that of {self._name} in "
-                f"epoch {epoch}: call the trainer's listen for it."
+                f"the gradient channel of {address['member']} (epoch {address['epoch']}) is not that of {self._name} "
+                f"in epoch {epoch}: call the trainer's listen for it."
             )
         self._close_channel()
         seconds = self._config.deadlines.transition
-        self._channel = side_channel.Channel(address, address["ranks"] - 1, seconds)
+        self._channel = gradient_channel.Channel(address, address["ranks"] - 1, seconds)
         self._channel.wait(seconds)
 
     def contribute(self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share]) -> dict[str, float]:
@@ -168,7 +168,7 @@ class ReplicaActor:
             return {"seconds": 0.0, "bytes": 0.0, "micro_batches": 0.0}
         sums, report = learner.sums(learner_lib.POLICY, self._params, prepared.packed, prepared.extras, indices)
         arrays = jax.device_get(jax.tree.leaves(sums))
-        header = side_channel.Header(
+        header = gradient_channel.Header(
             member=self._name,
             epoch=channel.epoch,
             version=batch.policy_version,
@@ -187,13 +187,13 @@ class ReplicaActor:
         """Closes the channel and gives the parameters' memory back; compiled programs stay. Idempotent."""
         self._close_channel()
         self._params = self._version = None
-        if self._reception is not None:
-            self._reception.close()
+        if self._receiver is not None:
+            self._receiver.close()
 
     def shutdown(self) -> None:
         """Releases everything. Idempotent."""
         self.leave()
-        self._learner = self._reception = None
+        self._learner = self._receiver = None
 
     def _close_channel(self) -> None:
         if self._channel is not None:

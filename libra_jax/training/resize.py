@@ -22,9 +22,9 @@ import numpy as np
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.interop import memfd
 from libra_jax.training import learner as learner_lib
 from libra_jax.training import state as state_lib
+from libra_jax.weights import memfd
 
 FreeBytes = Callable[[Sequence[jax.Device]], "dict[jax.Device, int]"]
 """Devices to the bytes that each may still take; one that does not say is left out."""

@@ -19,7 +19,6 @@ import jax
 
 from libra_jax import checksums, protocols
 from libra_jax import config as config_lib
-from libra_jax.interop import addresses, publication
 from libra_jax.models import config as model_config
 from libra_jax.models import hf
 from libra_jax.training import batch as batch_lib
@@ -28,6 +27,7 @@ from libra_jax.training import learner as learner_lib
 from libra_jax.training import mesh as mesh_lib
 from libra_jax.training import shares as shares_lib
 from libra_jax.training import state as state_lib
+from libra_jax.weights import addresses, snapshot
 
 MIB = 2**20
 
@@ -62,7 +62,7 @@ class TrainerActor:
         self._model = model_shape(config.model)
         self._schedule = optimizer.schedule(config.optimizer, config.steps)
         self._learner: learner_lib.Learner | None = None
-        self._publisher: Any = None
+        self._weights: Any = None
         self._checkpointer: checkpoints.Checkpointer | None = None
         self._resize: resize.Resize | None = None
         self._snapshots: checkpoints.Checkpointer | None = None
@@ -135,7 +135,7 @@ class TrainerActor:
     def _begin(self, learner: learner_lib.Learner) -> protocols.TrainerInfo:
         config, where = self._config, learner.layout
         rollout = config.rollout
-        self._publisher = publication.create(
+        self._weights = snapshot.create(
             self._model,
             rollout.dtype,
             rollout.bucket_mib * MIB,
@@ -215,7 +215,7 @@ class TrainerActor:
         return True
 
     async def listen(self, member: str, epoch: int) -> dict[str, Any]:
-        """Opens a side channel for a replica's gradient sums; returns its address. In the core's first process only."""
+        """Opens a gradient channel for a replica; returns its address. In the core's first process only."""
         self._started()
         return self._members.listen(member, epoch)
 
@@ -276,28 +276,28 @@ class TrainerActor:
             self._resize = None
 
     def open_weights(self, policy_version: int) -> int:
-        """Takes a snapshot of the parameters in the wire dtype; returns its number of buckets."""
-        learner, publisher = self._started(), self._publisher
-        assert publisher is not None
+        """Takes a snapshot of the parameters in the wire dtype; returns its number of chunks."""
+        learner, weights = self._started(), self._weights
+        assert weights is not None
         if policy_version != self._version:
             raise protocols.LibraError(
                 f"version {policy_version} cannot be published: the trainer holds {self._version}."
             )
-        count = publisher.open(policy_version, learner.params)
+        count = weights.open(policy_version, learner.params)
         self._published = policy_version
         return count
 
-    def stage_weights(self, policy_version: int, index: int) -> protocols.WeightBucket:
-        """Fills one bucket of the open snapshot; it stays readable until the next snapshot is opened."""
+    def stage_weights(self, policy_version: int, index: int) -> protocols.WeightChunk:
+        """Fills one chunk of the open snapshot; it stays readable until the next snapshot is opened."""
         self._started()
-        assert self._publisher is not None
-        return self._publisher.stage(policy_version, index)
+        assert self._weights is not None
+        return self._weights.stage(policy_version, index)
 
     def close_weights(self, policy_version: int) -> None:
         """Frees the snapshot."""
         self._started()
-        assert self._publisher is not None
-        self._publisher.close(policy_version)
+        assert self._weights is not None
+        self._weights.close(policy_version)
 
     def save(self, path: str) -> None:
         """Begins an asynchronous save of the train state to a new directory; ends the warm start."""
@@ -381,12 +381,12 @@ class TrainerActor:
         """Finishes the last save, gives shared memory back, closes all channels and drops the state. Idempotent."""
         self.cancel_resize()
         self._members.close()
-        if self._publisher is not None:
-            self._publisher.shutdown()
+        if self._weights is not None:
+            self._weights.shutdown()
         for checkpointer in (self._checkpointer, self._snapshots):
             if checkpointer is not None:
                 checkpointer.close()
-        self._learner = self._publisher = self._checkpointer = self._snapshots = None
+        self._learner = self._weights = self._checkpointer = self._snapshots = None
         self._world.leave()
 
     def _started(self) -> learner_lib.Learner:
@@ -415,7 +415,7 @@ class TrainerActor:
         wanted = members.Wanted(
             version=self._version,
             # The first process alone holds what was published, and checks for all (`members.everywhere`).
-            digest=self._publisher.digest(self._version) if known and jax.process_index() == 0 else None,
+            digest=self._weights.digest(self._version) if known and jax.process_index() == 0 else None,
             shares=shares,
             ranges=ranges,
             arrays=members.array_kinds(self._started().layout.accumulator),

@@ -21,7 +21,7 @@ from jax._src import distributed
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.interop import addresses
+from libra_jax.weights import addresses
 
 HEARTBEAT_SECONDS = 30
 """Silence after which a process counts as dead; heartbeats have a thread of their own, which no compiling holds up."""

@@ -82,7 +82,7 @@ def test_what_is_demonstrated_is_what_the_sandbox_returns():
 
 def test_dialogues_fit_the_shipped_config():
     pytest.importorskip("math_verify")
-    run = config.parse(config.RunConfig, python_cpu.get_config().to_dict())
+    run = config.checked(python_cpu.get_config())
     environment = factories.environment_factory(run.task, toolkit.Toolkit(run.tools, run.sandbox))()
     source = factories.task_source(run.task, run.seed)
     tokenizer = tokenizers.CharacterTokenizer()

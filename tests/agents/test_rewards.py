@@ -423,3 +423,18 @@ def test_what_a_config_names_wrongly_is_found_out_without_calling_it(function, s
 def test_a_factory_that_makes_no_reward_function_is_found_out_before_the_run_begins(factory, sentence):
     with pytest.raises(protocols.ConfigError, match=sentence):
         score({"mine": of(factory)})
+    with pytest.raises(protocols.ConfigError, match=sentence):
+        composition.try_factories(config.RewardConfig(functions={"good": of("constant"), "mine": of(factory)}))
+
+
+def test_factories_are_tried_apart_and_a_slow_one_is_not_waited_for(monkeypatch):
+    reward_functions.CALLS.clear()
+    composition.try_factories(config.RewardConfig(functions={"mine": of("recorded")}))
+    assert not reward_functions.CALLS, "this process may not keep what a factory takes"
+    with pytest.raises(
+        protocols.ConfigError, match=r"reward\.functions: a factory ended its process \(exit status 3\)"
+    ):
+        composition.try_factories(config.RewardConfig(functions={"mine": of("ending")}))
+    monkeypatch.setattr(composition, "TRY_SECONDS", 0.1)
+    monkeypatch.setattr(worker, "CLOSE_SECONDS", 0.1)
+    composition.try_factories(config.RewardConfig(functions={"mine": of("loading")}))

@@ -155,7 +155,7 @@ def check_demonstrations(run, source):
 
 
 def test_demonstrations_of_the_shipped_config_are_what_its_tool_returns():
-    run = config.parse(config.RunConfig, search_cpu.get_config().to_dict())
+    run = config.checked(search_cpu.get_config())
     check_demonstrations(run, factories.task_source(run.task, run.seed))
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import coordinator_doubles as doubles
 
 from libra_jax import protocols
-from libra_jax.interop import memfd
-from libra_jax.rollout import fake_engine
+from libra_jax.engines import fake_engine
+from libra_jax.weights import memfd
 
 NBYTES = 1 << 16
 
@@ -19,17 +19,17 @@ def content(version: int, index: int) -> bytes:
 
 
 class Trainer(doubles.RecordingTrainer):
-    """A piece of memory a bucket, which is gone once the snapshot is closed."""
+    """A piece of memory a chunk, which is gone once the snapshot is closed."""
 
     async def open_weights(self, policy_version: int) -> int:
-        self._owners = [memfd.Owner(NBYTES, "a test") for _ in range(self._buckets)]
+        self._owners = [memfd.Owner(NBYTES, "a test") for _ in range(self._chunks)]
         return await super().open_weights(policy_version)
 
-    async def stage_weights(self, policy_version: int, index: int) -> protocols.WeightBucket:
+    async def stage_weights(self, policy_version: int, index: int) -> protocols.WeightChunk:
         await super().stage_weights(policy_version, index)
         owner = self._owners[index]
         owner.buffer[:] = content(policy_version, index)
-        return protocols.WeightBucket(policy_version, index, self._buckets, (), NBYTES, owner.address)
+        return protocols.WeightChunk(policy_version, index, self._chunks, (), NBYTES, owner.address)
 
     async def close_weights(self, policy_version: int) -> None:
         for owner in self._owners:
@@ -38,7 +38,7 @@ class Trainer(doubles.RecordingTrainer):
 
 
 class Engine(fake_engine.FakeEngine):
-    """Writes down every bucket that arrived whole: reader, owner, version, index."""
+    """Writes down every chunk that arrived whole: reader, owner, version, index."""
 
     def __init__(self, name: str, log: str) -> None:
         super().__init__(
@@ -53,12 +53,12 @@ class Engine(fake_engine.FakeEngine):
         )
         self._log = Path(log)
 
-    async def update_weights(self, bucket: protocols.WeightBucket) -> None:
-        await super().update_weights(bucket)
-        with memfd.open_peer(bucket.transport) as memory:
-            assert memory[:] == content(bucket.policy_version, bucket.index)
+    async def update_weights(self, chunk: protocols.WeightChunk) -> None:
+        await super().update_weights(chunk)
+        with memfd.open_peer(chunk.transport) as memory:
+            assert memory[:] == content(chunk.policy_version, chunk.index)
         with self._log.open("a") as log:
-            print(os.getpid(), bucket.transport["pid"], bucket.policy_version, bucket.index, file=log)
+            print(os.getpid(), chunk.transport["pid"], chunk.policy_version, chunk.index, file=log)
 
 
 def trainer(log: str) -> Trainer:

@@ -9,6 +9,7 @@ import pathlib
 from typing import Any
 
 import pytest
+from cluster_actors import Counter, Streamer
 
 from libra_jax.protocols import ActorSpec, ConfigError, DataError, DeadlineMissed, LibraError, WorkerLost
 
@@ -28,6 +29,17 @@ def test_a_sync_actor_is_made_and_called_on_one_thread_always_the_same(with_acto
 
     threads = with_actors(body)
     assert len({thread for pair in threads for thread in pair}) == 1
+
+
+def test_a_handle_calls_what_a_protocol_names_and_refuses_what_the_actor_lacks(with_actors):
+    async def body(cluster, counter, streamer):
+        before = await counter.call(Counter.add, 0)
+        assert await counter.call(Counter.add, amount=2) == before + 2
+        assert [number async for number in streamer.stream(Streamer.numbers, 3)] == [0, 1, 2]
+        with pytest.raises(AttributeError, match="actor 'counter' has no public method 'open'"):
+            await counter.call(Streamer.open)
+
+    with_actors(body)
 
 
 def test_calls_of_an_async_actor_interleave(with_actors):

@@ -22,8 +22,8 @@ from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.cluster import inprocess, ray_cluster
 from libra_jax.coordinator import handover, process_set
-from libra_jax.interop import memfd
 from libra_jax.models import hf
+from libra_jax.weights import memfd
 
 pytestmark = [pytest.mark.ray, pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -171,12 +171,12 @@ def test_a_state_goes_round_process_sets_bit_for_bit_and_each_takes_the_next_ste
 
 
 async def _published(trainer: process_set.ProcessSet, version: int) -> list[tuple[Any, bytes]]:
-    """Entries and bytes of every bucket, read as an engine does."""
+    """Entries and bytes of every chunk, read as an engine does."""
     found = []
     for index in range(await trainer.open_weights(version)):
-        bucket = await trainer.stage_weights(version, index)
-        with memfd.open_peer(bucket.transport) as memory:
-            found.append((bucket.entries, memory[: bucket.nbytes]))
+        chunk = await trainer.stage_weights(version, index)
+        with memfd.open_peer(chunk.transport) as memory:
+            found.append((chunk.entries, memory[: chunk.nbytes]))
     await trainer.close_weights(version)
     return found
 

@@ -50,6 +50,21 @@ def constant(value=1.0):
     return lambda task, text: value
 
 
+def recorded():
+    """A factory that leaves a trace in its process."""
+    CALLS.append(("made", ""))
+    return constant()
+
+
+def ending():
+    os._exit(3)
+
+
+def loading():
+    """A factory that takes long."""
+    time.sleep(3600)
+
+
 def giving(kind):
     return lambda task, text: NONSENSE[kind]
 

@@ -29,12 +29,12 @@ class DirectCluster:
         self.actors: dict[str, Any] = {}
         self.spawned: list[str] = []
 
-    async def spawn(self, spec: protocols.ActorSpec) -> Any:
+    async def spawn(self, spec: protocols.ActorSpec) -> protocols.ActorHandle:
         module, _, name = spec.factory.partition(":")
         assert spec.name not in self.actors
         self.spawned.append(spec.name)
         self.actors[spec.name] = getattr(importlib.import_module(module), name)(**spec.arguments)
-        return self.actors[spec.name]
+        return protocols.DirectHandle(spec.name, self.actors[spec.name])
 
     async def stop(self, name: str) -> None:
         actor = self.actors.pop(name, None)
@@ -111,9 +111,9 @@ class TwoTurns:
 class RecordingTrainer:
     """A trainer whose whole state is its version and the prompts and staleness it was given; saves them as JSON."""
 
-    def __init__(self, seconds: float, buckets: int, log: str) -> None:
+    def __init__(self, seconds: float, chunks: int, log: str) -> None:
         self._seconds = seconds
-        self._buckets = buckets
+        self._chunks = chunks
         self._log = log
         self._saving: tuple[Path, str] | None = None
         self.state: dict[str, Any] = {"version": 0, "prompts": [], "staleness": [], "warm": 0}
@@ -180,11 +180,11 @@ class RecordingTrainer:
         assert policy_version == self.state["version"]
         assert self.open_version is None
         self.open_version = policy_version
-        return self._buckets
+        return self._chunks
 
-    async def stage_weights(self, policy_version: int, index: int) -> protocols.WeightBucket:
+    async def stage_weights(self, policy_version: int, index: int) -> protocols.WeightChunk:
         assert policy_version == self.open_version
-        return protocols.WeightBucket(policy_version, index, self._buckets, (), 0, {"kind": "none"})
+        return protocols.WeightChunk(policy_version, index, self._chunks, (), 0, {"kind": "none"})
 
     async def close_weights(self, policy_version: int) -> None:
         assert policy_version == self.open_version
@@ -229,8 +229,8 @@ def check_whole(trajectory: protocols.Trajectory) -> None:
         assert (version >= 0) == sampled
 
 
-def make_trainer(seconds: float = 0.05, buckets: int = 3, log: str = "") -> RecordingTrainer:
-    return RecordingTrainer(seconds, buckets, log)
+def make_trainer(seconds: float = 0.05, chunks: int = 3, log: str = "") -> RecordingTrainer:
+    return RecordingTrainer(seconds, chunks, log)
 
 
 class _Handed:
@@ -239,8 +239,8 @@ class _Handed:
     def __init__(self, actor: Any) -> None:
         self._actor = actor
 
-    async def spawn(self, spec: protocols.ActorSpec) -> Any:
-        return self._actor
+    async def spawn(self, spec: protocols.ActorSpec) -> protocols.ActorHandle:
+        return protocols.DirectHandle(spec.name, self._actor)
 
     async def stop(self, name: str) -> None:
         pass
@@ -255,7 +255,7 @@ class _Handed:
 def alone(trainer: Any) -> process_set.ProcessSet:
     """A trainer of one process, which is made."""
     made = process_set.ProcessSet(_Handed(trainer), lambda process, processes: protocols.ActorSpec("trainer", "", {}))
-    made._actors = [trainer]
+    made._actors = [protocols.DirectHandle("trainer", trainer)]
     return made
 
 
@@ -290,7 +290,7 @@ def engine_specs(config: configuration.RunConfig, count: int = 2, **arguments: A
     return [
         protocols.ActorSpec(
             f"engine-{index}",
-            "libra_jax.rollout.fake_engine:create",
+            "libra_jax.engines.fake_engine:create",
             {
                 "name": f"engine-{index}",
                 "model_config": {},

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from libra_jax import protocols
-from libra_jax.rollout import fake_engine
+from libra_jax.engines import fake_engine
 
 ASKED: list[tuple[str, protocols.GenerationRequest]] = []
 """(engine, request) of every generation, in order."""

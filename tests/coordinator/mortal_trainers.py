@@ -13,7 +13,7 @@ from typing import Any
 import coordinator_doubles as doubles
 
 from libra_jax import protocols
-from libra_jax.rollout import fake_engine
+from libra_jax.engines import fake_engine
 
 LOST = "actor 'trainer' is lost: its process 7 died; make it anew to go on"
 
@@ -102,7 +102,7 @@ class Trainer(doubles.RecordingTrainer):
         self._fate.policies[self.state["version"]].add(self.state["parameters"])
         return trained
 
-    async def stage_weights(self, policy_version: int, index: int) -> protocols.WeightBucket:
+    async def stage_weights(self, policy_version: int, index: int) -> protocols.WeightChunk:
         made = await super().stage_weights(policy_version, index)
         self._fate.policies[policy_version].add(self.state["parameters"])
         return dataclasses.replace(made, checksum=self.state["parameters"])
@@ -122,7 +122,7 @@ class Trainer(doubles.RecordingTrainer):
 
 
 class Engine(fake_engine.FakeEngine):
-    """Takes a while for each bucket."""
+    """Takes a while for each chunk."""
 
     def __init__(self, fate: Fate, name: str) -> None:
         super().__init__(name, doubles.chatter, 4, 256, 1, 2, fate.tokens_per_second, None)
@@ -133,10 +133,10 @@ class Engine(fake_engine.FakeEngine):
         await super().start_weight_update(policy_version)
         self.loading = policy_version
 
-    async def update_weights(self, bucket: protocols.WeightBucket) -> None:
+    async def update_weights(self, chunk: protocols.WeightChunk) -> None:
         await asyncio.sleep(0.01)
-        await super().update_weights(bucket)
-        self._fate.given[self.loading].add(str(bucket.checksum))
+        await super().update_weights(chunk)
+        self._fate.given[self.loading].add(str(chunk.checksum))
 
 
 def bench(tmp_path: Path, fate: Fate, further: Mapping[str, Any] | None = None, **changes: Any) -> doubles.Bench:

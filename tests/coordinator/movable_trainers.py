@@ -36,11 +36,11 @@ class Cluster:
         self.faulty = faulty
         self.alive: dict[str, Any] = {}
 
-    async def spawn(self, spec: protocols.ActorSpec) -> Any:
+    async def spawn(self, spec: protocols.ActorSpec) -> protocols.ActorHandle:
         await self.faulty.meet(spec.name, "spawn")
         assert spec.name not in self.alive
         self.alive[spec.name] = Trainer(spec.name, self.faulty, **spec.arguments)
-        return self.alive[spec.name]
+        return protocols.DirectHandle(spec.name, self.alive[spec.name])
 
     async def stop(self, name: str) -> None:
         actor = self.alive.pop(name, None)

@@ -1,4 +1,4 @@
-"""Hosts without bytes: relays, engines and a trainer that say on which host a bucket is; a link takes a second."""
+"""Hosts without bytes: relays, engines and a trainer that say on which host a chunk is; a link takes a second."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from typing import Any
 import coordinator_doubles as doubles
 
 from libra_jax import protocols
-from libra_jax.coordinator import failure, instances, publication, relays
-from libra_jax.rollout import fake_engine
+from libra_jax.coordinator import failure, instances
+from libra_jax.engines import fake_engine
 from libra_jax.telemetry import memory
+from libra_jax.weights import relay_tree, sync
 
 LINK_SECONDS = LOAD_SECONDS = 1.0
 NBYTES = 1000
 LIMITS = {"publish": 30.0, "engine_start": 60.0, "first_token": 20.0, "shutdown": 5.0}
 
-Fault = Callable[["Relay", str, protocols.WeightBucket], Awaitable[protocols.WeightBucket | None]]
-"""(relay, "send" or "receive", bucket): raises, hangs, or returns what is sent instead."""
+Fault = Callable[["Relay", str, protocols.WeightChunk], Awaitable[protocols.WeightChunk | None]]
+"""(relay, "send" or "receive", chunk): raises, hangs, or returns what is sent instead."""
 
 
 def seconds() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def no_fault(relay: Relay, verb: str, bucket: protocols.WeightBucket) -> None:
+async def no_fault(relay: Relay, verb: str, chunk: protocols.WeightChunk) -> None:
     return None
 
 
@@ -84,19 +85,19 @@ class Relay:
         assert address == {"member": child, "epoch": epoch}
         self.children[child] = self.hosts.links[child, epoch]
 
-    async def send(self, bucket: protocols.WeightBucket, child: str) -> None:
+    async def send(self, chunk: protocols.WeightChunk, child: str) -> None:
         self._check()
-        assert bucket.transport == {"host": self.host}, "a relay sends what lies on its host"
+        assert chunk.transport == {"host": self.host}, "a relay sends what lies on its host"
         link, taken = self.children[child], asyncio.get_running_loop().create_future()
-        sent = await self.hosts.fault(self, "send", bucket) or bucket
+        sent = await self.hosts.fault(self, "send", chunk) or chunk
         self.hosts.sent.append((self.host, child))
         link.queue.put_nowait((sent, taken))
         await link.use(_result(taken))
         self._check()
 
-    async def receive(self, bucket: protocols.WeightBucket) -> protocols.WeightBucket:
+    async def receive(self, chunk: protocols.WeightChunk) -> protocols.WeightChunk:
         self._check()
-        await self.hosts.fault(self, "receive", bucket)
+        await self.hosts.fault(self, "receive", chunk)
         came, taken = await self.parent.use(self.parent.queue.get())
         begin = seconds()
         await self.parent.use(asyncio.sleep(LINK_SECONDS))
@@ -104,9 +105,9 @@ class Relay:
         taken.set_result(None)
         self.hosts.crossed.append((self.host, came.policy_version, came.index, begin, seconds()))
         same = ("policy_version", "index", "checksum")
-        if any(getattr(came, name) != getattr(bucket, name) for name in same):
-            raise protocols.LibraError(f"bucket {bucket.index} is another one, or damaged")
-        return dataclasses.replace(bucket, transport={"host": self.host})
+        if any(getattr(came, name) != getattr(chunk, name) for name in same):
+            raise protocols.LibraError(f"chunk {chunk.index} is another one, or damaged")
+        return dataclasses.replace(chunk, transport={"host": self.host})
 
     async def shutdown(self) -> None:
         self.kill()
@@ -123,18 +124,18 @@ class Engine(fake_engine.FakeEngine):
         super().__init__(name, doubles.chatter, 4, 256, 1, 2, 20_000.0, None)
         self.hosts, self.host = hosts, host
 
-    async def update_weights(self, bucket: protocols.WeightBucket) -> None:
-        assert bucket.transport == {"host": self.host}, "an engine reads what lies on its host"
+    async def update_weights(self, chunk: protocols.WeightChunk) -> None:
+        assert chunk.transport == {"host": self.host}, "an engine reads what lies on its host"
         begin = seconds()
         await asyncio.sleep(LOAD_SECONDS)
-        await super().update_weights(bucket)
-        self.hosts.loaded.append((self.name, bucket.policy_version, bucket.index, begin, seconds()))
+        await super().update_weights(chunk)
+        self.hosts.loaded.append((self.name, chunk.policy_version, chunk.index, begin, seconds()))
 
 
 class Trainer(doubles.RecordingTrainer):
     """Publishes on host 0."""
 
-    async def stage_weights(self, policy_version: int, index: int) -> protocols.WeightBucket:
+    async def stage_weights(self, policy_version: int, index: int) -> protocols.WeightChunk:
         made = await super().stage_weights(policy_version, index)
         checksum = f"{policy_version}.{index}"
         return dataclasses.replace(made, nbytes=NBYTES, transport={"host": 0}, checksum=checksum)
@@ -144,19 +145,19 @@ class Hosts:
     """A run's publication over hosts: the trainer's, number 0, and others; each has the same number of engines.
 
     Attributes:
-      sent: (host, relay) for each bucket that a relay sent.
+      sent: (host, relay) for each chunk that a relay sent.
       crossed: (host, version, index, begin, end) for each that came to a host, damaged or not.
       loaded: (engine, version, index, begin, end).
     """
 
-    def __init__(self, count: int, *, buckets: int = 4, engines: int = 1, fault: Fault = no_fault) -> None:
+    def __init__(self, count: int, *, chunks: int = 4, engines: int = 1, fault: Fault = no_fault) -> None:
         self.fault, self.unmakable = fault, set[int]()
         self.links: dict[tuple[str, int], Link] = {}
         self.sent: list[tuple[int, str]] = []
         self.crossed: list[tuple[int, int, int, float, float]] = []
         self.loaded: list[tuple[str, int, int, float, float]] = []
         self.cluster, self.recorder = doubles.DirectCluster(), memory.MemoryRecorder()
-        self.trainer, self.lock = Trainer(0.0, buckets, ""), asyncio.Lock()
+        self.trainer, self.lock = Trainer(0.0, chunks, ""), asyncio.Lock()
         self.config = doubles.make_config(deadlines=LIMITS, rollout={"restarts": 2, "health_seconds": 1000.0})
         self.names = {host: [f"engine-{host}.{number}" for number in range(engines)] for host in range(count)}
         self.ending = failure.Ending()
@@ -165,11 +166,11 @@ class Hosts:
             self.config, cluster=self.cluster, specs=specs, recorder=self.recorder, ending=self.ending
         )
         relay_specs = {host: self._spec(f"relay-{host}", "Relay", host) for host in range(count)}
-        self.relays = relays.Relays(self.config, cluster=self.cluster, specs=relay_specs, recorder=self.recorder)
+        self.relays = relay_tree.RelayTree(self.config, cluster=self.cluster, specs=relay_specs, recorder=self.recorder)
         self.publisher = self.make_publisher()
 
-    def make_publisher(self, **further: Any) -> publication.Publisher:
-        return publication.Publisher(
+    def make_publisher(self, **further: Any) -> sync.WeightSync:
+        return sync.WeightSync(
             self.config,
             trainer=self.trainer,
             trainer_lock=self.lock,
@@ -188,7 +189,7 @@ class Hosts:
 
     async def publish(self, version: int) -> float:
         self.trainer.state["version"] = version
-        return await self.publisher.publish(version)
+        return await self.publisher.sync_weights(version)
 
     def relay(self, host: int) -> Relay:
         return self.cluster.actors[f"relay-{host}"]

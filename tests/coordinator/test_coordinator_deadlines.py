@@ -7,8 +7,7 @@ import asyncio
 import coordinator_doubles as doubles
 import pytest
 
-from libra_jax import protocols, turns
-from libra_jax.coordinator import deadlines
+from libra_jax import deadlines, protocols, turns
 
 
 async def answer_after(seconds: float) -> str:

@@ -12,7 +12,7 @@ import pytest
 
 from libra_jax import protocols
 from libra_jax.coordinator import dispatch, failure, instances
-from libra_jax.rollout import fake_engine
+from libra_jax.engines import fake_engine
 from libra_jax.scheduling import least_loaded
 from libra_jax.telemetry import memory
 

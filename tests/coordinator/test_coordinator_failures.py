@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
 
 import coordinator_doubles as doubles
@@ -71,7 +72,8 @@ def test_a_reward_that_always_raises_ends_the_run_with_one_sentence(tmp_path):
     with pytest.raises(protocols.LibraError) as raised:
         bench.run()
     sentence = str(raised.value)
-    assert "4 groups were replaced (environment 4) and 0 trained" in sentence
+    assert "4 groups were replaced (reward 4) and 0 trained" in sentence
+    assert "config.coordinator.max_replacements = 1 allows 1 x (0 scored + 3 of a step) = 3" in sentence
     assert "reward mine:reward" in sentence
     assert "KeyError" in sentence
     assert "\n" not in sentence
@@ -84,6 +86,31 @@ def test_an_environment_factory_that_always_raises_ends_the_run_with_one_sentenc
     bench = doubles.Bench(doubles.make_config(), tmp_path, make_environment=make_environment)
     with pytest.raises(protocols.LibraError, match=r"calculator:environment raised OSError: no sandbox here"):
         bench.run()
+
+
+def test_the_error_adds_up_reasons_and_says_the_cap(tmp_path):
+    """Of six groups, those of odd numbers fail by the reward and the others by the environment."""
+
+    async def reward(task: protocols.Task, transcript: scoring.Transcript) -> scoring.Score:
+        raise KeyError("answer")
+
+    class Breaking(doubles.TwoTurns):
+        async def step(self, output: str) -> protocols.StepResult:
+            if self._index % 2:
+                raise RuntimeError("no display here")
+            return await super().step(output)
+
+    config = doubles.make_config(
+        coordinator={"max_replacements": 1.5},
+        reward={"functions": {"mine": {"factory": "mine:reward"}}},
+        task={"environment_retries": 0},
+    )
+    bench = doubles.Bench(config, tmp_path, reward=reward, make_environment=Breaking)
+    with pytest.raises(protocols.LibraError, match=r"5 groups were replaced \(environment \d \+ reward \d\)") as raised:
+        bench.run()
+    numbers = re.search(r"environment (\d) \+ reward (\d)", str(raised.value))
+    assert sum(map(int, numbers.groups())) == 5
+    assert "max_replacements = 1.5 allows 1.5 x (0 scored + 3 of a step) = 4.5" in str(raised.value)
 
 
 class NeverScoring(doubles.TwoTurns):

@@ -56,8 +56,8 @@ class Actor:
     async def start_weight_update(self, policy_version: int) -> None:
         await self._call(f"start_weight_update {policy_version}", self.verb_seconds)
 
-    async def update_weights(self, bucket: protocols.WeightBucket) -> None:
-        await self._call(f"update_weights {bucket.policy_version}.{bucket.index}", self.verb_seconds)
+    async def update_weights(self, chunk: protocols.WeightChunk) -> None:
+        await self._call(f"update_weights {chunk.policy_version}.{chunk.index}", self.verb_seconds)
 
     async def finish_weight_update(self, policy_version: int) -> None:
         await self._call(f"finish_weight_update {policy_version}", self.verb_seconds)
@@ -97,8 +97,8 @@ class Bench:
     def actor(self) -> Actor:
         return self.cluster.actors["replica-1"]
 
-    def publish(self, version: int, buckets: int = 2) -> None:
-        staged = [protocols.WeightBucket(version, index, buckets, (), 10, {}) for index in range(buckets)]
+    def publish(self, version: int, chunks: int = 2) -> None:
+        staged = [protocols.WeightChunk(version, index, chunks, (), 10, {}) for index in range(chunks)]
         self.members.published(version, staged)
 
     async def contribute(self, version: int) -> Mapping[str, float]:
@@ -219,14 +219,14 @@ def test_a_load_that_takes_too_long_as_a_whole_is_given_up_by_name():
     message = r"replica-1's whole weight update did not finish within 90 s: .*config\.deadlines\.publish"
 
     async def fetches(bench: Bench) -> None:
-        bench.publish(1, buckets=8)
+        bench.publish(1, chunks=8)
         with pytest.raises(protocols.DeadlineMissed, match=message):
             await bench.members.fetch(WORKER)
         assert seconds() == pytest.approx(3 * LIMITS["publish"])
 
     async def contributes(bench: Bench) -> None:
         bench.members.follow(WORKER)
-        bench.publish(1, buckets=8)
+        bench.publish(1, chunks=8)
         with pytest.raises(protocols.DeadlineMissed, match=message):
             await bench.contribute(1)
         assert not bench.members.follows(WORKER)

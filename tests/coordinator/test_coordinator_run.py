@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import re
 import signal
 import statistics
 import tempfile
@@ -214,6 +215,31 @@ def test_an_engine_that_waits_for_its_first_weights_says_so(tmp_path):
     assert "no weights yet, 0 requests running" in told
     assert not [text for text in told if "-1" in text]
     assert [text for text in told if text.startswith("serving version 1")]
+
+
+def test_long_waits_say_what_is_done(tmp_path):
+    config = doubles.make_config(warm_start={"steps": 3, "batch_size": 2}, checkpoint={"every": 2})
+    bench = doubles.Bench(config, tmp_path)
+    bench.run()
+    trainer = [text for name, text in bench.recorder.statuses if name == "trainer"]
+    assert trainer[:4] == [
+        "starting its process",
+        "loading the model and making the optimizer's state",
+        "idle",
+        "warm start 0/3, compiling its programs first",
+    ]
+    steps = [text for text in trainer if text.startswith("training step")]
+    assert steps[:2] == ["training step 1, compiling its programs first", "training step 2"]
+    assert "writing the checkpoint of step 2" in trainer
+    engine = [text for name, text in bench.recorder.statuses if name == "engine-0"]
+    assert engine[:4] == [
+        "starting its process",
+        "loading the inference engine and the model",
+        "opening the weight transport",
+        "started, waits for its first weights",
+    ]
+    waits = [text for name, text in bench.recorder.statuses if name == "rollout"]
+    assert any(re.fullmatch(r"training waits: \d groups ready of 3, \d running", text) for text in waits)
 
 
 def test_a_warm_start_without_demonstrations_is_refused():

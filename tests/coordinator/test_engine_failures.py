@@ -11,7 +11,7 @@ import pytest
 
 from libra_jax import protocols
 from libra_jax.coordinator import failure, instances
-from libra_jax.rollout import fake_engine
+from libra_jax.engines import fake_engine
 from libra_jax.telemetry import memory
 
 ALL = sorted(f"task-{index}" for index in range(12))
@@ -26,9 +26,9 @@ class Faulty(fake_engine.FakeEngine):
         await self.fault("pause")
         await super().pause()
 
-    async def update_weights(self, bucket: protocols.WeightBucket) -> None:
+    async def update_weights(self, chunk: protocols.WeightChunk) -> None:
         await self.fault("update_weights")
-        await super().update_weights(bucket)
+        await super().update_weights(chunk)
 
     async def start(self) -> protocols.EngineInfo:
         await self.fault("start")

@@ -145,7 +145,7 @@ def test_a_server_that_is_gone_for_long_costs_whole_groups_which_are_told_with_t
     replaced = check_books(bench, summary, 2)
     assert replaced
     assert summary.replaced == {"environment": len(replaced)}
-    told = [note for note in bench.recorder.notes if "was replaced" in note]
+    told = [note for note in bench.recorder.notes if note.startswith("Prompt ")]
     assert all("the server 'lookup' is gone" in note for note in told)
     assert summary.steps == config.steps
 
@@ -255,5 +255,5 @@ def test_an_outage_of_sandboxes_beyond_the_retries_costs_whole_groups_which_are_
     bench, summary, _ = run_with_sandboxes(tmp_path, config, 3.0)
     replaced = check_books(bench, summary, 2)
     assert replaced
-    told = [note for note in bench.recorder.notes if "was replaced" in note]
+    told = [note for note in bench.recorder.notes if note.startswith("Prompt ")]
     assert all("the sandbox did not start" in note for note in told)

@@ -6,8 +6,8 @@ import asyncio
 
 import coordinator_doubles as doubles
 
-from libra_jax import protocols
-from libra_jax.coordinator import deadlines, replicas
+from libra_jax import deadlines, protocols
+from libra_jax.coordinator import replicas
 from libra_jax.telemetry import memory
 
 
@@ -24,9 +24,9 @@ class Cluster:
     def __init__(self) -> None:
         self.alive: set[str] = set()
 
-    async def spawn(self, spec: protocols.ActorSpec) -> NeverUp:
+    async def spawn(self, spec: protocols.ActorSpec) -> protocols.ActorHandle:
         self.alive.add(spec.name)
-        return NeverUp()
+        return protocols.DirectHandle(spec.name, NeverUp())
 
     async def stop(self, name: str) -> None:
         self.alive.discard(name)

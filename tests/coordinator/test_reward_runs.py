@@ -41,11 +41,15 @@ def of(factory, weight=1.0, **arguments):
 def test_a_function_that_hangs_for_one_prompt_costs_that_group_alone(tmp_path):
     functions = {"slow": of("hanging", prompts=["task-5"]), "length": of("later", 0.001)}
     bench, summary = run(tmp_path, functions, coordinator={"staleness": 1}, steps=4)
-    assert summary.replaced == {"environment": 1}
+    assert summary.replaced == {"reward": 1}
     assert sorted(bench.trained["prompts"]) == sorted(f"task-{index}" for index in range(13) if index != 5)
-    (note,) = [note for note in bench.recorder.notes if "was replaced" in note]
-    assert note.startswith("Prompt task-5 was replaced (environment): reward slow (reward_functions:hanging), task ")
+    (note,) = [note for note in bench.recorder.notes if note.startswith("Prompt ")]
+    assert note.startswith("Prompt task-5 was replaced (reward): reward slow (reward_functions:hanging), task ")
     assert "task task-5: it took more than 0.3 s" in note
+    assert summary.sentence == (
+        "Trained 4 steps on 12 groups. 1 group was replaced (reward 1): config.coordinator.max_replacements = 1 allows "
+        "1 x (12 trained + 3 of a step) = 15."
+    )
     for _, scalars in bench.recorder.steps:
         assert scalars["reward/slow"] == 0.25
         expected = scalars["agent/odd"] + 0.25 + 0.001 * scalars["reward/length"]
@@ -56,13 +60,15 @@ def test_a_function_that_hangs_for_one_prompt_costs_that_group_alone(tmp_path):
 
 def test_an_attempt_whose_reward_failed_is_not_made_anew(tmp_path):
     bench, summary = run(tmp_path, {"bad": of("hanging", prompts=["task-1"])}, reward={"retries": 0, "seconds": 0.2})
-    assert summary.replaced == {"environment": 1}
+    assert summary.replaced == {"reward": 1}
     scalars = [scalars for _, scalars in bench.recorder.steps]
     assert 0 < sum(step["tokens/replaced"] for step in scalars) < 2 * 2 * 32  # two attempts of two outputs, once each
 
 
 def test_a_reward_that_fails_everywhere_ends_the_run_and_names_the_function(tmp_path):
-    with pytest.raises(protocols.LibraError, match=r"reward reward_functions:failing; .*ZeroDivisionError: oops"):
+    with pytest.raises(
+        protocols.LibraError, match=r"\(reward 4\).*reward_functions:failing; .*ZeroDivisionError: oops"
+    ):
         run(tmp_path, {"bad": of("failing")})
 
 

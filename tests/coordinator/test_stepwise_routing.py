@@ -20,9 +20,9 @@ def make_config(policy):
     spec = importlib.util.spec_from_file_location("cmlfq_cpu", CONFIG)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    values = module.get_config(policy).to_dict() | {"steps": 4}
-    values["warm_start"]["steps"] = 0
-    return configuration.parse(configuration.RunConfig, values)
+    config = module.get_config(policy)
+    config.steps, config.warm_start.steps = 4, 0
+    return configuration.checked(config)
 
 
 def engine_specs(rollout):
@@ -37,7 +37,7 @@ def engine_specs(rollout):
             "script": "stepwise_policy:solve",
             "tokens_per_second": 100.0 * degree,
         }
-        specs.append(protocols.ActorSpec(name, "libra_jax.rollout.fake_engine:create", arguments))
+        specs.append(protocols.ActorSpec(name, "libra_jax.engines.fake_engine:create", arguments))
     return specs
 
 

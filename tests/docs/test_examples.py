@@ -106,3 +106,10 @@ def test_the_sandbox_example_contains_its_code(tmp_path):
     assert "/etc/shadow: No such file" in shell
     assert "status='success'" not in bomb
     assert "42" in after
+
+
+def test_the_config_file_is_accepted(tmp_path, monkeypatch):
+    load("docs/guides/configs.md", "mine.py", tmp_path, monkeypatch)
+    import mine
+
+    assert config.checked(mine.get_config("elsewhere")).model.path == "elsewhere"

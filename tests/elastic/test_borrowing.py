@@ -373,3 +373,19 @@ def test_it_follows_work_that_drifts_to_and_fro_and_beats_every_fixed_split():
     assert decided.count("release") >= 2
     assert spent <= 1.05 * best
     assert spent < min(fixed.values())
+
+
+@pytest.mark.parametrize(
+    ("train", "wait", "whole", "speed", "gain"),
+    [(1.07, 2.04, 3.18, 1.78, "4.1%"), (1.15, 1.85, 3.06, 1.60, "0.3%"), (1.08, 1.99, 3.13, 1.84, "0.2%")],
+    ids=["step 43", "step 47", "step 50"],
+)
+def test_a_worker_stays_in_training_if_the_core_alone_would_train_as_long(train, wait, whole, speed, gain):
+    """The last phase of configs/elastic_cpu.py: measured steps, all slots in use, and the replica's speed."""
+    config = configuration.ElasticConfig(gain=0.05, patience=1, cooldown=3)
+    worker = borrowing.Hybrid("rollout-1", 16, speed, trains=True)
+    made = borrowing.Borrowing(config, horizon=10, synchronous=False)
+    decision = made.look(borrowing.Sight(43, whole, train, wait, whole, 1, 16, (worker,)))
+    assert decision.kind == "stay"
+    assert "elastic.gain = 5% is not reached" in decision.why
+    assert decision.then_seconds == pytest.approx(whole * (1 - float(gain.rstrip("%")) / 100), rel=0.01)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from libra_jax import protocols
-from libra_jax.rollout import fake_engine
+from libra_jax.engines import fake_engine
 
 TOKENS_PER_SECOND = 20.0
 

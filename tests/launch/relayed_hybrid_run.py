@@ -1,7 +1,7 @@
 """A run over three hosts that Ray emulates: a trainer, an engine, and a hybrid worker that changes sides when it can.
 
-Trainer, relays and replica are real; the engines are doubles, which reach for each bucket's memory. A relay is killed
-between two versions, one while a bucket is on its way to it and its engine sleeps, and one whose engine serves.
+Trainer, relays and replica are real; the engines are doubles, which reach for each chunk's memory. A relay is killed
+between two versions, one while a chunk is on its way to it and its engine sleeps, and one whose engine serves.
 
   PYTHONPATH=.:launch:tests/common python relayed_hybrid_run.py WORKDIR STEPS
 
@@ -28,22 +28,21 @@ from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.agents.tools import toolkit
 from libra_jax.cluster import emulated
-from libra_jax.coordinator import relays
 from libra_jax.elastic import borrowing
-from libra_jax.interop import memfd
-from libra_jax.rollout import fake_engine
+from libra_jax.engines import fake_engine
+from libra_jax.weights import memfd, relay_tree
 
 BETWEEN, ASLEEP, SERVING = 3, 6, 9
 """Versions: before one a relay is killed, and during two."""
 
 
 class Reader(fake_engine.FakeEngine):
-    """Reaches each bucket as a real engine does, and is refused what lies on another host."""
+    """Reaches each chunk as a real engine does, and is refused what lies on another host."""
 
-    async def update_weights(self, bucket: protocols.WeightBucket) -> None:
-        with memfd.open_peer(bucket.transport) as memory:
-            assert any(memory[: bucket.nbytes])
-        await super().update_weights(bucket)
+    async def update_weights(self, chunk: protocols.WeightChunk) -> None:
+        with memfd.open_peer(chunk.transport) as memory:
+            assert any(memory[: chunk.nbytes])
+        await super().update_weights(chunk)
 
 
 def engine(**arguments: Any) -> fake_engine.FakeEngine:
@@ -67,27 +66,27 @@ def config(steps: int, address: str) -> libra_config.RunConfig:
 def kill_relays() -> None:
     killed: set[str] = set()
 
-    def kill(self: relays.Relays, name: str, when: str) -> None:
+    def kill(self: relay_tree.RelayTree, name: str, when: str) -> None:
         if when not in killed:
             killed.add(when)
             os.kill(self._cluster._actors[name].birth.pid, signal.SIGKILL)  # type: ignore[attr-defined]
             print(f"killed {name} {when}", flush=True)
 
-    pass_on, transfer = relays.Relays.pass_on, relays.Relays._transfer
+    pass_on, transfer = relay_tree.RelayTree.pass_on, relay_tree.RelayTree._transfer
 
-    async def before(self: relays.Relays, staged: relays.Buckets, *further: Any) -> None:
-        if (await relays.came(staged[0])).policy_version == BETWEEN:
+    async def before(self: relay_tree.RelayTree, staged: relay_tree.Chunks, *further: Any) -> None:
+        if (await relay_tree.came(staged[0])).policy_version == BETWEEN:
             kill(self, "relay-1", "between two versions")
         await pass_on(self, staged, *further)
 
-    async def during(self: relays.Relays, above: Any, relay: Any, source: protocols.WeightBucket) -> Any:
+    async def during(self: relay_tree.RelayTree, above: Any, relay: Any, source: protocols.WeightChunk) -> Any:
         if (relay.host, source.policy_version, source.index) == (2, ASLEEP, 1):
             kill(self, "relay-2", "on the way")
         if (relay.host, source.policy_version, source.index) == (1, SERVING, 1):
             kill(self, "relay-1", "on the way while its engine serves")
         return await transfer(self, above, relay, source)
 
-    relays.Relays.pass_on, relays.Relays._transfer = before, during  # type: ignore[method-assign]
+    relay_tree.RelayTree.pass_on, relay_tree.RelayTree._transfer = before, during  # type: ignore[method-assign]
 
 
 def main() -> None:

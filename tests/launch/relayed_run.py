@@ -29,17 +29,29 @@ HOSTS = 4
 def config(steps: int, address: str) -> libra_config.RunConfig:
     values = quickstart.get_config()
     values.name, values.steps = "relayed", steps
-    values.coordinator.update({"groups_per_step": 4, "group_size": 4})
-    values.rollout.update({"tensor_parallel": (1, 1), "slots": 16, "max_tokens": 24, "kv_cache_gib": 0.1})
+    values.coordinator.groups_per_step = 4
+    values.coordinator.group_size = 4
+    values.rollout.tensor_parallel = (1, 1)
+    values.rollout.slots = 16
+    values.rollout.max_tokens = 24
+    values.rollout.kv_cache_gib = 0.1
     values.rollout.bucket_mib = 1
-    values.trainer.update({"fsdp": 2, "processes": 2, "rows_per_micro_batch": 2, "row_tokens": 128})
+    values.trainer.fsdp = 2
+    values.trainer.processes = 2
+    values.trainer.rows_per_micro_batch = 2
+    values.trainer.row_tokens = 128
     # Whatever was said changes the weights, and by much: an engine that missed a version would be found out.
-    values.optimizer.update({"learning_rate": 1e-2, "warmup_steps": 0})
-    values.reward.update({"functions": {"said": {"factory": "moving_doubles:reward"}}, "environment_weight": 0.0})
+    values.optimizer.learning_rate = 1e-2
+    values.optimizer.warmup_steps = 0
+    values.reward.functions = {"said": {"factory": "moving_doubles:reward"}}
+    values.reward.environment_weight = 0.0
     values.warm_start.steps = values.evaluation.every = values.checkpoint.every = 0
-    values.cluster.update({"backend": "ray", "address": address, "accelerators_per_host": 1})
-    values.telemetry.update({"report": False, "tensorboard": False})
-    return libra_config.parse(libra_config.RunConfig, values.to_dict())
+    values.cluster.backend = "ray"
+    values.cluster.address = address
+    values.cluster.accelerators_per_host = 1
+    values.telemetry.report = False
+    values.telemetry.tensorboard = False
+    return libra_config.checked(values)
 
 
 def tell_nodes() -> None:

@@ -34,16 +34,26 @@ GROUPS, ATTEMPTS = 4, 2
 def config(steps: int) -> libra_config.RunConfig:
     values = quickstart.get_config()
     values.name, values.steps = "restless", steps
-    values.coordinator.update({"groups_per_step": GROUPS, "group_size": ATTEMPTS, "staleness": 1})
-    values.rollout.update({"tensor_parallel": (1, 1), "slots": 4, "max_tokens": 24, "engine": "fake"})
+    values.coordinator.groups_per_step = GROUPS
+    values.coordinator.group_size = ATTEMPTS
+    values.coordinator.staleness = 1
+    values.rollout.tensor_parallel = (1, 1)
+    values.rollout.slots = 4
+    values.rollout.max_tokens = 24
+    values.rollout.engine = "fake"
     values.rollout.restarts = 20
-    values.trainer.update({"rows_per_micro_batch": 1, "row_tokens": 128, "restarts": 0})
+    values.trainer.rows_per_micro_batch = 1
+    values.trainer.row_tokens = 128
+    values.trainer.restarts = 0
     values.warm_start.steps = values.evaluation.every = 0
     values.checkpoint.every = 1
     values.cluster.backend = "ray"
-    values.elastic.update({"hybrid": 1, "restarts": 20, "late_seconds": 30.0})
-    values.telemetry.update({"report": False, "tensorboard": False})
-    return libra_config.parse(libra_config.RunConfig, values.to_dict())
+    values.elastic.hybrid = 1
+    values.elastic.restarts = 20
+    values.elastic.late_seconds = 30.0
+    values.telemetry.report = False
+    values.telemetry.tensorboard = False
+    return libra_config.checked(values)
 
 
 class Restless:

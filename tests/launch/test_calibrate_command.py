@@ -106,7 +106,7 @@ def test_a_mesh_of_its_own_is_predicted_from_the_others(record, tmp_path):
 
 @pytest.mark.parametrize("variant", list(calibrate.VARIANTS))
 def test_the_configs_that_are_recorded_are_runs_with_their_stages_apart(variant):
-    run = configuration.parse(configuration.RunConfig, calibrate.get_config(variant).to_dict())
+    run = configuration.checked(calibrate.get_config(variant))
     assert run.coordinator.staleness == 0
     assert len(run.rollout.tensor_parallel) == 1
 
@@ -121,7 +121,7 @@ def test_a_run_whose_stages_overlap_is_refused(record, tmp_path):
 
 def test_an_empty_list_of_folders_is_refused_instead_of_recording():
     result = command("--workdirs=")
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert "--workdirs: names no folder" in result.stderr
 
 

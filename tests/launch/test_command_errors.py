@@ -37,7 +37,7 @@ def test_the_traceback_is_shown_where_it_is_asked_for(error, capsys, monkeypatch
 
 def test_foreseen_errors_interrupts_and_exits_stay_what_they_are(capsys, monkeypatch):
     monkeypatch.delenv("LIBRA_JAX_TRACEBACK", raising=False)
-    assert failing(protocols.ConfigError("config.steps: must be positive")) == 1
+    assert failing(protocols.ConfigError("config.steps: must be positive")) == 2
     assert capsys.readouterr().err == "error: config.steps: must be positive\n"
     assert failing(KeyboardInterrupt(), "interrupted; nothing is lost.") == 130
     assert capsys.readouterr().err == "error: interrupted; nothing is lost.\n"
@@ -118,14 +118,14 @@ runpy.run_path("launch/benchmark.py", run_name="__main__")
 
 
 @pytest.mark.parametrize(
-    ("flags", "problem"),
+    ("flags", "problem", "status"),
     [
-        (["--only=scheduler,schedular"], "--only: 'schedular' is not one of rollout, bridge,"),
-        (["--only=scheduler", "--output=/dev/null/out.json"], "--output: /dev/null/out.json cannot be written ("),
-        (["--only=scheduler"], ""),
+        (["--only=scheduler,schedular"], "--only: 'schedular' is not one of rollout, bridge,", 2),
+        (["--only=scheduler", "--output=/dev/null/out.json"], "--output: /dev/null/out.json cannot be written (", 1),
+        (["--only=scheduler"], "", 0),
     ],
 )
-def test_the_benchmark_is_refused_before_anything_is_measured(flags, problem):
+def test_the_benchmark_is_refused_before_anything_is_measured(flags, problem, status):
     result = subprocess.run(
         [sys.executable, "-c", BENCHMARK_OF_NOTHING, *flags],
         cwd=scripts.ROOT,
@@ -136,4 +136,79 @@ def test_the_benchmark_is_refused_before_anything_is_measured(flags, problem):
     )
     if problem:
         scripts.assert_one_sentence(result, f"error: {problem}")
+    assert result.returncode == status, result.stderr
     assert ("measured" in result.stdout) == (not problem), result.stderr
+
+
+SCRIPTS = sorted(file.name for file in (scripts.ROOT / "launch").glob("*.py") if "cli.run(" in file.read_text())
+
+
+@pytest.mark.parametrize("script", sorted({*SCRIPTS, "slurm_host.py"} - {"cli.py"}))
+def test_a_python_without_what_a_script_needs_is_told_in_a_sentence(script):
+    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    result = subprocess.run(
+        [sys.executable, "-S", f"launch/{script}", "--help"],  # -S: without installed packages
+        cwd=scripts.ROOT,
+        env=bare,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    scripts.assert_one_sentence(result, " has no module ", "bash launch/setup.sh", f".venv/bin/python launch/{script}")
+    assert (result.returncode, result.stdout) == (1, "")
+
+
+QUICK, SIMULATED = "--config=configs/quickstart.py", "--config=configs/simulate.py"
+
+MISTAKES = {
+    "calibrate.py": [["--workdirs="]],
+    "drills.py": [["--only=nothing"], []],
+    "kubernetes.py": [[QUICK], [QUICK, "--config.steps=0", "--dry_run"]],
+    "local.py": [[]],
+    "plan.py": [["--hardware=a900"], ["--accelerators=few"], ["--config.steps=0"]],
+    "prepare_data.py": [["--dataset=search_r1", "--input=in.jsonl", "--output=out.txt"], []],
+    "report.py": [[]],
+    "scale.py": [["--accelerators=0"], ["--config=configs/nosuch.py"]],
+    "show.py": [["--best", "--worst", "--workdir=nowhere"]],
+    "simulate.py": [["--policies=nothing"], ["--seeds=a"], [SIMULATED, "--config.steps=0"]],
+    "slurm.py": [[QUICK, "--config.steps=0"], []],
+    "status.py": [["--refresh=often"]],
+    "sweep.py": [[], ["--configs=nosuch.py"], ["--configs=configs/quickstart.py", "--sweep=optimizer.lr=1"]],
+    "tpu.py": [[QUICK]],
+    "train.py": [[QUICK, "--config.steps=0"], [QUICK, "--config.steps=many"], [QUICK, "--stepz=1"]],
+    "twin.py": [["--nonsense"]],
+}
+"""Commands that have to change before they can work."""
+
+FAILURES = {
+    "calibrate.py": ["--workdirs=/nowhere/run"],
+    "plan.py": ["--trace=/nowhere/trace.jsonl"],
+    "prepare_data.py": ["--dataset=search_r1", "--input=/nowhere/in.jsonl", "--output=/dev/null/out.jsonl"],
+    "report.py": ["--workdir=/nowhere/run"],
+    "show.py": ["--workdir=/nowhere/run"],
+    "simulate.py": ["--policies=sticky", "--output=/dev/null/out.json"],
+    "status.py": ["--workdir=/nowhere/run"],
+    "train.py": ["--config=configs/questions.py", "--config.task.path=/nowhere/tasks.jsonl", "--dry_run"],
+}
+"""Commands that are right, and whose work fails on this machine."""
+
+
+def test_the_table_of_mistakes_has_every_script():
+    assert sorted(MISTAKES) == sorted({*SCRIPTS} - {"cli.py", "benchmark.py"}), "the benchmark has a test of its own"
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments"), [(script, arguments) for script, many in MISTAKES.items() for arguments in many]
+)
+def test_a_mistaken_command_has_exit_status_2(script, arguments):
+    result = scripts.run(script, *arguments)
+    scripts.assert_one_sentence(result)
+    assert result.returncode == 2, result.stderr
+
+
+@pytest.mark.parametrize("script", FAILURES)
+def test_work_that_fails_has_exit_status_1(script):
+    result = scripts.run(script, *FAILURES[script], environment={"HF_HUB_OFFLINE": "1"})
+    scripts.assert_one_sentence(result)
+    assert result.returncode == 1, result.stderr

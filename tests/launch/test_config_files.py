@@ -12,14 +12,14 @@ from ml_collections import config_flags
 
 from libra_jax import config
 
-FILE = """import ml_collections
+FILE = """from libra_jax import config
 
 def helper():
     {code}
 
 def get_config():
     helper()
-    return ml_collections.ConfigDict()
+    return config.RunConfig()
 """
 
 
@@ -29,7 +29,7 @@ def error_of(path) -> BaseException:
     config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=arguments)
     try:
         values(arguments)
-        values.config.to_dict()
+        str(values.config.name)
     except BaseException as error:
         return error
     raise AssertionError("the config file was read")

@@ -27,6 +27,32 @@ def test_the_decoupled_objective_takes_default_clips():
     assert run.algorithm.clip_high == config.AlgorithmConfig().clip_high
 
 
+@pytest.mark.parametrize(
+    ("changed", "reading", "sentence"),
+    [
+        (
+            {"dual_clip": 3.0, "loss": "cispo"},
+            {"loss": "gspo"},
+            r"dual_clip: 3 has no effect with algorithm\.loss=cispo",
+        ),
+        (
+            {"correction_cap": 1.5},
+            {"correction": "masked"},
+            r"correction_cap: 1\.5 has no effect with algorithm\.correction=none; leave it at 2, or set",
+        ),
+        (
+            {"sequence_length_constant": 512.0},
+            {"aggregation": "sequence_sum"},
+            r"sequence_length_constant: 512 has no effect with algorithm\.aggregation=token_mean",
+        ),
+    ],
+)
+def test_a_changed_setting_that_nothing_reads_is_refused_with_its_partner(changed, reading, sentence):
+    with pytest.raises(protocols.ConfigError, match=rf"config\.algorithm\.{sentence}"):
+        config.RunConfig(algorithm=config.AlgorithmConfig(**changed))
+    config.RunConfig(algorithm=config.AlgorithmConfig(**changed | reading))
+
+
 @pytest.mark.parametrize("temperature", [0.005, 2.5, 0.0])
 def test_temperatures_that_vllm_does_not_sample_at_are_refused(temperature):
     with pytest.raises(protocols.ConfigError, match=rf"rollout\.temperature: .*\[0\.01, 2\].*not {temperature}"):
@@ -110,10 +136,24 @@ def test_a_group_of_one_is_warned_of(advantage):
     assert warned(parameters=1, **groups) == wanted
 
 
+def test_settings_of_a_kl_term_that_is_off_are_warned_of_and_may_be_swept():
+    settings = {"kl_in_reward": True, "kl_estimator": "k1"}
+    fields = ["algorithm.kl_in_reward", "algorithm.kl_estimator"]
+    assert warned(parameters=1, algorithm=config.AlgorithmConfig(**settings)) == fields
+    assert warned(parameters=1, algorithm=config.AlgorithmConfig(**settings, kl_coefficient=0.1)) == []
+
+
+def test_the_fake_engine_is_warned_of():
+    assert warned(parameters=1, rollout=config.RolloutConfig(engine="fake")) == ["rollout.engine"]
+    result = scripts.run("train.py", "--config=configs/quickstart.py", "--config.rollout.engine=fake", "--dry_run")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("warning: config.rollout.engine: fake is a test double without a model") == 1
+
+
 def test_the_config_for_questions_chooses_by_its_weights():
-    plain = config.parse(config.RunConfig, questions.get_config().to_dict())
+    plain = config.checked(questions.get_config())
     assert (plain.model.path, plain.optimizer.learning_rate, plain.task.tokenizer) == ("", 1e-3, "character")
-    real = config.parse(config.RunConfig, questions.get_config("models/Qwen3-1.7B").to_dict())
+    real = config.checked(questions.get_config("models/Qwen3-1.7B"))
     assert (real.model.path, real.task.tokenizer) == ("models/Qwen3-1.7B", "")
     assert advice.advice(real, parameters=1_700_000_000, accelerated=True) == []
 

@@ -15,7 +15,7 @@ PAIR = lengths.LogNormal.fitted(4000, 7000)
 def values(**changes):
     config = simulate.get_config("search")
     config.steps = 1
-    return {**config.to_dict(), **changes}
+    return {**libra_config.to_dict(config), **changes}
 
 
 def test_flags_name_machine_model_and_lengths_of_a_simulated_run():

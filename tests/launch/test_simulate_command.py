@@ -174,11 +174,11 @@ def test_workers_end_with_the_command_however_it_is_ended(number, code):
 def test_slots_that_hold_nothing_are_refused_before_anything_runs():
     slots = ",".join(["0"] * 12)
     result = simulate(f"--config.simulation.slots=({slots})", "--policies=cmlfq")
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert "config.simulation.slots: must be positive" in result.stderr
 
 
 def test_a_config_of_a_real_run_is_sent_to_the_script_that_it_is_for():
     result = simulate("--config=configs/quickstart.py", "--policies=cmlfq")
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert "is no simulated run" in result.stderr

@@ -85,7 +85,7 @@ def test_a_change_that_is_allowed_is_submitted(monkeypatch, tmp_path):
     sbatch.write_text("#!/bin/sh\necho 7\n")
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", str(sbatch.parent), prepend=os.pathsep)
-    values = quickstart.get_config().to_dict()
+    values = config.to_dict(quickstart.get_config())
     values["cluster"] |= {"backend": "ray", "address": "auto"}
     begun = config.to_dict(config.parse(config.RunConfig, values))
     (tmp_path / "run").mkdir()

@@ -31,7 +31,7 @@ TWO_PARTITIONS = slurm_job.Settings(
 
 def parse(module, **changed) -> libra_config.RunConfig:
     """A run of one of the configs, under the job's Ray."""
-    values = module.get_config().to_dict()
+    values = libra_config.to_dict(module.get_config())
     values["cluster"].update(backend="ray", address="auto", accelerators_per_host=changed.pop("per_host", 0))
     for name, value in changed.items():
         room, _, field = name.partition("__")

@@ -70,10 +70,10 @@ def submit(slurm: slurm_node.Slurm, folder: pathlib.Path, plan: str, **settings:
     for name, text in (("ray", RAY), ("python", f'#!/bin/bash\nexec {sys.executable} "$@"\n')):
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
-    values = quickstart.get_config().to_dict()
-    values["cluster"].update(backend="ray", address="auto")
+    config = quickstart.get_config()
+    config.cluster.backend, config.cluster.address = "ray", "auto"
     job = slurm_job.make(
-        libra_config.parse(libra_config.RunConfig, values),
+        libra_config.checked(config),
         slurm_job.Settings(
             time="10",
             environment=(f"PYTHONPATH={scripts.ROOT}:{os.environ.get('PYTHONPATH', '')}",),

@@ -17,11 +17,10 @@ from libra_jax.protocols import ConfigError, LibraError
 from libra_jax.telemetry import status
 
 CONFIG = """
-import ml_collections
 from libra_jax import config as libra_config
 
 def get_config(variant="plain"):
-    config = ml_collections.ConfigDict(libra_config.to_dict(libra_config.RunConfig()))
+    config = libra_config.RunConfig()
     config.name, config.steps = f"small-{variant}", 2
     config.rollout.engine = "fake"
     config.coordinator.groups_per_step = config.coordinator.group_size = 2

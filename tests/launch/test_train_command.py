@@ -115,6 +115,15 @@ def test_without_a_config_the_usage_is_shown_and_nothing_is_started(arguments, t
     assert not (tmp_path / "run").exists()
 
 
+def test_a_reward_function_that_cannot_be_made_is_refused_before_anything_starts(tmp_path):
+    functions = "--config.reward.functions={'mine': {'factory': 'reward_functions:refusing'}}"
+    path = {"PYTHONPATH": f"{scripts.ROOT / 'tests/common'}:{scripts.ROOT}"}
+    for rest in ("--dry_run", f"--workdir={tmp_path / 'run'}"):
+        result = train(QUICKSTART, functions, rest, environment=path)
+        scripts.assert_one_sentence(result, "config.reward.functions.mine.arguments: ", "RuntimeError: no licence")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_dry_run_names_the_model_that_is_not_here_before_its_shape():
     offline = {"HF_HUB_OFFLINE": "1"}
     result = train("--config=configs/questions.py:models/NONE", "--dry_run", environment=offline)

@@ -20,7 +20,8 @@ NARROW = protocols.Plan(1, 2, 1, (protocols.PlannedBucket(1, 14, 60_000),))
 def make(plan=NARROW, setting=None, **changes) -> planner.GlobalPlanner:
     config = configuration.PlannerConfig(**{"period": 2, "cooldown": 0, **changes})
     setting = setting or forecast.Setting(MODEL, TRAINER, (1, 2, 4), (32, 32, 32), 16, 64, 1)
-    return planner.GlobalPlanner(config, setting, plan)
+    masks = configuration.TaskConfig(cut_off="mask", cut_off_limits=("max_context",)).masks
+    return planner.GlobalPlanner(config, setting, plan, masks=masks)
 
 
 def trained(tokens: int, count: int = 64) -> list[protocols.Trajectory]:
@@ -50,6 +51,30 @@ def test_predictions_take_on_the_level_of_what_is_measured():
     assert metrics["plan/step_seconds"] == pytest.approx(400.0, rel=1e-2)
     assert metrics["plan/train_seconds"] == pytest.approx(30.0, rel=1e-2)
     assert metrics["plan/step_error"] == pytest.approx(0.0, abs=1e-2)
+
+
+def test_masked_rollouts_take_rollout_and_no_training():
+    def predicted(masked: int) -> dict[str, float]:
+        made, rollouts = make(shadow=True), trained(4_000)
+        for trajectory in rollouts[:: max(1, 64 // masked)] if masked else []:
+            trajectory.finish = "max_context"
+        measured = replanning.Measured(step=400.0, train=0.0, wait=0.0, slots=448, disturbed=True)  # the sheet's level
+        looks = [made.after(step, measured, rollouts) for step in range(1, 9)]
+        return looks[-1][1]
+
+    whole, half = predicted(0), predicted(32)
+    assert half["plan/train_seconds"] < 0.75 * whole["plan/train_seconds"]
+    assert half["plan/rollout_seconds"] == pytest.approx(whole["plan/rollout_seconds"])
+    assert predicted(64)["plan/train_seconds"] == whole["plan/train_seconds"]  # nothing says what training takes
+
+
+def test_a_step_whose_rollouts_are_all_masked_says_nothing_of_training():
+    made, rollouts = make(shadow=True), trained(4_000)
+    for trajectory in rollouts:
+        trajectory.finish = "max_context"
+    for step in range(1, 9):
+        made.after(step, replanning.Measured(step=400.0, train=0.1, wait=390.0, slots=448), rollouts)
+    assert made.levels == forecast.Levels()
 
 
 def test_where_training_hides_rollout_nothing_is_learnt_of_rollout():

@@ -177,8 +177,10 @@ def test_a_planner_with_a_profile_is_calibrated_from_its_beginning(tmp_path):
     config = configuration.PlannerConfig(period=1)
     run = configuration.parse(configuration.RunConfig, {})
     plan = plans.of_run(run, (1, 1, 1))
-    assert planner.GlobalPlanner(config, made, plan).calibrated
-    assert planner.GlobalPlanner(config, made, plan).levels.besides == pytest.approx(0.15)
+    assert planner.GlobalPlanner(config, made, plan, masks=configuration.TaskConfig().masks).calibrated
+    assert planner.GlobalPlanner(
+        config, made, plan, masks=configuration.TaskConfig().masks
+    ).levels.besides == pytest.approx(0.15)
 
 
 def test_a_profile_of_another_model_or_of_other_degrees_is_refused(tmp_path):

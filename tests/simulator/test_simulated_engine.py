@@ -223,7 +223,7 @@ def test_a_prefix_that_was_dropped_for_room_is_prefilled_again():
 def test_an_update_in_flight_stamps_versions_and_recomputes_the_cache():
     made = doubles.make_engine()
     whose = [doubles.attempt(f"{index}/0", 200, [doubles.turn(2000)]) for index in range(3)]
-    bucket = protocols.WeightBucket(1, 0, 1, (), 0, {})
+    chunk = protocols.WeightChunk(1, 0, 1, (), 0, {})
 
     async def main() -> None:
         await doubles.serve(made)
@@ -232,7 +232,7 @@ def test_an_update_in_flight_stamps_versions_and_recomputes_the_cache():
         await made.pause()
         stopped, sampled = asyncio.get_running_loop().time(), made.counters.generated
         await made.start_weight_update(1)
-        await made.update_weights(bucket)
+        await made.update_weights(chunk)
         await made.finish_weight_update(1)
         assert asyncio.get_running_loop().time() > stopped
         assert (await made.health())["running"] == 3

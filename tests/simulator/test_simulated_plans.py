@@ -23,8 +23,8 @@ def make(steps: int = 14, **planner) -> settings.SimulatedRun:
     config.rollout.slots = 32
     config.scheduler.max_remaining_tokens = ()
     config.coordinator.groups_per_step, config.coordinator.group_size = 4, 8
-    config.planner.update({"period": 3, "degrees": (1, 2, 4), **planner})
-    return comparison.prepare(configuration.parse(settings.SimulatedRun, config.to_dict()), ["cmlfq"])
+    config.planner = dataclasses.replace(config.planner, **{"period": 3, "degrees": (1, 2, 4), **planner})
+    return comparison.prepare(configuration.checked(config), ["cmlfq"])
 
 
 def moves(result: results.Result) -> int:
@@ -82,9 +82,9 @@ def with_slow_training(run: settings.SimulatedRun, hybrid: int = 0) -> settings.
 def test_a_planner_without_a_mesh_to_start_from_is_refused():
     config = simulate.get_config("swe")
     config.planner.period = 2
-    run = configuration.parse(settings.SimulatedRun, config.to_dict())
+    run = configuration.checked(config)
     with pytest.raises(protocols.ConfigError, match=r"config\.simulation\.train_mesh: is what a planner starts from"):
         comparison.simulate(run)
     config.simulation.train_mesh = (1, 4, 4)
     with pytest.raises(protocols.ConfigError, match=r"simulation\.train_mesh: \(1, 4, 4\) is no"):
-        configuration.parse(settings.SimulatedRun, config.to_dict())
+        configuration.checked(config)

@@ -102,6 +102,26 @@ def test_groups_are_replayed_in_the_order_of_their_dispatch(run):
     assert recorded.script(5, 3) == recorded.groups[5][3]
 
 
+def test_rollouts_that_were_masked_take_no_time_of_training(copy):
+    def cut_off(record: dict) -> dict:
+        masked = record["trajectory_id"].endswith("/0")
+        return {**record, "finish": "max_context" if masked else "answered"}
+
+    whole = recording.read(copy)
+    edit(copy / "trace.jsonl", lambda lines: [cut_off(line) for line in lines])
+    masked = recording.read(copy)
+    for step, before in zip(masked.steps, whole.steps, strict=True):
+        assert len(step.lengths) == len(before.lengths) * 7 // 8
+        assert len(step.scripts) == len(before.scripts)  # rolled out all the same
+    model = dataclasses.replace(recorded_runs.MODEL, rows=twin.calibrate(whole, 4).rows)
+    replayed = [sum(parts.train for parts in twin.replay(run, model, 8)) for run in (masked, whole)]
+    assert replayed[0] < 0.95 * replayed[1]
+    config = json.loads((copy / "config.json").read_text())
+    config["task"]["cut_off"] = "zero"
+    (copy / "config.json").write_text(json.dumps(config))
+    assert [step.lengths for step in recording.read(copy).steps] == [step.lengths for step in whole.steps]
+
+
 def test_the_order_of_the_file_does_not_matter(runs, copy):
     run = runs[0]
     lines = (run / "trace.jsonl").read_text().splitlines()

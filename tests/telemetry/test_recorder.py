@@ -1,5 +1,6 @@
 """The recorder as a run uses it: every sink at once, in a pipe, on a terminal, on a full disk, closed twice."""
 
+import asyncio
 import errno
 import io
 import json
@@ -87,6 +88,29 @@ def test_records_cut_back_under_an_open_recorder_are_written_once(tmp_path):
     one.close()
     assert list(metrics.read(tmp_path / "metrics.jsonl")) == [1, 2, 3, 4]
     assert [line["step"] for line in trace.read(tmp_path / "trace.jsonl")] == [1, 2, 3, 4]
+
+
+def test_a_pipe_is_told_what_a_long_start_is_spent_on(monkeypatch):
+    monkeypatch.setattr(console, "STATUS_SECONDS", 0.05)
+    stream = io.StringIO()
+
+    async def main():
+        one = console.PlainConsole("demo", 2, stream, asyncio.get_running_loop().time, lambda *_: None)
+        one.status("trainer", "starting its process")
+        one.status("rollout-0", "loading the inference engine and the model")
+        one.status("trainer", "compiling")
+        await asyncio.sleep(0.2)
+        one.metrics(1, {})
+        one.status("trainer", "idle")
+        await asyncio.sleep(0.2)
+        one.close()
+
+    asyncio.run(main())
+    lines = stream.getvalue().splitlines()
+    assert lines[1:] == [
+        "trainer: compiling; rollout-0: loading the inference engine and the model",
+        "step 1/2",
+    ], "once a step has ended, its lines tell"
 
 
 def test_a_pipe_gets_one_plain_line_a_step_and_a_status_now_and_then(tmp_path, capsys):

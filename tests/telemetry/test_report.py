@@ -146,7 +146,7 @@ def test_a_report_tells_the_run_and_needs_nothing_else(workdir):
     ):
         assert re.sub(r"\s", "", sentence) in re.sub(r"\s", "", text)
     assert "zero_variance all rewards of the group were equal 12" in text
-    assert found.elements.count("svg") == 13
+    assert found.elements.count("svg") == 17  # the four broad ones twice
     assert "script" not in found.elements
     assert "link" not in found.elements
     assert all(reference.startswith("#") for reference in found.references)
@@ -229,7 +229,7 @@ def test_a_reward_of_several_functions_shows_each_with_its_time_and_its_cache(tm
     assert "What the reward is made of" in text
     assert "brevity -0.250 0.125 1 25%" in text  # first, last, mean seconds of a call, share known already
     assert "environment 0.650 0.650" in text
-    assert found.elements.count("svg") == 3  # the whole reward's picture, its spread's, and this one
+    assert found.elements.count("svg") == 5  # the whole reward's and this one, each twice, and the spread's
 
 
 def test_a_reward_that_is_the_environments_own_is_not_taken_apart(tmp_path):
@@ -373,13 +373,23 @@ def test_steps_that_generated_nothing_do_not_make_the_speed(tmp_path):
 
 def test_pictures_can_be_read_on_a_phone(workdir):
     source = report.write_report(workdir).read_text()
-    assert source.count('<div class="picture"><svg') == source.count("<svg ")
-    phone = source[source.index("@media (max-width: 760px)") :]
-    wide = float(re.search(r"\.wide svg \{ min-width: (\d+)px", phone).group(1))  # which scrolls, where it is wider
+    style = source[source.index("<style>") : source.index("</style>")]
+    assert ".card svg { display: block; width: 100%; max-width: 100%; height: auto; }" in style
+    assert ".card .narrow { display: none; }" in style[: style.index("@media (max-width: 760px)")]
+    phone = style[style.index("@media (max-width: 760px)") :]
+    assert ".card .broad { display: none; } .card .narrow { display: block; }" in phone
+    assert not re.search(r"svg[^}]*min-width", style), "what is wider than the screen has to be scrolled"
     inner = 390 - 2 * (12 + 14 + 1)
-    for kind, picture in re.findall(r'class="card( wide)?".*?(<svg.*?</svg>)', source, re.DOTALL):
+    pictures = re.findall(r"<svg.*?</svg>", source, re.DOTALL)
+    kinds = [
+        picture.startswith('<svg class="broad"') - picture.startswith('<svg class="narrow"') for picture in pictures
+    ]
+    assert kinds.count(1) == kinds.count(-1) >= 2
+    for kind, picture in zip(kinds, pictures, strict=True):
         drawn_at = float(re.search(r'viewBox="0 0 ([\d.]+) ', picture).group(1))
-        shown_at = wide if kind else inner
+        shown_at = 1120 - 2 * (24 + 18 + 1) if kind == 1 else inner
+        own = set(re.findall(r' id="([\w-]+)"', picture))
+        assert set(re.findall(r'["(]#([\w-]+)', picture)) <= own, "a picture needs nothing of a hidden one"
         sizes = {float(size) for size in re.findall(r"font: ([\d.]+)px var\(--font\)", picture)}
         assert sizes
         assert min(sizes - {7.35}) * shown_at / drawn_at > 9.5  # but for powers of ten

@@ -46,11 +46,11 @@ def share(epoch=1, fraction=0.4, member="r"):
 def publish(core, version, remote=None):
     """Publishes a version, to a replica or to nobody."""
     count = core.open_weights(version)
-    buckets = [core.stage_weights(version, index) for index in range(count)]
+    chunks = [core.stage_weights(version, index) for index in range(count)]
     if remote is not None:
         remote("start_weight_update", version)
-        for bucket in buckets:
-            remote("update_weights", bucket)
+        for chunk in chunks:
+            remote("update_weights", chunk)
         remote("finish_weight_update", version)
     core.close_weights(version)
 

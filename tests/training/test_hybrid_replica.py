@@ -16,9 +16,9 @@ import pytest
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.interop import side_channel
 from libra_jax.training import learner as learner_lib
 from libra_jax.training import members, prepare, replica
+from libra_jax.weights import gradient_channel
 
 SCRIPT = pathlib.Path(__file__).parent / "replica_process.py"
 SECONDS = 120
@@ -77,8 +77,8 @@ def test_a_replicas_sums_are_those_that_the_core_computes(start_core, remote, hy
     batch, given = doubles.batch(0), [doubles.share(epoch=3)]
     doubles.publish(core, 0, remote)
     remote("warm")
-    listener = side_channel.Listener("r", 3, ranks=2)
-    channel = side_channel.Channel(listener.address, 0, SECONDS, listener)
+    listener = gradient_channel.Listener("r", 3, ranks=2)
+    channel = gradient_channel.Channel(listener.address, 0, SECONDS, listener)
     remote("join", 3, listener.address)
     remote.begin("contribute", batch, given)
     header, arrays = channel.receive(members.array_kinds(core._started().layout.accumulator), SECONDS)
@@ -86,9 +86,9 @@ def test_a_replicas_sums_are_those_that_the_core_computes(start_core, remote, hy
     own, indices = doubles.ranges(hybrid_config, batch, given)
     assert (len(own), len(indices)) == (4, 2)
     assert (header.first, header.last, header.version, header.epoch) == (4, 6, 0, 3)
-    assert header.digest == core._publisher.digest(0)
+    assert header.digest == core._weights.digest(0)
     assert told["micro_batches"] == 2
-    assert told["bytes"] == sum(array.nbytes for array in arrays) + side_channel.HEADER_BYTES
+    assert told["bytes"] == sum(array.nbytes for array in arrays) + gradient_channel.HEADER_BYTES
     wanted, report = doubles.sums(core, hybrid_config, batch, indices)
     scale = max(np.abs(leaf).max() for leaf in wanted)
     assert scale > 1e-3
@@ -127,7 +127,7 @@ def test_sixty_steps_with_a_replica_that_comes_and_goes_four_times_learn_as_the_
             told = remote.result()
             assert metrics["shares/micro_batches"] == told["micro_batches"] > 0
             assert metrics["shares/late"] == metrics["shares/refused"] == 0
-            assert metrics["shares/bytes"] == told["bytes"] - side_channel.HEADER_BYTES
+            assert metrics["shares/bytes"] == told["bytes"] - gradient_channel.HEADER_BYTES
             helped += 1
         else:
             assert not [name for name in metrics if name.startswith("shares/")]
@@ -178,12 +178,12 @@ def test_a_replica_without_a_part_in_the_step_says_why(hybrid_config):
     with pytest.raises(protocols.LibraError, match="r holds policy version None, and the batch is for 0"):
         actor.contribute(doubles.batch(0), [doubles.share()])
     actor._version = 0
-    listener = side_channel.Listener("r", 4, ranks=2)
-    with pytest.raises(protocols.LibraError, match=r"side channel of r \(epoch 4\) is not that of r in epoch 5"):
+    listener = gradient_channel.Listener("r", 4, ranks=2)
+    with pytest.raises(protocols.LibraError, match=r"gradient channel of r \(epoch 4\) is not that of r in epoch 5"):
         actor.join(5, listener.address)
     with pytest.raises(protocols.LibraError, match="r has no part in this step: it has not joined"):
         actor.contribute(doubles.batch(0), [doubles.share(4)])
-    core = side_channel.Channel(listener.address, 0, 20, listener)
+    core = gradient_channel.Channel(listener.address, 0, 20, listener)
     actor.join(4, listener.address)
     for given in ([doubles.share(5)], [doubles.share(4, member="q")]):
         with pytest.raises(protocols.LibraError, match="r has no part in this step"):
@@ -203,7 +203,7 @@ def test_the_seconds_of_a_share_go_from_the_batch_to_the_end_of_the_sending_with
 
         def send(self, header, arrays, seconds):
             time.sleep(0.6)
-            return side_channel.Sent(10, waited=0.4)
+            return gradient_channel.Sent(10, waited=0.4)
 
         def close(self, why):
             pass

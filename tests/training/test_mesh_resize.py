@@ -12,10 +12,10 @@ from jax import monitoring
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.interop import memfd
 from libra_jax.training import learner as learner_lib
 from libra_jax.training import packing, resize
 from libra_jax.training import step as step_lib
+from libra_jax.weights import memfd
 
 RATE = 3e-3
 ALGORITHM = config_lib.AlgorithmConfig(clip_low=0.99)

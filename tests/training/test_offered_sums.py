@@ -1,4 +1,4 @@
-"""Gradient sums that a core is offered over a side channel: what is not what it asked for, it computes itself."""
+"""Gradient sums that a core is offered over a gradient channel: what is not what it asked for, it computes itself."""
 
 import asyncio
 import dataclasses
@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from libra_jax import protocols
-from libra_jax.interop import side_channel
 from libra_jax.training import members
+from libra_jax.weights import gradient_channel
 
 
 class Forger:
@@ -21,7 +21,7 @@ class Forger:
         address = asyncio.run(core.listen("r", epoch))
         asyncio.run(core.connect("r", epoch, address))
         self.address = address
-        self.channel = side_channel.Channel(address, 1, 20)
+        self.channel = gradient_channel.Channel(address, 1, 20)
         self.channel.wait(20)
         self._threads = []
 
@@ -32,7 +32,7 @@ class Forger:
             try:
                 for header, arrays in sums:
                     self.channel.send(header, arrays, 20)
-            except side_channel.SideChannelError:
+            except gradient_channel.ChannelError:
                 pass  # the core had enough
 
         self._threads.append(threading.Thread(target=work))
@@ -53,8 +53,8 @@ def forge(pair, hybrid_config):
     batch = doubles.batch(version)
     _, indices = doubles.ranges(hybrid_config, batch, [doubles.share()])
     arrays, report = doubles.sums(core, hybrid_config, batch, indices)
-    digest = core._publisher.digest(version)
-    header = side_channel.Header(
+    digest = core._weights.digest(version)
+    header = gradient_channel.Header(
         "r", 1, version, digest, indices.start, indices.stop, report["metrics"], report["maxima"]
     )
     forger = Forger(core)
@@ -123,8 +123,8 @@ def _level(core, alone):
 def test_a_connection_that_breaks_in_the_middle_of_a_sum_is_late(pair, forge, monkeypatch):
     core, alone = pair
     forger, batch, header, arrays = forge
-    monkeypatch.setattr(side_channel, "PART_BYTES", 1000)
-    until, parts = side_channel.Channel._until, []
+    monkeypatch.setattr(gradient_channel, "PART_BYTES", 1000)
+    until, parts = gradient_channel.Channel._until, []
 
     def break_off(channel, deadline, works):
         until(channel, deadline, works)
@@ -133,7 +133,7 @@ def test_a_connection_that_breaks_in_the_middle_of_a_sum_is_late(pair, forge, mo
             if len(parts) == 3:
                 channel.close("it broke")
 
-    monkeypatch.setattr(side_channel.Channel, "_until", break_off)
+    monkeypatch.setattr(gradient_channel.Channel, "_until", break_off)
     forger.send((header, arrays))
     metrics = core.train_step(batch, [doubles.share()])
     assert len(parts) == 3
@@ -182,7 +182,7 @@ def test_an_address_of_another_member_or_epoch_is_refused(pair):
     core, _ = pair
     address = asyncio.run(core.listen("r", 8))
     for member, epoch in (("q", 8), ("r", 9)):
-        with pytest.raises(protocols.LibraError, match=r"side channel of r \(epoch 8, 2 ends\) is not the one"):
+        with pytest.raises(protocols.LibraError, match=r"gradient channel of r \(epoch 8, 2 ends\) is not the one"):
             asyncio.run(core.connect(member, epoch, address))
     asyncio.run(core.dismiss("r"))
     doubles.eventually(lambda: doubles.refused(address))

@@ -9,9 +9,9 @@ import trainer_doubles as doubles
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.interop import memfd
 from libra_jax.models import hf
 from libra_jax.training import trainer
+from libra_jax.weights import memfd
 
 
 def test_a_restored_trainer_trains_on_exactly_as_the_one_that_saved(small, start_trainer, tmp_path):
@@ -91,10 +91,10 @@ def test_a_published_snapshot_has_the_trainers_version_and_all_its_tensors(small
     with pytest.raises(protocols.LibraError, match="version 0 cannot be published: the trainer holds 1"):
         actor.open_weights(0)
     count = actor.open_weights(1)
-    buckets = [actor.stage_weights(1, index) for index in range(count)]
+    chunks = [actor.stage_weights(1, index) for index in range(count)]
     actor.close_weights(1)
-    assert {bucket.policy_version for bucket in buckets} == {1}
-    names = [entry.name for bucket in buckets for entry in bucket.entries]
+    assert {chunk.policy_version for chunk in chunks} == {1}
+    names = [entry.name for chunk in chunks for entry in chunk.entries]
     assert "lm_head.weight" in names
     assert len(names) == len(set(names))
 
@@ -106,7 +106,7 @@ def test_a_trainer_goes_from_mesh_to_mesh_and_nothing_it_holds_or_publishes_chan
     def everything():
         published = [made.stage_weights(1, index) for index in range(made.open_weights(1))]
         leaves = [np.array(leaf) for leaf in jax.tree.leaves(jax.device_get(made._learner.state))]
-        return [memfd.open_peer(bucket.transport)[: bucket.nbytes] for bucket in published], leaves
+        return [memfd.open_peer(chunk.transport)[: chunk.nbytes] for chunk in published], leaves
 
     wire, leaves = everything()
     for data, fsdp in [(4, 1), (1, 2), (2, 4)]:

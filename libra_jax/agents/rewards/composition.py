@@ -13,13 +13,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import multiprocessing
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from multiprocessing import connection
 from typing import Any, TypeVar
 
 from libra_jax import config, protocols
 from libra_jax.agents.rewards import cache, pool, scoring, worker
 
 T = TypeVar("T")
+
+TRY_SECONDS = 20.0
+"""Longest wait for factories before the run starts: one that loads a model is not waited for twice."""
 
 
 def check(reward: config.RewardConfig) -> None:
@@ -30,6 +35,46 @@ def check(reward: config.RewardConfig) -> None:
     """
     for name, function in reward.parsed().items():
         worker.check(name, function)
+
+
+def try_factories(reward: config.RewardConfig) -> None:
+    """Makes each function once, in a child process: a factory may take memory and devices that the run's actors need.
+
+    A factory that takes longer than `TRY_SECONDS` is left to the actors.
+
+    Raises:
+      ConfigError: a factory raises, or makes no function of two arguments.
+    """
+    if not reward.functions:
+        return
+    forked = multiprocessing.get_context("fork")  # which alone needs no second import of the command
+    answers, answer = forked.Pipe(duplex=False)
+    child = forked.Process(target=_tried, args=(reward, answer))
+    child.start()
+    answer.close()  # so that a child that dies ends the wait
+    try:
+        problem = answers.recv() if answers.poll(TRY_SECONDS) else ""
+        child.join(worker.CLOSE_SECONDS)  # a factory's own processes end with the child
+    except EOFError:
+        child.join(worker.CLOSE_SECONDS)
+        problem = f"config.reward.functions: a factory ended its process (exit status {child.exitcode})"
+    finally:
+        child.kill()  # SIGTERM would run the handler that the command has installed
+        child.join()
+        answers.close()
+    if problem:
+        raise protocols.ConfigError(problem)
+
+
+def _tried(reward: config.RewardConfig, answer: connection.Connection) -> None:
+    """Makes the functions, and sends what is wrong with the first that is; empty if none is."""
+    problem = ""
+    try:
+        for name, function in reward.parsed().items():
+            worker.make(name, function)
+    except protocols.LibraError as error:
+        problem = str(error)
+    answer.send(problem)
 
 
 @contextlib.asynccontextmanager

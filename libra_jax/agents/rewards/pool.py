@@ -160,7 +160,7 @@ class Pool:
     async def _make(self, place: _Place) -> dict[str, bool]:
         place.made += 1
         name = _name(place)
-        proxy = await self._cluster.spawn(
+        proxy: Any = await self._cluster.spawn(
             protocols.ActorSpec(name, FACTORY, {"functions": dict(self._config.functions)})
         )
         try:

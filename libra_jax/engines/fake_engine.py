@@ -1,0 +1,247 @@
+"""A rollout engine without a model: a deterministic double for tests of what drives engines.
+
+It continues a context by a pure function of the context's tokens, so that a request resumed from its retained tokens
+goes on exactly as it would have. It has slots, pauses, versions and aborts like a real engine, and can be told to die.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import zlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
+
+from libra_jax import protocols
+
+Script = Callable[[Sequence[int], protocols.SamplingParams], int]
+"""The next token after a context; pure, so that resumption repeats it. A stop token ends the output."""
+
+
+def scramble(token_ids: Sequence[int], sampling: protocols.SamplingParams) -> int:
+    """The default script: noise of tokens 3..99 that stops after 24 tokens on average."""
+    digest = zlib.crc32(repr((len(token_ids), tuple(token_ids[-4:]))).encode())
+    if digest % 24 == 0 and sampling.stop_token_ids:
+        return sampling.stop_token_ids[0]
+    return 3 + digest // 24 % 97
+
+
+def load_script(name: str) -> Script:
+    """The function that `"module:function"` names."""
+    module, _, function = name.partition(":")
+    if not function:
+        raise protocols.ConfigError(f'script {name!r} must have the form "module:function"')
+    return getattr(importlib.import_module(module), function)
+
+
+def log_prob(token_id: int) -> float:
+    """The log-probability that the double reports for a token."""
+    return -0.5 - token_id % 7 / 10
+
+
+class FakeEngine:
+    """See the module docstring; made by `create`. Lives on one event loop."""
+
+    def __init__(
+        self,
+        name: str,
+        script: Script,
+        slots: int,
+        max_context: int,
+        tensor_parallel: int,
+        stream_interval: int,
+        tokens_per_second: float,
+        fail_after_tokens: int | None,
+    ) -> None:
+        self.name = name
+        self._script = script
+        self._slots = slots
+        self._max_context = max_context
+        self._tensor_parallel = tensor_parallel
+        self._interval = stream_interval
+        self._rate = tokens_per_second
+        self._fail_after = fail_after_tokens
+        self._emitted = 0
+        self._waiting = 0
+        self._running = 0
+        self._version = protocols.NO_VERSION
+        self._transport_open = False
+        self._updating: int | None = None
+        self._chunks: set[int] = set()
+        self._expected_chunks: int | None = None
+        self._alive = False
+
+    async def start(self) -> protocols.EngineInfo:
+        """Begins to serve."""
+        # Made here: asyncio's primitives belong to the loop that runs the engine.
+        self._free = asyncio.Semaphore(self._slots)
+        self._go = asyncio.Event()
+        self._go.set()
+        self._alive = True
+        return protocols.EngineInfo(self.name, self._tensor_parallel, self._slots, self._max_context, (os.getpid(),))
+
+    def kill(self) -> None:
+        """Dies as a process would: every running and later call raises `WorkerLost`."""
+        self._alive = False
+        self._go.set()
+
+    def _check_alive(self) -> None:
+        if not self._alive:
+            raise protocols.WorkerLost(f"engine {self.name} is gone: start it again or resume its requests elsewhere")
+
+    async def generate(self, request: protocols.GenerationRequest) -> AsyncIterator[protocols.TokenDelta]:
+        """Streams the script's continuation; see `protocols.RolloutEngine`."""
+        self._check_alive()
+        room = self._max_context - len(request.token_ids)
+        if room <= 0:
+            raise protocols.LibraError(
+                f"request {request.request_id} has {len(request.token_ids)} tokens, which leaves no room in engine "
+                f"{self.name}'s context of {self._max_context}: raise rollout.max_context"
+            )
+        self._waiting += 1
+        try:
+            await self._free.acquire()
+        finally:
+            self._waiting -= 1
+        self._running += 1
+        try:
+            context = list(request.token_ids)
+            budget = min(room, request.sampling.max_tokens)
+            finish = None
+            while finish is None:
+                tokens, finish = self._next_tokens(context, budget, request.sampling)
+                await asyncio.sleep(len(tokens) / self._rate)
+                await self._go.wait()
+                self._count(len(tokens))
+                context.extend(tokens)
+                budget -= len(tokens)
+                yield protocols.TokenDelta(
+                    tuple(tokens), tuple(map(log_prob, tokens)), (self._version,) * len(tokens), finish
+                )
+        finally:
+            self._running -= 1
+            self._free.release()
+
+    def _next_tokens(
+        self, context: list[int], budget: int, sampling: protocols.SamplingParams
+    ) -> tuple[list[int], protocols.FinishReason | None]:
+        tokens: list[int] = []
+        while len(tokens) < min(self._interval, budget):
+            tokens.append(self._script(context + tokens, sampling))
+            if tokens[-1] in sampling.stop_token_ids:
+                return tokens, "stop"
+        return tokens, "length" if len(tokens) == budget else None
+
+    def _count(self, tokens: int) -> None:
+        self._check_alive()
+        self._emitted += tokens
+        if self._fail_after is not None and self._emitted > self._fail_after:
+            self.kill()
+            self._check_alive()
+
+    async def pause(self) -> None:
+        """Freezes decoding; requests are kept."""
+        self._check_alive()
+        self._go.clear()
+
+    async def resume(self) -> None:
+        """Goes on decoding."""
+        self._check_alive()
+        self._go.set()
+
+    async def sleep(self) -> None:
+        """Runs nothing until it has been woken and resumed."""
+        await self.pause()
+
+    async def wake(self) -> None:
+        """Holds no weights; decoding goes on with `resume`."""
+        self._check_alive()
+        self._version = protocols.NO_VERSION
+
+    async def init_weight_transfer(self, transport: Mapping[str, Any]) -> None:
+        """First weight verb."""
+        self._check_alive()
+        self._transport_open = True
+
+    async def start_weight_update(self, policy_version: int) -> None:
+        """Second weight verb."""
+        self._check_alive()
+        self._require(self._transport_open, "start_weight_update came before init_weight_transfer")
+        self._require(self._updating is None, f"version {self._updating} is still being loaded")
+        self._updating, self._chunks, self._expected_chunks = policy_version, set(), None
+
+    async def update_weights(self, chunk: protocols.WeightChunk) -> None:
+        """Third weight verb; remembers which chunks came."""
+        self._check_alive()
+        self._require(
+            chunk.policy_version == self._updating,
+            f"a chunk of version {chunk.policy_version} came while loading {self._updating}",
+        )
+        self._chunks.add(chunk.index)
+        self._expected_chunks = chunk.count
+
+    async def finish_weight_update(self, policy_version: int) -> None:
+        """Fourth weight verb: every chunk must have come."""
+        self._check_alive()
+        self._require(policy_version == self._updating, f"version {policy_version} was not being loaded")
+        self._require(
+            self._expected_chunks == len(self._chunks),
+            f"{len(self._chunks)} of {self._expected_chunks} chunks of version {policy_version} came",
+        )
+        self._version, self._updating = policy_version, None
+
+    def _require(self, condition: bool, problem: str) -> None:
+        if not condition:
+            raise protocols.LibraError(f"engine {self.name}: {problem}")
+
+    async def health(self) -> Mapping[str, float]:
+        """Requests running and waiting, and tokens emitted so far."""
+        self._check_alive()
+        return {"running": self._running, "waiting": self._waiting, "tokens": self._emitted}
+
+    async def shutdown(self) -> None:
+        """Stops serving. Idempotent."""
+        if self._alive:
+            self.kill()
+
+
+def create(
+    name: str,
+    model_config: Mapping[str, Any],
+    rollout: Mapping[str, Any],
+    tensor_parallel: int,
+    seed: int,
+    cpu_cores: str = "nobind",
+    log_path: str = "",
+    hybrid: bool = False,
+    script: str = "",
+    tokens_per_second: float = 20_000.0,
+    fail_after_tokens: int | None = None,
+) -> FakeEngine:
+    """Makes the double with the real engine's arguments (`vllm_engine.create`), of which it needs few.
+
+    Args:
+      name: the instance's name.
+      model_config: unused.
+      rollout: fields of `config.RolloutConfig`; slots, max_context and stream_interval count.
+      tensor_parallel: reported, nothing more.
+      seed: unused; the script alone decides.
+      cpu_cores: unused.
+      log_path: unused.
+      hybrid: unused.
+      script: `"module:function"` of a `Script`; empty is `scramble`.
+      tokens_per_second: of one request, in event-loop seconds.
+      fail_after_tokens: tokens after which the engine dies, over all requests; None is never.
+    """
+    del model_config, seed, cpu_cores, log_path, hybrid
+    return FakeEngine(
+        name=name,
+        script=load_script(script) if script else scramble,
+        slots=rollout.get("slots", 64),
+        max_context=rollout.get("max_context", 512),
+        tensor_parallel=tensor_parallel,
+        stream_interval=rollout.get("stream_interval", 16),
+        tokens_per_second=tokens_per_second,
+        fail_after_tokens=fail_after_tokens,
+    )

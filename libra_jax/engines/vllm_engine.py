@@ -1,0 +1,411 @@
+"""A rollout instance on vLLM (V1, `AsyncLLM`): `protocols.RolloutEngine` over vLLM's own processes.
+
+Written against vLLM 0.32. The engine never sees the trainer's files: it starts from a config.json with dummy weights,
+tokens go in and tokens come out, and every weight reaches it through the four weight verbs. What was run: CPU, with the
+memfd transport, tensor parallel 1 and 2. The ipc and nccl transports go through vLLM's own CUDA engines
+(`vllm_weight_sender`) and have not been run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import re
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from libra_jax.engines import vllm_quiet  # noqa: F401
+
+# isort: split
+import torch
+import vllm
+from vllm import exceptions as vllm_exceptions
+from vllm.distributed.weight_transfer import base as weight_transfer
+from vllm.inputs import engine as engine_inputs
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import async_llm, exceptions
+
+from libra_jax import config, protocols
+from libra_jax.engines import vllm_kv_transfer, vllm_launch, vllm_weight_check
+
+T = TypeVar("T")
+
+UNTRAINED = "default"
+"""vLLM's name for the version of weights that nobody sent."""
+
+
+def create(
+    name: str,
+    model_config: Mapping[str, Any],
+    rollout: Mapping[str, Any],
+    tensor_parallel: int,
+    seed: int,
+    cpu_cores: str = "auto",
+    log_path: str = "",
+    hybrid: bool = False,
+) -> VllmEngine:
+    """Makes an instance; its processes begin with `start`.
+
+    Args:
+      name: the instance's name, as errors and the timeline show it.
+      model_config: content of the model's Hugging Face config.json.
+      rollout: fields of `config.RolloutConfig`.
+      tensor_parallel: devices (on CPU: worker processes) that share the weights.
+      seed: of the engine's sampler.
+      cpu_cores: on CPU, vLLM's VLLM_CPU_OMP_THREADS_BIND, or "auto" (`vllm_launch.core_binding`).
+      log_path: file for what vLLM logs; empty keeps it until shutdown only.
+      hybrid: it will be put to sleep: its memory is to be such as vLLM can give back.
+
+    Raises:
+      ConfigError: a rollout field cannot be used, or fewer cores than workers.
+    """
+    settings = config.parse(config.RolloutConfig, rollout, "rollout.")
+    if settings.transport != "memfd" and not torch.cuda.is_available():
+        raise protocols.ConfigError(
+            f"config.rollout.transport: {settings.transport!r} needs CUDA, which torch does not find here; use 'memfd'"
+        )
+    vllm_kv_transfer.check(settings)
+    launch = vllm_launch.Launch(name, model_config, settings, tensor_parallel, seed, cpu_cores, log_path, hybrid)
+    return VllmEngine(name, settings, tensor_parallel, launch, vllm_weight_check.Checker(name, model_config))
+
+
+class VllmEngine:
+    """See the module docstring; made by `create`. Lives on one event loop; not thread-safe."""
+
+    def __init__(
+        self,
+        name: str,
+        rollout: config.RolloutConfig,
+        tensor_parallel: int,
+        launch: vllm_launch.Launch,
+        update: vllm_weight_check.Checker,
+    ) -> None:
+        self.name = name
+        self._rollout = rollout
+        self._tensor_parallel = tensor_parallel
+        self._launch = launch
+        self._update = update
+        self._loading = False
+        self._init_info: Mapping[str, Any] | None = None
+        self._starting: asyncio.Future[async_llm.AsyncLLM] | None = None
+        self._engine: async_llm.AsyncLLM | None = None
+        self._watches: list[int] = []
+        self._running = 0
+        self._reason = "it is not running"
+
+    async def start(self) -> protocols.EngineInfo:
+        """Starts vLLM's processes (about 20 s) off the event loop.
+
+        Raises:
+          WorkerLost: vLLM did not start; the message has its reason.
+        """
+        loop = asyncio.get_running_loop()
+        self._death: asyncio.Future[None] = loop.create_future()
+        self._starting = loop.run_in_executor(vllm_launch.STARTER, self._launch.start)
+        # Cancelled by a deadline, the start goes on in its thread; shutdown ends what it makes, and nobody asks why.
+        self._starting.add_done_callback(lambda start: start.cancelled() or start.exception())
+        self._engine = engine = await asyncio.shield(self._starting)
+        for process in self._launch.processes:
+            self._watch(process.pid)
+        cache = engine.vllm_config.cache_config  # the core has told how many blocks fit
+        return protocols.EngineInfo(
+            name=self.name,
+            tensor_parallel=self._tensor_parallel,
+            slots=self._rollout.slots,
+            max_context=self._rollout.max_context,
+            process_ids=tuple(process.pid for process in self._launch.processes),
+            cache_tokens=(cache.num_gpu_blocks or 0) * (cache.block_size or 0),
+        )
+
+    def _watch(self, pid: int) -> None:
+        """Learns of a process's end at once; vLLM's own notice takes a second, and leaves some waits unanswered."""
+        try:
+            watch = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._die(f"its process {pid} ended while it started")
+            return
+        self._watches.append(watch)
+        asyncio.get_running_loop().add_reader(watch, self._ended, pid)
+
+    def _unwatch(self) -> None:
+        for watch in self._watches:
+            asyncio.get_running_loop().remove_reader(watch)
+            os.close(watch)
+        self._watches.clear()
+
+    def _ended(self, pid: int) -> None:
+        """Dies with the exception that the process left in its log, if it left one."""
+        told = self._launch.reason()
+        self._die(f"its process {pid} ended" + (f": {told}" if told else ""))
+
+    def _die(self, reason: str) -> None:
+        """Fails every running and later call."""
+        if not self._death.done():
+            self._reason = reason
+            self._death.set_result(None)
+            if self._engine is not None:
+                self._engine.output_processor.propagate_error(exceptions.EngineDeadError())
+        self._unwatch()
+
+    def _lost(self) -> protocols.WorkerLost:
+        return protocols.WorkerLost(f"engine {self.name} is gone ({self._reason})")
+
+    def _serving(self) -> async_llm.AsyncLLM:
+        if self._engine is None or self._death.done():
+            raise self._lost()
+        return self._engine
+
+    async def _call(self, what: str, work: Awaitable[T]) -> T:
+        """Awaits a call into the engine's processes, which is never answered if they die meanwhile.
+
+        Raises:
+          WorkerLost: the engine died, or one of several workers failed: vLLM 0.32 then leaves the others' answers in
+            its queues, and takes them for answers to the next calls.
+          LibraError: the engine refused.
+        """
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait((task, self._death), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not task.done():
+                task.cancel()
+        if self._death.done():
+            raise self._lost()
+        error = task.exception()
+        if error is None:
+            return task.result()
+        if isinstance(error, exceptions.EngineDeadError):
+            raise self._lost()
+        problem = f"could not {what}: {_sentence(error)}"
+        if self._tensor_parallel > 1:
+            self._die(f"it {problem}")
+            raise self._lost()
+        raise protocols.LibraError(f"engine {self.name} {problem}") from None
+
+    async def generate(self, request: protocols.GenerationRequest) -> AsyncIterator[protocols.TokenDelta]:
+        """Streams the continuation; the last delta has a finish reason. Closing the iterator aborts the request.
+
+        Raises:
+          WorkerLost: the engine died, now or before.
+          LibraError: the context has no room for a token, or a token is not the model's.
+        """
+        engine = self._serving()
+        room = self._rollout.max_context - len(request.token_ids)
+        if room <= 0:
+            raise protocols.LibraError(
+                f"request {request.request_id} has {len(request.token_ids)} tokens, which leaves no room in engine "
+                f"{self.name}'s context of {self._rollout.max_context}: raise config.rollout.max_context"
+            )
+        if (largest := max(request.token_ids, default=-1)) >= self._update.vocab_size:
+            raise protocols.LibraError(
+                f"request {request.request_id} holds token {largest}, which the model's vocabulary of "
+                f"{self._update.vocab_size} does not have: use the tokenizer the model was made with"
+            )
+        prompt = engine_inputs.tokens_input(list(request.token_ids))
+        params = _sampling(request.sampling, room, request.kv_source)
+        queue, finished = None, False
+        self._running += 1
+        try:
+            queue = await engine.add_request(request.request_id, prompt, params)
+            # Kept, because vLLM forgets it when the request ends, perhaps before its last output is read here.
+            state = engine.output_processor.request_states.get(queue.request_id)
+            sent = 0
+            while not finished:
+                output = queue.get_nowait() or await queue.get()
+                finished = output.finished
+                completion = output.outputs[0]
+                starts = _version_starts(completion, state)
+                yield _delta(completion, starts, sent)
+                sent += len(completion.token_ids)
+        except exceptions.EngineDeadError:
+            finished = True
+            if not self._death.done():
+                self._die(self._launch.reason() or "it stopped answering")
+            raise self._lost() from None
+        except (ValueError, vllm_exceptions.VLLMClientError, exceptions.EngineGenerateError) as error:
+            raise protocols.LibraError(
+                f"engine {self.name} refused request {request.request_id}: {_sentence(error.__cause__ or error)}"
+            ) from None
+        finally:
+            self._running -= 1
+            if queue is not None:
+                queue.close()
+                if not finished and not self._death.done():
+                    await engine.abort(queue.request_id, internal=True)
+
+    async def hand_over(self, request: protocols.GenerationRequest) -> Mapping[str, Any]:
+        """Keeps the context's keys and values for another engine; see `vllm_kv_transfer`, which has not been run.
+
+        Raises:
+          WorkerLost: the engine died.
+          LibraError: it keeps nothing.
+        """
+        prompt = engine_inputs.tokens_input(list(request.token_ids))
+        try:
+            outputs = self._serving().generate(prompt, vllm_kv_transfer.giving(), request.request_id)
+            kept = [output.kv_transfer_params async for output in outputs][-1]
+        except exceptions.EngineDeadError:
+            raise self._lost() from None
+        except (ValueError, vllm_exceptions.VLLMClientError, exceptions.EngineGenerateError) as error:
+            raise protocols.LibraError(
+                f"engine {self.name} could not hand {request.request_id} over: {_sentence(error.__cause__ or error)}"
+            ) from None
+        if not kept:
+            raise protocols.LibraError(f"engine {self.name} keeps no keys and values of {request.request_id}")
+        return dict(kept)
+
+    async def pause(self) -> None:
+        """Freezes decoding with requests kept, and drops all KV: it is recomputed after `resume`."""
+        # Not `AsyncLLM.pause_generation`, which sleeps 20 ms so that outputs are read first: each output carries the
+        # version that sampled it, so that reading it late stamps it no differently.
+        await self._call("pause", self._serving().engine_core.pause_scheduler_async(mode="keep", clear_cache=True))
+
+    async def resume(self) -> None:
+        """Goes on decoding."""
+        await self._call("resume", self._serving().resume_generation())
+
+    async def sleep(self) -> None:
+        """Aborts what runs; frees weights and cache where vLLM's platform can (CUDA), else only stands still.
+
+        vLLM's CPU worker has no sleep mode: there the memory stays taken and the cores are free.
+        """
+        engine = self._serving()
+        if self._launch.sleeps:
+            await self._call("go to sleep", engine.sleep(level=2))
+        else:
+            await self._call("stand still", engine.engine_core.pause_scheduler_async(mode="abort", clear_cache=True))
+
+    async def wake(self) -> None:
+        """Takes the memory again; what the weights are is undefined until they are updated, and `resume` follows."""
+        engine = self._serving()
+        if self._launch.sleeps:
+            await self._call("wake up", engine.wake_up())
+        await self.health()
+
+    async def init_weight_transfer(self, transport: Mapping[str, Any]) -> None:
+        """First weight verb. The CUDA transports meet the trainer later, when their first chunk says where."""
+        kind = transport.get("kind")
+        if kind != self._rollout.transport:
+            raise protocols.ConfigError(
+                f"config.rollout.transport: engine {self.name} was started for {self._rollout.transport!r}, "
+                f"not {kind!r}"
+            )
+        if kind == "memfd":
+            await self._open_transport({})
+
+    async def _open_transport(self, init_info: Mapping[str, Any]) -> None:
+        request = weight_transfer.WeightTransferInitRequest(init_info=dict(init_info))
+        await self._call("open the weight transport", self._serving().init_weight_transfer_engine(request))
+
+    async def start_weight_update(self, policy_version: int) -> None:
+        """Second weight verb: readies every layer to be loaded afresh."""
+        engine = self._serving()
+        if self._loading:
+            # An update that was refused half-way has left vLLM's session open.
+            await self._call("give up a weight update", engine.finish_weight_update())
+        self._update.start(policy_version)
+        await self._call("prepare for new weights", engine.start_weight_update())
+        self._loading = True
+
+    async def update_weights(self, chunk: protocols.WeightChunk) -> None:
+        """Third weight verb: loads one chunk.
+
+        Raises:
+          WorkerLost: the engine died, or (with several workers) the bytes arrived damaged.
+          LibraError: a tensor is not the model's by name or shape, or the bytes arrived damaged.
+        """
+        engine = self._serving()
+        self._update.add(chunk)
+        request = weight_transfer.WeightTransferUpdateRequest(update_info=vllm_weight_check.payload(chunk))
+        init_info = chunk.transport.get("init_info")
+        if init_info is not None and init_info != self._init_info:
+            await self._open_transport(init_info)
+            self._init_info = init_info
+        self._loading = False  # An error in a worker closes vLLM's session.
+        await self._call(f"load weight chunk {chunk.index}", engine.update_weights(request))
+        self._loading = True
+
+    async def finish_weight_update(self, policy_version: int) -> None:
+        """Fourth weight verb: tokens sampled from now on are stamped with `policy_version`.
+
+        Raises:
+          WorkerLost: the engine died.
+          LibraError: a chunk or a tensor did not come.
+        """
+        engine = self._serving()
+        self._update.finish(policy_version)
+        await self._call("finish its weight update", engine.finish_weight_update(weight_version=str(policy_version)))
+        self._loading = False
+
+    async def health(self) -> Mapping[str, float]:
+        """Asks the engine's core process; raises `WorkerLost` if it is gone. `running` counts requests here."""
+        paused = await self._call("answer", self._serving().is_paused())
+        return {"running": float(self._running), "paused": float(paused)}
+
+    async def shutdown(self) -> None:
+        """Ends and reaps every process of the engine, killing what does not end in time. Idempotent."""
+        loop = asyncio.get_running_loop()
+        if self._starting is not None:
+            while not self._starting.done():
+                self._launch.cancel()
+                await asyncio.wait((self._starting,), timeout=0.5)
+            self._die("it was shut down")
+        await loop.run_in_executor(None, self._launch.stop)
+        self._engine = self._starting = None
+        # AsyncLLM sits in reference cycles, and its finaliser fails when it first runs as the interpreter exits.
+        gc.collect()
+
+
+def _sampling(
+    sampling: protocols.SamplingParams, room: int, kv_source: Mapping[str, Any] | None
+) -> vllm.SamplingParams:
+    """vLLM's parameters under the log-prob contract.
+
+    Never a per-request seed: on CPU the engine crashes when a seeded sample is discarded (vLLM 0.32).
+    """
+    return vllm.SamplingParams(
+        temperature=sampling.temperature,
+        max_tokens=min(sampling.max_tokens, room),
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=True,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        extra_args=vllm_kv_transfer.taking(kv_source),
+        skip_clone=True,
+    )
+
+
+def _version_starts(completion: Any, state: Any) -> Sequence[tuple[str, int]]:
+    """(version, index of its first token) spans of a request's output so far.
+
+    vLLM labels each step's tokens with the version that sampled them, in the engine's core process, and reports the
+    spans with the last output; until then they are in the request's own state.
+    """
+    if completion.weight_versions is not None:
+        return [(span.version, span.start) for span in completion.weight_versions]
+    return [] if state is None else state.weight_version_starts
+
+
+def _delta(completion: Any, starts: Sequence[tuple[str, int]], sent: int) -> protocols.TokenDelta:
+    tokens = tuple(completion.token_ids)
+    versions: list[int] = []
+    for version, first in starts:
+        number = protocols.NO_VERSION if version == UNTRAINED else int(version)
+        # Each span rules from its first token on; a later span overwrites the rest.
+        del versions[max(0, first - sent) :]
+        versions.extend([number] * (len(tokens) - len(versions)))
+    reason = completion.finish_reason
+    if reason is not None and reason not in ("stop", "length"):
+        reason = "abort"
+    log_probs = tuple(completion.logprobs.logprobs) if tokens else ()
+    return protocols.TokenDelta(tokens, log_probs, tuple(versions), reason)
+
+
+def _sentence(error: BaseException) -> str:
+    """The cause inside vLLM's wrapping of an error in a worker."""
+    text = " ".join(str(error).split())
+    wrapped = re.search(r"Worker failed with error '(.*)', please check", text)
+    return (wrapped.group(1) if wrapped else text).rstrip(".")

@@ -1,0 +1,83 @@
+"""Bringing the keys and values of a request that moves from the instance it leaves: vLLM's NIXL connector.
+
+Written against vLLM 0.32 and **not run**: it needs several GPUs and the nixl package. It is the hand-over of split
+prefill and decode, both roles in every instance: the one that is left prefills the context, which its prefix cache
+holds but for the tool's return, and keeps the blocks for the one that goes on, which pulls them over RDMA or NVLink.
+What cannot be pulled is computed again (`kv_load_failure_policy`). The coordinator asks for a hand-over only between
+instances of one policy version.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+from libra_jax.engines import vllm_quiet  # noqa: F401
+
+# isort: split
+import torch
+import vllm
+from vllm.config import KVTransferConfig
+from vllm.sampling_params import RequestOutputKind
+
+from libra_jax import config, protocols
+
+ARGUMENT = "kv_transfer_params"
+"""Where vLLM reads a request's part in a transfer: `SamplingParams.extra_args`."""
+
+
+def check(rollout: config.RolloutConfig) -> None:
+    """Refuses a transfer that this machine cannot make.
+
+    Raises:
+      ConfigError: there is no CUDA device, or no nixl package.
+    """
+    if rollout.kv_transfer == "none":
+        return
+    if not torch.cuda.is_available():
+        raise protocols.ConfigError(
+            f"config.rollout.kv_transfer: {rollout.kv_transfer!r} needs CUDA, which torch does not find here; "
+            "use 'none', which prefills again"
+        )
+    if importlib.util.find_spec("nixl") is None:
+        raise protocols.ConfigError(
+            "config.rollout.kv_transfer: the nixl package is not installed; install it with `pip install nixl`, or use "
+            "'none', which prefills again"
+        )
+
+
+def engine_arguments(rollout: config.RolloutConfig) -> dict[str, Any]:
+    """What the engine starts with."""
+    if rollout.kv_transfer == "none":
+        return {}
+    connector = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both", kv_load_failure_policy="recompute")
+    return {"kv_transfer_config": connector}
+
+
+def variables(rollout: config.RolloutConfig) -> dict[str, str]:
+    """Environment of the engine's processes: a port of its own, on which instances agree on memory addresses."""
+    if rollout.kv_transfer == "none":
+        return {}
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free.getsockname()[1])}
+
+
+def giving() -> vllm.SamplingParams:
+    """Sampling of a request whose keys and values are to be kept for another instance; its one token is thrown away."""
+    remote = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+    return vllm.SamplingParams(
+        temperature=0.0,
+        max_tokens=1,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args={ARGUMENT: {"do_remote_decode": True, "do_remote_prefill": False, **remote}},
+    )
+
+
+def taking(source: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """`SamplingParams.extra_args` of a request whose keys and values another instance keeps, if one does."""
+    return None if source is None else {ARGUMENT: dict(source)}

@@ -1,0 +1,345 @@
+"""Starting and ending vLLM's processes: arguments, environment, output, and the reaping of what is left.
+
+Written against vLLM 0.32. Environment variables and vLLM's loggers belong to the whole process, so engines start one
+at a time, on one thread that lives as long as the process: the kernel ties an engine's life to the very thread that
+started it (`parent_death`).
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import json
+import logging
+import multiprocessing
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from libra_jax.engines import vllm_quiet  # noqa: F401
+
+# isort: split
+from vllm import plugins
+from vllm.config import logging as vllm_logging
+from vllm.engine import arg_utils
+from vllm.platforms import current_platform
+from vllm.utils import cpu_resource_utils
+from vllm.v1.engine import async_llm
+from vllm.v1.executor import uniproc_executor
+
+from libra_jax import config, protocols
+from libra_jax.engines import logprob_contract, scratch, vllm_kv_transfer, vllm_plugin
+
+STARTER = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm-start")
+"""The thread on which engines start."""
+
+TRANSPORTS = {"memfd": vllm_plugin.TRANSPORT, "ipc": "ipc", "nccl": "nccl"}
+"""Our names for transports, and vLLM's."""
+
+_VLLM_SETS = ("VLLM_", "TORCHINDUCTOR_", "NUMEXPR_MAX_THREADS", "LD_PRELOAD", "LOCAL_WORLD_SIZE", "NCCL_")
+"""How the variables begin that vLLM 0.32 sets in the process that starts it."""
+
+_TERMINATE_SECONDS = 2.0
+_KILL_SECONDS = 5.0
+
+
+def untied(model_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json that the engine sees: `lm_head.weight` comes explicitly with every update."""
+    return {**model_config, "tie_word_embeddings": False}
+
+
+def core_binding(cpu_cores: str, workers: int) -> str:
+    """vLLM's VLLM_CPU_OMP_THREADS_BIND.
+
+    Args:
+      cpu_cores: its value, or "auto": a single worker is not bound, so that several engines share the cores; of
+        several workers each gets its part of the cores that this process may use.
+      workers: worker processes (the tensor-parallel degree).
+
+    Raises:
+      ConfigError: fewer cores than workers, or a core that does not exist.
+    """
+    if cpu_cores not in ("auto", "nobind"):
+        config.check_cores(tuple(int(core) for core in re.findall(r"\d+", cpu_cores)), "rollout.cores")
+    if cpu_cores != "auto":
+        return cpu_cores
+    if workers == 1:
+        return "nobind"
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < workers:
+        raise protocols.ConfigError(
+            f"config.rollout.tensor_parallel: {workers} workers on CPU need a core each, and only {len(cores)} are here"
+        )
+    share = len(cores) // workers
+    return "|".join(",".join(map(str, cores[rank * share : (rank + 1) * share])) for rank in range(workers))
+
+
+class Launch:
+    """One engine's processes. Methods block; `start` runs on `STARTER`.
+
+    Args:
+      name: the instance's name, for errors.
+      model_config: content of the model's config.json.
+      rollout: the run's rollout settings.
+      tensor_parallel: worker processes.
+      seed: of the engine's sampler.
+      cpu_cores: see `core_binding`.
+      log_path: file that gets what vLLM's processes print; empty keeps it for error messages only.
+      hybrid: it will be put to sleep.
+
+    Attributes:
+      sleeps: its memory is such as vLLM can give back.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model_config: Mapping[str, Any],
+        rollout: config.RolloutConfig,
+        tensor_parallel: int,
+        seed: int,
+        cpu_cores: str,
+        log_path: str,
+        hybrid: bool = False,
+    ) -> None:
+        self.name = name
+        self.sleeps = hybrid and current_platform.is_sleep_mode_available()
+        self._model_config = model_config
+        self._rollout = rollout
+        self._tensor_parallel = tensor_parallel
+        self._seed = seed
+        self._binding = core_binding(cpu_cores, tensor_parallel)
+        # On CPU, vLLM gives even a single worker a process of its own, for the sake of its OpenMP variables, and the
+        # core process spins until it answers. Set for the core process, they do for a worker that lives in there.
+        self._in_core = current_platform.is_cpu() and tensor_parallel == 1
+        self._log_path = log_path
+        self._scratch: scratch.Scratch | None = None
+        self._log = Path(os.devnull)
+        self._log_start = 0
+        self._handler: _LogFile | None = None
+        self._engine: async_llm.AsyncLLM | None = None
+        self._ended = False
+        self._cancelled = False
+        self._before: set[Any] = set()
+        self.processes: list[psutil.Process] = []
+        self._segments: set[str] = set()
+
+    def start(self) -> async_llm.AsyncLLM:
+        """Starts the processes; returns when they serve.
+
+        Raises:
+          LibraError: vLLM refused; the message has its reason.
+        """
+        if self._cancelled:
+            raise protocols.WorkerLost(f"engine {self.name} was shut down before it started")
+        self._scratch = scratch.Scratch()
+        self._log = Path(self._log_path or self._directory / "engine.log").absolute()
+        (self._directory / "config.json").write_text(json.dumps(untied(self._model_config)))
+        (self._directory / "logging.json").write_text(json.dumps(_logging_config(self._log)))
+        # In this process the plug-in only registers; the variables below are for the processes that vLLM makes.
+        plugins.load_general_plugins()
+        self._handler = _LogFile(self._log)
+        self._handler.install()
+        self._log_start = self._log.stat().st_size
+        self._before = set(multiprocessing.active_children())
+        try:
+            with _environment(self._variables()):
+                self._engine = async_llm.AsyncLLM.from_engine_args(self._arguments(), stat_loggers=None)
+            self._record()
+        except Exception as error:
+            self.processes = self._made()
+            reason = self.reason() or " ".join(f"{type(error).__name__}: {error}".split())
+            self.stop()
+            raise protocols.WorkerLost(f"engine {self.name} did not start: {reason}") from None
+        return self._engine
+
+    @property
+    def _directory(self) -> Path:
+        assert self._scratch is not None, "start comes first"
+        return self._scratch.path
+
+    def cancel(self) -> None:
+        """Makes a `start` that runs on its thread fail, by killing what it has made so far."""
+        self._cancelled = True
+        for process in self._made():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+    def _made(self) -> list[psutil.Process]:
+        """The core processes that vLLM has made since `start` began."""
+        found = []
+        for child in set(multiprocessing.active_children()) - self._before:
+            if child.name.startswith("EngineCore") and child.pid is not None:
+                with contextlib.suppress(psutil.Error):
+                    found.append(psutil.Process(child.pid))
+        return found
+
+    def _variables(self) -> dict[str, str]:
+        variables = {
+            vllm_plugin.PARENT_DEATH_VARIABLE: "1",
+            vllm_plugin.LOG_VARIABLE: str(self._log),
+            "VLLM_CPU_OMP_THREADS_BIND": self._binding,
+            "VLLM_RPC_BASE_PATH": str(self._directory),
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+            # The plug-in redirects output too late for what vLLM says while it is imported.
+            "VLLM_CONFIGURE_LOGGING": "1",
+            "VLLM_LOGGING_CONFIG_PATH": str(self._directory / "logging.json"),
+        }
+        variables |= vllm_kv_transfer.variables(self._rollout)
+        if self._rollout.enforce_eager:
+            # Its sampler would still compile one comparison with the C++ compiler: 16 s before the first token.
+            variables["TORCH_COMPILE_DISABLE"] = "1"
+        if self._rollout.transport == "ipc":
+            # CUDA handles are Python objects: they come pickled, from this process.
+            variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+        if self._in_core and self._binding != "nobind":
+            variables |= _bound_to(cpu_resource_utils.parse_id_list(self._binding))
+        if self._binding == "nobind" and "OMP_NUM_THREADS" not in os.environ:
+            # A core is left to the core process and this one: threads that wait for a preempted one at every kernel's
+            # end are slower by far than one thread fewer.
+            variables["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) - 1))
+        return variables
+
+    def _arguments(self) -> arg_utils.AsyncEngineArgs:
+        rollout = self._rollout
+        memory: dict[str, Any] = {"gpu_memory_utilization": rollout.gpu_memory_fraction}
+        if current_platform.is_cpu():
+            memory = {"kv_cache_memory_bytes": int(rollout.kv_cache_gib * 2**30 / self._tensor_parallel)}
+        executor = {"distributed_executor_backend": uniproc_executor.UniProcExecutor} if self._in_core else {}
+        return arg_utils.AsyncEngineArgs(
+            model=str(self._directory),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            dtype=rollout.dtype,
+            seed=self._seed,
+            max_model_len=rollout.max_context,
+            max_num_seqs=rollout.slots,
+            tensor_parallel_size=self._tensor_parallel,
+            logprobs_mode=logprob_contract.LOGPROBS_MODE,
+            stream_interval=rollout.stream_interval,
+            enforce_eager=rollout.enforce_eager,
+            weight_transfer_config={"backend": TRANSPORTS[rollout.transport]},
+            disable_log_stats=True,
+            enable_sleep_mode=self.sleeps,
+            logging_config=vllm_logging.LoggingConfig(
+                configure_logging=False, log_level="WARNING", pylogging_config_file=None
+            ),
+            **memory,
+            **executor,
+            **vllm_kv_transfer.engine_arguments(rollout),
+        )
+
+    def _record(self) -> None:
+        """Notes the engine's processes and the named shared memory that vLLM uses among them."""
+        assert self._engine is not None
+        manager = self._engine.engine_core.resources.engine_manager
+        cores = [psutil.Process(process.pid) for process in manager.processes]
+        self.processes = cores + [child for core in cores for child in core.children(recursive=True)]
+        for process in self.processes:
+            with contextlib.suppress(psutil.Error, OSError), open(f"/proc/{process.pid}/maps") as maps:
+                self._segments.update(re.findall(r"/dev/shm/(\S+)", maps.read()))
+        assert self._scratch is not None
+        self._scratch.list_segments(self._segments)  # for the next engine's start, if this process is killed
+
+    def stop(self) -> None:
+        """Ends and reaps every process, in bounded time, killing what does not end; removes what they leave behind."""
+        if self._ended:
+            return
+        self._ended = True
+        if self._engine is not None:
+            with contextlib.suppress(Exception):
+                self._engine.shutdown(timeout=_TERMINATE_SECONDS)
+            self._engine = None
+        for process in self.processes:
+            with contextlib.suppress(psutil.Error):
+                process.terminate()
+        _, alive = psutil.wait_procs(self.processes, timeout=_TERMINATE_SECONDS)
+        for process in alive:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(alive, timeout=_KILL_SECONDS)
+        for segment in self._segments:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(f"/dev/shm/{segment}")
+                if segment.startswith("psm_"):
+                    # A process that was killed did not tell Python's tracker, which would complain when we exit.
+                    resource_tracker.unregister(f"/{segment}", "shared_memory")
+        if self._handler is not None:
+            self._handler.remove()
+        if self._scratch is not None:
+            self._scratch.close()
+
+    def reason(self) -> str:
+        """The last error in the output of the engine's processes, on one line; empty without one."""
+        with contextlib.suppress(OSError):
+            text = self._log.read_bytes()[self._log_start :].decode(errors="replace")
+            found = re.findall(r"^.*?((?:\w+\.)*\w*(?:Error|Exception): .+)$", text, re.MULTILINE)
+            causes = [line for line in found if not line.startswith("vllm.v1.engine.exceptions.EngineDeadError")]
+            causes = [line for line in causes if "Engine core initialization failed" not in line]
+            if causes:
+                return " ".join(causes[-1].split())
+        return ""
+
+
+def _bound_to(cores: Sequence[int]) -> dict[str, str]:
+    """OpenMP's variables for a process whose threads stay on these cores, those that it starts later included."""
+    places = ",".join(map(str, cores))
+    return {"OMP_NUM_THREADS": str(len(cores)), "OMP_PLACES": f"{{{places}}}", "OMP_PROC_BIND": "true"}
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables, and afterwards puts back those and the ones that vLLM sets itself.
+
+    Others are left as they are: another actor of this process may be starting, with variables of its own.
+    """
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in {*before, *os.environ}:
+            if name not in variables and not name.startswith(_VLLM_SETS):
+                continue
+            if name in before:
+                os.environ[name] = before[name]
+            else:
+                os.environ.pop(name, None)
+
+
+def _logging_config(log: Path) -> dict[str, Any]:
+    """Python's logging configuration for vLLM's processes."""
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "handlers": {"file": {"class": "logging.FileHandler", "filename": str(log)}},
+        "loggers": {"vllm": {"handlers": ["file"], "level": "WARNING", "propagate": False}},
+    }
+
+
+class _LogFile(logging.FileHandler):
+    """Takes what vLLM logs in this process, warnings and worse, off the terminal."""
+
+    def install(self) -> None:
+        """Takes the place of handlers that are not ours."""
+        logger = logging.getLogger("vllm")
+        logger.handlers = [handler for handler in logger.handlers if isinstance(handler, _LogFile)]
+        logger.addHandler(self)
+        logger.propagate = False
+        logger.setLevel(logging.WARNING)
+
+    def remove(self) -> None:
+        """Silences the logger, unless another engine's file is still there."""
+        logger = logging.getLogger("vllm")
+        logger.removeHandler(self)
+        if not logger.handlers:
+            logger.addHandler(logging.NullHandler())
+        self.close()

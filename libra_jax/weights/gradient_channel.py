@@ -1,0 +1,394 @@
+"""The gradient channel: gradient sums from a hybrid replica to the core trainer, over torch.distributed's gloo.
+
+Between relays it carries the bytes of published weights (`relay`), from one that sends to one that listens.
+
+A channel is one gloo process group of its own, made from a store of its own, for one member and one membership epoch;
+torch's global process group is not touched. Its ranks are the core's processes, in their order, and last the replica.
+A sum travels as a header of fixed size and then its arrays as one run of bytes, cut into few large messages. The first
+failure closes a channel for good: gloo cannot use a connection again after a wait that ran out.
+
+Gloo (torch 2.13) ends the *receiving process* when a message is larger than the receive that it meets, and does not
+notice one that is smaller. So a message's tag is its size: messages of another size meet no receive at all.
+
+Thread-safety: one thread sends or receives; connecting runs on a thread of the channel's own, and any may close it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import math
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import distributed
+
+from libra_jax import protocols
+from libra_jax.weights import addresses
+
+HEADER_BYTES = 64 * 2**10
+"""Size of every header."""
+
+PART_BYTES = 64 * 2**20
+"""Most bytes of a message."""
+
+LOOK_SECONDS = 0.02
+"""Between two looks whether everybody has come to the meeting."""
+
+MEETING_SECONDS = 10.0
+"""Longest that ranks which have all come may take to connect to each other: one of them died on the way."""
+
+ArrayKind = tuple[str, tuple[int, ...]]
+"""An array's dtype, by numpy's name, and shape."""
+
+
+class ChannelError(protocols.LibraError):
+    """A gradient channel that is closed; the message says why."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a gradient sum is of, or which chunk of weights this is.
+
+    Attributes:
+      member: the replica that computed it, or the relay that it is for.
+      epoch: the membership epoch in which that joined.
+      version: policy version of its parameters.
+      digest: of those parameters, as published.
+      first: first micro-batch of the sum, or number of the chunk.
+      last: the one after its last.
+      metrics: metric name to (sum, count) over those micro-batches.
+      maxima: metric name to maximum over them.
+    """
+
+    member: str
+    epoch: int
+    version: int
+    digest: str
+    first: int
+    last: int
+    metrics: Mapping[str, tuple[float, float]]
+    maxima: Mapping[str, float]
+
+
+class Sent(NamedTuple):
+    """What sending a sum took.
+
+    Attributes:
+      nbytes: sent to each process of the core.
+      waited: seconds until all of them took the header: until they were ready, not what the sum took on its way.
+    """
+
+    nbytes: int
+    waited: float
+
+
+class Listener:
+    """The meeting point of one channel: a store on a free port, in the core's first process.
+
+    Attributes:
+      address: what the other ranks are told; plain values.
+    """
+
+    def __init__(self, member: str, epoch: int, ranks: int, host: str = "127.0.0.1") -> None:
+        """Opens the port.
+
+        Args:
+          member: the replica that is to come.
+          epoch: its membership epoch.
+          ranks: the core's processes, and the replica.
+          host: address of this host to listen at, as the others reach it.
+
+        Raises:
+          ChannelError: this host has no such address.
+        """
+        door = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            door.bind((host, 0))
+            door.listen()
+            port = door.getsockname()[1]
+            # Given a port alone, the store would listen at every address of the host.
+            self.store: Any = distributed.TCPStore(
+                host, port, is_master=True, wait_for_workers=False, master_listen_fd=door.detach()
+            )
+        except OSError as error:
+            door.close()
+            raise ChannelError(f"no gradient channel for {member} can listen at {host} ({error.strerror}).") from error
+        self.address = {
+            "kind": "gloo",
+            "host": host,
+            "port": port,
+            "member": member,
+            "epoch": epoch,
+            "ranks": ranks,
+        }
+
+    def close(self) -> None:
+        """Closes the port, unless a channel uses the store: then it goes with that. Idempotent."""
+        self.store = None
+
+
+class Channel:
+    """One rank's end of a channel. It connects on a thread of its own; `wait` returns when it stands.
+
+    Attributes:
+      member: the replica.
+      epoch: its membership epoch.
+    """
+
+    def __init__(self, address: Mapping[str, Any], rank: int, seconds: float, listener: Listener | None = None) -> None:
+        """Begins to connect.
+
+        Args:
+          address: the listener's.
+          rank: this process's: the core's processes from 0, the replica last.
+          seconds: deadline for all ranks to have come.
+          listener: in the process that listens; its store is this channel's from now on.
+        """
+        self.member, self.epoch = str(address["member"]), int(address["epoch"])
+        self._ranks = int(address["ranks"])
+        self._why = ""
+        self._store = listener.store if listener is not None else None
+        self._group: Any = None
+        self._buffer = np.zeros(0, np.uint8)
+        self._lock = threading.Lock()
+        if listener is not None:
+            listener.close()
+        self._thread = threading.Thread(
+            target=self._connect, args=(address, rank, seconds), name=f"connect to {self.member}", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def ready(self) -> bool:
+        """It stands and is open."""
+        return self._group is not None
+
+    @property
+    def closed(self) -> str:
+        """Why it is closed; empty while it connects or is open."""
+        return self._why
+
+    def wait(self, seconds: float) -> None:
+        """Returns when the channel stands.
+
+        Raises:
+          ChannelError: it is closed, or does not stand in time, and is closed therefore.
+        """
+        self._thread.join(max(seconds, 0.0))
+        if not self.ready:
+            raise self._fail("not everybody came to it in time")
+
+    def send(self, header: Header, arrays: Sequence[np.ndarray], seconds: float) -> Sent:
+        """Sends one sum to every process of the core.
+
+        A message leaves only when the other side waits for it, so this ends when the core takes the sum.
+
+        Raises:
+          ChannelError: the channel is closed, is so by the other side, or the deadline passed.
+          ValueError: the header does not fit.
+        """
+        deadline = time.monotonic() + seconds
+        self.wait(seconds)
+        flat = self._room(sum(array.nbytes for array in arrays))
+        at = 0
+        for array in arrays:
+            flat[at : at + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            at += array.nbytes
+        return self._send(header, [(str(array.dtype), array.shape) for array in arrays], flat, deadline)
+
+    def send_bytes(self, header: Header, data: np.ndarray, seconds: float) -> Sent:
+        """Sends bytes from where they are, with no copy of them; otherwise as `send`.
+
+        Args:
+          header: what they are.
+          data: of dtype uint8 and one dimension.
+          seconds: deadline for all of it.
+        """
+        deadline = time.monotonic() + seconds
+        self.wait(seconds)
+        return self._send(header, [("uint8", data.shape)], data, deadline)
+
+    def _send(self, header: Header, kinds: Sequence[ArrayKind], flat: np.ndarray, deadline: float) -> Sent:
+        head = _encode(header, kinds)
+        began = time.monotonic()
+        self._give(head, deadline)
+        waited = time.monotonic() - began
+        for part in _parts(flat):
+            self._give(part, deadline)
+        return Sent(len(head) + len(flat), waited)
+
+    def receive(self, wanted: Sequence[ArrayKind], seconds: float) -> tuple[Header, list[np.ndarray]]:
+        """The next sum that the replica sent.
+
+        Args:
+          wanted: the arrays that a sum has; what a sender says of their sizes is compared with this, never trusted.
+          seconds: deadline for all of it.
+
+        Returns:
+          What it is of, and its arrays: views of this channel's memory, valid until the next sum.
+
+        Raises:
+          ChannelError: the channel is closed, is so by the other side, the deadline passed, or what came is no
+            sum of those arrays.
+        """
+        deadline = time.monotonic() + seconds
+        self.wait(seconds)
+        sizes = [np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in wanted]
+        header = self._take_header(wanted, deadline)
+        flat = self._room(sum(sizes))
+        for part in _parts(flat):
+            self._take(part, deadline)
+        ends = np.cumsum(sizes)
+        return header, [
+            flat[end - size : end].view(dtype).reshape(shape)
+            for end, size, (dtype, shape) in zip(ends, sizes, wanted, strict=True)
+        ]
+
+    def receive_bytes(self, target: np.ndarray, seconds: float) -> Header:
+        """What `send_bytes` sends next, into memory of the caller's; otherwise as `receive`.
+
+        Args:
+          target: of dtype uint8 and one dimension; as many bytes as it has are expected.
+          seconds: deadline for all of it.
+        """
+        deadline = time.monotonic() + seconds
+        self.wait(seconds)
+        header = self._take_header([("uint8", target.shape)], deadline)
+        for part in _parts(target):
+            self._take(part, deadline)
+        return header
+
+    def _take_header(self, wanted: Sequence[ArrayKind], deadline: float) -> Header:
+        head = np.zeros(HEADER_BYTES, np.uint8)
+        self._take(head, deadline)
+        try:
+            header, kinds = _decode(head.tobytes())
+        except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError):
+            raise self._fail("what came over it is no header of a gradient sum") from None
+        if kinds != [(dtype, tuple(shape)) for dtype, shape in wanted]:
+            raise self._fail("the sum offered over it has other arrays than this model's")
+        return header
+
+    def close(self, why: str = "it was given up here") -> None:
+        """Closes the connection; the thread that connects ends by itself. Idempotent: the first reason stays."""
+        with self._lock:
+            self._why = self._why or f"the gradient channel of {self.member} (epoch {self.epoch}) is closed: {why}."
+            self._group = self._store = None
+        self._buffer = np.zeros(0, np.uint8)
+
+    def _connect(self, address: Mapping[str, Any], rank: int, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        try:
+            store = self._store
+            if store is None:
+                store = distributed.TCPStore(
+                    address["host"],
+                    address["port"],
+                    is_master=False,
+                    timeout=datetime.timedelta(seconds=seconds),
+                    wait_for_workers=False,
+                )
+            # Gloo's own meeting cannot be called off, so it begins only when everybody is there.
+            store.set(f"rank {rank}", "here")
+            everybody = [f"rank {other}" for other in range(self._ranks)]
+            while not store.check(everybody):
+                if self._why:
+                    return
+                if time.monotonic() > deadline:
+                    self.close(f"not everybody came to it within {seconds:g} s")
+                    return
+                time.sleep(LOOK_SECONDS)
+            group = _group(store, rank, self._ranks, addresses.own(address["host"]))
+        except (RuntimeError, OSError) as error:  # torch.distributed's errors are RuntimeErrors
+            self.close(f"it could not be connected ({_line(error)})")
+            return
+        with self._lock:
+            if not self._why:
+                self._store, self._group = store, group
+
+    def _room(self, nbytes: int) -> np.ndarray:
+        """Memory that is kept from sum to sum, which spares the page faults."""
+        buffer = self._buffer
+        if buffer.nbytes != nbytes:
+            buffer = self._buffer = np.empty(nbytes, np.uint8)
+        return buffer  # not the attribute, which whoever closes the channel meanwhile empties
+
+    def _give(self, message: np.ndarray, deadline: float) -> None:
+        tensor = torch.from_numpy(message)
+        self._until(deadline, [self._post("send", tensor, rank) for rank in range(self._ranks - 1)])
+
+    def _take(self, target: np.ndarray, deadline: float) -> None:
+        self._until(deadline, [self._post("recv", torch.from_numpy(target), self._ranks - 1)])
+
+    def _post(self, verb: str, tensor: torch.Tensor, rank: int) -> Any:
+        group = self._group  # taken once: whoever dismisses the replica closes the channel meanwhile
+        if group is None:
+            raise ChannelError(self._why)
+        try:
+            return getattr(group, verb)([tensor], rank, tensor.nbytes)
+        except RuntimeError as error:
+            raise self._fail(f"the connection broke ({_line(error)})") from error
+
+    def _until(self, deadline: float, works: Sequence[Any]) -> None:
+        for work in works:
+            left = deadline - time.monotonic()
+            try:
+                # A wait of zero would be one without end.
+                work.wait(datetime.timedelta(seconds=max(left, 0.001)))
+            except RuntimeError as error:
+                late = time.monotonic() >= deadline
+                raise self._fail(
+                    "the other side took too long" if late else f"the connection broke ({_line(error)})"
+                ) from error
+
+    def _fail(self, why: str) -> ChannelError:
+        self.close(why)
+        return ChannelError(self._why)
+
+
+def _group(store: Any, rank: int, ranks: int, host: str) -> Any:
+    options = distributed.ProcessGroupGloo._Options()
+    options._devices = [distributed.ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = datetime.timedelta(seconds=MEETING_SECONDS)
+    return distributed.ProcessGroupGloo(store, rank, ranks, options)
+
+
+def _parts(flat: np.ndarray) -> list[np.ndarray]:
+    return [flat[at : at + PART_BYTES] for at in range(0, len(flat), PART_BYTES)]
+
+
+def _encode(header: Header, kinds: Sequence[ArrayKind]) -> np.ndarray:
+    text = json.dumps({**dataclasses.asdict(header), "arrays": kinds}).encode()
+    if len(text) > HEADER_BYTES:
+        raise ValueError(f"a header of {len(text)} bytes, of which {HEADER_BYTES} fit")
+    return np.frombuffer(text.ljust(HEADER_BYTES), np.uint8).copy()
+
+
+def _decode(text: bytes) -> tuple[Header, list[ArrayKind]]:
+    """Raises ValueError, TypeError, LookupError, AttributeError, OverflowError or RecursionError for garbage."""
+    found = json.loads(text)
+    header = Header(
+        member=str(found["member"]),
+        epoch=int(found["epoch"]),
+        version=int(found["version"]),
+        digest=str(found["digest"]),
+        first=int(found["first"]),
+        last=int(found["last"]),
+        metrics={str(name): (float(total), float(count)) for name, (total, count) in found["metrics"].items()},
+        maxima={str(name): float(value) for name, value in found["maxima"].items()},
+    )
+    return header, [(str(dtype), tuple(int(size) for size in shape)) for dtype, shape in found["arrays"]]
+
+
+def _line(error: BaseException) -> str:
+    """The first line of an error's text, without the place in gloo's sources, cut to a readable length."""
+    text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return text.rpartition("] ")[2].partition(". ")[0][:200]

@@ -1,0 +1,201 @@
+"""Anonymous shared memory between processes of one host: a memfd, opened by the peer through its owner's `/proc`.
+
+Nothing here has a name in any file system, so nothing can leak: the memory goes when the last process that maps it
+does, killed or not. Standard library only, so that engine processes import it without reaching JAX.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import mmap
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from libra_jax import machine, protocols
+
+HOST_VARIABLE = "LIBRA_JAX_HOST"
+"""Environment variable that names the host where several are emulated on one machine."""
+
+
+class SharedMemoryError(protocols.LibraError):
+    """Shared memory that cannot be made or reached."""
+
+
+def host() -> str:
+    """This host, as addresses name it: what shares its memory and its process ids."""
+    return os.environ.get(HOST_VARIABLE) or machine.identity()
+
+
+def digest(data: memoryview) -> str:
+    """BLAKE2b of a chunk's bytes, 128 bits, in hex."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.1f} MiB"
+
+
+def _meminfo_available() -> int:
+    with open("/proc/meminfo") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    raise SharedMemoryError("/proc/meminfo has no MemAvailable line: this Linux kernel is too old for shared weights")
+
+
+def _cgroup_available() -> int | None:
+    """Bytes left under this process's cgroup v2 limit, None without one.
+
+    Cached files count as free: the cgroup is charged for them, and the kernel drops them when memory is asked for.
+    """
+    try:
+        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
+            text = limit.read().strip()
+            if text == "max":
+                return None
+            left = int(text) - int(used.read())
+        with open("/sys/fs/cgroup/memory.stat") as lines:
+            statistics = dict(line.split() for line in lines)
+        return left + int(statistics["inactive_file"]) + int(statistics["active_file"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def available_bytes() -> int:
+    """Memory that this process could still take, in bytes: the machine's, or what its container's limit leaves."""
+    limit = _cgroup_available()
+    machine = _meminfo_available()
+    return machine if limit is None else min(machine, limit)
+
+
+def too_little(purpose: str, nbytes: int, free: int) -> SharedMemoryError:
+    """The error for memory that is not there, with the numbers."""
+    return SharedMemoryError(
+        f"{purpose} needs {_mib(nbytes)} of shared memory but only {_mib(free)} of memory is available: free memory on "
+        "this host, raise the container's limit, or publish in a smaller config.rollout.dtype"
+    )
+
+
+class Owner:
+    """Memory that this process writes and that others may map. Not thread-safe.
+
+    Every page is reserved and mapped at once, so that later writes neither fail nor fault.
+
+    Args:
+      nbytes: size in bytes, above zero.
+      purpose: what it is for, as the error for too little memory says it.
+
+    Raises:
+      SharedMemoryError: there is too little memory; the message has the numbers.
+    """
+
+    def __init__(self, nbytes: int, purpose: str) -> None:
+        free = available_bytes()
+        if nbytes > free:
+            raise too_little(purpose, nbytes, free)
+        self.nbytes = nbytes
+        self._fd = os.memfd_create("libra-jax", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(self._fd, 0, nbytes)
+            self._map = mmap.mmap(self._fd, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except OSError as error:
+            os.close(self._fd)
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+                raise
+            raise SharedMemoryError(
+                f"{purpose} needs {_mib(nbytes)} of shared memory, which the kernel refused ({error.strerror}; "
+                f"{_mib(free)} was available): raise this process's or its container's memory limits"
+            ) from None
+        self._inode = os.fstat(self._fd).st_ino
+
+    @property
+    def buffer(self) -> mmap.mmap:
+        """The memory, writable."""
+        return self._map
+
+    @property
+    def address(self) -> dict[str, Any]:
+        """How a peer reaches the memory; plain values, valid while this process lives and has not closed it."""
+        return {
+            "kind": "memfd",
+            "host": host(),
+            "pid": os.getpid(),
+            "fd": self._fd,
+            "inode": self._inode,
+            "nbytes": self.nbytes,
+        }
+
+    def close(self) -> None:
+        """Gives the memory up; it is freed when the last peer's mapping goes. Idempotent."""
+        if self._fd < 0:
+            return
+        os.close(self._fd)
+        self._fd = -1
+        try:
+            self._map.close()
+        except BufferError:
+            # A tensor still views the memory: the mapping goes with the last view.
+            del self._map
+
+
+def open_peer(address: Mapping[str, Any]) -> mmap.mmap:
+    """Maps memory that another process owns, read-only.
+
+    The mapping stays valid after the owner has closed the memory or died.
+
+    Args:
+      address: the owner's `Owner.address`.
+
+    Raises:
+      SharedMemoryError: the owner is on another host or gone, or the address names something else by now.
+    """
+    if address["host"] != host():
+        raise SharedMemoryError(
+            f"shared weights of process {address['pid']} are on another host ({address['host']}) than this one "
+            f"({host()}): lay the run out over its hosts (config.cluster.accelerators_per_host), so that each has a "
+            "relay"
+        )
+    path = f"/proc/{address['pid']}/fd/{address['fd']}"
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise SharedMemoryError(
+            f"shared weights of process {address['pid']} cannot be opened ({error.strerror}): the owner is gone, or "
+            "runs under another user or in another container; memfd needs trainer and engine on one host"
+        ) from None
+    try:
+        status = os.fstat(fd)
+        if status.st_ino != address["inode"] or status.st_size < address["nbytes"]:
+            raise SharedMemoryError(
+                f"shared weights of process {address['pid']} are gone: its descriptor {address['fd']} is another file"
+            )
+        return mmap.mmap(fd, address["nbytes"], mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ)
+    finally:
+        os.close(fd)
+
+
+class PeerMemory:
+    """Maps the chunks that other processes own, each chunk once. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._mappings: dict[tuple[int, int, int], mmap.mmap] = {}
+
+    def map(self, address: Mapping[str, Any]) -> mmap.mmap:
+        """Returns the memory at an owner's address, read-only.
+
+        Raises:
+          SharedMemoryError: see `open_peer`.
+        """
+        key = (address["pid"], address["fd"], address["inode"])
+        if key not in self._mappings:
+            # After a trainer has moved to other processes, nothing of the former ones is read again. Kept mappings
+            # would hold a whole copy of the weights.
+            self._mappings = {old: kept for old, kept in self._mappings.items() if old[0] == address["pid"]}
+            self._mappings[key] = open_peer(address)
+        return self._mappings[key]
+
+    def close(self) -> None:
+        """Drops every mapping; a tensor that still views one keeps it alive. Idempotent."""
+        self._mappings.clear()

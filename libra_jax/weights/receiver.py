@@ -1,0 +1,140 @@
+"""Receiver of published weights by a JAX process: from an open snapshot's chunks to parameters on a mesh.
+
+The inverse of `publication`, and the counterpart of what an engine does: map the trainer's shared memory, verify the
+checksum, load. What is kept are copies, because the trainer writes its next version over this one.
+
+Thread-safety: none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from libra_jax import protocols
+from libra_jax.models import config as models_config
+from libra_jax.models import hf_names
+from libra_jax.weights import memfd, snapshot
+
+
+class Receiver:
+    """Receives one version after the other.
+
+    Args:
+      model_config: the model's shape.
+      places: a `jax.ShapeDtypeStruct` with its sharding for each parameter, in the parameters' nesting.
+    """
+
+    def __init__(self, model_config: models_config.TransformerConfig, places: Mapping[str, Any]) -> None:
+        self._places = places
+        self._sources = {source.hf_name: source for source in snapshot.wire_entries(model_config)}
+        self._copies = set(self._sources) - {source.hf_name for source in hf_names.weight_map(model_config)}
+        self._peers = memfd.PeerMemory()
+        self._version: int | None = None
+        self._count = 0
+        self._checksums: dict[int, str] = {}
+        self._tensors: dict[str, np.ndarray] = {}
+
+    def start(self, version: int) -> None:
+        """Begins a version; one that is half received is given up."""
+        self._forget()
+        self._version = version
+
+    def load(self, chunk: protocols.WeightChunk) -> None:
+        """Takes note of a chunk's tensors, which must stay where they are until `finish`.
+
+        Raises:
+          SharedMemoryError: the trainer's memory cannot be reached.
+          LibraError: the chunk is another version's, came before, is damaged or has no checksum, or holds a tensor
+            that the model has not, or has otherwise.
+        """
+        named = f"chunk {chunk.index} of version {chunk.policy_version}"
+        if chunk.policy_version != self._version or chunk.index in self._checksums:
+            raise protocols.LibraError(f"{named} does not belong to the update of version {self._version}.")
+        if chunk.checksum is None:
+            raise protocols.LibraError(
+                f"{named} has no checksum, so nobody can tell whose it is: set rollout.checksum."
+            )
+        memory = self._peers.map(chunk.transport)
+        checksum = memfd.digest(memoryview(memory)[: chunk.nbytes])
+        if checksum != chunk.checksum:
+            raise protocols.LibraError(
+                f"{named} arrived damaged: checksum {checksum} instead of {chunk.checksum}; publish it again."
+            )
+        for entry in chunk.entries:
+            source = self._sources.get(entry.name)
+            if source is None or source.shape != tuple(entry.shape) or entry.name in self._tensors:
+                raise protocols.LibraError(
+                    f"{named} holds {entry.name} of shape {tuple(entry.shape)}, which this model has not, has in "
+                    "another shape, or has received already; trainer and replica do not belong together."
+                )
+            kind = jax.numpy.dtype(entry.dtype)
+            flat = np.frombuffer(memory, kind, count=entry.nbytes // kind.itemsize, offset=entry.offset)
+            self._tensors[entry.name] = flat.reshape(source.shape)
+        self._count = chunk.count
+        self._checksums[chunk.index] = chunk.checksum
+
+    def finish(self, version: int) -> tuple[Any, str]:
+        """The parameters on their devices, and the digest of the version (`snapshot.HostSnapshot.digest`).
+
+        Raises:
+          LibraError: another version was begun, or not all of it has come.
+        """
+        if version != self._version:
+            raise protocols.LibraError(
+                f"version {version} cannot be finished: the update of {self._version} was begun."
+            )
+        missing = sorted(self._sources.keys() - self._tensors.keys())
+        if missing or sorted(self._checksums) != list(range(self._count)):
+            raise protocols.LibraError(
+                f"version {version} is not whole: {len(self._checksums)} of {self._count} chunks came, without "
+                f"{', '.join(missing[:3]) or 'nothing'}; publish it again."
+            )
+        checksums = [self._checksums[index] for index in range(self._count)]
+        # Not only begun: the trainer may write over the memory as soon as this returns.
+        params = jax.block_until_ready(self._assemble())
+        self._forget()
+        return params, snapshot.snapshot_digest(checksums)
+
+    def close(self) -> None:
+        """Lets go of the trainer's memory. Idempotent."""
+        self._forget()
+        self._peers.close()
+
+    def _forget(self) -> None:
+        self._version, self._count = None, 0
+        self._checksums.clear()
+        self._tensors.clear()
+
+    def _assemble(self) -> dict[str, Any]:
+        leaves: dict[tuple[str, ...], list[np.ndarray]] = {}
+        for name, source in self._sources.items():  # layers in their order
+            if name not in self._copies:
+                leaves.setdefault(source.path, []).append(self._tensors[name])
+        params: dict[str, Any] = {}
+        for path, tensors in leaves.items():
+            place: Any = self._places
+            for key in path:
+                place = place[key]
+            *parents, last = path
+            node = params
+            for key in parents:
+                node = node.setdefault(key, {})
+            node[last] = _placed(tensors, place)
+        return params
+
+
+def _placed(tensors: list[np.ndarray], place: jax.ShapeDtypeStruct) -> jax.Array:
+    """A parameter on its devices; each device's piece is copied out of the shared memory, and cast, once."""
+    stacked = len(place.shape) > tensors[0].ndim
+
+    def piece(index: tuple[slice, ...]) -> np.ndarray:
+        # Always a copy: JAX may keep the array that it is given, and the shared memory will change.
+        if not stacked:
+            return np.array(tensors[0][index], place.dtype)
+        return np.stack([tensor[index[1:]] for tensor in tensors[index[0]]]).astype(place.dtype, copy=False)
+
+    return jax.make_array_from_callback(place.shape, place.sharding, piece)

@@ -1,0 +1,188 @@
+"""A weight relay: keeps a host's copy of the weights, which the engines and replicas of this host read.
+
+Every host that needs weights and does not run the trainer's first process runs one relay. The trainer's host runs one,
+too, which reads the trainer's memory. The coordinator (`relay_tree`) arranges the relays in a tree. For each chunk it
+asks one relay to send and the next one to receive, so that the bytes cross to each host once.
+
+A link is a gradient channel (gloo) of two ends, and the receiving relay listens. gloo sends straight from the shared
+memory of one host and receives into the shared memory of the other, so the relay copies nothing. It unpickles nothing.
+
+The receiver compares each chunk's version, number and checksum with what the coordinator told it on its own connection.
+Links are neither encrypted nor authenticated. They belong on a network that only the run can reach; bytes of a stranger
+fail the checksum.
+
+Thread-safety: one event loop calls. gloo's waits run on threads: one for receiving, and one for each link that sends.
+Each wait ends at its deadline. An aborted wait goes on until then, and the next one queues behind it, so that no two
+write the same memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import warnings
+from collections.abc import Callable, Mapping
+from concurrent import futures
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from libra_jax import protocols
+from libra_jax.weights import addresses, gradient_channel, memfd
+
+T = TypeVar("T")
+
+
+class _Link(NamedTuple):
+    """To a relay that takes from this one."""
+
+    channel: gradient_channel.Channel
+    thread: futures.ThreadPoolExecutor
+
+
+def create(name: str, link_seconds: float, cluster: str = "") -> Relay:
+    """Makes the relay of this host.
+
+    Args:
+      name: its name, as errors show it.
+      link_seconds: deadline for a link to stand, and for a chunk to cross it.
+      cluster: address of the cluster's head (`config.cluster.address`), towards which this host's own is looked up.
+    """
+    # What is sent has been mapped read-only, so that nothing here writes to it; torch could not know.
+    warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+    return Relay(name, link_seconds, addresses.in_cluster(cluster))
+
+
+class Relay:
+    """Implements `protocols.Relay`. Every method raises LibraError with one sentence."""
+
+    def __init__(self, name: str, link_seconds: float, host: str) -> None:
+        self._name = name
+        self._seconds = link_seconds
+        self._host = host
+        self._parent: gradient_channel.Channel | None = None
+        self._children: dict[str, _Link] = {}
+        self._receiving = futures.ThreadPoolExecutor(1, f"{name} receives")
+        self._memory: dict[int, memfd.Owner] = {}
+        self._peers = memfd.PeerMemory()
+
+    async def health(self) -> Mapping[str, float]:
+        """It is there; bytes of the copy that it keeps."""
+        return {"bytes": float(sum(owner.nbytes for owner in self._memory.values()))}
+
+    async def listen(self, epoch: int) -> dict[str, Any]:
+        """Opens the link over which this relay receives from now on; returns its address, plain values.
+
+        Raises:
+          ChannelError: this host cannot be listened at.
+        """
+        if self._parent is not None:
+            self._parent.close("another took its place")
+        listener = gradient_channel.Listener(self._name, epoch, 2, self._host)
+        self._parent = gradient_channel.Channel(listener.address, 0, self._seconds, listener)
+        return listener.address
+
+    async def connect(self, child: str, epoch: int, address: Mapping[str, Any]) -> None:
+        """Begins to connect to the relay that listens there; an earlier link to it is closed.
+
+        Raises:
+          LibraError: the address is another relay's, or of another epoch.
+        """
+        if (address["member"], address["epoch"]) != (child, epoch):
+            raise protocols.LibraError(
+                f"the link of {address['member']} (epoch {address['epoch']}) is not the one to connect to {child} in "
+                f"epoch {epoch}: call its listen first."
+            )
+        self._part_from(child)
+        channel = gradient_channel.Channel(address, 1, self._seconds)
+        self._children[child] = _Link(channel, futures.ThreadPoolExecutor(1, f"{self._name} sends to {child}"))
+
+    async def send(self, chunk: protocols.WeightChunk, child: str) -> None:
+        """Sends a chunk that lies on this host; returns when the other relay has taken it.
+
+        Raises:
+          ChannelError: the link is gone, or it was not taken in time.
+          SharedMemoryError: the chunk cannot be read here.
+        """
+        link = self._children.get(child)
+        if link is None:
+            raise protocols.LibraError(f"{self._name} has no link to {child}: call connect first.")
+        data = np.frombuffer(self._peers.map(chunk.transport), np.uint8, chunk.nbytes)
+        header = gradient_channel.Header(
+            member=child,
+            epoch=link.channel.epoch,
+            version=chunk.policy_version,
+            digest=chunk.checksum or "",
+            first=chunk.index,
+            last=chunk.index + 1,
+            metrics={},
+            maxima={},
+        )
+        await _on(link.thread, lambda: link.channel.send_bytes(header, data, self._seconds))
+
+    async def receive(self, chunk: protocols.WeightChunk) -> protocols.WeightChunk:
+        """Receives a chunk and keeps it until the next of that number; returns it as engines of this host reach it.
+
+        Args:
+          chunk: as it is on the host that sends.
+
+        Raises:
+          ChannelError: the link is gone, or nothing came in time.
+          SharedMemoryError: there is too little memory here.
+          LibraError: what came is another chunk, or damaged.
+        """
+        channel = self._parent
+        if channel is None:
+            raise protocols.LibraError(f"{self._name} has no link to receive over: call listen first.")
+        return await _on(self._receiving, lambda: self._take(channel, chunk))
+
+    async def shutdown(self) -> None:
+        """Closes every link and gives the memory back; engines that map it keep it as long. Idempotent."""
+        for child in list(self._children):
+            self._part_from(child)
+        if self._parent is not None:
+            self._parent.close()
+            self._parent = None
+        self._receiving.shutdown(wait=False, cancel_futures=True)
+        for owner in self._memory.values():
+            owner.close()
+        self._memory.clear()
+        self._peers.close()
+
+    def _take(self, channel: gradient_channel.Channel, chunk: protocols.WeightChunk) -> protocols.WeightChunk:
+        owner = self._room(chunk)
+        target = np.frombuffer(owner.buffer, np.uint8, chunk.nbytes)
+        header = channel.receive_bytes(target, self._seconds)
+        named = f"chunk {chunk.index} of version {chunk.policy_version}"
+        if (header.version, header.first) != (chunk.policy_version, chunk.index):
+            raise protocols.LibraError(
+                f"{self._name} was sent chunk {header.first} of version {header.version} in place of {named}."
+            )
+        if chunk.checksum is not None and (checksum := memfd.digest(target.data)) != chunk.checksum:
+            raise protocols.LibraError(
+                f"{named} came to {self._name} damaged: checksum {checksum} instead of {chunk.checksum}."
+            )
+        return dataclasses.replace(chunk, transport=owner.address)
+
+    def _room(self, chunk: protocols.WeightChunk) -> memfd.Owner:
+        """Memory for a chunk, the same from version to version."""
+        owner = self._memory.get(chunk.index)
+        if owner is None or owner.nbytes < chunk.nbytes:
+            if owner is not None:
+                owner.close()
+            purpose = f"the copy of the weights on the host of {self._name} (chunk {chunk.index} of {chunk.count})"
+            owner = self._memory[chunk.index] = memfd.Owner(chunk.nbytes, purpose)
+        return owner
+
+    def _part_from(self, child: str) -> None:
+        if (link := self._children.pop(child, None)) is not None:
+            link.channel.close("its sender closed it")
+            link.thread.shutdown(wait=False, cancel_futures=True)
+
+
+async def _on(thread: futures.ThreadPoolExecutor, work: Callable[[], T]) -> T:
+    try:
+        running = asyncio.get_running_loop().run_in_executor(thread, work)
+    except RuntimeError as error:  # the thread takes nothing more
+        raise protocols.LibraError("the relay or its link has been closed.") from error
+    return await running

@@ -1,0 +1,358 @@
+"""Publication of weights: a snapshot of the trainer's parameters, in the wire dtype, as chunks that engines read.
+
+The snapshot is the content of the shared memory itself: opening one is a single copy from the trainer's arrays, cast
+on the way, to memory that the engines have mapped. The live parameters are not referenced afterwards, so that the next
+training step may donate them while engines still read. The memory is reused from version to version, which spares both
+sides the page faults that would cost more than the copy.
+
+Tensors travel under their Hugging Face names, layer by layer. `lm_head.weight` is always among them: engines get an
+untied model, because vLLM's reload on CPU leaves a tied output projection stale.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent import futures
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import torch
+
+from libra_jax import protocols
+from libra_jax.models import config as models_config
+from libra_jax.models import gathering, hf_names
+from libra_jax.weights import memfd
+
+ALIGNMENT = 64
+"""Bytes to which each tensor's place in a chunk is aligned (a cache line)."""
+
+PART_BYTES = 4 * 2**20
+"""About what is copied at a time, so that the copying threads share a large tensor."""
+
+MOST_COPIERS = 4
+"""Threads that copy: about as many as saturate a host's memory."""
+
+
+def wire_entries(config: models_config.TransformerConfig) -> tuple[hf_names.HfEntry, ...]:
+    """The checkpoint's tensors, with an explicit output projection where the embeddings are tied."""
+    entries = hf_names.weight_map(config)
+    if not config.tie_word_embeddings:
+        return entries
+    table = next(entry for entry in entries if entry.hf_name == "model.embed_tokens.weight")
+    return (*entries, hf_names.HfEntry("lm_head.weight", table.path, table.layer, table.shape))
+
+
+def wire_dtype(shape: Sequence[int], dtype: str) -> str:
+    """Returns the dtype in which a tensor of this shape travels.
+
+    Vectors travel in float32. A trainer computes with norm weights in float32, and a hybrid replica that got them
+    rounded to bfloat16 returned gradients 2% off. An engine rounds them to its own dtype as it copies them.
+    """
+    return "float32" if len(shape) == 1 else dtype
+
+
+def create(
+    model_config: models_config.TransformerConfig,
+    dtype: str,
+    chunk_bytes: int,
+    transport: str,
+    checksum: bool,
+    tensor_parallel: Sequence[int],
+    publish_seconds: float,
+) -> Any:
+    """The publisher of a transport: memfd through host memory (`HostSnapshot`), ipc and nccl from device to device.
+
+    Args:
+      model_config: the model's shape.
+      dtype: wire dtype.
+      chunk_bytes: most bytes of a chunk (memfd).
+      transport: "memfd", "ipc" or "nccl".
+      checksum: digest each chunk (memfd).
+      tensor_parallel: degrees of the rollout instances that receive.
+      publish_seconds: longest wait for an instance to receive (ipc, nccl).
+
+    Raises:
+      ConfigError: the transport needs CUDA, or serves fewer instances or trainer processes than there are.
+    """
+    if transport == "memfd":
+        return HostSnapshot(model_config, dtype, chunk_bytes, transport, checksum)
+    if jax.process_count() > 1:
+        raise protocols.ConfigError(
+            f"config.rollout.transport: {transport!r} serves a trainer of one process (config.trainer.processes); use "
+            "'memfd'"
+        )
+    if len(tensor_parallel) != 1:
+        raise protocols.ConfigError(
+            f"config.rollout.transport: {transport!r} serves one rollout instance, not {len(tensor_parallel)} "
+            "(config.rollout.tensor_parallel); use 'memfd'"
+        )
+    module = importlib.import_module("libra_jax.weights.device_snapshot")
+    return module.DeviceSnapshot(model_config, dtype, transport, tensor_parallel[0], publish_seconds)
+
+
+class HostSnapshot:
+    """Publishes one snapshot at a time. Not thread-safe: every call comes from the thread that owns the parameters.
+
+    Args:
+      model_config: the model's shape.
+      dtype: wire dtype of matrices: float32, bfloat16 or float16; what the engine computes in. Vectors: `wire_dtype`.
+      chunk_bytes: most bytes of a chunk; a single larger tensor gets a chunk of its own size.
+      transport: "memfd".
+      checksum: digest each chunk, so that the engine can tell damage.
+    """
+
+    def __init__(
+        self,
+        model_config: models_config.TransformerConfig,
+        dtype: str,
+        chunk_bytes: int,
+        transport: str,
+        checksum: bool,
+    ) -> None:
+        if transport != "memfd":
+            raise protocols.ConfigError(f"config.rollout.transport: {transport!r} does not travel through host memory")
+        self._checksum = checksum
+        self._sources = wire_entries(model_config)
+        self._chunks = _pack(self._sources, dtype, chunk_bytes)
+        self._memory: list[memfd.Owner] = []
+        self._version: int | None = None
+        self._written: int | None = None  # the version whose bytes lie in memory, closed or not
+        self._checksums: dict[int, str] = {}
+        cores = len(os.sched_getaffinity(0))
+        self._copiers = futures.ThreadPoolExecutor(min(MOST_COPIERS, cores), "copy", torch.set_num_threads, (1,))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a publication moves."""
+        return sum(_size(entries) for entries in self._chunks)
+
+    def open(self, version: int, params: Mapping[str, Any]) -> int:
+        """Takes a snapshot of `params`; they may be donated as soon as this returns. Replaces one that is open.
+
+        Args:
+          version: the policy version that the parameters are.
+          params: nested dict of arrays, addressed as by `hf_names.weight_map`; sharded in any way or not. Where several
+            processes share them, all of them call this, and process 0 holds the snapshot.
+
+        Returns:
+          The number of chunks.
+
+        Raises:
+          SharedMemoryError: there is too little memory.
+          LibraError: a parameter is missing, of another shape, or donated already.
+        """
+        self._version = self._written = None
+        leaves = {source.path: leaf(params, source) for source in self._sources}
+        self._checksums.clear()
+        with gathering.whole(leaves.values()) as gathered:
+            if jax.process_index() == 0:
+                self._allocate()
+                with _one_thread():
+                    self._copy(leaves, gathered)
+        self._version = self._written = version
+        return len(self._chunks)
+
+    def stage(self, version: int, index: int) -> protocols.WeightChunk:
+        """Where one chunk of the open snapshot is. It stays readable until the next snapshot is opened."""
+        if version != self._version or not 0 <= index < len(self._chunks):
+            raise protocols.LibraError(
+                f"chunk {index} of version {version} cannot be staged: version {self._version} is open, with "
+                f"{len(self._chunks)} chunks"
+            )
+        owner, entries = self._memory[index], self._chunks[index]
+        nbytes = _size(entries)
+        return protocols.WeightChunk(
+            policy_version=version,
+            index=index,
+            count=len(self._chunks),
+            entries=entries,
+            nbytes=nbytes,
+            transport=owner.address,
+            checksum=self._chunk_checksum(index) if self._checksum else None,
+        )
+
+    def digest(self, version: int) -> str:
+        """Digest of a published version, from its chunks' checksums; known until the next snapshot is opened.
+
+        Raises:
+          LibraError: the version is not the last one published.
+        """
+        if version != self._written:
+            raise protocols.LibraError(
+                f"version {version} has no digest: the last version published is {self._written}"
+            )
+        return snapshot_digest([self._chunk_checksum(index) for index in range(len(self._chunks))])
+
+    def close(self, version: int) -> None:
+        """Ends the snapshot; its memory stays for the next one."""
+        if version == self._version:
+            self._version = None
+
+    def shutdown(self) -> None:
+        """Gives the shared memory back. Idempotent."""
+        self._version = self._written = None
+        self._copiers.shutdown()
+        self._free()
+
+    def _free(self) -> None:
+        for owner in self._memory:
+            owner.close()
+        self._memory.clear()
+
+    def _chunk_checksum(self, index: int) -> str:
+        if index not in self._checksums:
+            data = memoryview(self._memory[index].buffer)[: _size(self._chunks[index])]
+            self._checksums[index] = memfd.digest(data)
+        return self._checksums[index]
+
+    def _allocate(self) -> None:
+        if self._memory:
+            return
+        purpose = f"the published copy of the weights ({self.nbytes / 2**20:.1f} MiB in all)"
+        free = memfd.available_bytes()
+        if self.nbytes > free:
+            raise memfd.too_little(purpose, self.nbytes, free)
+        try:
+            for entries in self._chunks:
+                self._memory.append(memfd.Owner(_size(entries), purpose))
+        except memfd.SharedMemoryError:
+            self._free()
+            raise
+
+    def _copy(self, paths: Iterable[tuple[str, ...]], gathered: Iterator[jax.Array]) -> None:
+        """Copies leaf by leaf, so that no more than one leaf is ever held for torch."""
+        targets: dict[tuple[str, ...], list[tuple[int | None, torch.Tensor]]] = {path: [] for path in paths}
+        placed = (
+            (owner, entry) for owner, entries in zip(self._memory, self._chunks, strict=True) for entry in entries
+        )
+        for source, (owner, entry) in zip(self._sources, placed, strict=True):
+            kind = getattr(torch, entry.dtype)
+            flat = torch.frombuffer(owner.buffer, dtype=kind, count=math.prod(entry.shape), offset=entry.offset)
+            targets[source.path].append((source.layer, flat.view(entry.shape)))
+        for target in targets.values():
+            self._copy_leaf(next(gathered), target)  # which no name holds while the next one is gathered
+
+    def _copy_leaf(self, array: jax.Array, targets: Sequence[tuple[int | None, torch.Tensor]]) -> None:
+        copies = (copy for piece in pieces(array) for layer, target in targets for copy in _parts(piece, layer, target))
+        for _ in self._copiers.map(lambda copy: copy[0].copy_(copy[1]), copies):
+            pass  # raises what a copier raised
+
+
+def _parts(piece: Piece, layer: int | None, target: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What a device's part of a leaf holds of one tensor (all of it, or one layer), and its place, in parts."""
+    start, tensor = piece.start, piece.tensor
+    if layer is not None:
+        if not start[0] <= layer < start[0] + tensor.shape[0]:
+            return
+        start, tensor = start[1:], tensor[layer - start[0]]
+    for axis, (first, size) in enumerate(zip(start, tensor.shape, strict=True)):
+        target = target.narrow(axis, first, size)
+    rows = max(1, PART_BYTES // target[0].nbytes)
+    yield from zip(target.split(rows), tensor.split(rows), strict=True)
+
+
+def leaf(params: Mapping[str, Any], source: hf_names.HfEntry) -> jax.Array:
+    """The parameter that a checkpoint's tensor is, or is a layer of.
+
+    Raises:
+      LibraError: it is missing or of another shape.
+    """
+    found: Any = params
+    for key in source.path:
+        found = found.get(key) if isinstance(found, Mapping) else None
+    shape = None if found is None else tuple(found.shape if source.layer is None else found.shape[1:])
+    if shape != source.shape:
+        raise protocols.LibraError(
+            f"{source.hf_name} cannot be published: parameter {'/'.join(source.path)} has shape {shape}, not "
+            f"{source.shape}"
+        )
+    return found
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """The copying threads share the work; threads of torch's would wait for each other at the end of every tensor."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def snapshot_digest(checksums: Sequence[str]) -> str:
+    """Digest of a whole snapshot from the checksums of its chunks, in order."""
+    return memfd.digest(memoryview(" ".join(checksums).encode()))
+
+
+def _size(entries: Sequence[protocols.WeightEntry]) -> int:
+    return entries[-1].offset + entries[-1].nbytes
+
+
+def _pack(
+    sources: Sequence[hf_names.HfEntry], dtype: str, chunk_bytes: int
+) -> tuple[tuple[protocols.WeightEntry, ...], ...]:
+    """Lays the tensors out in chunks, in order."""
+    chunks: list[list[protocols.WeightEntry]] = [[]]
+    for source in sources:
+        kind = wire_dtype(source.shape, dtype)
+        nbytes = getattr(torch, kind).itemsize * math.prod(source.shape)
+        offset = -(-_size(chunks[-1]) // ALIGNMENT) * ALIGNMENT if chunks[-1] else 0
+        if offset and offset + nbytes > chunk_bytes:
+            chunks.append([])
+            offset = 0
+        chunks[-1].append(protocols.WeightEntry(source.hf_name, kind, source.shape, offset, nbytes))
+    return tuple(map(tuple, chunks))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One device's part of an array.
+
+    Attributes:
+      start: first index of the part along each axis of the array.
+      tensor: the part, on the CPU.
+    """
+
+    start: tuple[int, ...]
+    tensor: torch.Tensor
+
+
+def to_torch(array: jax.Array) -> torch.Tensor:
+    """A single-device array as a CPU tensor: shared where it lies on a CPU device, copied from an accelerator.
+
+    Raises:
+      LibraError: the array's buffer has been donated.
+    """
+    if array.is_deleted():
+        raise protocols.LibraError(f"an array of shape {array.shape} was donated before it was handed to torch")
+    (device,) = array.sharding.device_set
+    if device.platform != "cpu":
+        try:
+            host = jax.local_devices(backend="cpu")[0]
+        except RuntimeError:
+            raise protocols.ConfigError(
+                'weights cannot reach host memory: JAX has no CPU backend; set JAX_PLATFORMS to "cuda,cpu" or unset it'
+            ) from None
+        array = jax.device_put(array, host)
+    return torch.from_dlpack(array.block_until_ready())
+
+
+def pieces(array: jax.Array) -> tuple[Piece, ...]:
+    """An array over any devices of this process as the parts that make it up, each once, replicas left out."""
+    if array.is_deleted():
+        raise protocols.LibraError(f"an array of shape {array.shape} was donated before it was handed to torch")
+    if not (array.is_fully_addressable or array.is_fully_replicated):
+        raise protocols.LibraError("weights are published by one process that sees all their devices")
+    if array.is_fully_replicated:
+        return (Piece((0,) * array.ndim, to_torch(array.addressable_data(0))),)
+    return tuple(
+        Piece(tuple(axis.start or 0 for axis in shard.index), to_torch(shard.data))
+        for shard in array.addressable_shards
+        if shard.replica_id == 0
+    )

@@ -1,0 +1,297 @@
+"""Weight sync: brings every rollout engine to the trainer's version.
+
+The trainer takes a snapshot of its parameters and stages it chunk by chunk; all engines load a chunk while the trainer
+stages the next. Requests in flight are kept: an engine is paused, loads the weights through the four weight verbs, and
+resumes. A chunk stays readable until the next snapshot is opened.
+
+Engines on the trainer's host read the snapshot itself. Engines on another host read the copy of their host's weight
+relay, and load a chunk while the next one crosses the network (`relay_tree`). A slow host does not hold up the others.
+
+This module only plans and calls; the bytes move between the processes of trainer, relays and engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any
+
+from libra_jax import config as configuration
+from libra_jax import deadlines, protocols, turns
+from libra_jax.coordinator import instances, replicas
+from libra_jax.weights import relay_tree
+
+
+class WeightSync:
+    """Brings engines, and the replicas of hybrid workers, to the trainer's version.
+
+    Args:
+      config: the run's configuration (`deadlines.publish`).
+      trainer: a `protocols.Trainer`, or its proxy.
+      trainer_lock: held by the caller during each call to the trainer, which takes one call at a time.
+      engines: the rollout engines. An engine that fails is reported lost there, and the others go on.
+      recorder: gets a span for each engine, on the track `weights`.
+      members: replicas that read the same snapshots; None without hybrid workers.
+      hosts: the weight relays; None if the run has one host.
+
+    Attributes:
+      version: the version that the trainer holds. A caller that trains sets it while it holds the lock.
+      served: the version of the last completed sync. A group that is dispatched now is dispatched at this version.
+
+    `engines.load_weights` is set to `catch_up`; the owner may replace it by a function that wraps `catch_up`.
+    """
+
+    def __init__(
+        self,
+        config: configuration.RunConfig,
+        *,
+        trainer: Any,
+        trainer_lock: asyncio.Lock,
+        engines: instances.Instances,
+        recorder: protocols.Recorder,
+        members: replicas.Replicas | None = None,
+        hosts: relay_tree.RelayTree | None = None,
+    ) -> None:
+        self._members = members
+        self._hosts = hosts
+        self._keeps = config.rollout.transport == "memfd"
+        self._staged: tuple[int, Sequence[protocols.WeightChunk]] = protocols.NO_VERSION, ()
+        self._seconds = config.deadlines.publish
+        self._checksum = config.rollout.checksum
+        self._trainer = trainer
+        self._lock = trainer_lock
+        self._engines = engines
+        self._recorder = recorder
+        self.version = self.served = protocols.NO_VERSION
+        self._waiting: set[str] = set()
+        engines.load_weights = self.catch_up
+
+    async def sync_weights(self, version: int) -> float:
+        """Gives the trainer's present version to every engine that is up; returns the seconds that this took."""
+        start = asyncio.get_running_loop().time()
+        async with self._lock:
+            self.version = version
+            await self._send(version, [item for item in self._up() if item.policy_version != version])
+            self.served = version
+        return asyncio.get_running_loop().time() - start
+
+    async def resync(self) -> None:
+        """Gives every engine the version again, because a restarted trainer holds it. Call with the lock held."""
+        if self.served != protocols.NO_VERSION:
+            await self._send(self.version, self._up())
+
+    async def catch_up(self, engine: instances.Engine) -> None:
+        """Gives the present version to an engine that starts or wakes, before it serves.
+
+        If the last snapshot is still in shared memory, the engine reads it there and does not wait for a training step.
+        """
+        if engine.state != "loaded":  # this call was repeated after a loss of the trainer, and the engine moved on
+            return
+        if self._hosts is not None:
+            life = engine.life
+            self._waiting.add(engine.name)
+            try:
+                error = await self._hosts.ready(engine.spec.host)
+            finally:
+                self._waiting.discard(engine.name)
+            if error is not None:
+                self._engines.lost(engine, life, error)
+                return
+        if self._keeps:
+            async with self._engines.weights:
+                version, chunks = self._staged
+                if version not in (self.version, protocols.NO_VERSION) or engine.state != "loaded":
+                    version = protocols.NO_VERSION
+                if version != protocols.NO_VERSION:
+                    await self._read(engine, version, chunks)
+                    return
+        with turns.queued():  # a training step, or a restart of the trainer, may be long
+            await self._lock.acquire()
+        try:
+            if engine.state == "loaded" and self.version != protocols.NO_VERSION:
+                await self._send(self.version, [engine])
+        finally:
+            self._lock.release()
+
+    async def release(self) -> None:
+        """Forgets the last snapshot, because the trainer whose memory holds it is about to end."""
+        async with self._engines.weights:
+            self._staged = protocols.NO_VERSION, ()
+        if self._members is not None:
+            await self._members.settle()
+
+    def _up(self) -> list[instances.Engine]:
+        """Returns the engines to load. An engine that waits for its host's relay catches up by itself afterwards."""
+        return [item for item in self._engines.loadable() if item.name not in self._waiting]
+
+    async def _read(self, engine: instances.Engine, version: int, chunks: Sequence[protocols.WeightChunk]) -> None:
+        """Lets one engine load the snapshot that is in memory, without a call to the trainer."""
+        updates = [_Update(engine, version, self._seconds, self._recorder)]
+        staged = relay_tree.expected(len(chunks))
+        for chunk, place in zip(chunks, staged, strict=True):
+            place.set_result(chunk)
+        copies = await self._spread(updates, staged)
+        if updates[0].going:
+            self._engines.serve([engine])
+        if self._members is not None:
+            self._members.copied(version, copies)
+
+    async def _send(self, version: int, engines: Sequence[instances.Engine]) -> None:
+        """Opens a new snapshot, gives it to the engines, and offers it to the replicas. Call with the lock held."""
+        if not engines and self._members is None:
+            return
+        if self._members is not None:
+            await self._members.settle()  # the new snapshot is written over the memory that they read
+        async with self._engines.weights:
+            staged, copies = await self._load_snapshot(version, engines)
+        if self._members is not None:
+            self._members.published(version, staged, copies)
+
+    async def _load_snapshot(
+        self, version: int, engines: Sequence[instances.Engine]
+    ) -> tuple[Sequence[protocols.WeightChunk], replicas.Copies]:
+        self._staged = protocols.NO_VERSION, ()
+        # Made before the first await: an engine that is lost meanwhile has another life, and its update is dropped.
+        up = [engine for engine in engines if engine.state in ("loaded", "serving")]
+        updates = [_Update(engine, version, self._seconds, self._recorder) for engine in up]
+        count = await self._ask(self._trainer.open_weights(version), "open its weights")
+        staged = relay_tree.expected(count)
+        try:
+            try:
+                copies = await self._spread(updates, staged, self._stage(version, staged))
+            finally:
+                await self._ask(self._trainer.close_weights(version), "close its weights")
+        except protocols.TrainerLost as error:
+            for update in updates:
+                if update.half:  # the engine holds some of the new weights, and the rest is gone with the trainer
+                    self._engines.lost(update.engine, update.life, error)
+            self._serve(update for update in updates if update.ended)
+            raise
+        self._serve(updates)
+        self._staged = version, [chunk.result() for chunk in staged]
+        return self._staged[1], copies
+
+    def _serve(self, updates: Iterable[_Update]) -> None:
+        self._engines.serve(update.engine for update in updates if update.going)
+
+    async def _stage(self, version: int, staged: relay_tree.Chunks) -> None:
+        for index, chunk in enumerate(staged):
+            chunk.set_result(await self._ask(self._trainer.stage_weights(version, index), "stage weights"))
+
+    async def _spread(
+        self, updates: Sequence[_Update], staged: relay_tree.Chunks, *staging: Coroutine[Any, Any, None]
+    ) -> replicas.Copies:
+        """Brings a version to the hosts of engines and replicas and loads it into the engines; returns the copies.
+
+        Args:
+          updates: the engines' parts.
+          staged: the chunks on the trainer's host, as they come.
+          staging: stages the chunks; left out if they are all staged.
+        """
+        groups: dict[int | None, list[_Update]] = {}
+        for update in updates:
+            groups.setdefault(self._copied_to(update.engine.spec.host), []).append(update)
+        if staging and self._members is not None:  # replicas read whole syncs, not the catching up of one engine
+            for host in self._members.hosts:
+                groups.setdefault(self._copied_to(host), [])
+        copies = {host: relay_tree.expected(len(staged)) for host in groups if host is not None}
+        work = [self._load(group, staged if host is None else copies[host]) for host, group in groups.items()]
+        if self._hosts is not None and copies:
+            needed = {host for host in copies if groups[host]}
+            lent = {item.spec.host for item in self._engines.engines.values() if item.state == "asleep"}
+            work.append(self._hosts.pass_on(staged, copies, needed, {host for host in copies if host in lent}))
+        await deadlines.together(*staging, *work)
+        return {
+            host: () if any(chunk.exception() for chunk in copy) else [chunk.result() for chunk in copy]
+            for host, copy in copies.items()
+        }
+
+    def _copied_to(self, host: int | None) -> int | None:
+        """Returns the host whose relay workers of `host` read; None if they read the trainer's memory."""
+        return host if self._hosts is not None and self._hosts.serve(host) else None
+
+    async def _load(self, updates: Sequence[_Update], chunks: relay_tree.Chunks) -> None:
+        """Loads the version into the engines of one host, chunk by chunk as the chunks come there."""
+        for index, place in enumerate(chunks):
+            try:
+                chunk = await relay_tree.came(place)
+            except protocols.LibraError as error:  # the host's relay failed, so the rest cannot come
+                for update in updates:
+                    self._engines.lost(update.engine, update.life, error)
+                return
+            if not index:
+                await self._each(updates, _Update.begin)
+            if not self._checksum:  # the checksum was for relays, which have compared it, or for replicas
+                chunk = dataclasses.replace(chunk, checksum=None)
+            await self._each(updates, _Update.load, chunk)
+        await self._each(updates, _Update.end)
+
+    async def _ask(self, work: Coroutine[Any, Any, Any], what: str) -> Any:
+        return await deadlines.within(self._seconds, work, f"The trainer, asked to {what},", "publish")
+
+    async def _each(
+        self,
+        updates: Sequence[_Update],
+        verb: Callable[..., Coroutine[Any, Any, None]],
+        *arguments: protocols.WeightChunk,
+    ) -> None:
+        """Does one verb for all engines at once; an engine that fails is reported lost."""
+
+        async def guarded(update: _Update) -> None:
+            try:
+                await verb(update, *arguments)
+            except Exception as error:  # after any failure the engine's weights cannot be trusted
+                self._engines.lost(update.engine, update.life, error)
+
+        await deadlines.together(*(guarded(update) for update in updates if update.going))
+
+
+class _Update:
+    """One engine's part in one weight sync."""
+
+    def __init__(self, engine: instances.Engine, version: int, seconds: float, recorder: protocols.Recorder) -> None:
+        self.engine = engine
+        self.life = engine.life
+        self.proxy = engine.proxy
+        self._version = version
+        self._seconds = seconds
+        self._recorder = recorder
+        self._start = 0.0
+        self._begun = self.ended = False
+
+    @property
+    def half(self) -> bool:
+        """Whether the engine holds part of the version."""
+        return self.going and self._begun and not self.ended
+
+    @property
+    def going(self) -> bool:
+        """Whether the engine is still in the life in which the update began."""
+        return self.engine.life == self.life
+
+    async def ask(self, work: Coroutine[Any, Any, Any], what: str) -> None:
+        await deadlines.within(self._seconds, work, f"Engine {self.engine.name}, asked to {what},", "publish")
+
+    async def begin(self) -> None:
+        """Freezes decoding and readies the engine for new weights."""
+        self._start, self._begun = asyncio.get_running_loop().time(), True
+        self.engine.paused = True
+        await self.ask(self.proxy.pause(), "pause")
+        await self.ask(self.proxy.start_weight_update(self._version), "prepare for new weights")
+
+    async def load(self, chunk: protocols.WeightChunk) -> None:
+        """Loads one chunk."""
+        await self.ask(self.proxy.update_weights(chunk), f"load weight chunk {chunk.index}")
+
+    async def end(self) -> None:
+        """Lets the engine serve the version."""
+        await self.ask(self.proxy.finish_weight_update(self._version), "finish its weight update")
+        await self.ask(self.proxy.resume(), "resume")
+        self.ended = True
+        if not self.going:
+            return
+        self.engine.policy_version, self.engine.paused = self._version, False
+        end = asyncio.get_running_loop().time()
+        self._recorder.status(self.engine.name, f"serving version {self._version}")
+        self._recorder.span("weights", f"sync {self.engine.name}", self._start, end, {"policy_version": self._version})

@@ -1,0 +1,76 @@
+"""A config file is typed: mypy and the run itself see a mistyped field, and what a run holds is frozen."""
+
+import dataclasses
+
+import pytest
+from mypy import api
+
+from libra_jax import config
+from libra_jax.protocols import ConfigError
+from libra_jax.simulator import settings
+
+TYPED = """
+from libra_jax import config
+
+
+def get_config() -> config.RunConfig:
+    made = config.RunConfig()
+    made.steps = 10
+    made.optimizer.learning_rate = 1e-4
+    made.rollout.tensor_parallel = (1, 2)
+    made.task.arguments = {"anything": 1}
+    return made
+"""
+
+PLANTED = {
+    "    made.step = 10": '"RunConfig" has no attribute "step"',
+    "    made.optimizer.learning_rat = 1e-4": '"OptimizerConfig" has no attribute "learning_rat"',
+    "    made.optimiser.learning_rate = 1e-4": '"RunConfig" has no attribute "optimiser"',
+    '    made.steps = "ten"': 'expression has type "str", variable has type "int"',
+    "    made.rollout.tensor_parallel = 1": 'expression has type "int", variable has type "tuple[int, ...]"',
+    "    config.RolloutConfig(slot=4)": 'Unexpected keyword argument "slot" for "RolloutConfig"',
+}
+
+
+def test_mypy_sees_each_planted_error_of_a_config_file(tmp_path):
+    lines = TYPED.splitlines()
+    at = {len(lines) - 1 + place: planted for place, planted in enumerate(PLANTED)}
+    lines[-1:-1] = PLANTED
+    (tmp_path / "mine.py").write_text("\n".join(lines) + "\n")
+    said, errors, _ = api.run(["--no-error-summary", str(tmp_path / "mine.py")])
+    assert not errors
+    found = {int(line.split(":")[1]) + 0: line for line in said.splitlines() if ": error: " in line}
+    assert len(found) == len(PLANTED), said
+    for line, planted in at.items():
+        assert PLANTED[planted] in found[line + 1], planted
+
+
+def test_a_mistyped_field_is_refused_with_the_nearest_name():
+    made = config.RunConfig()
+    with pytest.raises(ConfigError, match="RunConfig has no field 'optimiser'; did you mean optimizer"):
+        made.optimiser = config.OptimizerConfig()
+    with pytest.raises(ConfigError, match="OptimizerConfig has no field 'learning_rat'; did you mean learning_rate"):
+        made.optimizer.learning_rat = 1.0
+
+
+@pytest.mark.parametrize("kind", [config.RunConfig, settings.SimulatedRun])
+def test_what_a_run_holds_is_frozen_and_its_file_stays_as_it_was(kind):
+    made = kind()
+    held = config.checked(made)
+    assert held == made
+    made.rollout.slots = 3
+    assert held.rollout.slots != 3
+    for frozen, name in ((held, "steps"), (held.rollout, "slots"), (held.reward, "environment_weight")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(frozen, name, 3)
+
+
+def test_values_that_were_set_are_checked_when_the_run_takes_them():
+    made = config.RunConfig()
+    made.steps = 0
+    with pytest.raises(ConfigError, match=r"config\.steps: must be positive"):
+        config.checked(made)
+    made.steps = 10
+    made.optimizer.learning_rate = "fast"
+    with pytest.raises(ConfigError, match=r"config\.optimizer\.learning_rate: must be of type float"):
+        config.checked(made)

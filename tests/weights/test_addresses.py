@@ -1,0 +1,48 @@
+"""A host's own address: that of the interface which leads to the others, also where nothing leads to everybody."""
+
+import socket
+import types
+
+import psutil
+import pytest
+
+from libra_jax.weights import addresses
+
+
+def test_on_the_way_to_itself_it_is_the_loopback():
+    assert addresses.own("127.0.0.1") == "127.0.0.1"
+    assert addresses.in_cluster("127.0.0.1:6379") == "127.0.0.1"
+
+
+@pytest.mark.parametrize("address", ["", "auto"])
+def test_a_cluster_without_a_named_head_is_met_on_the_way_out(address):
+    assert addresses.in_cluster(address) == addresses.own()
+
+
+@pytest.fixture
+def no_route(monkeypatch):
+    """Nothing can be connected to."""
+
+    class Cut(socket.socket):
+        def connect(self, target):
+            raise OSError(101, "Network is unreachable")
+
+    monkeypatch.setattr(addresses.socket, "socket", Cut)
+
+
+def interface(monkeypatch, *found, up=True):
+    listed = [types.SimpleNamespace(family=socket.AF_INET, address=address) for address in found]
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"eth0": listed})
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: {"eth0": types.SimpleNamespace(isup=up)})
+
+
+@pytest.mark.usefixtures("no_route")
+def test_without_a_way_out_it_is_that_of_an_interface_that_is_up(monkeypatch):
+    interface(monkeypatch, "127.0.0.1", "198.18.7.2")
+    assert addresses.own() == "198.18.7.2"
+
+
+@pytest.mark.usefixtures("no_route")
+def test_without_any_network_it_is_the_loopback(monkeypatch):
+    interface(monkeypatch, "198.18.7.2", up=False)
+    assert addresses.own() == "127.0.0.1"
