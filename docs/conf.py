@@ -22,6 +22,7 @@ myst_heading_anchors = 3
 nitpicky = True
 nitpick_ignore_regex = [("py:.*", ".*")]
 default_role = "code"
+smartquotes = False  # would turn the two dashes of a flag into one
 autodoc_default_options = {"members": True, "undoc-members": True, "member-order": "bysource"}
 autodoc_typehints = "signature"
 napoleon_use_ivar = True

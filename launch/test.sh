@@ -15,6 +15,6 @@ ruff check .  # a line of its own: inside && a failure would not end the script
 ruff format --check .
 echo "== mypy" && mypy
 echo "== import-linter" && lint-imports --no-cache
-# Links between pages, names of fields and all generated pages are warnings where they do not resolve.
-echo "== documentation" && sphinx-build -W --keep-going -n -q -b html docs build/docs
+# -n warns of links that lead nowhere, -W ends on any warning, -E reads pages that did not change as well.
+echo "== documentation" && sphinx-build -E -W --keep-going -n -q -b html docs build/docs
 echo "== pytest" && exec python -m pytest -n 2 --dist loadgroup "$@"

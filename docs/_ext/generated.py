@@ -89,10 +89,8 @@ def config_pages() -> Iterator[tuple[str, str]]:
         for name, setting in settings.items():
             if name.partition(".")[0] != section if section else "." in name:
                 continue
-            lines += [f":::{{confval}} {name}", f":type: `{_plain(kinds[name])}`", f":default: `{setting.default}`", ""]
-            if found := unit(name):
-                lines += [f"Unit: {found}.\n"]
-            lines += [_escaped(setting.meaning), ":::", ""]
+            facts = [f"`{_plain(kinds[name])}`", f"default `{setting.default}`", *filter(None, [unit(name)])]
+            lines += [f":::{{confval}} {name}", "", ", ".join(facts) + ".", "", _sentence(setting.meaning), ":::", ""]
         yield f"config_{title}.md", "\n".join(lines)
     yield "config.md", _listing("Config fields", CONFIG_INTRODUCTION, names)
 
@@ -108,6 +106,11 @@ A mistyped name is refused, and the nearest name is offered.
 
 def _plain(kind: str) -> str:
     return kind.replace("collections.abc.", "").replace("typing.", "").replace("<class '", "").replace("'>", "")
+
+
+def _sentence(text: str) -> str:
+    """Returns a comment with a capital and a full stop."""
+    return _escaped(f"{text[:1].upper()}{text[1:]}".rstrip(".") + ".")
 
 
 def _escaped(text: str) -> str:
@@ -178,8 +181,7 @@ def metrics_page() -> Iterator[tuple[str, str]]:
     for source, metrics in by_source.items():
         lines += [f"## {source[:1].upper()}{source[1:]}", ""]
         for metric in metrics:
-            meaning = metric.meaning[:1].upper() + metric.meaning[1:]
-            lines += [f":::{{metric}} {metric.name}", f"{_escaped(meaning)}. Unit: {metric.unit}.", ":::", ""]
+            lines += [f":::{{metric}} {metric.name}", f"{_sentence(metric.meaning)} Unit: {metric.unit}.", ":::", ""]
     yield "metrics.md", "\n".join(lines)
 
 
