@@ -61,7 +61,6 @@ setup(
         "openenv": ["websockets>=15"],
         "ray": ["grpcio>=1.60", "ray>=2.60"],
         "reasoning_gym": ["reasoning-gym>=0.1.25"],
-        "verifiers": ["verifiers>=0.1.11,<0.4"],
         "wandb": ["wandb"],
     },
     entry_points={

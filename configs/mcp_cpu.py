@@ -20,8 +20,9 @@ def get_config() -> libra_config.RunConfig:
     config.task.environment = "libra_jax.agents.environments.time_zones:environment"
     config.task.max_turns = 3
 
-    # Any server is named like this: a command that talks over its standard input and output, or a url.
-    config.tools.servers = {"time": {"command": ["mcp-server-time", "--local-timezone=UTC"], "only": ["convert_time"]}}
+    # The form of Claude's and VS Code's files, which tools.mcp_file names: a command, or the url of a running server.
+    config.tools.mcp = {"mcpServers": {"time": {"command": "mcp-server-time", "args": ["--local-timezone=UTC"]}}}
+    config.tools.arguments = {"time": {"only": ["convert_time"]}}
     config.tools.use = ("time",)
     config.tools.describe = False  # the warm start tells the character model of it
 

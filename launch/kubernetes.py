@@ -1,15 +1,16 @@
-"""Gives a run to Kubernetes as a RayJob (KubeRay) or a JobSet; --dry_run prints it instead.
+"""Submits a run to Kubernetes as a RayJob (KubeRay) or a JobSet; --dry_run prints it instead.
 
   python launch/kubernetes.py --config=configs/mine.py --image=registry.example/libra-jax:1 --dry_run >run.yaml
+  kubectl apply --dry-run=server -f run.yaml   # the cluster checks it, and makes nothing
   python launch/kubernetes.py --config=configs/mine.py --image=... --kind=jobset --ray_token_secret=ray-token
 
 Hosts are those of `config.cluster.accelerators_per_host` (libra_jax/cluster/hosts.py): a group that trains, one that
 rolls out, and a head without accelerators for the driver. `--config.` settings go on to launch/train.py. The image
 holds the repository (third_party/Dockerfile), a RayJob's also ray[default]; many hosts may write to the claim. A run
-that fails, or whose hosts are taken away, is started anew with the same workdir: it goes on from its last checkpoint.
+that fails, or whose hosts are taken away, is started again with the same workdir, from its last checkpoint. The
+templates are launch/templates/rayjob.yaml, jobset.yaml and pod.yaml.
 
-No cluster has run these yet: not run. Hosts of two kinds (TPU and GPU) are rendered, and not placed yet. Of which
-versions the schemas are: launch/manifests.py; --crd checks against the cluster's own.
+No cluster has run these yet: not run. Hosts of two kinds (TPU and GPU) are rendered, and not placed yet.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from importlib import metadata
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 import absent_modules  # noqa: F401 (see there)
-import crds
 import job_flags
 import manifests
+import rendering
 from absl import flags
 
 import cli
@@ -88,7 +89,6 @@ _TOKEN_SECRET = flags.DEFINE_string(
 _GRACE = job_flags.grace()
 _RETRIES = job_flags.retries("; in a JobSet, pods that are taken away do not count")
 _RAY_VERSION = flags.DEFINE_string("ray_version", "", "In the image; default: the one installed here.")
-_CRD = flags.DEFINE_string("crd", None, "Check against this definition: kubectl get crd rayjobs.ray.io -o yaml.")
 _OUTPUT = job_flags.output()
 flags.adopt_module_key_flags(job_flags)  # so that --help shows them
 
@@ -98,9 +98,7 @@ def main() -> None:
     run.validate()
     job_flags.check_grace(_GRACE.value, run.config)
     objects = manifests.documents(_job(run.config, ["python", "launch/train.py", *run.arguments]), _KIND.value)
-    if _CRD.value:
-        crds.check(objects[-1], Path(_CRD.value))
-    text = manifests.dump(objects)
+    text = rendering.dump(objects)
     job_flags.show(text, _OUTPUT.value)
     if not job_flags.DRY_RUN.value:
         _apply(text, objects[-1]["metadata"]["name"])

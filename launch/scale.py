@@ -1,21 +1,19 @@
-"""What start-up, publication and the one coordinator come to on many accelerators, and what holds them up first.
+"""Predicts start-up, weight sync and the load of the one coordinator on many accelerators, and what limits first.
 
   python launch/scale.py [--accelerators=48,1024,10240] [--output=scale.json]
-  python launch/scale.py --measure --simulate=48,1024 --output=mine.json   # the costs of this machine
+  python -m tests.benchmarks.costs --output=mine.json   # measures the costs of this machine
   python launch/scale.py --costs=mine.json --stream_interval=256
 
-Without --costs and --measure, costs are those that launch/benchmarks/costs.json has, with their date. The work is that
-of configs/simulate.py, or of another simulated run by --config: as many trajectories for each accelerator on any
-number of them, so that a step takes as long, by its hardware sheet. Nothing here runs on more than this machine.
+Without --costs, the costs are those of launch/benchmarks/costs.json, with their date. The work is that of
+configs/simulate.py, or of another simulated run by --config. Each accelerator has as many trajectories at any size, so
+that a step takes as long, by its hardware sheet. Nothing here runs on more than this machine.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import json
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,9 +34,6 @@ KEPT = Path(__file__).parent / "benchmarks" / "costs.json"
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A simulated run's config file.", lock_config=True)
 _ACCELERATORS = flags.DEFINE_list("accelerators", ["48", "1024", "10240"], "Sizes of clusters, separated by commas.")
 _COSTS = flags.DEFINE_string("costs", None, "File of costs, as --output writes it; default: those that come along.")
-_MEASURE = flags.DEFINE_bool("measure", False, "Measure the costs on this machine instead (minutes; starts Ray).")
-_ROUNDS = flags.DEFINE_integer("rounds", 5, "Measurements of each cost, of which the median counts.", lower_bound=1)
-_SIMULATE = flags.DEFINE_list("simulate", [], "Sizes, from 48 on, at which the coordinator's load is simulated, too.")
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
 _INTERVAL = flags.DEFINE_integer(
     "stream_interval", None, "rollout.stream_interval; default: as any run has it.", lower_bound=1
@@ -54,23 +49,15 @@ _MEMORY = flags.DEFINE_float("memory_bytes", 1e12, "Of the coordinator's host.",
 
 
 def main() -> None:
-    sizes, simulated = (_sizes(name) for name in ("accelerators", "simulate"))
-    if any(size < 48 for size in simulated):
-        raise protocols.ConfigError(
-            "--simulate: the layout of configs/simulate.py has 48 accelerators; give 48 or more"
-        )
-    if _MEASURE.value and _COSTS.value is not None:
-        raise protocols.ConfigError("--costs: costs are either measured or read; leave --costs or --measure out")
+    sizes = _sizes()
     output = None if _OUTPUT.value is None else Path(_OUTPUT.value)
     if output is not None:
         cli.check_output(output)
     if not isinstance(_CONFIG.value, settings.SimulatedRun):
         raise protocols.ConfigError("--config: is no simulated run (it has no config.simulation), whose work is known")
     work, around = _of_run(comparison.prepare(libra_config.checked(_CONFIG.value), ["cmlfq"]))
-    record = _measured() if _MEASURE.value else _read(KEPT if _COSTS.value is None else Path(_COSTS.value))
+    record = _read(KEPT if _COSTS.value is None else Path(_COSTS.value))
     costs = _costs(record["costs"])
-    if simulated:
-        record["simulated"] = [_simulated(record["embedded"], costs, size) for size in sorted(simulated)]
     found = [scale.loads(costs, work, around, size) for size in sizes]
     _print(record, costs, work, around, found)
     if output is not None:
@@ -83,10 +70,12 @@ def main() -> None:
         print(f"wrote {output}")
 
 
-def _sizes(flag: str) -> list[int]:
-    given = flags.FLAGS[flag].value
+def _sizes() -> list[int]:
+    given = _ACCELERATORS.value
     if not all(text.strip().isdecimal() and int(text) for text in given):
-        raise protocols.ConfigError(f"--{flag}: {','.join(given)!r} are no sizes; give numbers from 1, like 48,1024")
+        raise protocols.ConfigError(
+            f"--accelerators: {','.join(given)!r} are no sizes; give numbers from 1, like 48,1024"
+        )
     return [int(text) for text in given]
 
 
@@ -139,17 +128,6 @@ def _sent(script: scripts.Script) -> int:
     return sent
 
 
-def _measured() -> dict[str, Any]:
-    from benchmarks import calls  # starts what is measured; a table alone needs none of it
-
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    return {"date": today, **calls.as_values(calls.measure(_ROUNDS.value, _progress))}
-
-
-def _progress(text: str) -> None:
-    print(f"measuring: {text}", file=sys.stderr, flush=True)
-
-
 def _read(path: Path) -> dict[str, Any]:
     try:
         record = json.loads(path.read_text())
@@ -158,7 +136,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise protocols.DataError(f"--costs: {path} cannot be read ({error.strerror or error})") from error
     except (ValueError, KeyError, TypeError) as error:
         raise protocols.DataError(
-            f"--costs: {path} has no costs ({type(error).__name__}: {error}); write one by --measure --output=FILE"
+            f"--costs: {path} has no costs ({type(error).__name__}: {error}); write one by "
+            "python -m tests.benchmarks.costs --output=FILE"
         ) from error
     kept = {name: record[name] for name in ("costs", "embedded", "checks", "simulated") if name in record}
     return {"date": date, **kept}
@@ -172,22 +151,9 @@ def _costs(values: Mapping[str, Any]) -> scale.Costs:
         return scale.Costs(**{**values, **by_size})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise protocols.DataError(
-            f"--costs: its costs are not those of launch/scale.py ({error}); write them by --measure --output=FILE"
+            f"--costs: its costs are not those of launch/scale.py ({error}); write them by "
+            "python -m tests.benchmarks.costs --output=FILE"
         ) from error
-
-
-def _simulated(embedded: Mapping[str, float], costs: scale.Costs, accelerators: int) -> dict[str, Any]:
-    """A simulated coordinator's CPU time, and what its calls should have taken."""
-    from benchmarks import simulated_load
-
-    _progress(f"a simulated coordinator's load with {accelerators:,} accelerators")
-    load = simulated_load.measure(accelerators, min(16, max(1, round(2_048 / accelerators))))
-    live = 2 * load.requests / load.steps
-    more = scale.grown(costs.decisions, live) - scale.grown(costs.decisions, 1)
-    predicted = load.requests * embedded["request"] + load.deltas * embedded["delta"]
-    predicted += load.turns * (embedded["turn"] + 2.0 * max(0.0, more))
-    off = {"predicted_seconds": predicted, "error": predicted / load.coordinator_seconds - 1.0}
-    return {**dataclasses.asdict(load), **off}
 
 
 def _remedies(costs: scale.Costs, work: scale.Work, around: scale.Settings, found: scale.Loads) -> dict[str, str]:

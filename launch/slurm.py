@@ -1,4 +1,4 @@
-"""Submits a run to Slurm: Ray over its hosts by Ray's symmetric start, the driver on the first one.
+"""Submits a run to Slurm: Ray on each of its hosts, the driver on the first one.
 
   python launch/slurm.py --config=configs/quickstart.py --workdir=runs/mine --time=1:00:00 --dry_run   # the script
   python launch/slurm.py --config=configs/qwen3_1p7b_8gpu.py --config.cluster.accelerators_per_host=4 \

@@ -1,28 +1,25 @@
-"""One host's part in a run under Slurm. The script that `launch/slurm.py` renders starts it there, through srun.
+"""One host's part in a run under Slurm. The script that `launch/slurm.py` renders starts it on each host, through srun.
 
-Ray's symmetric start (`ray symmetric-run`, Ray 2.60) starts Ray on each host, the driver on the head, and ends Ray
-after it. It refuses a host on which it finds a Ray, whoever's it is, and at the end it ends every Ray it finds. Where
-runs share hosts, each therefore has a process table of its own (a PID namespace; util-linux' `unshare`), in which there
-is no Ray but its own, and of which the kernel leaves nothing alive.
+The head starts Ray, waits until all hosts have joined, and runs the driver. The other hosts join and stay until the
+driver has ended. Ray has a folder of its own on each host, ports by the job's number, and a process group that ends
+with this process. (Ray's own `symmetric-run` ends every Ray that it finds on a host, whoever started it.)
 
-Ports that one process binds for itself (raylet, object manager, workers) are chosen by the kernel as they are bound, so
-that nobody can come between. Those that others have to know beforehand come from the job's own window, below the
-kernel's, and are seen to be free. (Left to the kernel too, agents tell theirs by files, for which Ray waits 15 s.)
+The file `ended` in the attempt's folder says how the run ended:
 
-How the run ended is in the file `ended` of the attempt's folder: `finished`, `stopped` (it was told to, and goes on if
-started again), `lost` (it ended with status 75 without having been told: started again, it goes on, too) or `failed
-STATUS`. A host on which Ray does not start ends the attempt, as long as there is no driver; one that is lost later is
-the driver's to see to. Where the head itself is cut off under its driver, nobody can write that; the job's script takes
-it for `lost`.
+  finished       all steps are done
+  stopped        it was told to stop; started again, it goes on
+  lost           it ended with status 75 without being told: started again, it goes on, too
+  failed STATUS  it failed, or a host failed before the driver began
+
+A host that is lost later is the driver's to handle. If the head is cut off under its driver, nobody writes the file;
+the job's script takes that for `lost`.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import importlib.util
-import math
 import os
 import shutil
 import signal
@@ -31,73 +28,64 @@ import subprocess
 import sys
 import tempfile
 import time
-import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import absent_modules  # noqa: F401 (see there)
 
-from libra_jax.cluster import granted, settings
+from libra_jax.cluster import granted, guard, settings
 from libra_jax.protocols import LibraError
 
-FIRST_PORT, WINDOWS, WINDOW = 20_000, 600, 20
-"""Windows of ports, by job id: 20000 to 31999, below those that Linux chooses from (32768 on)."""
+FIRST_PORT, JOBS = 20_000, 1_000
+"""Jobs whose numbers differ by less than JOBS have other ports, from 20000 to 29999: below those that Linux chooses
+from (32768 on)."""
 
-HEAD_PORTS = ("gcs", "ray-client-server-port")
-"""In the window's first half: where hosts join, and what Ray 2.60 starts wherever grpc is installed."""
-
-AGENT_PORTS = (
+PORTS = (
+    "port",
+    "ray-client-server-port",
     "dashboard-agent-grpc-port",
     "dashboard-agent-listen-port",
     "metrics-export-port",
     "runtime-env-agent-port",
 )
-"""In its second half, on every host."""
+"""Flags of `ray start` for ports that other processes have to know. The first two are the head's."""
 
 CPUS = 1024
-"""That Ray is told of: a host must have room for every actor laid out there; which cores it has, Slurm has granted."""
+"""Cores that Ray is told of: a host must have room for every actor laid out there. Slurm grants the real ones."""
 
-LOOK_SECONDS, END_SECONDS = 1.0, 30.0
+START_SECONDS, END_SECONDS, LOOK_SECONDS = 300.0, 30.0, 1.0
+
+AWAIT_HOSTS = Path(__file__).parent / "templates" / "await_hosts.py"
 
 ENDED, STOP, LOG = "ended", "stop", "train.log"
-"""Files of an attempt: how it ended, that it has to stop, and what the driver says, from its start on."""
+"""Files of an attempt: how it ended, that it has to stop, and the driver's output, from its start on."""
 
 UNREACHABLE = "192.0.2.1"
 """Of TEST-NET-1 (RFC 5737). A datagram socket that is connected to it sends nothing, and knows this host's address."""
 
-RAY_ENVIRONMENT = {
-    **settings.environment(),
-    "RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT": "300",  # seconds; imports from a shared file system take their time
-}
+
+def ports(job: int) -> dict[str, int]:
+    """Returns the job's ports, by the flag of `ray start`."""
+    first = FIRST_PORT + 10 * (job % JOBS)
+    return {name: first + index for index, name in enumerate(PORTS)}
 
 
-def free_ports(job: int, address: str, names: Sequence[str], *, half: int) -> dict[str, int]:
-    """Neighbouring ports that are not in use, by name: in half 0 or 1 of the job's own window, or the next with room.
-
-    Raises:
-      LibraError: there are none in any window.
-    """
-    for number in range(WINDOWS):
-        begin = FIRST_PORT + (job + number) % WINDOWS * WINDOW + half * WINDOW // 2
-        for first in range(begin, begin + WINDOW // 2 - len(names) + 1):
-            ports = range(first, first + len(names))
-            if all(_is_free(address, port) for port in ports):
-                return dict(zip(names, ports, strict=True))
-    last = FIRST_PORT + WINDOWS * WINDOW - 1
-    raise LibraError(f"no {len(names)} free ports from {FIRST_PORT} to {last} on this host")
-
-
-def _is_free(address: str, port: int) -> bool:
-    with socket.socket() as tried:
-        try:
-            tried.bind((address, port))
-        except OSError:
-            return False
-    return True
+def check_free(job: int) -> None:
+    """Raises LibraError if something on this host listens on one of the job's ports."""
+    for port in ports(job).values():
+        with socket.socket() as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closed connections of an earlier attempt
+            try:
+                tried.bind(("", port))
+            except OSError as error:
+                raise LibraError(
+                    f"port {port} of this host is taken ({error.strerror}), maybe by another run; submit with "
+                    "--exclusive, for whole hosts"
+                ) from None
 
 
 def own_address(other: str) -> str:
-    """This host's IPv4 address on the way to another one; to itself, on the way out; 127.0.0.1 if there is no way."""
+    """Returns this host's IPv4 address towards another host; towards itself, the address on the way out."""
     here = other in (socket.gethostname(), os.environ.get("SLURMD_NODENAME"))
     for target in (UNREACHABLE,) if here else (other, UNREACHABLE):
         with socket.socket(type=socket.SOCK_DGRAM) as connected, contextlib.suppress(OSError):
@@ -107,30 +95,31 @@ def own_address(other: str) -> str:
 
 
 def print_address(arguments: argparse.Namespace) -> int:
-    """Prints `host:port` of the Ray that is to be started here."""
-    address = own_address(arguments.toward)
-    print(f"{address}:{free_ports(arguments.job, address, HEAD_PORTS, half=0)['gcs']}")
+    """Prints `host:port` of the Ray that this host will head."""
+    check_free(arguments.job)
+    print(f"{own_address(arguments.toward)}:{ports(arguments.job)['port']}")
     return 0
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Ray on this host from its start to its end, and on the head the driver."""
+    """Runs Ray on this host from its start to its end, and on the head the driver."""
     name, attempt = os.environ["SLURMD_NODENAME"], arguments.attempt
+    is_head = name == arguments.head
+    os.environ.update(settings.environment())
     directory = Path(tempfile.mkdtemp(prefix=f"libra-{arguments.job}-", dir="/tmp"))  # Ray's sockets need a short one
+    why = "Ray did not start here"
     try:
-        why = "Ray did not start here"
-        try:
-            with _terminated(attempt if name == arguments.head else None):
-                status = _keep_ray(arguments, name, directory)
-        except LibraError as error:
-            status, why = 1, str(error)
-        told = name == arguments.head and (attempt / STOP).exists()
-        driven = (attempt / LOG).exists()
-        if not (attempt / ENDED).exists() and (told or not driven):
+        with _stop_on_sigterm(attempt if is_head else None):
+            try:
+                status = (_lead if is_head else _follow)(arguments, name, directory)
+            except LibraError as error:
+                status, why = 1, str(error)
+        # Until there is a driver, a host that fails ends the attempt.
+        if not (attempt / ENDED).exists() and not (attempt / LOG).exists():
+            told = is_head and (attempt / STOP).exists()
             _write_end(attempt, "stopped" if told else "failed 1")
-            before = "the driver could save" if driven else "the driver began"
-            print(f"{name}: " + (f"told to stop, and ended before {before}" if told else f"error: {why}"), flush=True)
-        # Ray's start ends in whatever status it likes: what counts is how the driver did.
+            print(f"{name}: {'told to stop before the driver began' if told else f'error: {why}'}", flush=True)
+        # Ray's own status tells nothing: what counts is how the driver did.
         return 0 if _how(attempt) in ("finished", "stopped") else status or 1
     finally:
         if _how(attempt) not in ("finished", "stopped"):
@@ -138,40 +127,92 @@ def run(arguments: argparse.Namespace) -> int:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _keep_ray(arguments: argparse.Namespace, name: str, directory: Path) -> int:
-    """Starts Ray's part here; its status, when it has ended or been ended."""
-    alone = [] if arguments.exclusive else _alone()
-    host = subprocess.Popen(
-        [*alone, *_symmetric_run(arguments, name, directory)], env={**os.environ, **RAY_ENVIRONMENT}
-    )
-    # With its process table, or as Ctrl-C does it, after which Ray is stopped, too.
-    end = functools.partial(_signal, host, signal.SIGKILL if alone else signal.SIGINT)
+def _lead(arguments: argparse.Namespace, name: str, directory: Path) -> int:
+    """Starts Ray's head, waits for the hosts, and runs the driver. Returns its status, or 1 if there was none."""
+    attempt, others = arguments.attempt, arguments.hosts - 1
 
     def over() -> bool:
-        """All end after the driver; the head before there is one, too. Without a process table, it ends by itself."""
-        ended, stop, driven = ((arguments.attempt / file).exists() for file in (ENDED, STOP, LOG))
-        if name != arguments.head:
-            return ended
-        return ended and bool(alone) if driven else ended or stop
+        return (attempt / ENDED).exists() or (attempt / STOP).exists()
 
+    host = arguments.address.rpartition(":")[0]
+    head = ["--head", f"--node-ip-address={host}", "--include-dashboard=false"]
+    with _ray(arguments, name, directory, *head) as starting:
+        if _finish(starting, over):
+            return 1
+        if others:
+            joined = [sys.executable, str(AWAIT_HOSTS), str(others), f"{START_SECONDS:g}"]
+            if _finish(subprocess.Popen(joined), over):
+                raise LibraError("the other hosts did not join; see their logs beside this one")
+        if over():
+            return 1
+        print(f"{name}: all {arguments.hosts} hosts have joined; the driver starts.", flush=True)
+        return subprocess.call(
+            [sys.executable, os.path.abspath(__file__), "drive", f"--attempt={attempt}", "--", *arguments.command]
+        )
+
+
+def _follow(arguments: argparse.Namespace, name: str, directory: Path) -> int:
+    """Joins the head's Ray and stays until the attempt has ended. Returns the status of Ray's start."""
+    ended, deadline = arguments.attempt / ENDED, time.monotonic() + START_SECONDS
+    address, _, port = arguments.address.rpartition(":")
+    while not ended.exists():  # Ray itself would try for 20 s only
+        with contextlib.suppress(OSError):
+            socket.create_connection((address, int(port)), timeout=LOOK_SECONDS).close()
+            break
+        if time.monotonic() > deadline:
+            raise LibraError(f"Ray's head at {arguments.address} did not answer within {START_SECONDS:g} s")
+        time.sleep(LOOK_SECONDS)
+    with _ray(arguments, name, directory, f"--address={arguments.address}", "--block") as joined:
+        return _finish(joined, ended.exists)
+
+
+@contextlib.contextmanager
+def _ray(arguments: argparse.Namespace, name: str, directory: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Runs `ray start` inside the block; all that it started ends with the block, or with this process."""
+    check_free(arguments.job)
+    mine = ports(arguments.job)
+    if "--head" not in options:
+        del mine["port"]
+    if "--head" not in options or not importlib.util.find_spec("grpc"):  # without grpc, Ray starts no client server
+        del mine["ray-client-server-port"]
+    command = [
+        *("ray", "start", *options),
+        f"--temp-dir={directory}",
+        f"--node-name={name}",
+        *_labels(name, arguments.training),
+        f"--num-cpus={CPUS}",
+        # Ports that one process binds for itself are chosen by the kernel, so that nobody can come between.
+        *("--min-worker-port=0", "--max-worker-port=0", "--node-manager-port=0", "--object-manager-port=0"),
+        *(f"--{flag}={port}" for flag, port in mine.items()),
+    ]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    ending = guard.Guard([-process.pid])
     try:
-        return _wait(host, over, once=end, most=END_SECONDS)
+        yield process
     finally:
-        end()
-        _bury(host)
+        ending.fire(END_SECONDS)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_SECONDS)
 
 
-def _bury(process: subprocess.Popen[bytes]) -> None:
-    """Waits for what was told to end, and kills it if it does not."""
-    try:
-        process.wait(END_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+def _labels(name: str, training: str) -> list[str]:
+    """Tells Ray what this host's partition is for; with one partition, any host is for anything."""
+    if not training:
+        return []
+    return [f"--labels={granted.label('training' if name in training.split(',') else 'rollout')}"]
+
+
+def _finish(process: subprocess.Popen[bytes], over: Callable[[], bool]) -> int:
+    """Waits for a process, and kills it once `over` holds. Returns its status."""
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(LOOK_SECONDS)
+        if over():
+            process.kill()
 
 
 def _how(attempt: Path) -> str:
-    """How it ended: the first word of that file."""
+    """Returns the first word of `ended`; empty if there is no such file."""
     file = attempt / ENDED
     return file.read_text().split()[0] if file.exists() else ""
 
@@ -182,98 +223,28 @@ def _write_end(attempt: Path, how: str) -> None:
     partial.rename(attempt / ENDED)
 
 
-def _symmetric_run(arguments: argparse.Namespace, name: str, directory: Path) -> list[str]:
-    is_head = name == arguments.head
-    here = [sys.executable, os.path.abspath(__file__)]
-    options = [
-        f"--temp-dir={directory}",
-        f"--node-name={name}",
-        *_labels(name, arguments.training),
-        f"--num-cpus={CPUS}",
-        "--min-worker-port=0",
-        "--max-worker-port=0",
-        "--node-manager-port=0",
-        "--object-manager-port=0",
-    ]
-    agents = free_ports(arguments.job, "", AGENT_PORTS, half=1)
-    options += [f"--{option}={port}" for option, port in agents.items()]
-    if is_head:  # the others refuse the first, and do not start what the second is for
-        options.append("--include-dashboard=false")
-        if importlib.util.find_spec("grpc"):
-            options.append(f"--ray-client-server-port={int(arguments.address.rpartition(':')[2]) + 1}")
-    return [
-        *([] if arguments.exclusive else [*here, "reap", "--"]),
-        *("ray", "symmetric-run", f"--address={arguments.address}", f"--min-nodes={arguments.hosts}", *options, "--"),
-        *(*here, "drive", f"--attempt={arguments.attempt}", "--", *arguments.command),
-    ]
-
-
-def _labels(name: str, training: str) -> list[str]:
-    """What this host's partition is for; any host is for anything where there is but one."""
-    if not training:
-        return []
-    return [f"--labels={granted.label('training' if name in training.split(',') else 'rollout')}"]
-
-
-def _alone() -> list[str]:
-    """What starts a command with a process table of its own.
-
-    Raises:
-      LibraError: this host does not allow it.
-    """
-    start = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
-    if os.geteuid():
-        start += ["--user", "--map-current-user"]
-    try:
-        tried = subprocess.run([*start, "true"], capture_output=True, text=True, timeout=END_SECONDS, check=False)
-        why = tried.stderr.strip() if tried.returncode else ""
-    except OSError as error:
-        why = str(error)
-    if why:
-        raise LibraError(
-            f"this host gives a run no process table of its own ({why}), without which two that share it would "
-            "end each other's Ray; submit with --exclusive, for whole hosts"
-        )
-    return start
-
-
-def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        process.send_signal(number)
-
-
 def _keep_logs(directory: Path, kept: Path) -> None:
-    """What Ray wrote, for whoever looks for why a run did not finish."""
+    """Copies what Ray wrote, to show why a run did not finish."""
     for logs in directory.glob("session_2*/logs"):
         with contextlib.suppress(OSError, shutil.Error):
             shutil.copytree(logs, kept, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.sock"))
 
 
-def reap(arguments: argparse.Namespace) -> int:
-    """The first process of a process table: runs the command, and buries what others leave behind."""
-    child = subprocess.Popen(arguments.command)
-    while True:
-        pid, status = os.wait()
-        if pid == child.pid:
-            return os.waitstatus_to_exitcode(status)
-
-
 def drive(arguments: argparse.Namespace) -> int:
-    """The driver, on the head: told to stop, once, when the attempt's folder says so; how it ended is written there."""
+    """Runs the driver. Tells it to stop, once, when the attempt's folder says so, and writes down how it ended."""
     stop = arguments.attempt / STOP
     told: list[bool] = []
-
-    def tell() -> None:
-        if not told:
-            told.append(True)
-            driver.send_signal(signal.SIGTERM)
-
-    # Slurm tracks processes by cgroups or otherwise. By cgroups, a signal to a step reaches what it started itself, and
-    # comes here by the file; otherwise the driver has it, too, and a second one would end it at once.
+    # If Slurm tracks processes by cgroups, a signal to a step reaches only what srun started, and comes here by the
+    # file. Otherwise the driver gets the signal as this process does, and a second one would end it at once.
     signal.signal(signal.SIGTERM, lambda *_: told.append(True))
     with open(arguments.attempt / LOG, "ab") as log:
         driver = subprocess.Popen(arguments.command, stdout=log, stderr=log)
-        status = _wait(driver, stop.exists, once=tell)
+        while (status := driver.poll()) is None:
+            if not told and stop.exists():
+                told.append(True)
+                driver.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                driver.wait(LOOK_SECONDS)
     if told and status == -signal.SIGTERM:  # it was still being imported, and heard nothing
         status = os.EX_TEMPFAIL
     again = "stopped" if told else "lost"
@@ -282,30 +253,15 @@ def drive(arguments: argparse.Namespace) -> int:
     return status
 
 
-def _wait(
-    process: subprocess.Popen[bytes], condition: Callable[[], bool], *, once: Callable[[], None], most: float = math.inf
-) -> int:
-    """Waits for the process; as soon as the condition holds, calls `once`, and kills what is there `most` s later."""
-    called, until = False, math.inf
-    while True:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(LOOK_SECONDS)
-        if not called and condition():
-            called, until = True, time.monotonic() + most
-            once()
-        if time.monotonic() >= until:
-            process.kill()
-
-
 @contextlib.contextmanager
-def _terminated(attempt: Path | None) -> Iterator[None]:
-    """SIGTERM to the step asks the driver to stop; what is here stays until it has, or Slurm's SIGKILL comes.
+def _stop_on_sigterm(attempt: Path | None) -> Iterator[None]:
+    """Has SIGTERM to the step ask the driver to stop. This host stays until the driver has ended, or SIGKILL comes.
 
     Args:
-      attempt: the attempt's folder, on the head; the other hosts wait for what becomes of it there.
+      attempt: the attempt's folder, on the head; None on the others, which wait for its file `ended`.
     """
 
-    def told(*_: int | types.FrameType | None) -> None:
+    def told(*_: object) -> None:
         if attempt is not None:
             with contextlib.suppress(OSError):
                 (attempt / STOP).touch()
@@ -318,28 +274,27 @@ def _terminated(attempt: Path | None) -> Iterator[None]:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    """The part and its settings; a command follows `--`."""
+    """Parses the part and its settings; a command follows `--`."""
     own, command = arguments, []
     if "--" in arguments:
         split = arguments.index("--")
         own, command = arguments[:split], arguments[split + 1 :]
     parser = argparse.ArgumentParser(description="One host's part in a run under Slurm; see the file's docstring.")
     parts = parser.add_subparsers(required=True)
-    for part in (print_address, run, reap, drive):
+    for part in (print_address, run, drive):
         given = parts.add_parser(part.__name__.removeprefix("print_"), help=part.__doc__)
         given.set_defaults(part=part, command=command)
-        if part in (print_address, run):
+        if part is not drive:
             given.add_argument("--job", type=int, required=True, help="id of the Slurm job")
         if part is print_address:
             given.add_argument("--toward", required=True, help="another host of the job, or this one")
-        if part is run:
-            given.add_argument("--head", required=True, help="Slurm's name of the host on which the driver is")
-            given.add_argument("--address", required=True, help="host:port of the Ray")
-            given.add_argument("--hosts", type=int, required=True, help="how many the job has")
-            given.add_argument("--training", default="", help="the hosts that train, where they have a partition")
-            given.add_argument("--exclusive", action="store_true", help="no other run is on these hosts")
-        if part in (run, drive):
+        else:
             given.add_argument("--attempt", type=Path, required=True, help="folder of the attempt")
+        if part is run:
+            given.add_argument("--head", required=True, help="Slurm's name of the host on which the driver runs")
+            given.add_argument("--address", required=True, help="host:port of Ray's head")
+            given.add_argument("--hosts", type=int, required=True, help="number of hosts of the job")
+            given.add_argument("--training", default="", help="hosts that train, if they have their own partition")
     return parser.parse_args(own, argparse.Namespace())
 
 

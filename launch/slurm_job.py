@@ -9,15 +9,13 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import jinja2
 import job_flags
 import placement
+import rendering
 
 from libra_jax import config as libra_config
 from libra_jax.cluster import hosts
 from libra_jax.protocols import ConfigError
-
-TEMPLATE = Path(__file__).parent / "templates" / "slurm.sbatch"
 
 EXPORTED = ("HOME", "LANG", "LOGNAME", "PATH", "SHELL", "USER")
 """Variables that a job has from whoever submits it, beside those that are asked for by name."""
@@ -100,7 +98,6 @@ class Job:
     export: tuple[str, ...]
     environment: Mapping[str, str]
     requeue: bool
-    exclusive: bool
     grace: int
     retries: int
     setup: str
@@ -155,13 +152,12 @@ def make(
         title="; ".join(part.comment for part in found),
         folder=str(folder),
         workdir=str(workdir),
-        launch=str(TEMPLATE.parents[1]),
+        launch=str(Path(__file__).parent),
         python=settings.python,
         arguments=tuple(arguments),
         export=(*EXPORTED, *(name for name in names if name not in EXPORTED)),
         environment=environment,
         requeue=settings.requeue,
-        exclusive=settings.exclusive,
         grace=settings.grace,
         retries=settings.retries,
         setup=settings.setup,
@@ -172,12 +168,8 @@ def make(
 
 
 def render(job: Job) -> str:
-    """The job's script."""
-    environment = jinja2.Environment(
-        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
-    )
-    environment.filters["quote"] = shlex.quote
-    return environment.from_string(TEMPLATE.read_text()).render(job=job)
+    """Returns the job's script."""
+    return rendering.shell("slurm.sbatch", job=job)
 
 
 def parts(config: libra_config.RunConfig, settings: Settings) -> tuple[Part, ...]:

@@ -25,14 +25,13 @@ from pathlib import Path
 
 import absent_modules  # noqa: F401 (see there)
 import job_flags
+import rendering
 from absl import flags
 
 import cli
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.cluster import hosts
-
-BODY = Path(__file__).parent / "templates" / "tpu.sh"
 
 ONE_CORE = ("v5litepod", "v6e")
 """Generations whose types count chips; the others' count TensorCores, two a chip (Cloud TPU's documentation)."""
@@ -76,31 +75,26 @@ def _script(config: libra_config.RunConfig, command: Sequence[str]) -> str:
         raise protocols.ConfigError(f"--workdir={workdir}: must be absolute: every host sees it there")
     for name, text in (("setup", _SETUP.value), ("create_flags", _CREATE.value)):
         job_flags.check_text(name, text, "have each host read it from a file of its own")
-    name = _NAME.value or re.sub(r"[^a-z0-9]+", "-", f"{config.name}-{libra_config.digest(config)}".lower())
-    variables = {
-        "name": name,
-        "project": _PROJECT.value,
-        "zone": _ZONE.value,
-        "accelerator_type": _TYPE.value,
-        "runtime_version": _RUNTIME.value,
-        "hosts": _check_hosts(config),
-        "wait_seconds": 60 * _WAIT_MINUTES.value,
-        "repository": _REPOSITORY.value,
-        "setup": _SETUP.value,
-        "delete": "1" if _DELETE.value else "",
-    }
     try:
         create = shlex.split(_CREATE.value)
     except ValueError as error:
         raise protocols.ConfigError(f"--create_flags: cannot be read as a shell would ({error})") from error
-    lines = ["#!/usr/bin/env bash", "set -euo pipefail"]
-    lines += [f"{key}={shlex.quote(str(value))}" for key, value in variables.items()]
-    lines += [
-        _array("create", create),
-        _array("rollout_hosts", _ROLLOUT_HOSTS.value),
-        _array("command", list(command)),
-    ]
-    return "\n".join([*lines, "", BODY.read_text()])
+    return rendering.shell(
+        "tpu.sh.jinja",
+        name=_NAME.value or re.sub(r"[^a-z0-9]+", "-", f"{config.name}-{libra_config.digest(config)}".lower()),
+        project=_PROJECT.value,
+        zone=_ZONE.value,
+        accelerator_type=_TYPE.value,
+        runtime_version=_RUNTIME.value,
+        hosts=_check_hosts(config),
+        wait_seconds=60 * _WAIT_MINUTES.value,
+        repository=_REPOSITORY.value,
+        setup=_SETUP.value,
+        delete=_DELETE.value,
+        create=create,
+        rollout_hosts=_ROLLOUT_HOSTS.value,
+        command=command,
+    )
 
 
 def _check_hosts(config: libra_config.RunConfig) -> int:
@@ -129,11 +123,6 @@ def _check_hosts(config: libra_config.RunConfig) -> int:
             "(config.rollout.tensor_parallel, config.cluster.accelerators_per_host)"
         )
     return len(training)
-
-
-def _array(name: str, values: list[str]) -> str:
-    """A line an entry, so that a changed setting is a changed line."""
-    return "\n".join([f"{name}=(", *(f"  {shlex.quote(value)}" for value in values), ")"])
 
 
 cli.run(main, needs_config=True)

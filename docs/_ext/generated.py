@@ -130,19 +130,23 @@ def script_flags(name: str) -> tuple[str, list[flags.Flag[Any]]]:
     imported afresh for each script, so that a shared flag is defined for each.
     """
     path = str(ROOT / "launch" / f"{name}.py")
-    ours = {path.stem for path in (ROOT / "launch").glob("*.py")} | {path}
-    for known in ours & set(sys.modules):
-        if "/launch/" in str(getattr(sys.modules[known], "__file__", "")):
-            del sys.modules[known]
+    for known in _of_launch():
+        del sys.modules[known]
     before = set(flags.FLAGS)
     with mock(HEAVY), unittest.mock.patch.object(sys, "argv", [path]):
         importlib.import_module("cli").run = lambda *args, **kwargs: None
         module = runpy.run_path(path, run_name="__main__")
     defined = {flag: flags.FLAGS.find_module_defining_flag(flag) for flag in set(flags.FLAGS) - before}
-    found = [flags.FLAGS[flag] for flag, where in defined.items() if where in ours]
+    found = [flags.FLAGS[flag] for flag, where in defined.items() if where in {path, *_of_launch()}]
     for flag in found:
         delattr(flags.FLAGS, flag.name)
     return inspect.cleandoc(module["__doc__"] or ""), sorted(found, key=lambda flag: flag.name)
+
+
+def _of_launch() -> list[str]:
+    """Returns the names of imported modules that lie in launch/."""
+    folder = f"{ROOT / 'launch'}/"
+    return [name for name, module in sys.modules.items() if str(getattr(module, "__file__", "")).startswith(folder)]
 
 
 def command_pages() -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Waits until so many hosts have joined the Ray of this one: `python await_hosts.py HOSTS [SECONDS]`.
+"""Waits until a number of hosts have joined the Ray of this one: `python await_hosts.py HOSTS [SECONDS]`.
 
 Nodes with accelerators may be made only now, minutes apart; the driver's own deadlines are for hosts that are there.
 """
@@ -17,5 +17,5 @@ deadline = time.monotonic() + seconds
 ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
 while (joined := sum(node["Alive"] for node in ray.nodes()) - 1) < wanted:
     if time.monotonic() > deadline:
-        sys.exit(f"{joined} of {wanted} hosts joined within {seconds:g} s; see kubectl get pods")
+        sys.exit(f"{joined} of {wanted} hosts joined within {seconds:g} s; see the others' logs or kubectl get pods")
     time.sleep(LOOK_SECONDS)

@@ -98,7 +98,7 @@ def task_source(
     columns: Sequence[str] | Mapping[str, str] = (),
     split: str = "train",
 ) -> FileTasks:
-    """Tasks of a JSONL file (one object a line), a Parquet file (.parquet), or the folder of a Hugging Face dataset.
+    """Returns the tasks of a JSONL, Parquet or CSV file, or of a folder of them: see `tables.rows`.
 
     Args:
       path: the file or folder; read whole, but only the columns that are asked for.
@@ -116,7 +116,9 @@ def task_source(
       ConfigError: no path, or an argument is out of range.
       DataError: the file is missing, empty or malformed; the message names file and line or row.
     """
-    config.check(bool(path), "task.path", "is empty: name a .jsonl or .parquet file of tasks, or a dataset's folder")
+    config.check(
+        bool(path), "task.path", "is empty: name a .jsonl, .parquet or .csv file of tasks, or a dataset's folder"
+    )
     config.check(0 <= holdout < 1, "task.arguments.holdout", f"must lie in [0, 1), not {holdout}")
     mapping = _mapping(prompt_column, answer_column, columns)
     found = []

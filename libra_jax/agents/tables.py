@@ -1,24 +1,29 @@
-"""Rows of tables on disk: JSONL, Parquet, and Hugging Face datasets, each row with a name for where it stands.
+"""Rows of tables on disk: JSONL, Parquet, CSV, and folders of them, each row with a name for where it stands.
 
-A Hugging Face dataset is a folder: one that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote (Arrow streams
-beside a `state.json`), or one as downloaded, with Parquet files `train-00000-of-00002.parquet` in it or in its `data/`.
-Both are read with pyarrow alone.
+A folder holds files named by split, such as `train-00000-of-00002.parquet` or `test.csv`, itself or in its `data/`, as
+published datasets do. Or `Dataset.save_to_disk` or `DatasetDict.save_to_disk` of Hugging Face's package wrote it: Arrow
+streams beside a `state.json`.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from libra_jax import protocols
 
-OTHER_FORMATS = (".csv", ".tsv", ".xlsx")
-"""Endings of files that hold tables all right. A file of any further ending is read as JSONL."""
+ENDINGS = (".parquet", ".jsonl", ".csv", ".tsv")
+"""Endings of the files that are read in a folder. A single file of another ending is read as JSONL."""
 
-_BATCH_ROWS = 256  # rows of published datasets reach megabytes
+_BATCH_ROWS = 256
+"""Rows of a table in memory at once: rows of published datasets reach megabytes."""
+
+_CSV_BLOCK = 16 * 2**20
+"""Bytes of the longest row of a CSV file."""
 
 
 class Row(NamedTuple):
@@ -39,43 +44,39 @@ def rows(path: str, wanted: Sequence[str] = (), split: str = "train", of: str = 
     """Reads a table row by row.
 
     Args:
-      path: a JSONL file (one object a line), a Parquet file (ending in .parquet), or the folder of a Hugging Face
-        dataset.
-      wanted: columns that will be asked for (`value` says how they are named); others may be missing from the rows,
-        which costs less to read. Empty: all.
-      split: which part of a folder.
-      of: what the table holds, in words, for messages.
+      path: a JSONL file (one object a line), a Parquet file, a CSV file with a header (`.tsv`: with tabs), or a folder.
+        Values of CSV are texts as they are written.
+      wanted: columns that will be asked for (`value` says how they are named). Rows may lack the others, which is
+        faster. Empty: all.
+      split: part of a folder.
+      of: what the table holds, for messages.
 
     Raises:
       DataError: nothing there can be read, or a row is malformed; the message names file and line or row.
     """
     number = 0
     for file in _files(Path(path), split, of):
-        if file.suffix == ".parquet":
-            batches = _parquet_batches(file, wanted)
-        elif file.suffix == ".arrow":
-            batches = _arrow_batches(file, wanted)
-        else:
+        if file.suffix.lower() not in (".parquet", ".csv", ".tsv", ".arrow"):
             yield from _lines(file)
             continue
         within = 0
-        for batch in batches:
+        for batch in _batches(file, wanted):
             for values in batch.to_pylist():
                 number, within = number + 1, within + 1
                 yield Row(number, f"{file}, row {within}", values)
 
 
 def value(row: Row, column: str, hint: str = "") -> Any:
-    """A row's value in a column.
+    """Returns a row's value in a column.
 
     Args:
-      row: of the table.
-      column: its name; `reward_model.ground_truth` is what a column of structures holds under a name, `prompt.0` an
-        item of a list.
-      hint: what to add to the message.
+      row: a row of the table.
+      column: name of the column. `reward_model.ground_truth` reaches into a column of structures, `prompt.0` into a
+        list.
+      hint: text to add to the message.
 
     Raises:
-      DataError: there is none; the nearest name is offered.
+      DataError: the row has no such column; the nearest name is offered.
     """
     if column in row.values:
         return row.values[column]
@@ -93,7 +94,7 @@ def value(row: Row, column: str, hint: str = "") -> Any:
 
 
 def _nearest(passed: Sequence[str], part: str, here: Any) -> str:
-    """What there is instead of a part of a column's name."""
+    """Says which names exist instead of a part of a column's name."""
     outer = f"{'.'.join(passed)}." if passed else ""
     if isinstance(here, Mapping):
         near = difflib.get_close_matches(part, here, n=1)
@@ -118,8 +119,8 @@ def _files(path: Path, split: str, of: str) -> list[Path]:
         near = difflib.get_close_matches(path.name, _names_in(path.parent), n=1)
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         raise protocols.DataError(f"{path}: no such file of {of}{hint}")
-    if path.suffix.lower() in OTHER_FORMATS:
-        raise protocols.DataError(f"{path}: only .jsonl and .parquet files are read, not {path.suffix}; convert it")
+    if path.suffix.lower() == ".xlsx":
+        raise protocols.DataError(f"{path}: {', '.join(ENDINGS)} files are read, not .xlsx; convert it")
     return [path]
 
 
@@ -133,14 +134,24 @@ def _files_of_folder(folder: Path, split: str) -> list[Path]:
         folder = folder / split
     if (folder / "state.json").is_file():
         return _saved_files(folder)
-    shards = sorted([*folder.glob("*.parquet"), *(folder / "data").glob("*.parquet")])
+    shards = [file for place in (folder, folder / "data") for ending in ENDINGS for file in place.glob(f"*{ending}")]
     if not shards:
         raise protocols.DataError(
             f"{folder}: is a folder without tables: give the one that save_to_disk wrote (it holds state.json or "
-            "dataset_dict.json), one with Parquet files, or a single .jsonl or .parquet file"
+            f"dataset_dict.json), one with files of {', '.join(ENDINGS)}, or a single file"
         )
-    _check_split(folder, split, sorted({shard.stem.split("-")[0] for shard in shards}))
-    return [shard for shard in shards if shard.stem.split("-")[0] == split]
+    _check_split(folder, split, sorted({_split(shard) for shard in shards}))
+    found = sorted(shard for shard in shards if _split(shard) == split)
+    endings = sorted({shard.suffix for shard in found})
+    if len(endings) > 1:
+        raise protocols.DataError(
+            f"{folder}: has the split {split!r} as {' and '.join(endings)}; name a single file, or remove one kind"
+        )
+    return found
+
+
+def _split(shard: Path) -> str:
+    return shard.stem.split("-")[0]
 
 
 def _check_split(folder: Path, split: str, splits: Sequence[Any]) -> None:
@@ -152,7 +163,7 @@ def _check_split(folder: Path, split: str, splits: Sequence[Any]) -> None:
 
 
 def _saved_files(folder: Path) -> list[Path]:
-    """The Arrow files of a dataset that was saved to disk."""
+    """Returns the Arrow files of a dataset that was saved to disk."""
     state = folder / "state.json"
     if _listed(state, "_indices_data_files", needed=False):
         raise protocols.DataError(
@@ -181,6 +192,8 @@ def _listed(file: Path, key: str, *, needed: bool = True) -> list[Any]:
 # --------------------------------------------------------------------------------------------------------------------
 
 
+# JSONL is read line by line: pyarrow.dataset makes dates of texts that look like them and floats of large integers,
+# refuses columns of several types, and adds absent names to structures. A payload must stay as it was written.
 def _lines(file: Path) -> Iterator[Row]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -200,27 +213,49 @@ def _lines(file: Path) -> Iterator[Row]:
             yield Row(number, where, values)
 
 
-def _parquet_batches(file: Path, wanted: Sequence[str]) -> Iterator[Any]:
+def _batches(file: Path, wanted: Sequence[str]) -> Iterator[Any]:
     import pyarrow  # here, so that only runs on such files pay for it
-    import pyarrow.parquet
 
+    read = _stream_batches if file.suffix == ".arrow" else _dataset_batches
     try:
-        with pyarrow.parquet.ParquetFile(file) as table:
-            yield from table.iter_batches(_BATCH_ROWS, columns=_needed(table.schema_arrow.names, wanted))
+        yield from read(file, wanted)
     except (pyarrow.ArrowException, OSError) as error:
-        raise protocols.DataError(f"{file}: not a readable Parquet file ({_first_line(error)})") from error
+        kind = {".parquet": "Parquet", ".arrow": "Arrow"}.get(file.suffix.lower(), "CSV")
+        said = _first_line(error).rpartition("Invalid: ")[2]
+        # Arrow counts the header as row 1.
+        found = re.search(r"Row #(\d+): ", said)
+        row = f", row {int(found[1]) - 1}" if found else ""
+        said = said.replace(found[0], "") if found else said
+        raise protocols.DataError(f"{file}{row}: not a readable {kind} file ({said})") from error
 
 
-def _arrow_batches(file: Path, wanted: Sequence[str]) -> Iterator[Any]:
+def _dataset_batches(file: Path, wanted: Sequence[str]) -> Iterator[Any]:
+    import pyarrow
+    from pyarrow import csv, dataset, fs
+
+    local, kind, schema = fs.LocalFileSystem(), file.suffix.lower(), None
+    if kind == ".parquet":
+        layout = dataset.ParquetFileFormat()
+    else:
+        layout = dataset.CsvFileFormat(
+            parse_options=csv.ParseOptions(delimiter="," if kind == ".csv" else "\t", newlines_in_values=True),
+            read_options=csv.ReadOptions(block_size=_CSV_BLOCK),
+        )
+        # All columns are texts: the answer 007 is not the number 7.
+        schema = pyarrow.schema([(name, pyarrow.string()) for name in layout.inspect(str(file), local).names])
+    table = dataset.dataset(str(file), schema=schema, format=layout, filesystem=local)
+    columns = _needed(table.schema.names, wanted)
+    yield from table.to_batches(columns=columns, batch_size=_BATCH_ROWS, batch_readahead=1)
+
+
+def _stream_batches(file: Path, wanted: Sequence[str]) -> Iterator[Any]:
+    """Yields the batches of an Arrow stream, which pyarrow.dataset does not read."""
     import pyarrow
 
-    try:
-        with pyarrow.memory_map(str(file)) as source, pyarrow.ipc.open_stream(source) as stream:
-            names = _needed(stream.schema.names, wanted)
-            for batch in stream:
-                yield batch if names is None else batch.select(names)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise protocols.DataError(f"{file}: not a readable Arrow file ({_first_line(error)})") from error
+    with pyarrow.memory_map(str(file)) as source, pyarrow.ipc.open_stream(source) as stream:
+        names = _needed(stream.schema.names, wanted)
+        for batch in stream:
+            yield batch if names is None else batch.select(names)
 
 
 def _first_line(error: Exception) -> str:
@@ -228,6 +263,6 @@ def _first_line(error: Exception) -> str:
 
 
 def _needed(names: Sequence[str], wanted: Sequence[str]) -> list[str] | None:
-    """The columns to read; None, for all, where one is missing: the message about it names those that there are."""
+    """Returns the columns to read. None is all of them: if one is missing, the message names those that exist."""
     outer = list(dict.fromkeys(column if column in names else column.split(".")[0] for column in wanted))
     return outer if outer and all(name in names for name in outer) else None

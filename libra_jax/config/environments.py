@@ -24,7 +24,7 @@ class TaskConfig:
 
     source: str = "libra_jax.agents.calculator:task_source"  # factory(path=, seed=, **arguments) -> TaskSource
     environment: str = "libra_jax.agents.calculator:environment"  # factory(**environment_arguments) -> Environment
-    path: str = ""  # JSONL or Parquet file or a dataset's folder or Hugging Face id, for the sources that read one
+    path: str = ""  # JSONL, Parquet or CSV file, folder of them, or Hugging Face id, for sources that read one
     arguments: Mapping[str, Any] = field(default_factory=dict)  # further keyword arguments of the source
     environment_arguments: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of the environment
     tokenizer: str = "character"  # "character", or a Hugging Face directory or id; empty: model.path
@@ -164,10 +164,13 @@ class SandboxConfig(SandboxLimits):
 class ToolsConfig:
     """What the policy may call, in environments that take tools (libra_jax.agents.environments)."""
 
-    # Each is python, shell, edit, search, calculator, a server of `servers`, or "package.module:factory".
+    # Each is python, shell, edit, search, calculator, a server of `mcp` or `mcp_file`, or "package.module:factory".
     use: tuple[str, ...] = ()
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of a tool's factory, by its name
-    servers: Mapping[str, Any] = field(default_factory=dict)  # MCP servers: {"name": {"command": [...]} or {"url": ""}}
+    # Keyword arguments of a tool's factory, by its name; of an MCP server: seconds, start_seconds, only, prefix.
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    # MCP servers: {"mcpServers": {"name": {"command": "", "args": [], "env": {}} or {"url": "", "headers": {}}}}
+    mcp: Mapping[str, Any] = field(default_factory=dict)
+    mcp_file: str = ""  # JSON file with MCP servers in the same form, as Claude and VS Code have it
     format: str = "hermes"  # how calls are written: hermes (JSON, as Qwen and Hermes do), tags (<tool>argument</tool>)
     describe: bool = True  # tell the policy of the tools in a system message; a model warmed up on them needs none
     most_characters: int = 4096  # of a return; what is more is cut out of its middle

@@ -11,7 +11,10 @@ from libra_jax.config.checks import check
 from libra_jax.config.group import freeze
 from libra_jax.protocols import ConfigError
 
-MOVED = {"task.reward": 'reward.functions, e.g. {"mine": {"factory": "package.module:factory"}}'}
+MOVED = {
+    "task.reward": 'reward.functions, e.g. {"mine": {"factory": "package.module:factory"}}',
+    "tools.servers": 'tools.mcp, e.g. {"mcpServers": {"time": {"command": "mcp-server-time", "args": []}}}',
+}
 """Fields of former versions, and where they are now."""
 
 T = TypeVar("T")

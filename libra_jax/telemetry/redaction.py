@@ -29,6 +29,9 @@ _VALUES = re.compile(
 )
 """How those of the usual services begin, JSON web tokens, private keys, and passwords in addresses."""
 
+_REFERENCE = re.compile(r"(\w+ )?\$\{(env:)?[A-Za-z_]\w*\}")
+"""Names an environment variable, as `Bearer ${MY_TOKEN}`: nothing secret by itself."""
+
 
 def redacted(values: Any, name: str = "") -> Any:
     """The settings as plain values, with `SECRET` where one was.
@@ -41,6 +44,6 @@ def redacted(values: Any, name: str = "") -> Any:
         return {key: redacted(value, str(key)) for key, value in values.items()}
     if isinstance(values, list | tuple):
         return type(values)(redacted(value, name) for value in values)
-    if not isinstance(values, str) or not values:
+    if not isinstance(values, str) or not values or _REFERENCE.fullmatch(values):
         return values
     return SECRET if _NAMES.search(name) else _VALUES.sub(SECRET, values)

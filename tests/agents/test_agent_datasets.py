@@ -120,9 +120,9 @@ def test_bytes_that_are_no_text_are_named_with_their_line(tmp_path):
 
 
 def test_a_table_of_another_format_is_refused_by_its_ending(tmp_path):
-    path = tmp_path / "tasks.csv"
-    path.write_text("prompt,answer\nq,1\n")
-    with pytest.raises(protocols.DataError, match=r"tasks\.csv: only \.jsonl and \.parquet files are read, not \.csv"):
+    path = tmp_path / "tasks.xlsx"
+    path.write_bytes(b"PK")
+    with pytest.raises(protocols.DataError, match=r"tasks\.xlsx: \.parquet, \.jsonl, .* are read, not \.xlsx; convert"):
         datasets.task_source(str(path))
 
 

@@ -26,12 +26,18 @@ from libra_jax.agents.tools import mcp_connection, mcp_server, toolbox, toolkit
 pytest.importorskip("mcp")
 
 FAULTY = [sys.executable, str(Path(__file__).parent / "mcp_faulty.py")]
+STARTS_FAULTY = {"command": FAULTY[0], "args": FAULTY[1:]}
+
+
+def made(entry, **arguments):
+    """A server of an entry of the config."""
+    return mcp_server.Server("odd", mcp_connection.Entry(entry, "tools.mcp.mcpServers.odd"), arguments)
 
 
 @contextlib.asynccontextmanager
-async def opened(**entry):
+async def opened(entry=STARTS_FAULTY, **arguments):
     """A server and its toolbox; by default the faulty one over pipes."""
-    server = mcp_server.Server("odd", entry if "url" in entry else {"command": FAULTY, **entry})
+    server = made(entry, **arguments)
     try:
         await server.open()
         yield server, toolbox.Toolbox(server.tools(), 2000)
@@ -65,7 +71,9 @@ def test_a_server_nobody_here_wrote_is_a_tool_by_config_alone():
     if not shutil.which("mcp-server-time", path=os.path.dirname(sys.executable)):
         pytest.skip("needs mcp-server-time")
     tools = config.ToolsConfig(
-        use=("time",), servers={"time": {"command": ["mcp-server-time", "--local-timezone=UTC"]}}, most_characters=4096
+        use=("time",),
+        mcp={"mcpServers": {"time": {"command": "mcp-server-time", "args": ["--local-timezone=UTC"]}}},
+        most_characters=4096,
     )
 
     async def body():
@@ -92,7 +100,7 @@ def test_a_server_nobody_here_wrote_is_a_tool_by_config_alone():
 
 def test_what_tools_answer_is_data():
     async def body():
-        async with opened(env={"COLOUR": "red"}) as (_, box):
+        async with opened({**STARTS_FAULTY, "env": {"COLOUR": "red"}}) as (_, box):
             os.environ["SECRET"] = "hunter2"
             try:
                 calls = [("echo", {"text": "é\n2"}), ("fail", {"text": "on purpose"}), ("paint", {}), ("who", {})]
@@ -154,7 +162,7 @@ def test_a_server_that_answers_nothing_any_more_is_started_again(monkeypatch):
         async with opened(seconds=1) as (server, box):
             first = await identity(box)
             stuck = await box.call("block", {"seconds": 60})
-            server._spec = mcp_server.mcp_connection.Spec(command=tuple(FAULTY), seconds=30)
+            server._spec = mcp_connection.Spec(FAULTY[0], tuple(FAULTY[1:]), seconds=30)
             await restarted(server)
             return stuck, first, await identity(box)
 
@@ -174,23 +182,23 @@ def test_a_server_whose_hung_call_the_step_itself_cut_off_is_started_again(monke
             with pytest.raises(deadlines.Overdue):
                 await deadlines.within(0.2, box.call("block", {"seconds": 60}))
             await restarted(server)
-            server._spec = mcp_server.mcp_connection.Spec(command=tuple(FAULTY), seconds=30)
+            server._spec = mcp_connection.Spec(FAULTY[0], tuple(FAULTY[1:]), seconds=30)
             return first, await identity(box)
 
     first, second = asyncio.run(body())
     assert first != second
-    assert mcp_server.mcp_connection.Spec().seconds < config.TaskConfig().tool_seconds
+    assert mcp_connection.Spec().seconds < config.TaskConfig().tool_seconds
 
 
 def test_what_a_server_may_take_to_start_is_not_bounded_by_what_tools_may():
-    assert mcp_server.Server("odd", {"command": FAULTY, "start_seconds": 900}).open_seconds > 900
+    assert made(STARTS_FAULTY, start_seconds=900).open_seconds > 900
 
 
 def test_secrets_come_from_variables_and_stay_out_of_the_config(monkeypatch):
     monkeypatch.setenv("MY_COLOUR", "green\n")
 
     async def body():
-        async with opened(env_from={"COLOUR": "MY_COLOUR"}) as (server, box):
+        async with opened({**STARTS_FAULTY, "env": {"COLOUR": "${MY_COLOUR}"}}) as (server, box):
             return repr(server._spec), (await box.call("who", {})).content
 
     spec, who = asyncio.run(body())
@@ -225,7 +233,7 @@ def test_a_server_that_does_not_come_back_fails_calls_at_once_and_says_why(monke
     shutil.copy(FAULTY[1], script)
 
     async def body():
-        async with opened(command=[sys.executable, str(script)], seconds=20) as (_, box):
+        async with opened({"command": sys.executable, "args": [str(script)]}, seconds=20) as (_, box):
             script.write_text("import sys\nsys.exit('the licence has run out')\n")
             with pytest.raises(protocols.WorkerLost):
                 await box.call("die", {})
@@ -368,7 +376,7 @@ def test_a_compressed_answer_is_bounded_as_it_is_decompressed(monkeypatch):
     monkeypatch.setattr(mcp_connection, "LONGEST_ANSWER", 2**20, raising=False)
 
     async def body():
-        async with opened(url=f"http://127.0.0.1:{server.server_port}/") as (_, box):
+        async with opened({"url": f"http://127.0.0.1:{server.server_port}/"}) as (_, box):
             return await box.call("swell", {})
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Bomb) as server:
@@ -396,7 +404,9 @@ def test_a_server_over_http_answers_fails_dies_and_is_found_again(monkeypatch):
     async def body():
         with contextlib.ExitStack() as stack:
             stack.enter_context(serving(port))
-            server, box = await stack_async.enter_async_context(opened(url=f"http://127.0.0.1:{port}/mcp", seconds=20))
+            server, box = await stack_async.enter_async_context(
+                opened({"url": f"http://127.0.0.1:{port}/mcp"}, seconds=20)
+            )
             returns = [await box.call("echo", {"text": "a"}), await box.call("fail", {"text": "on purpose"})]
             with pytest.raises(protocols.WorkerLost, match="was lost during a call"):
                 await box.call("die", {})
@@ -414,7 +424,7 @@ def test_a_server_over_http_answers_fails_dies_and_is_found_again(monkeypatch):
 
 
 def test_a_header_from_a_variable_is_sent(monkeypatch):
-    monkeypatch.setenv("MY_KEY", "Bearer s3cret")
+    monkeypatch.setenv("MY_KEY", "s3cret\n")
     heads = []
 
     async def answer(reader, writer):
@@ -426,7 +436,7 @@ def test_a_header_from_a_variable_is_sent(monkeypatch):
     async def body():
         async with await asyncio.start_server(answer, "127.0.0.1", 0) as listener:
             url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}/mcp"
-            async with opened(url=url, headers_from={"Authorization": "MY_KEY"}, start_seconds=5):
+            async with opened({"url": url, "headers": {"Authorization": "Bearer ${MY_KEY}"}}, start_seconds=5):
                 pass
 
     with pytest.raises(protocols.ConfigError) as caught:
@@ -438,84 +448,154 @@ def test_a_header_from_a_variable_is_sent(monkeypatch):
 # Nonsense -----------------------------------------------------------------------------------------------------------
 
 
+HERE = {"url": "http://here/mcp"}
+
+
 @pytest.mark.parametrize(
     ("entry", "sentence"),
     [
-        (["python"], r"config\.tools\.servers\.odd: must be a mapping, as"),
-        ({}, r"config\.tools\.servers\.odd: needs either a command or a url"),
-        ({"command": FAULTY, "url": "http://here/mcp"}, r"servers\.odd: needs either a command or a url"),
-        ({"comand": FAULTY}, r"config\.tools\.servers\.odd: there is no 'comand'; did you mean 'command'\?"),
+        (["python"], r"config\.tools\.mcp\.mcpServers\.odd: must be a mapping, as"),
+        ({}, r"mcpServers\.odd: needs either a command or a url"),
+        ({**STARTS_FAULTY, **HERE}, r"mcpServers\.odd: needs either a command or a url"),
+        ({"comand": "python"}, r"mcpServers\.odd: there is no 'comand'; did you mean 'command'\?"),
+        ({"command": 3}, r"mcpServers\.odd\.command: must be a text, as 'mcp-server-time', not 3"),
+        ({"command": "python", "args": ["-m", 3]}, r"mcpServers\.odd\.args: must be a list of texts, not"),
+        ({"command": "mcp-server-tim"}, r"mcpServers\.odd\.command: there is no program 'mcp-server-tim'; install"),
+        ({**STARTS_FAULTY, "cwd": "/nowhere"}, r"mcpServers\.odd\.cwd: there is no folder /nowhere"),
+        ({**STARTS_FAULTY, "env": {"A": 1}}, r"mcpServers\.odd\.env: must be a mapping of texts"),
         (
-            {"command": "python"},
-            r"config\.tools\.servers\.odd\.command: must be a list of texts, as \['mcp",
-        ),
-        ({"command": ["python", 3]}, r"servers\.odd\.command: must be a list of texts"),
-        (
-            {"command": ["mcp-server-tim"]},
-            r"servers\.odd\.command: there is no program 'mcp-server-tim'; install",
-        ),
-        ({"command": FAULTY, "cwd": "/nowhere"}, r"servers\.odd\.cwd: there is no folder /nowhere"),
-        ({"command": FAULTY, "env": {"A": 1}}, r"servers\.odd\.env: must be a mapping of texts"),
-        ({"command": FAULTY, "seconds": 0}, r"servers\.odd\.seconds: must be positive and finite, not 0"),
-        ({"command": FAULTY, "seconds": True}, r"servers\.odd\.seconds: must be a number, not True"),
-        ({"command": FAULTY, "prefix": 1}, r"servers\.odd\.prefix: must be True or False, not 1"),
-        ({"command": FAULTY, "headers": {}, "url": ""}, None),
-        ({"command": FAULTY, "headers": {"a": "b"}}, r"servers\.odd\.headers: are for a url, not for a command"),
-        (
-            {"url": "http://here/mcp", "headers": {"authorization": "Bearer s3"}},
-            r"servers\.odd\.headers: must not hold 'authorization', which would .*'headers_from': {'authorization':",
+            {**STARTS_FAULTY, "headers": {"a": "b"}},
+            r"mcpServers\.odd\.headers: are for a url, and this server has",
         ),
         (
-            {"url": "http://here/mcp", "headers_from": {"Authorization": "MY_LOST_KEY"}},
-            r"servers\.odd\.headers_from: 'Authorization' names MY_LOST_KEY, which is not set where the server is",
+            {**HERE, "headers": {"authorization": "Bearer s3"}},
+            r"must not hold 'authorization' in the clear, .*\$",
         ),
         (
-            {"url": "http://here/mcp", "headers_from": {"Authorization": "Bearer s3"}},
-            r"servers\.odd\.headers_from: 'Authorization' must be the name of an environment variable .*, never the",
+            {**HERE, "headers": {"Authorization": "${MY_LOST_KEY}"}},
+            r"mcpServers\.odd: refers to the environment variable MY_LOST_KEY, which is not set where the server is st",
         ),
         (
-            {"command": FAULTY, "env": {"A": "a"}, "env_from": {"A": "PATH"}},
-            r"servers\.odd\.env_from: has 'A', which env has, too",
+            {**HERE, "headers": {"a": "${input:key}"}},
+            r"odd: \$\{input:key\} cannot be filled in here; write \$\{NA",
         ),
-        ({"command": FAULTY, "headers_from": {"A": "PATH"}}, r"servers\.odd\.headers_from: are for a url, not for a"),
-        ({"url": "http://here/mcp", "env_from": {"A": "PATH"}}, r"servers\.odd: env, env_from and cwd are for a"),
-        ({"url": "localhost:8000"}, r"servers\.odd\.url: 'localhost:8000' must be of the form http://HOST:PORT/PATH"),
-        ({"url": "http://here/mcp", "cwd": "/tmp"}, r"servers\.odd: env, env_from and cwd are for a server that"),
+        ({"url": "localhost:8000"}, r"odd\.url: 'localhost:8000' must be of the form http://HOST:PORT/PATH"),
+        ({**HERE, "cwd": "/tmp"}, r"mcpServers\.odd: args, env and cwd are for a command, and this server has a url"),
+        (
+            {**HERE, "type": "sse"},
+            r"mcpServers\.odd\.type: 'sse' does not fit; a server of a command is of",
+        ),
+        ({**STARTS_FAULTY, "type": "http"}, r"mcpServers\.odd\.type: 'http' does not fit"),
+        # The forms of before
+        (
+            {"command": ["serve", "-v"]},
+            r"odd\.command: must be a text, and its arguments are apart: {'command': 'serve', 'args': \['-v'\]}",
+        ),
+        ({**STARTS_FAULTY, "env_from": {"A": "B"}}, r"odd: there is no 'env_from'; write {'env': {'KEY': '\$\{MY_"),
+        (
+            {**HERE, "headers_from": {"A": "B"}},
+            r"odd: there is no 'headers_from'; write {'headers': {'Authorization'",
+        ),
+        (
+            {**STARTS_FAULTY, "only": ["a"]},
+            r"odd: there is no 'only'; write tools\.arguments = {NAME: {'only': \.\.",
+        ),
+        ({**STARTS_FAULTY, "timeout": 3}, r"odd: there is no 'timeout'; write tools\.arguments = {NAME: {'seconds': "),
     ],
 )
 def test_an_entry_that_cannot_be_used_is_refused(entry, sentence):
-    if sentence is None:
-        assert mcp_server.Server("odd", entry).restarts == 0
-        return
     with pytest.raises(protocols.ConfigError, match=sentence):
-        mcp_server.Server("odd", entry)
+        made(entry)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"seconds": 0}, r"config\.tools\.arguments\.odd\.seconds: must be positive and finite, not 0"),
+        ({"seconds": True}, r"config\.tools\.arguments\.odd\.seconds: must be a number, not True"),
+        ({"prefix": 1}, r"config\.tools\.arguments\.odd\.prefix: must be True or False, not 1"),
+        ({"onli": ["a"]}, r"config\.tools\.arguments\.odd: there is no 'onli'; did you mean 'only'\?"),
+    ],
+)
+def test_an_argument_of_a_server_that_cannot_be_used_is_refused(arguments, sentence):
+    with pytest.raises(protocols.ConfigError, match=sentence):
+        made(STARTS_FAULTY, **arguments)
+
+
+@pytest.mark.parametrize("key", ["mcpServers", "servers"])
+def test_a_file_that_other_programs_have_names_servers(tmp_path, monkeypatch, key):
+    monkeypatch.delenv("MY_COLOUR", raising=False)
+    entry = {"type": "stdio", **STARTS_FAULTY, "env": {"COLOUR": "${MY_COLOUR:-blue}"}, "disabled": False}
+    other = {"type": "http", "url": "https://other/mcp", "headers": {"Authorization": "Bearer in-the-clear"}}
+    file = tmp_path / "mcp.json"
+    file.write_text(json.dumps({key: {"odd": entry, "other": other}, "inputs": []}))
+    tools = config.ToolsConfig(use=("odd",), mcp_file=str(file), arguments={"odd": {"only": ["who"]}})
+
+    async def body():
+        async with toolkit.Toolkit(tools, config.SandboxConfig()) as kit:
+            box = await kit.toolbox()
+            return [schema["function"]["name"] for schema in box.schemas()], await box.call("who", {})
+
+    names, answer = asyncio.run(body())
+    assert names == ["who"]
+    assert answer.content.split()[1] == "blue"
+    toolkit.Toolkit(config.ToolsConfig(use=("other",), mcp_file=str(file)), config.SandboxConfig())
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (None, r"config\.tools\.mcp_file: .*mcp\.json cannot be read \(No such file or directory\)"),
+        ("{'a'", r"config\.tools\.mcp_file: .*mcp\.json is no JSON \(.*line 1"),
+        ("[]", r"config\.tools\.mcp_file: .*mcp\.json: must be of the form {\"mcpServers\": {"),
+        ('{"odd": {}}', r"config\.tools\.mcp_file: .*mcp\.json: must be of the form {\"mcpServers\": {"),
+        ('{"mcpServers": {"odd": {}}}', r"tools\.mcp_file: .*mcp\.json: mcpServers\.odd: needs either a command or"),
+        (
+            '{"mcpServers": {"here": {}}}',
+            r"tools\.mcp_file: .*mcp\.json has the server 'here', which tools\.mcp has",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named(tmp_path, text, sentence):
+    file = tmp_path / "mcp.json"
+    if text is not None:
+        file.write_text(text)
+    tools = config.ToolsConfig(use=("odd", "here"), mcp={"mcpServers": {"here": HERE}}, mcp_file=str(file))
+    with pytest.raises(protocols.ConfigError, match=sentence):
+        toolkit.Toolkit(tools, config.SandboxConfig())
+
+
+def test_the_form_of_before_is_refused_with_the_present_one():
+    with pytest.raises(protocols.ConfigError, match=r"config\.tools\.mcp: must be of the form {\"mcpServers\""):
+        toolkit.Toolkit(config.ToolsConfig(use=("odd",), mcp={"odd": STARTS_FAULTY}), config.SandboxConfig())
+    with pytest.raises(protocols.ConfigError, match=r"tools\.servers: no such field; it is config\.tools\.mcp, e\.g\."):
+        config.parse(config.RunConfig, {"tools": {"servers": {}}})
 
 
 def test_a_package_whose_check_of_results_cannot_be_replaced_is_refused(monkeypatch):
     monkeypatch.delattr(mcp_connection.package().ClientSession, "validate_tool_result")
     with pytest.raises(protocols.ConfigError, match=r"has no ClientSession\.validate_tool_result, .* pip install"):
-        mcp_server.Server("odd", {"command": FAULTY})
+        made(STARTS_FAULTY)
 
 
 def test_what_keeps_a_server_from_starting_is_said():
-    async def body(entry):
-        async with opened(**entry):
+    async def body(entry, arguments):
+        async with opened(entry, **arguments):
             pass
 
-    begins = r"config\.tools\.servers\.odd: "
-    noisy = "import sys; sys.exit('no key: set API_KEY')"
-    for entry, sentence in (
-        ({"command": [sys.executable, "-c", noisy]}, begins + ".*no key: set API_KEY"),
-        (
-            {"command": [sys.executable, "-c", "raise SystemExit(3)"]},
-            begins + "its command, .*python.*, ended or speaks no",
-        ),
-        ({"command": ["sleep", "60"], "start_seconds": 0.5}, begins + r"it did not start within 0\.5 s"),
-        ({"url": f"http://127.0.0.1:{free_port()}/mcp"}, begins + "there is no server at http"),
-        ({"only": ["ecco"]}, begins + "the server has no tool 'ecco'; it has echo, fail"),
+    def python(code):
+        return {"command": sys.executable, "args": ["-c", code]}
+
+    begins = r"config\.tools\.mcp\.mcpServers\.odd: "
+    for entry, sentence, arguments in (
+        (python("import sys; sys.exit('no key: set API_KEY')"), begins + ".*no key: set API_KEY", {}),
+        (python("raise SystemExit(3)"), begins + "its command, .*python.*, ended or speaks no", {}),
+        ({"command": "sleep", "args": ["60"]}, begins + r"it did not start within 0\.5 s", {"start_seconds": 0.5}),
+        ({"url": f"http://127.0.0.1:{free_port()}/mcp"}, begins + "there is no server at http", {}),
+        (STARTS_FAULTY, "the server has no tool 'ecco'; it has echo, fail", {"only": ["ecco"]}),
     ):
         with pytest.raises(protocols.ConfigError, match=sentence):
-            asyncio.run(body(entry))
+            asyncio.run(body(entry, arguments))
 
 
 def test_a_prefix_tells_servers_with_the_same_tools_apart():

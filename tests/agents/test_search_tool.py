@@ -318,7 +318,7 @@ def test_many_searches_at_once_share_the_connections(corpus):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({}, r"config\.tools\.arguments\.search\.path: name a \.jsonl or \.parquet file"),
+        ({}, r"config\.tools\.arguments\.search\.path: name a \.jsonl, \.parquet or \.csv file"),
         ({"path": "a", "source": "b:c"}, r"search\.path: name a .* and not both"),
         ({"path": "a", "text_column": ""}, r"search\.text_column: is empty"),
         ({"path": "a", "results": 0}, r"search\.results: must be 1 or more, not 0"),
@@ -375,7 +375,7 @@ def test_a_corpus_without_passages_is_refused(tmp_path):
 
 def test_a_folder_is_no_corpus(tmp_path):
     with pytest.raises(
-        protocols.ConfigError, match=r"config\.tools\.arguments\.search\.path: .* is a folder; name a \.jsonl or \.parq"
+        protocols.ConfigError, match=r"config\.tools\.arguments\.search\.path: .* is a folder; name a \.jsonl, \.par"
     ):
         found("moth", path=str(tmp_path))
 

@@ -120,6 +120,40 @@ def test_a_mapping_that_maps_nothing_is_refused(tmp_path, arguments, problem):
         datasets.task_source(jsonl(tmp_path / "t.jsonl", ROWS), **arguments)
 
 
+# CSV ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ending", "delimiter"), [("csv", ","), ("tsv", "\t"), ("CSV", ",")])
+def test_values_of_csv_are_texts_as_they_are_written(tmp_path, ending, delimiter):
+    path = tmp_path / f"tasks.{ending}"
+    rows = [["question", "golden"], ['"Is 7, or\n""007"", longer?"', "007"], ["2024-01-01", "1e3"], ["nothing", ""]]
+    path.write_text("\ufeff" + "".join(delimiter.join(row) + "\n" for row in rows))
+    found = list(tables.rows(str(path)))
+    assert found[0] == tables.Row(1, f"{path}, row 1", {"question": 'Is 7, or\n"007", longer?', "golden": "007"})
+    assert [row.values["golden"] for row in found] == ["007", "1e3", ""]
+    with pytest.raises(protocols.DataError, match=r"row 3: column 'golden' must be a text or a number"):
+        datasets.task_source(str(path), prompt_column="question", answer_column="golden")
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", r"tasks\.csv: not a readable CSV file \(CSV parse error: Empty CSV"),
+        (b"a,a\n1,2\n", r"tasks\.csv: not a readable CSV file \(CSV file contained multiple columns named a"),
+        (
+            b"a,b\n1,2\n1,2,3\n",
+            r"tasks\.csv, row 2: not a readable CSV file \(CSV parse error: Expected 2 columns, got 3",
+        ),
+        (b"a,b\n" + b"1,2\n" * 9 + b"\xff,2\n", r"tasks\.csv, row 10: not a readable CSV file \(.*invalid UTF8"),
+    ],
+)
+def test_bad_csv_is_named_with_its_row(tmp_path, content, problem):
+    path = tmp_path / "tasks.csv"
+    path.write_bytes(content)
+    with pytest.raises(protocols.DataError, match=problem):
+        list(tables.rows(str(path)))
+
+
 # Folders --------------------------------------------------------------------------------------------------------------
 
 
@@ -135,6 +169,18 @@ def test_a_folder_of_parquet_files_is_read_in_their_order_by_split(tmp_path):
     assert [row.values for row in tables.rows(str(tmp_path), split="test")] == ROWS[20:]
     with pytest.raises(protocols.DataError, match=r"has no split 'dev'; it has test, train \(choose as .*'split'"):
         list(tables.rows(str(tmp_path), split="dev"))
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "csv", "tsv"])
+def test_a_folder_may_hold_files_of_any_kind_but_one_kind_a_split(tmp_path, ending):
+    text = {"jsonl": '{"prompt": "q"}\n', "csv": "prompt\nq\n", "tsv": "prompt\nq\n"}[ending]
+    for name in ("train-00000-of-00002", "train-00001-of-00002", "test"):
+        (tmp_path / f"{name}.{ending}").write_text(text)
+    assert [dict(row.values) for row in tables.rows(str(tmp_path))] == [{"prompt": "q"}] * 2
+    assert len(list(tables.rows(str(tmp_path), split="test"))) == 1
+    table(tmp_path / "train.parquet", ROWS)
+    with pytest.raises(protocols.DataError, match=r"has the split 'train' as \.\w+ and \.\w+; name a single file"):
+        list(tables.rows(str(tmp_path)))
 
 
 def test_what_hugging_faces_package_saved_is_read_as_it_reads_it():

@@ -15,7 +15,8 @@ from libra_jax.agents.tools import toolkit
 
 TOOLS = config.ToolsConfig(
     use=("time",),
-    servers={"time": {"command": ["mcp-server-time", "--local-timezone=UTC"], "only": ["convert_time"]}},
+    mcp={"mcpServers": {"time": {"command": "mcp-server-time", "args": ["--local-timezone=UTC"]}}},
+    arguments={"time": {"only": ["convert_time"]}},
     describe=False,
 )
 

@@ -124,7 +124,10 @@ def test_attempts_have_sandboxes_of_their_own_and_one_attempts_tools_share_it():
         ({"use": ("my_tools:Ecko",)}, r"tools\.use: my_tools has no 'Ecko'; did you mean 'Echo'"),
         ({"use": ("python", "python")}, r"tools\.use: names 'python' twice"),
         ({"arguments": {"python": {}}}, r"tools\.arguments: has 'python', which tools\.use does not name"),
-        ({"servers": {"clock": {"command": ["x"]}}}, r"tools\.servers: has 'clock', which tools\.use does not name"),
+        (
+            {"mcp": {"mcpServers": {"clock": {"command": "x"}}}},
+            r"tools\.mcp: has 'clock', which tools\.use does not",
+        ),
         ({"use": ("python",), "arguments": {"python": {"speed": 1}}}, r"tools\.arguments\.python: .*'speed'"),
         (
             {"use": ("my_tools:Echo",), "arguments": {"my_tools:Echo": {"suffix": ""}}},

@@ -75,12 +75,19 @@ def commands(page: pathlib.Path) -> list[str]:
     return found
 
 
-@functools.cache
 def known() -> dict[str, Any]:
     """Returns the flags of each script, and fields with their meanings, of a run's config and of a simulated run's.
 
     Another process looks, because flags are read by starting each script's module.
     """
+    looked = _look()
+    assert looked.returncode == 0, looked.stderr
+    return json.loads(looked.stdout)
+
+
+@functools.cache
+def _look() -> subprocess.CompletedProcess[str]:
+    """Returns what the other process said. A failure is kept, too: no second test waits for it."""
     code = """
 import json, sys
 import generated, config_help
@@ -91,7 +98,7 @@ fields = {name: {s.name: s.meaning for s in config_help.settings(kind)} for name
 json.dump({"flags": flags, "fields": fields}, sys.stdout)
 """
     path = os.pathsep.join(map(str, (ROOT / "docs" / "_ext", ROOT / "launch", ROOT)))
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
@@ -99,5 +106,3 @@ json.dump({"flags": flags, "fields": fields}, sys.stdout)
         timeout=240,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)

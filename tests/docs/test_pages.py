@@ -108,6 +108,9 @@ def test_commands_name_scripts_flags_and_fields_that_exist(page: pathlib.Path):
     for command in pages.commands(page):
         scripts = re.findall(r"(?:python|bash) (?:-\S+ )*(launch/\w+\.(?:py|sh)|tests/\S+)", command)
         scripts += re.findall(r"-- (launch/\w+\.py)", command)
+        for module in re.findall(r"python -m (tests\.[\w.]+)", command):
+            there = pages.ROOT / module.replace(".", "/")
+            assert there.with_suffix(".py").exists() or (there / "__main__.py").exists(), f"{command}: no {module}"
         for script in scripts:
             assert (pages.ROOT / script).exists(), f"{command}: no {script}"
         names = [pathlib.Path(script).stem for script in scripts if script.endswith(".py")]

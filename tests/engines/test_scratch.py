@@ -22,7 +22,7 @@ time.sleep(60)
 
 SEGMENT_HOLDER = """
 import pathlib, sys, time
-from libra_jax.rollout import scratch
+from libra_jax.engines import scratch
 kept = scratch.Scratch()
 names = sys.argv[1:]
 for name in names:

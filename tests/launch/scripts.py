@@ -29,9 +29,10 @@ def cached(cache: pathlib.Path) -> dict[str, str]:
 def run(
     script: str, *arguments: str, seconds: float = 120.0, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs launch/`script` to its end, with further environment variables."""
+    """Runs launch/`script`, or a module of tests/ by its name, to its end, with further environment variables."""
+    program = [f"launch/{script}"] if script.endswith(".py") else ["-m", script]
     return subprocess.run(
-        [sys.executable, f"launch/{script}", *arguments],
+        [sys.executable, *program, *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTHONWARNINGS": "ignore", **(environment or {})},
         capture_output=True,

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from drilling import network_hosts
+from tests.drills import network_hosts
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo", "squeue", "scancel")
 START_SECONDS, END_SECONDS, COMMAND_SECONDS, LOOK_SECONDS = 60.0, 20.0, 30.0, 0.2

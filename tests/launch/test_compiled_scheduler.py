@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import compiled
+from tests.benchmarks import compiled
 
 SCHEDULING = Path(__file__).resolve().parents[1] / "scheduling"
 

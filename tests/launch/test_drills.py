@@ -1,4 +1,4 @@
-"""launch/drills.py: what its judges find wrong, what its flags refuse, and one run that is hit."""
+"""The drills of tests/drills: what its judges find wrong, what its flags refuse, and one run that is hit."""
 
 import json
 import os
@@ -12,8 +12,8 @@ import pytest
 import real_runs
 import scripts
 
-from drilling import blows, judging, kills, network_hosts, partition, processes, report, runs
 from libra_jax import protocols
+from tests.drills import blows, judging, kills, network_hosts, partition, processes, report, runs
 
 GROUPS, ATTEMPTS, STEPS = 2, 2, 3
 METRICS = [{"step": step, "loss": 0.0, "groups/replaced": 0} for step in range(1, STEPS + 1)]
@@ -297,7 +297,7 @@ def test_the_table_says_what_was_skipped_and_what_failed(tmp_path):
     ],
 )
 def test_nonsense_is_refused_in_a_sentence(flags, problem):
-    scripts.assert_one_sentence(scripts.run("drills.py", *flags), problem)
+    scripts.assert_one_sentence(scripts.run("tests.drills", *flags), problem)
 
 
 @pytest.mark.slow
@@ -308,7 +308,7 @@ def test_nonsense_is_refused_in_a_sentence(flags, problem):
 def test_a_run_whose_engine_is_killed_passes_its_drill(tmp_path):
     folder = tmp_path / "drills"
     flags = ("--only=kills", "--kinds=engine", "--runs=1", "--engine=fake", f"--workdir={folder}")
-    done = scripts.run("drills.py", *flags, seconds=500)
+    done = scripts.run("tests.drills", *flags, seconds=500)
     assert done.returncode == 0, done.stdout + done.stderr
     (drill,) = json.loads((folder / "drills.json").read_text())["drills"]
     assert drill["hit"].startswith("rollout-0 (process ")

@@ -133,7 +133,6 @@ def test_what_is_too_long_for_a_name_keeps_its_hash():
         (("--grace=30",), ("--grace=30: told to stop, the run takes up to 60 s (config.deadlines.grace)",)),
         (("--plan=/nowhere.json",), ("/nowhere.json",)),
         (("--rollout_selector=gpu",), ("--rollout_selector=gpu: must have the form key=value",)),
-        (("--crd=/nowhere.yaml",), ("--crd=/nowhere.yaml: cannot be read",)),
         (("--config=configs/simulate.py",), ("configs/simulate.py: is a config for launch/simulate.py",)),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 import real_runs
 import scripts
 
-from drilling import processes
+from tests.drills import processes
 
 pytestmark = [pytest.mark.ray, pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -9,6 +9,7 @@ from typing import Any
 import crds
 import manifests
 import pytest
+import rendering
 
 from libra_jax.protocols import ConfigError
 
@@ -146,14 +147,14 @@ def test_every_pod_has_the_claim_and_the_grace_and_secrets_by_reference(kind):
         assert variables["LIBRA_JAX_WORKDIR"]["value"] == "/runs/mine"
         assert container["envFrom"] == [{"secretRef": {"name": "judge"}}]
         assert {"mountPath": "/runs", "name": "runs"} in container["volumeMounts"]
-    text = manifests.dump([job])
+    text = rendering.dump([job])
     assert text.count("terminationGracePeriodSeconds: 120") == 4
     assert text.count("claimName: runs") == 4
 
 
 @pytest.mark.parametrize("kind", ["rayjob", "jobset"])
 def test_kubernetes_does_not_replace_what_the_command_says(kind):
-    assert "--config.name=$$(HOME)" in manifests.dump([rendered(kind)])
+    assert "--config.name=$$(HOME)" in rendering.dump([rendered(kind)])
 
 
 def test_ray_shows_its_token_whatever_the_kind():
@@ -175,7 +176,7 @@ def test_the_driver_decides_when_a_jobset_is_done_and_a_lost_host_starts_it_anew
     assert all(entry["template"]["spec"]["backoffLimit"] == 0 for entry in jobs.values())
     training = jobs["training"]
     assert (training["replicas"], training["template"]["spec"]["parallelism"]) == (2, 4), "a job a slice"
-    assert manifests.EXCLUSIVE in training["template"]["metadata"]["annotations"]
+    assert "alpha.jobset.sigs.k8s.io/exclusive-topology" in training["template"]["metadata"]["annotations"]
     assert (jobs["rollout"]["replicas"], jobs["rollout"]["template"]["spec"]["parallelism"]) == (1, 3)
 
 
@@ -185,3 +186,14 @@ def test_a_manifest_is_as_the_definitions_of_a_cluster_have_it(kind, file):
     if not folder:
         pytest.skip("LIBRA_JAX_CRDS names no folder with rayjobs.yaml and jobsets.yaml (kubectl get crd ... -o yaml)")
     crds.check(rendered(kind), pathlib.Path(folder) / file)
+
+
+@pytest.mark.parametrize("kind", ["rayjob", "jobset"])
+def test_no_value_ends_the_line_that_it_stands_in(kind):
+    hostile = "a\"'\n  evil: {{ job.name }} # &x *x\n- <b>"
+    job = rendered(kind, namespace=hostile, image=hostile, environment={"A": hostile}, secrets_from=[hostile])
+    assert job["metadata"]["namespace"] == hostile
+    for container in containers(job):
+        assert container["image"] == hostile
+        assert {"name": "A", "value": hostile} in container["env"]
+        assert container["envFrom"] == [{"secretRef": {"name": hostile}}]

@@ -24,6 +24,8 @@ KEY = "sk-" + "a1" * 16
         ({"note": f"uses {KEY}, really"}, {"note": f"uses {redaction.SECRET}, really"}),
         ({"key": ("x-api-key", "Bearer abcdefgh123=")}, {"key": ("x-api-key", redaction.SECRET)}),
         ({"password": ""}, {"password": ""}),
+        ({"password": "${MY_PASSWORD}"}, {"password": "${MY_PASSWORD}"}),
+        ({"password": "${MY_PASSWORD:-hunter2}"}, {"password": redaction.SECRET}),
     ],
 )
 def test_what_looks_like_a_secret_by_its_name_or_by_itself_is_left_out(values, expected):
@@ -38,7 +40,7 @@ def test_settings_without_a_secret_stay_as_they_are():
 def test_a_workdir_holds_no_secret_and_another_one_is_no_other_run(tmp_path, monkeypatch):
     def with_header(secret: str) -> config.RunConfig:
         server = {"url": "http://127.0.0.1:1/mcp", "headers": {"Authorization": f"Bearer {secret}"}}
-        return config.RunConfig(tools=config.ToolsConfig(servers={"notes": server}))
+        return config.RunConfig(tools=config.ToolsConfig(mcp={"mcpServers": {"notes": server}}))
 
     monkeypatch.setattr(workdirs, "_lock", lambda workdir: True)
     run = tmp_path / "run"
@@ -46,7 +48,7 @@ def test_a_workdir_holds_no_secret_and_another_one_is_no_other_run(tmp_path, mon
     workdirs.open_workdir(with_header("second-secret"), str(run))
     assert not [path for path in run.rglob("*") if path.is_file() and b"-secret" in path.read_bytes()]
     stored = json.loads((run / "config.json").read_text())
-    stored["tools"]["servers"]["notes"]["headers"]["Authorization"] = "Bearer of-an-older-version"
+    stored["tools"]["mcp"]["mcpServers"]["notes"]["headers"]["Authorization"] = "Bearer of-an-older-version"
     (run / "config.json").write_text(json.dumps(stored))
     workdirs.open_workdir(with_header("third-secret"), str(run))
     assert "older-version" not in (run / "config.json").read_text()

@@ -1,4 +1,4 @@
-"""One host's part in a run under Slurm: its ports, the driver's end, and a process table of its own."""
+"""One host's part in a run under Slurm: its ports, its Ray's end, and the driver's."""
 
 import os
 import pathlib
@@ -30,26 +30,22 @@ def start(part: str, *arguments: str, command: list[str]) -> subprocess.Popen[st
     )
 
 
-def test_jobs_choose_other_ports_and_none_that_is_taken():
-    first, second = (slurm_host.free_ports(job, "127.0.0.1", ("a", "b"), half=0) for job in (41, 42))
-    agents = slurm_host.free_ports(41, "127.0.0.1", slurm_host.AGENT_PORTS, half=1)
-    chosen = [*first.values(), *second.values(), *agents.values()]
+def test_jobs_have_other_ports_below_those_that_the_kernel_chooses_from():
+    chosen = [port for job in range(41, 41 + slurm_host.JOBS) for port in slurm_host.ports(job).values()]
     assert len(set(chosen)) == len(chosen)
-    with socket.create_server(("127.0.0.1", first["b"])):
-        again = slurm_host.free_ports(41, "127.0.0.1", ("a", "b"), half=0)
-    assert again["a"] > first["b"]
-    assert again["b"] == again["a"] + 1
+    first = int(pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert max(chosen) < first
 
 
-def test_ports_lie_below_those_that_the_kernel_chooses_from():
-    last = slurm_host.FIRST_PORT + slurm_host.WINDOWS * slurm_host.WINDOW
-    assert last <= int(pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-
-
-def test_a_host_that_is_full_is_told_of_in_a_sentence(monkeypatch):
-    monkeypatch.setattr(slurm_host, "_is_free", lambda *_: False)
-    with pytest.raises(protocols.LibraError, match="no 1 free ports from 20000 to 31999 on this host"):
-        slurm_host.free_ports(1, "127.0.0.1", ("a",), half=0)
+def test_two_runs_that_meet_at_a_port_are_told_what_to_do():
+    job = 900_000_000 + os.getpid()
+    slurm_host.check_free(job)
+    port = slurm_host.ports(job)["metrics-export-port"]
+    with (
+        socket.create_server(("", port)),
+        pytest.raises(protocols.LibraError, match=rf"port {port} .* maybe by another run; submit with --exclusive"),
+    ):
+        slurm_host.check_free(job)
 
 
 @pytest.mark.parametrize(
@@ -100,15 +96,6 @@ def test_the_drivers_end_is_written_down(attempt, program, status):
     assert (attempt / "train.log").read_text() == ("hello\n" if status == "finished" else "")
 
 
-def test_what_does_not_end_when_it_is_told_to_is_killed():
-    deaf, told = subprocess.Popen(["sleep", "600"]), []
-    try:
-        assert slurm_host._wait(deaf, lambda: True, once=lambda: told.append(1), most=0.1) == -signal.SIGKILL
-        assert told == [1]
-    finally:
-        deaf.kill()
-
-
 STOPS_AT_THE_FIRST_SIGNAL = """
 import signal, time
 came = []
@@ -148,53 +135,27 @@ def wait_for_line(log: pathlib.Path) -> None:
         time.sleep(0.05)
 
 
-def test_a_process_table_of_ones_own_hides_others_and_leaves_nothing_alive():
-    try:
-        alone = slurm_host._alone()
-    except protocols.LibraError as refused:
-        pytest.skip(str(refused))
-    marked = "0.6180339887"
-    program = f"sleep 1000{marked} & echo /proc/[0-9]*; exit 5"
-    command = [*alone, *HOST, "reap", "--", "sh", "-c", program]
-    done = subprocess.run(
-        command, cwd=scripts.ROOT, capture_output=True, text=True, timeout=60, check=False, env={**os.environ}
-    )
-    assert done.returncode == 5, done.stderr
-    assert len(done.stdout.split()) <= 4
-    assert not [process for process in psutil.process_iter(["cmdline"]) if marked in str(process.info["cmdline"])]
-
-
-def test_a_host_without_process_tables_is_refused_in_a_sentence(monkeypatch, tmp_path):
-    unshare = tmp_path / "unshare"
-    unshare.write_text("#!/bin/sh\necho 'unshare failed: Operation not permitted' >&2; exit 1\n")
-    unshare.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    with pytest.raises(
-        protocols.LibraError, match=r"Operation not permitted\), .*submit with --exclusive, for whole hosts"
-    ):
-        slurm_host._alone()
-
-
 class TestAHostWhoseRay:
-    """`ray symmetric-run` by a double that lives for as long as it is told, and starts no driver."""
+    """`ray start` by a double that lives for as long as it is told; the head's port answers, and starts no driver."""
 
-    JOB = str(900_000_000 + os.getpid())
+    JOB = 900_000_000 + os.getpid()
 
     @pytest.fixture
     def run(self, attempt, tmp_path, monkeypatch):
         started: list[subprocess.Popen[str]] = []
 
-        def run(ray: str, node: str, *flags: str, unshare: str = "") -> subprocess.Popen[str]:
-            for program, text in (("ray", ray), ("unshare", unshare)):
-                (tmp_path / program).write_text(f"#!/bin/sh\n{text}\n")
-                (tmp_path / program).chmod(0o755)
+        def run(ray: str, node: str, hosts: int = 2) -> subprocess.Popen[str]:
+            (tmp_path / "ray").write_text(f"#!/bin/sh\n{ray}\n")
+            (tmp_path / "ray").chmod(0o755)
             monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
             monkeypatch.setenv("SLURMD_NODENAME", node)
-            job = f"--job={self.JOB}", "--head=n1", "--address=127.0.0.1:20000", "--hosts=2"
-            started.append(start("run", *job, f"--attempt={attempt}", *flags, command=["driver"]))
+            address = f"127.0.0.1:{head.getsockname()[1]}"
+            job = f"--job={self.JOB}", "--head=n1", f"--address={address}", f"--hosts={hosts}"
+            started.append(start("run", *job, f"--attempt={attempt}", command=[sys.executable, "-c", "print('drove')"]))
             return started[0]
 
-        yield run
+        with socket.create_server(("127.0.0.1", 0)) as head:
+            yield run
         for process in started:
             if process.poll() is None:
                 for child in psutil.Process(process.pid).children(recursive=True):
@@ -207,45 +168,46 @@ class TestAHostWhoseRay:
         assert not left
 
     def test_does_not_start_ends_the_attempt(self, run, attempt):
-        process = run("exit 0", "n2", "--exclusive")
+        process = run("exit 0", "n2")
         said, _ = process.communicate(timeout=60)
         assert (process.returncode, said) == (1, "n2: error: Ray did not start here\n")
         assert (attempt / "ended").read_text() == "failed 1\n"
 
+    def test_meets_another_run_ends_the_attempt(self, run, attempt):
+        with socket.create_server(("", slurm_host.ports(self.JOB)["runtime-env-agent-port"])):
+            process = run("exit 0", "n2")
+            said, _ = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert "is taken (Address already in use), maybe by another run; submit with --exclusive" in said
+        assert (attempt / "ended").read_text() == "failed 1\n"
+
     def test_has_no_driver_yet_ends_when_another_host_has_failed(self, run, attempt):
         (attempt / "ended").write_text("failed 1\n")
-        process = run("exec sleep 600", "n1", "--exclusive")
+        process = run("exec sleep 600", "n1")
         assert process.wait(60) != 0
 
     def test_has_no_driver_yet_ends_when_it_is_told_to_stop(self, run, attempt):
         (attempt / "stop").touch()
-        process = run("exec sleep 600", "n1", "--exclusive")
-        assert process.wait(60) == 0
+        process = run("exec sleep 600", "n1")
+        said, _ = process.communicate(timeout=60)
+        assert (process.returncode, said) == (0, "n1: told to stop before the driver began\n")
         assert (attempt / "ended").read_text() == "stopped\n"
 
-    def test_ends_with_its_driver_as_that_is_told_to_stop_goes_on_later(self, run, attempt):
-        (attempt / "train.log").touch()
-        (attempt / "stop").touch()
-        process = run("exit 143", "n1", "--exclusive")
+    def test_is_up_alone_runs_the_driver_and_ends_with_what_ray_started(self, run, attempt):
+        process = run("sleep 600 & exit 0", "n1", hosts=1)
         said, _ = process.communicate(timeout=60)
-        assert (process.returncode, said) == (0, "n1: told to stop, and ended before the driver could save\n")
-        assert (attempt / "ended").read_text() == "stopped\n"
+        assert (process.returncode, said) == (0, "n1: all 1 hosts have joined; the driver starts.\n")
+        assert (attempt / "train.log").read_text() == "drove\n"
+        assert (attempt / "ended").read_text() == "finished\n"
 
     def test_serves_others_ends_with_the_driver(self, run, attempt):
-        process = run("exec sleep 600", "n2", "--exclusive")
+        process = run("exec sleep 600", "n2")
         (attempt / "train.log").touch()
         (attempt / "ended").write_text("finished\n")
         assert process.wait(60) == 0
 
     def test_is_lost_while_the_driver_runs_leaves_the_rest_to_the_driver(self, run, attempt):
         (attempt / "train.log").touch()
-        process = run("exit 0", "n2", "--exclusive")
+        process = run("exit 0", "n2")
         assert process.wait(60) == 1
         assert not (attempt / "ended").exists()
-
-    def test_would_be_seen_by_others_ends_the_attempt(self, run, attempt):
-        process = run("exec sleep 600", "n1", unshare="echo not permitted >&2; exit 1")
-        said, _ = process.communicate(timeout=60)
-        assert process.returncode == 1
-        assert said.startswith("n1: error: this host gives a run no process table of its own (not permitted), ")
-        assert (attempt / "ended").read_text() == "failed 1\n"

@@ -13,7 +13,7 @@ import real_runs
 import scripts
 import slurm_node
 
-from drilling import network_hosts
+from tests.drills import network_hosts
 
 lacking = slurm_node.missing()
 pytestmark = [
@@ -213,8 +213,8 @@ def test_a_run_goes_over_the_hosts_of_two_partitions(cache, tmp_path):
         assert states == ["COMPLETED", "COMPLETED"], said
     assert_trained_once(workdir)
     logs = workdir / "logs" / "latest"
-    assert "Running command on head node" in (logs / "host-host2.log").read_text()
-    assert "Connecting to Ray cluster" in (logs / "host-host1.log").read_text()
+    assert "host2: all 2 hosts have joined; the driver starts." in (logs / "host-host2.log").read_text()
+    assert "Ray runtime started" in (logs / "host-host1.log").read_text()
     assert "Ray placed the run on 2 hosts: host2 to train" in (logs / "train.log").read_text()
     assert not of_ray(job)
     assert not list(pathlib.Path("/tmp").glob(f"libra-{job}-*"))

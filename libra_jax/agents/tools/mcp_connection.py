@@ -1,4 +1,4 @@
-"""How an MCP server of the config is reached: what its `tools.servers` entry may say, and a client of it.
+"""How an MCP server of the config is reached: its entry in the standard form, and a client of the server.
 
 The only file that imports the `mcp` package, and that only when a server is used.
 """
@@ -15,14 +15,16 @@ import re
 import shutil
 import sys
 import urllib.parse
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from libra_jax import config, parent_death, protocols
 from libra_jax.agents.tools import schemas
 
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_REFERENCE = re.compile(r"\$\{(?:env:)?([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
+"""`${NAME}` and `${NAME:-default}`, as Claude Code has them, and `${env:NAME}`, as VS Code has it."""
 
 LONGEST_ANSWER = 64 * 2**20
 """Bytes of one answer over HTTP, once it is decompressed; over a pipe there is no limit."""
@@ -34,147 +36,240 @@ _CONNECT_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Spec:
-    """What an entry of `tools.servers` says: a command or a URL, and what else.
+class Entry:
+    """A server as a config or a file has it.
 
     Attributes:
-      command: starts the server, which then talks over its standard input and output. Programs are searched where this
-        Python is, then in PATH.
-      env: variables for it. It is given these, HOME, LOGNAME, PATH, SHELL, TERM and USER, and no others. They are
-        written out with the config, so secrets belong in `env_from`.
-      env_from: variables for it, too: the name of each, with the name of the variable here that holds its value.
-      cwd: the folder it starts in; empty: this process's.
-      url: of a server that runs already and talks streamable HTTP.
-      headers: of requests to it. They are written out with the config, so secrets belong in `headers_from`.
-      headers_from: of requests to it, too: the name of each, with the name of the variable here that holds all of its
-        value, as {"Authorization": "MY_SERVER"} where MY_SERVER is "Bearer ...". It is read when the server is reached,
-        and never written.
-      seconds: of a call; past them its return is a time-out. Fewer than `task.tool_seconds`, or the agent loop's own
-        deadline comes first.
-      start_seconds: how long it may take to start and to list its tools.
-      only: names of the tools to offer; empty: all.
-      prefix: put the server's name and "_" before those of its tools, for servers whose tools have the same names.
+      values: its object under `mcpServers`.
+      where: names it in errors.
+      written: it is written out with the config, so it must hold no secret.
     """
 
-    command: tuple[str, ...] = ()
+    values: object
+    where: str
+    written: bool = True
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A server's entry and our own settings of it. Texts of the entry may hold references to environment variables.
+
+    Attributes:
+      command: program that talks over its standard input and output. It is searched where this Python is, then in PATH.
+      args: arguments of the program.
+      env: its variables. It gets these, HOME, LOGNAME, PATH, SHELL, TERM and USER, and no others.
+      cwd: folder that the program starts in; empty: this process's.
+      url: address of a running server that talks streamable HTTP.
+      headers: headers of requests to the address.
+      seconds: seconds of a call, after which its return is a time-out. They must be fewer than `task.tool_seconds`, or
+        the agent loop's own deadline comes first.
+      start_seconds: seconds that the server may take to start and to list its tools.
+      only: names of the tools to offer; empty: all.
+      prefix: put the server's name and "_" before the names of its tools, if two servers have tools of one name.
+    """
+
+    command: str = ""
+    args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
-    env_from: Mapping[str, str] = field(default_factory=dict)
     cwd: str = ""
     url: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
-    headers_from: Mapping[str, str] = field(default_factory=dict)
     seconds: float = 8.0
     start_seconds: float = 60.0
     only: tuple[str, ...] = ()
     prefix: bool = False
 
 
-_KINDS: Mapping[str, tuple[str, type | tuple[type, ...]]] = {
-    "command": ("a list of texts, as ['mcp-server-time']", (list, tuple)),
+_Kinds = Mapping[str, tuple[str, type | tuple[type, ...]]]
+
+_STANDARD: _Kinds = {
+    "type": ("'stdio' or 'http'", str),
+    "command": ("a text, as 'mcp-server-time'", str),
+    "args": ("a list of texts", (list, tuple)),
     "env": ("a mapping of texts", Mapping),
-    "env_from": ("a mapping of names to names of environment variables", Mapping),
     "cwd": ("a text", str),
     "url": ("a text", str),
     "headers": ("a mapping of texts", Mapping),
-    "headers_from": ("a mapping of names to names of environment variables", Mapping),
+}
+_OURS: _Kinds = {
     "seconds": ("a number", (int, float)),
     "start_seconds": ("a number", (int, float)),
     "only": ("a list of texts", (list, tuple)),
     "prefix": ("True or False", bool),
 }
+_OF_OTHERS = ("alwaysAllow", "autoApprove", "description", "dev", "disabled", "gallery", "version")
+"""Settings of other programs in the same files, which change nothing here."""
+
+_TYPES = {"stdio": "command", "http": "url", "streamable-http": "url", "streamableHttp": "url"}
+_FORM = '{"mcpServers": {"time": {"command": "mcp-server-time", "args": []}}}'
+_FORMER = {
+    "env_from": "write {'env': {'KEY': '${MY_VARIABLE}'}}, which takes the value from the environment variable",
+    "headers_from": "write {'headers': {'Authorization': 'Bearer ${MY_VARIABLE}'}}, which takes the value from the "
+    "environment variable",
+    "timeout": "write tools.arguments = {NAME: {'seconds': ...}}",
+    **{key: f"write tools.arguments = {{NAME: {{'{key}': ...}}}}" for key in _OURS},
+}
+"""Keys that other forms of an entry have, and the present form."""
 
 
-def read(name: str, entry: object) -> Spec:
-    """The entry of the server `name`.
+def entries(tools: config.ToolsConfig) -> dict[str, Entry]:
+    """Returns the servers of `tools.mcp` and of the file `tools.mcp_file`, by name.
 
     Raises:
-      ConfigError: it cannot be used; the message names `tools.servers.NAME` and what in it.
+      ConfigError: the file cannot be read, or one of the two is not in the standard form.
     """
-    where = f"tools.servers.{name}"
-    config.check(
-        isinstance(entry, Mapping),
-        where,
-        "must be a mapping, as {'command': ['mcp-server-time']} or {'url': 'http://'}",
-    )
-    assert isinstance(entry, Mapping)
-    for key, value in entry.items():
-        _check_value(where, key, value)
-    sequences = {key: tuple(entry[key]) for key in ("command", "only") if key in entry}
-    mappings = {key: dict(entry[key]) for key in ("env", "env_from", "headers", "headers_from") if key in entry}
-    spec = Spec(**{**entry, **sequences, **mappings})
-    config.check(bool(spec.command) != bool(spec.url), where, "needs either a command or a url")
+    found = {}
+    if tools.mcp:
+        inside = _servers(tools.mcp, "tools.mcp")
+        found = {name: Entry(values, f"tools.mcp.mcpServers.{name}") for name, values in inside.items()}
+    if not tools.mcp_file:
+        return found
+    path, where = Path(tools.mcp_file).expanduser(), "tools.mcp_file"
+    try:
+        whole = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise protocols.ConfigError(f"config.{where}: {path} cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise protocols.ConfigError(f"config.{where}: {path} is no JSON ({error})") from error
+    for name, values in _servers(whole, f"{where}: {path}").items():
+        config.check(name not in found, where, f"{path} has the server {name!r}, which tools.mcp has, too")
+        found[name] = Entry(values, f"{where}: {path}: mcpServers.{name}", written=False)
+    return found
+
+
+def _servers(whole: object, where: str) -> Mapping[str, object]:
+    # VS Code's own file calls them `servers`.
+    keys = [key for key in ("mcpServers", "servers") if isinstance(whole, Mapping) and key in whole]
+    inside = whole[keys[0]] if keys and isinstance(whole, Mapping) else None
+    if not isinstance(inside, Mapping):
+        raise protocols.ConfigError(f"config.{where}: must be of the form {_FORM}")
+    return inside
+
+
+def read(name: str, entry: Entry, arguments: Mapping[str, object]) -> Spec:
+    """Reads the entry of a server.
+
+    Args:
+      name: the server's.
+      entry: in the standard form.
+      arguments: our own settings of the server, from `tools.arguments`.
+
+    Raises:
+      ConfigError: the entry or an argument cannot be used; the message names where it is.
+    """
+    where, values, own = entry.where, entry.values, f"tools.arguments.{name}"
+    if not isinstance(values, Mapping):
+        raise protocols.ConfigError(f"config.{where}: must be a mapping, as in {_FORM}")
+    for key, value in values.items():
+        _check_standard(where, str(key), value)
+    for key, value in arguments.items():
+        _check_key(own, key, _OURS)
+        _check_kind(f"{own}.{key}", value, *_OURS[key])
+    given = {key: value for key, value in values.items() if key in _STANDARD and key != "type"}
+    tuples = {key: tuple(value) for key, value in {**given, **arguments}.items() if isinstance(value, list | tuple)}
+    spec = Spec(**{**given, **arguments, **tuples})
     for key in ("seconds", "start_seconds"):
-        value = getattr(spec, key)
-        config.check(0 < value < math.inf, f"{where}.{key}", f"must be positive and finite, not {value}")
-    for key in ("env", "headers"):
-        _check_secrets(where, key, getattr(spec, key), getattr(spec, f"{key}_from"))
-    if spec.url:
-        parts = urllib.parse.urlsplit(spec.url)
-        good = parts.scheme in ("http", "https") and bool(parts.netloc)
-        config.check(good, f"{where}.url", f"{spec.url!r} must be of the form http://HOST:PORT/PATH")
-        config.check(
-            not (spec.env or spec.env_from or spec.cwd),
-            where,
-            "env, env_from and cwd are for a server that command starts, not for a url",
-        )
-        return spec
-    for key in ("headers", "headers_from"):
-        config.check(not getattr(spec, key), f"{where}.{key}", "are for a url, not for a command")
-    folder = spec.cwd or "."
-    config.check(os.path.isdir(folder), f"{where}.cwd", f"there is no folder {folder}")
-    program = shutil.which(spec.command[0], path=_environment(spec)["PATH"])
+        seconds = getattr(spec, key)
+        config.check(0 < seconds < math.inf, f"{own}.{key}", f"must be positive and finite, not {seconds}")
+    config.check(bool(spec.command) != bool(spec.url), where, "needs either a command or a url")
+    kind = values.get("type", "stdio" if spec.command else "http")
     config.check(
-        program is not None, f"{where}.command", f"there is no program {spec.command[0]!r}; install it or give its path"
+        bool(getattr(spec, _TYPES.get(kind, ""), "")),
+        f"{where}.type",
+        f"{kind!r} does not fit; a server of a command is of type 'stdio', one of a url of type 'http' (streamable "
+        "HTTP)",
     )
+    for text in _texts(spec):
+        _check_references(where, text)
+    if spec.url:
+        _check_url(where, spec, entry.written)
+    else:
+        _check_command(where, spec)
     return spec
 
 
-def _check_value(where: str, key: object, value: object) -> None:
-    if key not in _KINDS:
-        near = difflib.get_close_matches(str(key), _KINDS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(_KINDS)}"
+def _check_standard(where: str, key: str, value: object) -> None:
+    if key in _OF_OTHERS:
+        return
+    config.check(key not in _FORMER, where, f"there is no {key!r}; {_FORMER.get(key, '')}")
+    _check_key(where, key, _STANDARD)
+    if key == "command" and isinstance(value, list | tuple) and value:
+        wanted = {"command": value[0], "args": list(value[1:])}
+        raise protocols.ConfigError(f"config.{where}.command: must be a text, and its arguments are apart: {wanted}")
+    _check_kind(f"{where}.{key}", value, *_STANDARD[key])
+
+
+def _check_key(where: str, key: str, kinds: _Kinds) -> None:
+    if key not in kinds:
+        near = difflib.get_close_matches(key, kinds, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(kinds)}"
         raise protocols.ConfigError(f"config.{where}: there is no {key!r}; {hint}")
-    told, kind = _KINDS[str(key)]
+
+
+def _check_kind(where: str, value: object, told: str, kind: type | tuple[type, ...]) -> None:
     good = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
     if isinstance(value, Mapping):
         good = good and all(isinstance(item, str) for pair in value.items() for item in pair)
     elif isinstance(value, list | tuple):
-        good = good and all(isinstance(item, str) and item for item in value)
-    config.check(good, f"{where}.{key}", f"must be {told}, not {value!r}")
+        good = good and all(isinstance(item, str) for item in value)
+    config.check(good, where, f"must be {told}, not {value!r}")
 
 
-def _check_secrets(where: str, key: str, plain: Mapping[str, str], kept: Mapping[str, str]) -> None:
-    """Of `env` or `headers`, and what is read from variables beside it. No error repeats what may be a secret."""
-    secret = next((name for name in plain if key == "headers" and name.lower() == "authorization"), "")
+def _check_url(where: str, spec: Spec, written: bool) -> None:
+    parts = urllib.parse.urlsplit(_filled(spec.url))
+    good = parts.scheme in ("http", "https") and bool(parts.netloc)
+    config.check(good, f"{where}.url", f"{spec.url!r} must be of the form http://HOST:PORT/PATH")
     config.check(
-        not secret,
-        f"{where}.headers",
-        f"must not hold {secret!r}, which would be written out with the config; put it in an environment variable and "
-        f"name that one: 'headers_from': {{{secret!r}: 'MY_VARIABLE'}}",
+        not (spec.args or spec.env or spec.cwd), where, "args, env and cwd are for a command, and this server has a url"
     )
-    for name, variable in kept.items():
-        config.check(name not in plain, f"{where}.{key}_from", f"has {name!r}, which {key} has, too")
+    for name, value in spec.headers.items():
+        secret = written and name.lower() == "authorization" and not _REFERENCE.search(value)
         config.check(
-            _VARIABLE.fullmatch(variable) is not None,
-            f"{where}.{key}_from",
-            f"{name!r} must be the name of an environment variable that holds the value, never the value itself",
-        )
-        config.check(
-            bool(os.environ.get(variable)),
-            f"{where}.{key}_from",
-            f"{name!r} names {variable}, which is not set where the server is started",
+            not secret,
+            f"{where}.headers",
+            f"must not hold {name!r} in the clear, which would be written out with the config; put the secret in an "
+            f"environment variable and write {{{name!r}: 'Bearer ${{MY_VARIABLE}}'}}",
         )
 
 
-def _held(names: Mapping[str, str]) -> dict[str, str]:
-    """The values that environment variables hold, without the line break that a file of a secret often ends with."""
-    return {name: os.environ.get(variable, "").strip() for name, variable in names.items()}
+def _check_command(where: str, spec: Spec) -> None:
+    config.check(not spec.headers, f"{where}.headers", "are for a url, and this server has a command")
+    folder = _filled(spec.cwd) or "."
+    config.check(os.path.isdir(folder), f"{where}.cwd", f"there is no folder {folder}")
+    program = shutil.which(_filled(spec.command), path=_environment(spec)["PATH"])
+    config.check(
+        program is not None, f"{where}.command", f"there is no program {spec.command!r}; install it or give its path"
+    )
+
+
+def _texts(spec: Spec) -> Iterator[str]:
+    """Yields all texts of the entry that may hold references."""
+    yield from (spec.command, *spec.args, *spec.env.values(), spec.cwd, spec.url, *spec.headers.values())
+
+
+def _check_references(where: str, text: str) -> None:
+    for name, default in _REFERENCE.findall(text):
+        config.check(
+            bool(os.environ.get(name) or default),
+            where,
+            f"refers to the environment variable {name}, which is not set where the server is started",
+        )
+    left = re.search(r"\$\{[^}]*\}", _REFERENCE.sub("", text))
+    config.check(
+        left is None, where, f"{left and left[0]} cannot be filled in here; write ${{NAME}} of an environment variable"
+    )
+
+
+def _filled(text: str) -> str:
+    """Returns the text with its references replaced."""
+    # A file of a secret often ends with a line break, which no header may hold.
+    return _REFERENCE.sub(lambda found: (os.environ.get(found[1]) or found[2] or "").strip(), text)
 
 
 def _environment(spec: Spec) -> dict[str, str]:
-    """The variables that a server is given beside those that the package hands on itself."""
+    """Returns the variables that a server gets beside those that the package hands on itself."""
     path = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)))
-    return {"PATH": path, **spec.env, **_held(spec.env_from)}
+    return {"PATH": path, **{name: _filled(value) for name, value in spec.env.items()}}
 
 
 def package() -> Any:
@@ -187,13 +282,13 @@ def package() -> Any:
         import mcp  # here: it is optional, and takes a second to import
     except ModuleNotFoundError as error:
         raise protocols.ConfigError(
-            "config.tools.servers: MCP servers need the package mcp; install it with pip install 'mcp>=2.3'"
+            "config.tools.use: MCP servers need the package mcp; install it with pip install 'mcp>=2.3'"
         ) from error
     if not hasattr(mcp, "Client"):
-        raise protocols.ConfigError("config.tools.servers: the installed mcp is too old; pip install 'mcp>=2.3'")
+        raise protocols.ConfigError("config.tools.use: the installed mcp is too old; pip install 'mcp>=2.3'")
     if not hasattr(mcp.ClientSession, "validate_tool_result"):  # `_check_results` takes its place
         raise protocols.ConfigError(
-            "config.tools.servers: the installed mcp has no ClientSession.validate_tool_result, in whose place results "
+            "config.tools.use: the installed mcp has no ClientSession.validate_tool_result, in whose place results "
             "are checked in bounded time; pip install 'mcp==2.3.0'"
         )
     return mcp
@@ -300,12 +395,12 @@ async def _piped(spec: Spec, opened: Opened, stack: contextlib.AsyncExitStack) -
     pipe, _ = await loop.connect_read_pipe(lambda: tail, os.fdopen(reading, "rb"))
     stack.callback(pipe.close)
     opened.stderr = tail
-    program, *arguments = parent_death.command(list(spec.command))
+    program, *arguments = parent_death.command([_filled(text) for text in (spec.command, *spec.args)])
     parameters = mcp.StdioServerParameters(
         command=program,
         args=arguments,
         env=_environment(spec),
-        cwd=spec.cwd or None,
+        cwd=_filled(spec.cwd) or None,
         encoding_error_handler="replace",
     )
     return mcp.stdio_client(parameters, errlog=told)
@@ -318,7 +413,9 @@ async def _over_http(spec: Spec, stack: contextlib.AsyncExitStack) -> Any:
 
     # Reading has no deadline of its own: an answer's is the call's.
     timeout = httpx2.Timeout(_CONNECT_SECONDS, read=None, pool=None)
-    headers = {**spec.headers, **_held(spec.headers_from)}
+    headers = {name: _filled(value) for name, value in spec.headers.items()}
     hooks = {"response": [_bound]}
     client = await stack.enter_async_context(httpx2.AsyncClient(headers=headers, timeout=timeout, event_hooks=hooks))
-    return streamable_http.streamable_http_client(spec.url, http_client=client, max_sse_event_size=LONGEST_ANSWER)
+    return streamable_http.streamable_http_client(
+        _filled(spec.url), http_client=client, max_sse_event_size=LONGEST_ANSWER
+    )

@@ -3,10 +3,11 @@
 A server is started or reached once a run, and all attempts share it, with whatever it keeps. Its tools have the names,
 descriptions and schemas that it lists, in front of the names its own where its entry says "prefix":
 
-    config.tools.servers = {"time": {"command": ["mcp-server-time", "--local-timezone=UTC"]}}
+    config.tools.mcp = {"mcpServers": {"time": {"command": "mcp-server-time", "args": ["--local-timezone=UTC"]}}}
     config.tools.use = ("time",)
 
-Its secrets are named, never written: "headers_from" and "env_from" have names of environment variables that hold them.
+`tools.mcp_file` names a file of this form, as Claude and VS Code have it. Secrets stay in environment variables, which
+texts refer to as `${NAME}`. Our own settings of a server, such as `only`, are in `tools.arguments` under its name.
 
 What a tool answers, its errors included, is data for the policy. A server that dies, or answers nothing any more at
 all, is infrastructure: the calls that it had raise `WorkerLost`, and it is started again.
@@ -52,7 +53,8 @@ class Server:
 
     Args:
       name: by which the config calls it.
-      entry: what its `tools.servers` entry says: `mcp_connection.Spec`.
+      entry: how it is reached.
+      arguments: our own settings of the server, such as `seconds`: see `mcp_connection.Spec`.
 
     Attributes:
       restarts: how often it has been started again.
@@ -62,9 +64,10 @@ class Server:
       ConfigError: the entry cannot be used, or the package `mcp` is missing.
     """
 
-    def __init__(self, name: str, entry: object) -> None:
+    def __init__(self, name: str, entry: mcp_connection.Entry, arguments: Mapping[str, object]) -> None:
         self.name, self.restarts = name, 0
-        self._spec = mcp_connection.read(name, entry)
+        self._where = entry.where
+        self._spec = mcp_connection.read(name, entry, arguments)
         # One that does not start is ended before it is told why.
         self.open_seconds = self._spec.start_seconds + CLOSE_SECONDS
         mcp_connection.package()
@@ -119,7 +122,7 @@ class Server:
         while not self._ended:
             problem = await self._live(opened)
             if not opened.done():
-                opened.set_exception(protocols.ConfigError(f"config.tools.servers.{self.name}: {problem}"))
+                opened.set_exception(protocols.ConfigError(f"config.{self._where}: {problem}"))
                 opened.exception()  # who opens may be gone: it is no error to be told of then
                 return
             if self._ended:
@@ -164,7 +167,7 @@ class Server:
         unknown = [name for name in self._spec.only if name not in names]
         config.check(
             not unknown,
-            f"tools.servers.{self.name}.only",
+            f"tools.arguments.{self.name}.only",
             f"the server has no tool {unknown[0] if unknown else ''!r}; it has {', '.join(names) or 'none'}",
         )
         prefix = f"{self.name}_" if self._spec.prefix else ""
@@ -308,4 +311,4 @@ def _reason(error: BaseException, spec: mcp_connection.Spec) -> str:
     said = str(error) or type(error).__name__
     if spec.url:
         return f"there is no server at {spec.url} ({said})"
-    return f"its command, {spec.command[0]!r}, ended or speaks no MCP ({said}); try it by hand"
+    return f"its command, {spec.command!r}, ended or speaks no MCP ({said}); try it by hand"

@@ -43,7 +43,7 @@ class Search:
     """Finds passages of a corpus. One for all attempts of a run: it is a `toolkit.Shared`, and its own only tool.
 
     Args:
-      path: a .jsonl or .parquet file, one passage a row.
+      path: a .jsonl, .parquet or .csv file, one passage a row.
       source: instead of a file, `"package.module:factory"` that returns passages as mappings with "id", "title" and
         "text"; their index is made for the run and removed after it.
       source_arguments: the factory's keyword arguments.
@@ -211,7 +211,7 @@ class Search:
         config.check(
             not file.is_dir(),
             f"{FIELD}.path",
-            f"{file} is a folder; name a .jsonl or .parquet file, or a factory of the passages in {FIELD}.source",
+            f"{file} is a folder; name a .jsonl, .parquet or .csv file, or a factory of the passages in {FIELD}.source",
         )
         if not file.is_file():
             try:
@@ -288,7 +288,7 @@ def _check(path: str, source: str, index: str, text_column: str) -> None:
     config.check(
         bool(path) != bool(source),
         f"{FIELD}.path",
-        'name a .jsonl or .parquet file of passages, or in source a "package.module:factory" of them, and not both',
+        'name a .jsonl, .parquet or .csv file of passages, or in source a "package.module:factory", and not both',
     )
     config.check(bool(path) or not index, f"{FIELD}.index", "is kept for a file (path); that of a source is not kept")
     config.check(bool(text_column), f"{FIELD}.text_column", "is empty: name the column of the passages' texts")

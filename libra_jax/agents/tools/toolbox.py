@@ -88,8 +88,8 @@ class Toolbox:
             config.check(
                 tool.name not in self._tools,
                 "tools",
-                f"two tools have the name {tool.name!r}; rename one (an MCP server's: "
-                '"prefix": True in its tools.servers entry)',
+                f"two tools have the name {tool.name!r}; rename one (an MCP server's: 'prefix': True in "
+                "tools.arguments under the server's name)",
             )
             named = isinstance(tool.name, str) and _NAME.fullmatch(tool.name)
             config.check(bool(named), "tools", f"{tool.name!r} is no name of a tool: take letters, digits, _ - . : /")

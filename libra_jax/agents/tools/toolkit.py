@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 from libra_jax import config, protocols
 from libra_jax.agents import deadlines, resolving
 from libra_jax.agents.sandbox import pool
-from libra_jax.agents.tools import formats, toolbox
+from libra_jax.agents.tools import formats, mcp_connection, mcp_server, toolbox
 
 SHORT_NAMES = {
     "python": "libra_jax.agents.tools.workspace:Python",
@@ -88,7 +88,10 @@ class Toolkit:
         self.names = tools.use
         self.format = formats.named(tools.format)
         self.describe, self.parallel = tools.describe, tools.parallel
-        for field, named in (("tools.arguments", tools.arguments), ("tools.servers", tools.servers)):
+        self._servers = mcp_connection.entries(tools)
+        # A file may have servers for other programs, too.
+        written = [name for name, entry in self._servers.items() if entry.written]
+        for field, named in (("tools.arguments", list(tools.arguments)), ("tools.mcp", written)):
             for name in named:
                 config.check(name in tools.use, field, f"has {name!r}, which tools.use does not name")
         self.schemas: list[dict[str, Any]] = []
@@ -103,16 +106,13 @@ class Toolkit:
 
     def _add(self, name: str) -> None:
         arguments, field = dict(self._config.arguments.get(name, {})), f"tools.arguments.{name}"
-        if name in self._config.servers:
-            config.check(not arguments, field, "an MCP server takes none; its tools.servers entry says all")
-            from libra_jax.agents.tools import mcp_server  # here: it is optional
-
-            self._shared.append((name, mcp_server.Server(name, self._config.servers[name])))
+        if name in self._servers:
+            self._shared.append((name, mcp_server.Server(name, self._servers[name], arguments)))
             return
         config.check(
             ":" in name or name in SHORT_NAMES,
             "tools.use",
-            f"there is no tool {name!r}; there are {', '.join((*SHORT_NAMES, *self._config.servers))}, and your own as "
+            f"there is no tool {name!r}; there are {', '.join((*SHORT_NAMES, *self._servers))}, and your own as "
             '"package.module:factory"',
         )
         full = SHORT_NAMES.get(name, name)

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# shellcheck disable=SC2029 # variables in the commands of hosts are meant to be read here
 set -euo pipefail
 name=mine
 project=lab
@@ -31,7 +32,6 @@ command=(
   --workdir=/shared/mine
 )
 
-# shellcheck shell=bash disable=SC2154,SC2029 # launch/tpu.py writes the variables above; they are meant to be read here
 # A run whose trainer is a pod of Cloud TPU VMs, and whose rollout is on other hosts: asks for the pod, joins all hosts
 # by Ray, and runs the driver on the pod's first. Started again, it goes on where it was.
 
@@ -81,7 +81,7 @@ if [ -n "$setup" ]; then
   for host in "${rollout_hosts[@]}"; do ssh "$host" "$setup"; done
 fi
 
-echo "Joining $hosts hosts of the pod and ${#rollout_hosts[@]} of rollout ..." >&2
+echo "Joining $hosts hosts of the pod and 1 of rollout ..." >&2
 # Whoever reaches Ray could run code in it: every peer shows this token, which travels by standard input alone.
 token=$(openssl rand -hex 32)
 store='umask 077; mkdir -p ~/.ray; cat >~/.ray/auth_token'

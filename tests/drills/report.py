@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich import table as rich_table
 
-from drilling import judging
+from tests.drills import judging
 
 WIDTH = 200
 SENTENCES = 3

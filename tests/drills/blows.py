@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from drilling import judging, processes, runs
 from libra_jax import protocols
+from tests.drills import judging, processes, runs
 
 FIRST_STEP = 2
 """No blow comes before this step: what happens while a run starts is another matter."""

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import coordinator
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.coordinator import dispatch, failure, instances
@@ -22,6 +21,7 @@ from libra_jax.scheduling import registry
 from libra_jax.simulator import clock, world
 from libra_jax.telemetry import memory
 from libra_jax.weights import relay_tree, sync
+from tests.benchmarks import coordinator
 
 PUBLICATION_COSTS = ("engine_update", "engine_chunk", "host_chunk")
 

@@ -25,10 +25,10 @@ from typing import Any
 import psutil
 
 import cli
-from benchmarks import compiled
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.scheduling import registry
+from tests.benchmarks import compiled
 
 LIVE = 100_000
 AWAY = 60_000
@@ -129,7 +129,7 @@ def measure(policy: str = "cmlfq", returns: int = RETURNS) -> dict[str, Any]:
             compiled.build(Path(name))
         except protocols.ConfigError as error:
             return {**figures, "compiled": str(error)}
-        made = compiled.run(Path(name), ["-m", "benchmarks.scheduler", policy, str(returns)], seconds=SECONDS)
+        made = compiled.run(Path(name), ["-m", "tests.benchmarks.scheduler", policy, str(returns)], seconds=SECONDS)
     if made.returncode:
         raise protocols.LibraError(f"the compiled scheduler could not be measured: {made.stderr.strip()[-300:]}")
     own = json.loads(made.stdout)

@@ -21,9 +21,9 @@ from pathlib import Path
 
 import psutil
 
-from drilling import blows, clusters, judging, network_hosts, processes, runs, settings
 from libra_jax import protocols
 from libra_jax.cluster import guard
+from tests.drills import blows, clusters, judging, network_hosts, processes, runs, settings
 
 CUT_SECONDS = 30.0
 _PORT = 6379

@@ -1,7 +1,7 @@
 """Drills: real runs over emulated hosts that lose a process, a host, their network, their disk or the right time.
 
-  python launch/drills.py --workdir=drills                      # all of them, with vLLM: half an hour on two idle cores
-  python launch/drills.py --workdir=drills --only=kills --runs=3 --engine=fake
+  python -m tests.drills --workdir=drills                      # all of them, with vLLM: half an hour on two idle cores
+  python -m tests.drills --workdir=drills --only=kills --runs=3 --engine=fake
 
   kills       kill -9 of every kind of actor, of the driver, of Ray's raylets and of whole hosts, a run each
   partition   30 seconds without a network between the hosts that train and those that roll out
@@ -30,8 +30,8 @@ from absl import flags
 from rich import console
 
 import cli
-from drilling import faults, judging, kills, partition, report, runs
 from libra_jax import protocols
+from tests.drills import faults, judging, kills, partition, report, runs
 
 _RUNS = flags.DEFINE_integer("runs", 20, "Runs of the drill kills, each of which is hit once.", lower_bound=1)
 _SEED = flags.DEFINE_integer("seed", 0, "Of victims and moments.", lower_bound=0)

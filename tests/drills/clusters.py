@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import psutil
 
-from drilling import processes, runs
 from libra_jax.cluster import emulated
+from tests.drills import processes, runs
 
 UP_SECONDS = 300.0
 """For hosts to be up, on a machine with much else to do."""

@@ -38,7 +38,7 @@ def measure() -> dict[str, Any]:
     }
     try:
         result = subprocess.run(
-            [sys.executable, "-m", "benchmarks.resize"],
+            [sys.executable, "-m", "tests.benchmarks.resize"],
             env=environment,
             capture_output=True,
             text=True,
@@ -56,11 +56,11 @@ def measure() -> dict[str, Any]:
 def _child() -> dict[str, Any]:
     import jax
 
-    from benchmarks import models
     from libra_jax import config as configuration
     from libra_jax.models import config as model_config
     from libra_jax.training import learner as learner_lib
     from libra_jax.training import packing, resize, state
+    from tests.benchmarks import models
 
     shape = models.hundred_million()
     data, fsdp, tensor = LARGE

@@ -3,7 +3,7 @@
 Two layouts, by the config's argument: "wide" has a trainer of two processes on two hosts and an instance on a third;
 "hybrid" a trainer on one host and two instances on two, one of which may help to train; "narrow" one of each.
 
-  python launch/train.py --config=launch/drilling/settings.py:narrow
+  python launch/train.py --config=tests/drills/settings.py:narrow
 """
 
 from libra_jax import config as libra_config
@@ -26,11 +26,11 @@ def get_config(layout: str = "narrow") -> libra_config.RunConfig:
     config.model.attention_chunk = 64
 
     config.task.source = "libra_jax.agents.calculator:task_source"
-    config.task.environment = "drilling.errand:environment"
+    config.task.environment = "tests.drills.errand:environment"
     config.task.max_turns = 1
     config.tools.use = ("python",)
     config.sandbox.memory_mib = 128
-    config.reward.functions = {"digits": {"factory": "drilling.errand:reward"}}  # it has an actor of its own
+    config.reward.functions = {"digits": {"factory": "tests.drills.errand:reward"}}  # it has an actor of its own
 
     config.rollout.slots = 8
     config.rollout.max_context = 256

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import models
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.cluster import create as cluster_create
 from libra_jax.coordinator import handover, process_set, replicas
 from libra_jax.models import config as model_config
 from libra_jax.telemetry import memory
+from tests.benchmarks import models
 
 PLAIN_STEPS, STEPS_AFTER = 4, 4
 TOKENS, SEQUENCES = 128, 8

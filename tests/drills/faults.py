@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from drilling import blows, clusters, judging, processes, runs, settings
+from tests.drills import blows, clusters, judging, processes, runs, settings
 
 GRACE_SECONDS = 20.0
 """Of `deadlines.grace`, as `settings` has it: what a scheduler gives."""

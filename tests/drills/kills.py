@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import psutil
 
-from drilling import blows, clusters, judging, processes, runs, settings
 from libra_jax import protocols
 from libra_jax.cluster import emulated
+from tests.drills import blows, clusters, judging, processes, runs, settings
 
 SEARCH_SECONDS = 20.0
 """How long a victim is looked for: sandboxes come and go."""

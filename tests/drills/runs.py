@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from drilling import judging, settings
 from libra_jax import protocols
 from libra_jax.cluster import guard
+from tests.drills import judging, settings
 
 ROOT = Path(__file__).resolve().parents[2]
 IN_ROOT = ("sh", "-c", 'cd "$0" && exec "$@"', str(ROOT))
@@ -84,7 +84,7 @@ class Run:
         self._plan = plan
         self._arguments = [
             "launch/train.py",
-            f"--config=launch/drilling/settings.py:{layout}",
+            f"--config=tests/drills/settings.py:{layout}",
             f"--config.rollout.engine={plan.engine}",
             f"--config.steps={plan.steps}",
             f"--workdir={self.workdir}",

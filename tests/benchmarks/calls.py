@@ -20,13 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import coordinator, planner, publishing, scheduler
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.cluster import create as cluster_create
 from libra_jax.planning import robust, scale
 from libra_jax.scheduling import registry
 from libra_jax.telemetry import files, status
+from tests.benchmarks import coordinator, planner, publishing, scheduler
 
 SHAPES = (
     coordinator.Shape(1, 1, 16),
@@ -228,7 +228,7 @@ def _median(work: Callable[[], object], rounds: int) -> float:
 
 
 def as_values(measured: Measured) -> dict[str, Any]:
-    """What the file of launch/scale.py has of it."""
+    """What launch/scale.py --costs reads."""
     return {
         "costs": dataclasses.asdict(measured.costs),
         "embedded": measured.embedded,

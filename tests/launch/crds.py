@@ -31,7 +31,7 @@ def check(manifest: Mapping[str, Any], definition: Path) -> None:
     if problems:
         named = "; ".join(f"{error.json_path.removeprefix('$.')}: {error.message}" for error in problems[:SHOWN])
         more = f" (and {len(problems) - SHOWN} more)" if len(problems) > SHOWN else ""
-        raise ConfigError(f"--crd={definition}: the {manifest['kind']} is not as this definition has it: {named}{more}")
+        raise ConfigError(f"{definition}: the {manifest['kind']} is not as this definition has it: {named}{more}")
 
 
 def strict(schema: Any) -> Any:
@@ -66,7 +66,7 @@ def _schema(manifest: Mapping[str, Any], definition: Path) -> dict[str, Any]:
     try:
         documents = list(yaml.load_all(definition.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise DataError(f"--crd={definition}: cannot be read ({error})") from error
+        raise DataError(f"{definition}: cannot be read ({error})") from error
     for spec in (entry.get("spec", {}) for entry in documents if isinstance(entry, Mapping)):
         if spec.get("group") != group or spec.get("names", {}).get("kind") != manifest["kind"]:
             continue
@@ -76,6 +76,6 @@ def _schema(manifest: Mapping[str, Any], definition: Path) -> dict[str, Any]:
                 schema["properties"] = {**schema.get("properties", {}), **_META}
                 return schema
     raise DataError(
-        f"--crd={definition}: defines no {manifest['kind']} of {manifest['apiVersion']}; get the cluster's with: "
+        f"{definition}: defines no {manifest['kind']} of {manifest['apiVersion']}; get the cluster's with: "
         f"kubectl get crd {manifest['kind'].lower()}s.{group} -o yaml"
     )

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from drilling import processes
+from tests.drills import processes
 
 STEP = re.compile(r"step +(\d+)/\d+  ")
 _PROGRESS = re.compile(r"step +\d+/|libra-jax · |[\w.-]+: (idle|training step|training|starting|reading|saving)")

@@ -40,12 +40,12 @@ def build(folder: Path) -> None:
 
 
 def run(folder: Path, arguments: list[str], *, seconds: float) -> subprocess.CompletedProcess[str]:
-    """Runs this interpreter with these arguments, the compiled scheduler and launch/ first on its path.
+    """Runs this interpreter with these arguments, the compiled scheduler first on its path.
 
     Raises:
       ConfigError: it took longer than `seconds`.
     """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT / "launch")])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT), str(ROOT / "launch")])}
     try:
         return subprocess.run(
             [sys.executable, *arguments],

@@ -1,0 +1,62 @@
+"""Fills the templates of launch/templates. No value can end the line or the text that it stands in."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import markupsafe
+import yaml
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+def shell(template: str, **values: object) -> str:
+    """Returns a script; in its template, `value | quote` stands for one word of a shell's."""
+    environment = _environment()
+    environment.filters["quote"] = lambda value: shlex.quote(str(value))
+    return environment.get_template(template).render(values)
+
+
+def manifests(template: str, **values: object) -> list[dict[str, Any]]:
+    """Returns the objects of a YAML template, in which every value is written as JSON, which YAML contains."""
+    # autoescape marks what a macro returns, which has been written already.
+    environment = _environment(autoescape=True, finalize=_as_json)
+    return [entry for entry in yaml.safe_load_all(environment.get_template(template).render(values)) if entry]
+
+
+def _environment(**options: Any) -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        **options,
+    )
+
+
+def _as_json(value: object) -> markupsafe.Markup:
+    return value if isinstance(value, markupsafe.Markup) else markupsafe.Markup(json.dumps(value, default=dict))
+
+
+def dump(objects: list[dict[str, Any]]) -> str:
+    """Returns the objects as YAML, keys sorted, so that two of them differ only where they differ."""
+    return yaml.dump_all(objects, Dumper=_Dumper, sort_keys=True, explicit_start=True, width=120)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes text of several lines as such, and every object in full."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+
+
+_Dumper.add_representer(str, _text)

@@ -1,0 +1,48 @@
+"""Measures single parts; launch/benchmark.py measures what a run needs of a machine.
+
+python -m tests.benchmarks [--only=scheduler,planner] [--output=benchmark.json]
+
+relay        weight sync through a weight relay
+resize       a change of the trainer's mesh in one process
+moves        a trainer that moves to another process, and a hybrid worker that joins training
+drain        rollout while an engine sleeps and wakes
+coordinator  CPU time of the coordinator for a request
+scheduler    decisions a second, plain and compiled
+sandbox      Python calls a second
+search       queries of the search tool over a million passages
+planner      the search for a plan, by the number of accelerators
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from absl import flags
+
+import cli
+from benchmarks import report
+from tests.benchmarks import coordinator, drain, moves, planner, relay, resize, sandbox, scheduler, search
+
+_ROUNDS = flags.DEFINE_integer("rounds", 5, "Measurements of relay and sandbox.", lower_bound=1)
+
+
+def _planner() -> dict[str, object]:
+    output = report.OUTPUT.value
+    return planner.measure(Path(output).with_suffix(".planner.svg") if output else None)
+
+
+PARTS: report.Parts = {
+    "relay": lambda: asyncio.run(relay.measure(_ROUNDS.value)),
+    "resize": resize.measure,
+    "moves": lambda: asyncio.run(moves.measure()),
+    "drain": lambda: asyncio.run(drain.measure()),
+    "coordinator": lambda: asyncio.run(coordinator.measure()),
+    "scheduler": scheduler.measure,
+    "sandbox": lambda: asyncio.run(sandbox.measure(_ROUNDS.value)),
+    "search": lambda: asyncio.run(search.measure()),
+    "planner": _planner,
+}
+
+if __name__ == "__main__":
+    cli.run(report.main(PARTS))
