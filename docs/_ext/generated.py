@@ -90,7 +90,7 @@ def config_pages() -> Iterator[tuple[str, str]]:
             if name.partition(".")[0] != section if section else "." in name:
                 continue
             facts = [f"`{_plain(kinds[name])}`", f"default `{setting.default}`", *filter(None, [unit(name)])]
-            lines += [f":::{{confval}} {name}", "", ", ".join(facts) + ".", "", _sentence(setting.meaning), ":::", ""]
+            lines += [f":::{{confval}} {name}", "", ", ".join(facts) + ".", "", _escaped(setting.meaning), ":::", ""]
         yield f"config_{title}.md", "\n".join(lines)
     yield "config.md", _listing("Config fields", CONFIG_INTRODUCTION, names)
 
@@ -109,7 +109,7 @@ def _plain(kind: str) -> str:
 
 
 def _sentence(text: str) -> str:
-    """Returns a comment with a capital and a full stop."""
+    """Returns a phrase with a capital and a full stop."""
     return _escaped(f"{text[:1].upper()}{text[1:]}".rstrip(".") + ".")
 
 

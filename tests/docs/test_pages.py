@@ -10,6 +10,9 @@ import pytest
 PLAIN_ROOTS = ("README.md", "CHANGELOG.md", "docs")
 """Files and folders in which the words below are refused. Rooms of the code are added as they are rewritten."""
 
+ENDINGS = (".md", ".py", ".sh", ".svg", ".yaml", ".jinja", ".sbatch")
+"""Endings of the files that are read there."""
+
 BANNED = (
     r"anew",
     r"whoever",
@@ -57,7 +60,7 @@ def plain_files() -> list[pathlib.Path]:
         text=True,
         check=True,
     ).stdout.split()
-    return [pages.ROOT / name for name in listed if name.endswith((".md", ".py", ".sh", ".svg"))]
+    return [pages.ROOT / name for name in listed if name.endswith(ENDINGS)]
 
 
 def test_no_page_uses_a_banned_word():
