@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import absent_modules  # noqa: F401 (see there)
-import hub
 from absl import flags
 from rich import console, table
 
@@ -31,6 +30,7 @@ import cli
 import wiring
 from libra_jax import config as libra_config
 from libra_jax import protocols
+from libra_jax.models import hub
 from libra_jax.planning import costs, demand, hardware, meshes, profiles, streams
 from libra_jax.simulator import recording, twin
 

@@ -6,15 +6,13 @@ import os
 from importlib import metadata
 from pathlib import Path
 
-import placement
-
 import wiring
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.agents import factories, resolving, tokenizers
 from libra_jax.agents.rewards import composition
 from libra_jax.agents.tools import toolkit
-from libra_jax.cluster import hosts
+from libra_jax.cluster import hosts, placement
 from libra_jax.engines import logprob_contract
 from libra_jax.models import config as model_config
 from libra_jax.models import feasibility

@@ -8,16 +8,15 @@ from collections.abc import Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
-import memory
-import placement
 import yaml
 
 import wiring
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.agents import factories
-from libra_jax.cluster import hosts
+from libra_jax.cluster import hosts, placement
 from libra_jax.models import config as model_config
+from libra_jax.planning import memory
 from libra_jax.telemetry import redaction
 
 PROMPT_CHARACTERS = 60

@@ -1,7 +1,7 @@
-"""What the launchers of jobs share: flags of one name and one meaning, and the run that these describe.
+"""Flags that the launchers of jobs share, with one name and one meaning, and the run that they describe.
 
 launch/slurm.py, launch/kubernetes.py and launch/tpu.py all have --config, --plan, --workdir and --dry_run; of the
-others each has those that its cluster can heed.
+others, each has those that its cluster has a use for.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from pathlib import Path
 
 import changes
 import cleartext
-import hub
 import overrides
 from absl import flags
 from ml_collections import config_flags
@@ -22,6 +21,7 @@ from ml_collections import config_flags
 import checks
 import cli
 from libra_jax import config as libra_config
+from libra_jax.models import hub
 from libra_jax.protocols import ConfigError, DataError
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -44,7 +44,7 @@ _PART = r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*"
 _REFERENCE = re.compile(
     rf"(?:[A-Za-z0-9.-]+(?::\d+)?/)?{_PART}(?:/{_PART})*(?::\w[\w.-]{{0,127}})?(?:@[A-Za-z0-9+._-]+:[0-9a-fA-F]{{32,}})?"
 )
-"""Of an image: its registry, its name, its tag, its digest (github.com/distribution/reference)."""
+"""An image's registry, name, tag and digest (github.com/distribution/reference)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Run:
     """The run that is submitted.
 
     Attributes:
-      config: as its driver will have it, with the job's own Ray for its cluster; not validated yet.
-      arguments: of launch/train.py, but for the workdir.
+      config: the driver's config, with the job's own Ray for its cluster; not validated yet.
+      arguments: arguments of launch/train.py, without the workdir.
       allow_changes: names of --allow_changes, for `workdirs.open_workdir`.
     """
 
@@ -62,7 +62,7 @@ class Run:
     allow_changes: tuple[str, ...] = ()
 
     def validate(self) -> None:
-        """Checks the config as far as this machine can: hosts may have a model that is not here.
+        """Checks the config as far as this machine can. The hosts may have a model that is not here.
 
         The shape of a model that is named by its Hugging Face id is read from its config.json, which the hub has.
 
@@ -78,46 +78,46 @@ class Run:
 
 
 def grace() -> flags.FlagHolder[int]:
-    """--grace, in seconds; for `check_grace`."""
+    """Defines --grace, in seconds; `check_grace` checks it."""
     text = "Seconds from when the run is told to end until it is killed; at least config.deadlines.grace."
     return flags.DEFINE_integer("grace", 120, text, lower_bound=1, upper_bound=65_535)
 
 
 def retries(not_counted: str) -> flags.FlagHolder[int]:
-    """--retries, and what does not count."""
-    text = f"Times that a run is started anew after it lost what it needs{not_counted}."
+    """Defines --retries; the help text adds what does not count."""
+    text = f"Times that a run is started again after it lost what it needs{not_counted}."
     return flags.DEFINE_integer("retries", 3, text, lower_bound=0)
 
 
 def image() -> flags.FlagHolder[str]:
-    """--image."""
+    """Defines --image; `check_image` checks it."""
     return flags.DEFINE_string("image", "", "Container image that each host's part runs in.")
 
 
 def cpus_per_host(otherwise: str) -> flags.FlagHolder[int]:
-    """--cpus_per_host, and what 0 means."""
+    """Defines --cpus_per_host; the help text says what 0 means."""
     return flags.DEFINE_integer("cpus_per_host", 0, f"Cores of each host; 0: {otherwise}.", lower_bound=0)
 
 
 def setup() -> flags.FlagHolder[str]:
-    """--setup; for `check_text`."""
+    """Defines --setup; `check_text` checks it."""
     return flags.DEFINE_string("setup", "", "Shell line before the run on each host, like 'module load cuda'.")
 
 
 def environment(by_name: str) -> flags.FlagHolder[list[str]]:
-    """--environment, for `variables`, and what a name without a value means."""
+    """Defines --environment, which `variables` reads; the help text says what a name without a value means."""
     return flags.DEFINE_multi_string("environment", [], f"NAME=VALUE{by_name}; may be repeated.")
 
 
 def output() -> flags.FlagHolder[str | None]:
-    """--output, for `show`."""
+    """Defines --output, which `show` writes."""
     return flags.DEFINE_string(
         "output", None, "File to write what is submitted to, too; a dry run prints nothing then."
     )
 
 
 def run() -> Run:
-    """The run that --config, the settings beside it and --plan describe.
+    """Returns the run that --config, the settings beside it and --plan describe.
 
     Raises:
       ConfigError: a setting is wrong, looks like a secret, is of several lines, or has the run join another cluster.
@@ -125,7 +125,7 @@ def run() -> Run:
     """
     _check_lines()
     flag = flags.FLAGS["config"]
-    given = overrides.arguments(flag)  # first: what is wrong with a secret would be told in an error
+    given = overrides.arguments(flag)  # first: another error could show a secret
     values = overrides.values(flag, PLAN.value)
     if values["cluster"]["address"] not in ("", "auto"):
         raise ConfigError(
@@ -168,7 +168,7 @@ def _check_lines() -> None:
 
 
 def check_grace(seconds: int, config: libra_config.RunConfig) -> None:
-    """Raises ConfigError where the run would be killed before it has saved what it has to."""
+    """Raises ConfigError if the run would be killed before it can save its checkpoint."""
     if seconds < config.deadlines.grace:
         raise ConfigError(
             f"--grace={seconds}: told to stop, the run takes up to {config.deadlines.grace:g} s "
@@ -188,7 +188,7 @@ def check_image(image: str) -> None:
 
 
 def check_text(flag: str, text: str, instead: str) -> None:
-    """Raises ConfigError where a shell's text holds a secret in the clear; says what to do `instead`."""
+    """Raises ConfigError if a shell's text holds a secret in the clear; `instead` is what to do."""
     cleartext.refuse(f"--{flag}", "it", text, instead)
     for name, value in re.findall(r"([\w.-]+)=([^\s,;]+)", text):
         if not value.lstrip("'\"").startswith(("$", "`")):  # which stands for a value that is elsewhere
@@ -196,11 +196,11 @@ def check_text(flag: str, text: str, instead: str) -> None:
 
 
 def variables(lines: Sequence[str], instead: str) -> tuple[dict[str, str], list[str]]:
-    """What --environment says: the variables with values, and the names of those without.
+    """Reads --environment: returns the variables with values, and the names of those without.
 
     Args:
-      lines: the flag's.
-      instead: what to do with a secret, {name} being the variable.
+      lines: the flag's values.
+      instead: what to do with a secret; {name} stands for the variable.
 
     Raises:
       ConfigError: one has no name of a variable, or looks like a secret.
@@ -219,7 +219,7 @@ def variables(lines: Sequence[str], instead: str) -> tuple[dict[str, str], list[
 
 
 def show(text: str, file: str | None) -> None:
-    """Writes what is submitted where --output says; prints it in a dry run without one."""
+    """Writes what is submitted to the file of --output. A dry run without --output prints it."""
     if file:
         cli.check_output(Path(file))
         Path(file).write_text(text)

@@ -40,10 +40,10 @@ from libra_jax import protocols
 from libra_jax.cluster import hosts
 
 APPLY_SECONDS = 120.0
-"""In which the cluster has to take a manifest."""
+"""Deadline for the cluster to take a manifest, in seconds."""
 
 CPUS = 8
-"""Of a host, where --cpus_per_host does not say."""
+"""CPUs of a host without --cpus_per_host."""
 
 _BY_PLATFORM: dict[str, tuple[manifests.Accelerator, manifests.Accelerator]] = {
     "cuda": ("gpu", "gpu"),
@@ -57,7 +57,7 @@ _KIND = flags.DEFINE_enum("kind", "rayjob", ["rayjob", "jobset"], "What to rende
 _NAME = flags.DEFINE_string("name", None, "Name of the object; default <config>-<hash of config>.")
 _IMAGE = job_flags.image()
 _REPOSITORY = flags.DEFINE_string("repository", "/libra-jax", "Folder of the repository in the image.")
-_NAMESPACE = flags.DEFINE_string("namespace", "", "Namespace; default: that of whoever applies the manifest.")
+_NAMESPACE = flags.DEFINE_string("namespace", "", "Namespace; default: that of kubectl's context.")
 _SERVICE_ACCOUNT = flags.DEFINE_string("service_account", "", "Service account of the pods.")
 _PULL_SECRET = flags.DEFINE_string("pull_secret", "", "Secret to pull the image with.")
 _QUEUE = flags.DEFINE_string("queue", "", "Kueue's local queue.")
@@ -237,7 +237,7 @@ def _quantity(flag: str, text: str) -> str:
 
 
 def _slug(name: str) -> str:
-    """A name as Kubernetes wants it; what is too long loses its middle, not the hash at its end."""
+    """Returns a name as Kubernetes wants it. A long one loses its middle, not the hash at its end."""
     plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     plain = plain if plain[:1].isalpha() else f"run-{plain}"
     ending = plain[-9:]

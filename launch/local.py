@@ -5,7 +5,8 @@
 
 Each host is a Ray node with an address of its own on the loopback network. A script after `--` is told where they are
 by flags (`--config.cluster.backend`, `.address` and `.accelerators_per_host`); any other command by RAY_ADDRESS. Hosts
-end with the command, whatever ends it or this script. --kill_host=3 --kill_after=60 cuts a host's power in the middle.
+end with the command or this script, also if these are killed. --kill_host=3 --kill_after=60 cuts a host's power in the
+middle.
 """
 
 from __future__ import annotations
@@ -29,9 +30,13 @@ from libra_jax.cluster import emulated, guard
 from libra_jax.cluster import hosts as layouts
 
 _HOSTS = flags.DEFINE_integer("hosts", 2, "Hosts; more than the run takes are spare.", lower_bound=1)
-_EACH = flags.DEFINE_integer("accelerators_per_host", 1, "Of each host; CPU cores stand for them.", lower_bound=1)
+_EACH = flags.DEFINE_integer(
+    "accelerators_per_host", 1, "Accelerators of each host; CPU cores stand for them.", lower_bound=1
+)
 _TRAIN = flags.DEFINE_integer(
-    "train_hosts", None, "So many, the first, may only train, and the others only roll out; default: any does either."
+    "train_hosts",
+    None,
+    "Number of the first hosts that only train; the others only roll out. Default: any host does either.",
 )
 _START = flags.DEFINE_float("start_seconds", 120.0, "Deadline for the hosts to be up.", lower_bound=1.0)
 _KILL = flags.DEFINE_integer("kill_host", None, "Host that loses its power; 0 has the command and Ray's head.")
@@ -64,7 +69,7 @@ def _roles(count: int, train: int | None) -> dict[int, layouts.Role]:
 
 
 def told(command: Sequence[str], address: str, each: int) -> list[str]:
-    """The command; a script is told of the hosts, as far as it has not been told otherwise."""
+    """Returns the command. A script gets flags that name the hosts, except those that it has already."""
     if not command[0].endswith(".py"):
         return list(command)
     settings = {"backend": "ray", "address": address, "accelerators_per_host": each}

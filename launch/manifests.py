@@ -148,7 +148,7 @@ def documents(job: Job, kind: Kind) -> list[dict[str, Any]]:
         )
     if kind == "jobset" and not job.token_secret:
         raise ConfigError(
-            "--ray_token_secret: a JobSet needs one, because whoever reaches Ray in the cluster's network could run "
+            "--ray_token_secret: a JobSet needs one, because anyone who reaches Ray in the cluster's network could run "
             "code in it; make it with: kubectl create secret generic ray-token --from-literal=auth_token="
             "$(openssl rand -hex 32)"
         )

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import hub
-
 import wiring
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.models import config as model_config
+from libra_jax.models import hub
 from libra_jax.planning import costs, demand, forecast, plans, profiles, search, uncertainty
 from libra_jax.simulator import comparison, lengths, scripts, settings, traces, workloads
 

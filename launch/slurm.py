@@ -5,11 +5,12 @@
       --train_partition=h100 --rollout_partition=l40s --time=1-00:00:00
 
 How many hosts, and what of each, comes from the config (`cluster.accelerators_per_host`; 0: one host). The job's number
-goes to standard output, and everything else to standard error. The workdir, the folder it is submitted from and this
-repository have to be where all hosts see them.
+goes to standard output, and everything else to standard error. All hosts have to see the workdir, this repository and
+the folder that the job is submitted from.
 
-Told by Slurm that it has to end (--grace seconds before that), a run saves a checkpoint and the job queues up again, as
-it does --retries times where the run lost a host that it needs; killed without notice, it goes on from the last one.
+--grace seconds before Slurm ends the job, the run saves a checkpoint, and the job queues up again. If the run lost a
+host that it needs, the job queues up again, too, --retries times. A run that is killed without notice goes on from its
+last checkpoint.
 `<workdir>/logs/latest` has the logs of the last attempt: the driver's in train.log, each host's, and Ray's own where
 the run did not finish.
 
@@ -86,7 +87,7 @@ def main() -> None:
 
 
 def _submit(run: job_flags.Run, workdir: Path, script: str) -> str:
-    """The job's number. A workdir that was made for a job that is refused is gone again.
+    """Submits the script and returns the job's number. A workdir made for a job that Slurm refuses is removed.
 
     Raises:
       ConfigError: another config or a running job has the workdir.
@@ -135,7 +136,7 @@ def _settings() -> slurm_job.Settings:
 
 
 def _check_partitions(job: slurm_job.Job) -> None:
-    """Compares with what Slurm has, where it can be asked: a dry run may be anywhere, and sbatch has the last word."""
+    """Compares the job with Slurm's partitions, if Slurm can be asked. A dry run may be anywhere; sbatch decides."""
     if not shutil.which("sinfo"):
         return
     try:
@@ -147,7 +148,7 @@ def _check_partitions(job: slurm_job.Job) -> None:
 
 
 def _run(*command: str) -> str:
-    """A command of Slurm's, and what it prints.
+    """Runs a command of Slurm's and returns what it prints.
 
     Raises:
       LibraError: it fails, or does not answer.

@@ -2,7 +2,7 @@
 
 The head starts Ray, waits until all hosts have joined, and runs the driver. The other hosts join and stay until the
 driver has ended. Ray has a folder of its own on each host, ports by the job's number, and a process group that ends
-with this process. (Ray's own `symmetric-run` ends every Ray that it finds on a host, whoever started it.)
+with this process. (Ray's own `symmetric-run` ends every Ray that it finds on a host, those of other runs too.)
 
 The file `ended` in the attempt's folder says how the run ended:
 
@@ -51,7 +51,7 @@ PORTS = (
 """Flags of `ray start` for ports that other processes have to know. The first two are the head's."""
 
 CPUS = 1024
-"""Cores that Ray is told of: a host must have room for every actor laid out there. Slurm grants the real ones."""
+"""Cores that Ray counts: a host must have room for every actor laid out there. Slurm grants the real ones."""
 
 START_SECONDS, END_SECONDS, LOOK_SECONDS = 300.0, 30.0, 1.0
 

@@ -10,15 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import job_flags
-import placement
 import rendering
 
 from libra_jax import config as libra_config
-from libra_jax.cluster import hosts
+from libra_jax.cluster import hosts, placement
 from libra_jax.protocols import ConfigError
 
 EXPORTED = ("HOME", "LANG", "LOGNAME", "PATH", "SHELL", "USER")
-"""Variables that a job has from whoever submits it, beside those that are asked for by name."""
+"""Variables of the submitting shell that a job gets, beside those that --environment names."""
 
 _TIME = re.compile(r"\d+|\d+:\d+|\d+:\d+:\d+|\d+-\d+|\d+-\d+:\d+|\d+-\d+:\d+:\d+")
 _GPUS = re.compile(r"gpu(?::[^:,()]+)?:(\d+)")
@@ -26,25 +25,25 @@ _GPUS = re.compile(r"gpu(?::[^:,()]+)?:(\d+)")
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What the flags say; empty is not given.
+    """The launcher's flags; an empty one is not given.
 
     Attributes:
-      partition: of all hosts.
-      train_partition: of those that train; with `rollout_partition`.
-      rollout_partition: of those that roll out.
-      time: longest, as Slurm writes it.
-      options: for sbatch, of every kind of host alike.
+      partition: partition of all hosts.
+      train_partition: partition of the hosts that train; with `rollout_partition`.
+      rollout_partition: partition of the hosts that roll out.
+      time: longest time, as Slurm writes it.
+      options: further options for sbatch, for every kind of host.
       nodelist: hosts to take.
       cpus_per_host: cores of each host; 0: as the partition has it.
-      exclusive: hosts are the job's alone.
-      requeue: it goes on after it was pre-empted, or its time was over.
+      exclusive: whether no other job may share the hosts.
+      requeue: whether the job goes on after a pre-emption or the end of its time.
       grace: seconds between the signal to stop and the end.
-      retries: times that it goes on after it lost a host that it needs.
-      environment: `NAME=VALUE`, or `NAME` of a variable of whoever submits.
-      image: that pyxis runs each host's part in.
-      container_mounts: likewise.
-      setup: shell line before anything of ours.
-      python: of every host.
+      retries: times that the job goes on after it lost a host that it needs.
+      environment: `NAME=VALUE`, or `NAME` of a variable of the submitting shell.
+      image: container image in which pyxis runs each host's part.
+      container_mounts: what pyxis mounts there.
+      setup: shell line before the run on each host.
+      python: Python of every host.
     """
 
     partition: str = ""
@@ -70,11 +69,11 @@ class Part:
     """Hosts of one kind.
 
     Attributes:
-      partition: where they are; empty is Slurm's default.
-      hosts: how many.
-      gpus: of each.
+      partition: their partition; empty is Slurm's default.
+      hosts: their number.
+      gpus: GPUs of each.
       comment: what they do.
-      options: of sbatch.
+      options: options for sbatch.
     """
 
     partition: str
@@ -86,34 +85,38 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What the template is filled with; it shows what each is for."""
+    """The values of the template, which shows what each is for."""
 
     name: str
-    title: str
     folder: str
     workdir: str
     launch: str
-    python: str
     arguments: tuple[str, ...]
     export: tuple[str, ...]
     environment: Mapping[str, str]
-    requeue: bool
-    grace: int
-    retries: int
-    setup: str
     container: tuple[str, ...]
-    hosts: int
     parts: tuple[Part, ...]
+    settings: Settings
+
+    @property
+    def title(self) -> str:
+        """What the hosts do."""
+        return "; ".join(part.comment for part in self.parts)
+
+    @property
+    def hosts(self) -> int:
+        """Number of all hosts."""
+        return sum(part.hosts for part in self.parts)
 
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """One of Slurm's.
+    """A partition of Slurm's.
 
     Attributes:
       name: its name.
       nodes: for each kind of node, how many there are and how many GPUs each has.
-      is_default: a job that names none gets this one.
+      is_default: whether a job that names none gets this one.
     """
 
     name: str
@@ -130,40 +133,33 @@ def make(
     workdir: Path,
     known: Mapping[str, str],
 ) -> Job:
-    """The job of a run.
+    """Returns the job of a run.
 
     Args:
-      config: of the run, whose cluster is the job's Ray.
-      settings: the job's.
-      arguments: of launch/train.py, but for the workdir.
-      folder: where it is launched from.
-      workdir: of the run.
-      known: environment of whoever submits.
+      config: the run's configuration, whose cluster is the job's Ray.
+      settings: the launcher's flags.
+      arguments: arguments of launch/train.py, without the workdir.
+      folder: folder that the job is submitted from.
+      workdir: folder of the run.
+      known: environment of the submitting shell.
 
     Raises:
       ConfigError: a setting is wrong, or does not go with another or the config; the sentence names the flag.
     """
     _check(config, settings)
     environment, names = _environment(settings.environment, known)
-    found = parts(config, settings)
     mounts = [f"--container-mounts={settings.container_mounts}"] if settings.container_mounts else []
     return Job(
         name=config.name,
-        title="; ".join(part.comment for part in found),
         folder=str(folder),
         workdir=str(workdir),
         launch=str(Path(__file__).parent),
-        python=settings.python,
         arguments=tuple(arguments),
         export=(*EXPORTED, *(name for name in names if name not in EXPORTED)),
         environment=environment,
-        requeue=settings.requeue,
-        grace=settings.grace,
-        retries=settings.retries,
-        setup=settings.setup,
         container=(f"--container-image={settings.image}", *mounts) if settings.image else (),
-        hosts=sum(part.hosts for part in found),
-        parts=found,
+        parts=parts(config, settings),
+        settings=settings,
     )
 
 
@@ -173,7 +169,7 @@ def render(job: Job) -> str:
 
 
 def parts(config: libra_config.RunConfig, settings: Settings) -> tuple[Part, ...]:
-    """The hosts by kind, those that train first, so that the driver is on one; in one partition all are of one kind."""
+    """Returns the hosts by kind: those that train first, so that the driver is on one. One partition has one kind."""
     layout = hosts.layout(config)
     on_gpus = config.trainer.platform == "cuda"
     if layout is None:
@@ -211,7 +207,7 @@ def _options(part: Part, settings: Settings) -> tuple[str, ...]:
 
 
 def _environment(lines: Sequence[str], known: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Variables with the values that the script gives them, and the names of those that come from who submits."""
+    """Returns the variables that the script sets, and the names of those that come from the submitting shell."""
     instead = "give --environment={name} alone, and it comes from the environment that you submit from"
     values, names = job_flags.variables(lines, instead)
     for name in names:
@@ -252,13 +248,13 @@ def _check(config: libra_config.RunConfig, settings: Settings) -> None:
         raise ConfigError("--container_mounts: are those of a container; give --image, too")
     if settings.requeue and not config.checkpoint.every:
         raise ConfigError(
-            "config.checkpoint.every: is 0, so that a run that was pre-empted would begin anew; set it, or give "
-            "--norequeue"
+            "config.checkpoint.every: is 0, so that a run that was pre-empted would begin again at its first step; "
+            "set it, or give --norequeue"
         )
 
 
 def seconds(time: str) -> int:
-    """Of a time as Slurm writes it.
+    """Returns the seconds of a time as Slurm writes it.
 
     >>> [seconds(text) for text in ("90", "1:30", "2:00:00", "1-0", "1-2:30")]
     [5400, 90, 7200, 86400, 95400]
@@ -274,7 +270,7 @@ def seconds(time: str) -> int:
 
 
 def parse_partitions(shown: str) -> tuple[Partition, ...]:
-    """What `sinfo --noheader --format=%P|%D|%G` tells: a line for each kind of node of a partition."""
+    """Reads what `sinfo --noheader --format=%P|%D|%G` prints: a line for each kind of node of a partition."""
     found: dict[str, list[tuple[int, int]]] = {}
     default = ""
     for line in shown.split():

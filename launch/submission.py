@@ -1,7 +1,7 @@
-"""Real runs of a sweep, given to a launcher: launch/train.py here, launch/slurm.py or launch/kubernetes.py elsewhere.
+"""Gives the real runs of a sweep to launch/train.py here, or to launch/slurm.py or launch/kubernetes.py.
 
-Each run has a workdir of its own in the sweep's folder. What was submitted is written down there, so that the same
-command submits nothing twice; runs here are waited for, what others run is looked up in the workdirs, as far as they
+Each run has a workdir of its own in the sweep's folder. A record of what was submitted lies there, so that the same
+command submits nothing twice. Runs on this machine are waited for; the others are looked up in their workdirs, if these
 can be seen from here.
 """
 
@@ -31,7 +31,7 @@ LAUNCHERS = {"here": "train.py", "slurm": "slurm.py", "kubernetes": "kubernetes.
 """Script of each launcher."""
 
 SUBMIT_SECONDS = 180.0
-"""In which a launcher has to submit a run."""
+"""Deadline for a launcher to submit a run, in seconds."""
 
 LONGEST_TITLE = 120
 """Characters of a run's name in a file's: a file system takes 255, the seed and the hash included."""
@@ -44,11 +44,11 @@ class Run:
     """One run.
 
     Attributes:
-      name: the config's, as the table has it.
+      name: name of the config, as the table has it.
       file: the config file, with its variant.
-      config: what that says, the seed and steps included.
-      steps: that were asked for, where it was not the config that did.
-      workdir: of the run.
+      config: its content, with the seed and steps.
+      steps: training steps that the command asked for; None: the config's.
+      workdir: folder of the run.
       settings: `--config.` flags besides seed and steps.
     """
 
@@ -60,7 +60,7 @@ class Run:
     settings: tuple[str, ...] = ()
 
     def command(self, launcher: str, extra: Sequence[str]) -> list[str]:
-        """Of the launcher, for this run."""
+        """Returns the launcher's command for this run."""
         settings = [f"--config={self.file}", *self.settings, f"--config.seed={self.config.seed}"]
         settings += [f"--config.steps={self.steps}"] if self.steps else []
         script = Path(__file__).parent / LAUNCHERS[launcher]
@@ -68,7 +68,7 @@ class Run:
 
     @property
     def taken(self) -> int:
-        """Training steps that are recorded."""
+        """Number of training steps that are recorded."""
         return max(metrics.read(self.workdir / metrics.METRICS_FILE), default=0)
 
     @property
@@ -78,27 +78,27 @@ class Run:
 
 
 def title(name: str) -> str:
-    """A run's name as part of a file's."""
+    """Returns a run's name as a part of a file's name."""
     plain = name.replace(".py", "").replace("/", "-").replace(":", "-").strip("-.")
     return re.sub(r"[^\w.=+-]+", "-", plain)[:LONGEST_TITLE]
 
 
 def workdir(folder: Path, name: str, config: libra_config.RunConfig) -> Path:
-    """Of a run of a sweep: named by its config, its seed and a hash of its settings."""
+    """Returns the folder of a run: named by its config, its seed and a hash of its settings."""
     return folder / f"{title(name)}-seed{config.seed}-{libra_config.digest(config)}"
 
 
 def run(
     runs: Sequence[Run], folder: Path, launcher: str, flags: str, *, jobs: int, again: bool, dry_run: bool = False
 ) -> None:
-    """Submits the runs that neither are done nor were submitted before; prints and writes what all come to.
+    """Submits the runs that neither are done nor were submitted before; prints and writes the results of all.
 
     Args:
-      runs: of the sweep.
-      folder: of the sweep; its record is there.
-      launcher: of `LAUNCHERS`.
-      flags: further ones for the launcher, as a shell would have them.
-      jobs: runs at a time, where they run here.
+      runs: the sweep's runs.
+      folder: the sweep's folder, which has its record.
+      launcher: a key of `LAUNCHERS`.
+      flags: further flags for the launcher, in one line as for a shell.
+      jobs: runs at a time on this machine.
       again: submit what was submitted before, too, unless it is done.
       dry_run: print the launcher's commands instead.
 
@@ -146,7 +146,7 @@ def run(
 
 
 def _check_apart(runs: Sequence[Run]) -> None:
-    """Refuses one run under two names, as of the values 1e-4 and 0.0001."""
+    """Refuses a run that has two names, for example by the values 1e-4 and 0.0001."""
     seen: dict[tuple[str, int, str], Run] = {}
     for entry in runs:
         known = entry.file, entry.config.seed, libra_config.digest(entry.config)
@@ -158,10 +158,10 @@ def _check_apart(runs: Sequence[Run]) -> None:
 
 
 class _Children:
-    """Processes that launch runs. Told to stop, it passes that on, and begins no further one.
+    """The processes that launch runs. A signal to stop is passed on to them, and no further one begins.
 
     Attributes:
-      stopped: it was told to stop.
+      stopped: whether a signal to stop came.
     """
 
     def __init__(self) -> None:
@@ -191,7 +191,7 @@ class _Children:
           command: of the process.
           out: gets what it prints, on standard error alone if `piped`.
           piped: keep what it prints on standard output.
-          seconds: that it may take; None: as long as it likes.
+          seconds: its deadline; None: no deadline.
 
         Raises:
           TimeoutExpired: it took longer, and was killed.
@@ -212,7 +212,7 @@ class _Children:
 
 
 def _launch(entry: Run, launcher: str, extra: Sequence[str], children: _Children) -> tuple[str, str]:
-    """What the launcher answered, and what went wrong; one of the two is empty. A run here is waited for."""
+    """Launches a run, and waits for it if it runs here. Returns the answer or the problem; the other is empty."""
     if children.stopped:
         return "", "not begun, because the sweep was stopped"
     here, script = launcher == "here", LAUNCHERS[launcher]
@@ -221,7 +221,7 @@ def _launch(entry: Run, launcher: str, extra: Sequence[str], children: _Children
     with log.open("a+") as out:
         begun = out.tell()
         program = parent_death.command(entry.command(launcher, extra))
-        limit = None if here else SUBMIT_SECONDS  # a run has deadlines of its own for whatever it waits for
+        limit = None if here else SUBMIT_SECONDS  # a run has deadlines of its own
         try:
             status, printed = children.run(program, out, piped=not here, seconds=limit)
         except subprocess.TimeoutExpired:
@@ -239,7 +239,7 @@ def _launch(entry: Run, launcher: str, extra: Sequence[str], children: _Children
 
 
 def _recorded(path: Path) -> Iterator[tuple[str, str]]:
-    """What was submitted before: the launcher's answer by the workdir's name."""
+    """Reads the record: pairs of a workdir's name and the launcher's answer."""
     if path.exists():
         for record in files.whole_json_lines(path):
             yield str(record["run"]), str(record["answer"])

@@ -9,8 +9,8 @@ its environment in .venv, at --repository (--setup may put it there), and sees -
 are the run's own: a Ray that an earlier start left on them is stopped.
 On GKE, launch/kubernetes.py takes TPU hosts.
 
-No TPU has seen it: not run, neither training on a pod nor rollout on GPUs beside it nor on vLLM's TPU build. Its
-commands were run against doubles of gcloud and ssh. The Ray backend still asks every host for the accelerators of
+No TPU has run it: neither training on a pod, nor rollout on GPUs beside it or on vLLM's TPU build. Its commands were
+run against doubles of gcloud and ssh. The Ray backend still asks every host for the accelerators of
 `trainer.platform`, so GPU machines beside a pod would join and not be used.
 """
 
@@ -37,7 +37,9 @@ ONE_CORE = ("v5litepod", "v6e")
 """Generations whose types count chips; the others' count TensorCores, two a chip (Cloud TPU's documentation)."""
 
 flags.mark_flag_as_required("config")
-_NAME = flags.DEFINE_string("name", None, "Of the queued resource and its node; default <config>-<hash of config>.")
+_NAME = flags.DEFINE_string(
+    "name", None, "Name of the queued resource and its node; default <config>-<hash of config>."
+)
 _PROJECT = flags.DEFINE_string("project", None, "Google Cloud project.")
 _ZONE = flags.DEFINE_string("zone", None, "Zone of the pod.")
 _TYPE = flags.DEFINE_string("accelerator_type", None, "Type of the pod (v6e-16).")
@@ -98,7 +100,11 @@ def _script(config: libra_config.RunConfig, command: Sequence[str]) -> str:
 
 
 def _check_hosts(config: libra_config.RunConfig) -> int:
-    """Hosts of the pod."""
+    """Returns the number of the pod's hosts.
+
+    Raises:
+      ConfigError: the pod, the rollout hosts and the run do not fit each other.
+    """
     layout = hosts.layout(config)
     if config.trainer.platform != "tpu" or layout is None:
         raise protocols.ConfigError(

@@ -19,7 +19,6 @@ import types
 
 import absent_modules  # noqa: F401 (see there)
 import changes
-import hub
 import observing
 import overrides
 import warn
@@ -38,6 +37,7 @@ from libra_jax.agents.rewards import composition
 from libra_jax.agents.tools import toolkit
 from libra_jax.coordinator import run as coordinator
 from libra_jax.coordinator import signals
+from libra_jax.models import hub
 from libra_jax.telemetry import escapes
 
 _CONFIG = config_flags.DEFINE_config_file(

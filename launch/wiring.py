@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import observing
-import placement
 
 from libra_jax import config as libra_config
 from libra_jax import protocols
@@ -20,7 +19,7 @@ from libra_jax.agents import factories, samples, tokenizers
 from libra_jax.agents.rewards import composition
 from libra_jax.agents.tools import toolkit
 from libra_jax.cluster import create as cluster
-from libra_jax.cluster import hosts
+from libra_jax.cluster import hosts, placement
 from libra_jax.coordinator import checkpoint_store, checkpoints, fencing, process_set, signals
 from libra_jax.coordinator import run as coordinator
 from libra_jax.models import config as model_config

@@ -1,4 +1,4 @@
-"""The engines of benchmarks, and what their attempts do: turns of a fixed number of tokens, whatever they say."""
+"""The engines and rollouts of benchmarks: turns with a fixed number of tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def engine_spec(
 
 
 class Turns:
-    """An environment whose attempt is so many model outputs, whatever they say.
+    """An environment that ends after a number of model outputs.
 
     Args:
       turns: model outputs.

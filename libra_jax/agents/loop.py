@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from libra_jax import protocols
-from libra_jax.agents import budgets, guarded, hearing, resolving, walk
+from libra_jax.agents import guarded, progress, resolving
 from libra_jax.agents.rewards import scoring
 
 
@@ -101,7 +101,7 @@ async def run_attempt(
     try:
         try:
             await attempt.run()
-        except walk.ReplayDiffers:
+        except progress.ReplayDiffers:
             attempt.start_over()
             await attempt.run()
     finally:
@@ -135,9 +135,9 @@ class _Attempt:
         self._begin(replay_differs=False)
 
     def _begin(self, *, replay_differs: bool) -> None:
-        self.walk = walk.Walk(self.trajectory)
+        self.walk = progress.Walk(self.trajectory)
         self.messages: list[protocols.Message] = []
-        self.watch = budgets.Stopwatch(self.trajectory, self.limits.attempt_seconds)
+        self.watch = progress.Stopwatch(self.trajectory, self.limits.attempt_seconds)
         self.metrics: dict[str, float] = {"replay_differs": float(replay_differs)}
         if self.limits.answer_tokens:
             self.metrics["returns_cut"] = 0.0
@@ -236,7 +236,7 @@ class _Attempt:
         sampled = not stopped and room > 0
         began = asyncio.get_running_loop().time()
         if not stopped and start + kept != len(trajectory.token_ids):
-            raise walk.ReplayDiffers
+            raise progress.ReplayDiffers
         if sampled:
             del trajectory.turns[self.walk.turn :]
             self.status(f"generating, turn {self.walk.turn + 1}")
@@ -254,7 +254,7 @@ class _Attempt:
         sampling = protocols.SamplingParams(self.limits.temperature, room, stop_ids)
         hear = self.environment.hear
         if self.limits.attempt_seconds or hear is not None:
-            listener = None if hear is None else hearing.Hearing(hear, self.tokenizer, trajectory, start)
+            listener = None if hear is None else progress.Hearing(hear, self.tokenizer, trajectory, start)
             reason = await self._sample_watched(sampling, listener)
         else:
             reason = await self.sampler.sample(trajectory, sampling)
@@ -267,7 +267,7 @@ class _Attempt:
         return stopped
 
     async def _sample_watched(
-        self, sampling: protocols.SamplingParams, listener: hearing.Hearing | None
+        self, sampling: protocols.SamplingParams, listener: progress.Hearing | None
     ) -> protocols.FinishReason:
         """Samples while time is taken, and while the environment hears it; "length" where the time is up."""
 
@@ -307,7 +307,7 @@ class _Attempt:
         result = await self.environment.step(output)
         self.metrics.update((name, float(value)) for name, value in result.metrics.items())
         if result.done and not self.walk.at_end:
-            raise walk.ReplayDiffers
+            raise progress.ReplayDiffers
         answers, turn = result.tool_returns, self.trajectory.turns[self.walk.turn]
         if answers:
             turn.tool, turn.status = _joined(answers)
@@ -325,7 +325,7 @@ class _Attempt:
         said = messages(answers)
         tokens = self._render(said, first=False)
         if self.limits.answer_tokens and len(tokens) > room - self.limits.answer_tokens:
-            cut = budgets.cut_to_fit(
+            cut = progress.cut_to_fit(
                 answers,
                 lambda answers: len(self._render(messages(answers), first=False)),
                 room - self.limits.answer_tokens,
@@ -337,7 +337,7 @@ class _Attempt:
         self.trajectory.turns[self.walk.turn].payload_tokens = len(tokens)
         if len(tokens) >= room:
             if not self.walk.at_end:
-                raise walk.ReplayDiffers
+                raise progress.ReplayDiffers
             return None
         self.walk.append(tokens, protocols.TokenSource.TOOL)
         self.messages += said

@@ -129,7 +129,7 @@ class SandboxLimits:
     def __post_init__(self) -> None:
         for item in dataclasses.fields(SandboxLimits):
             value, name = getattr(self, item.name), f"sandbox.{item.name}"
-            whole = item.type == "int"
+            whole = item.type is int
             right = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
             check(right, name, f"must be a {'whole ' if whole else ''}number, not {value!r}")
             least = _LEAST_OF_SANDBOX.get(item.name, 0)
@@ -210,7 +210,7 @@ class RewardConfig:
     concurrency: int = 32  # calls of one function at once, over all actors; those that wait are not overdue yet
     seconds: float = 60.0  # deadline of a call
     retries: int = 1  # further calls after one that failed, before the attempt's group is replaced
-    restarts: int = 10  # times that an actor which died or hangs is made anew
+    restarts: int = 10  # times that actors which died or hang are restarted, in all
     cache_entries: int = 10_000  # values kept, by what a function was given; 0 is off
 
     def __post_init__(self) -> None:

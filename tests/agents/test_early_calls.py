@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra_jax import protocols
-from libra_jax.agents import hearing
+from libra_jax.agents import progress
 
 LONG = dataclasses.replace(doubles.LIMITS, max_tokens=100, max_context=400)
 CALL = "<look>a</look>"
@@ -133,7 +133,7 @@ def heard(tokens, sizes):
     pieces, tokenizer = [], Bytes()
     trajectory = protocols.Trajectory("t/0", "t")
     trajectory.append_text([65] * 3, protocols.TokenSource.PROMPT)
-    hear = hearing.Hearing(pieces.append, tokenizer, trajectory, 3)
+    hear = progress.Hearing(pieces.append, tokenizer, trajectory, 3)
     at = 0
     while at < len(tokens):
         for size in sizes:

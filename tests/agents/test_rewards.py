@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra_jax import config, protocols
-from libra_jax.agents.rewards import cache, composition, scoring, worker
+from libra_jax.agents.rewards import composition, scoring, worker
 from libra_jax.cluster import inprocess
 
 TASK = protocols.Task("t", {"prompt": "12*34", "answer": "408"})
@@ -182,7 +182,7 @@ def test_an_async_function_that_blocks_costs_no_other_attempt_its_reward(monkeyp
     assert "task t2: it took more than 0.3 s" in failed[0]
     assert [item.reward for item in found if isinstance(item, scoring.Score)] == [0.5] * 5
     assert (
-        "The reward actor reward-0 has an async function that blocks its event loop; it is made anew (1 of" in notes[0]
+        "The reward actor reward-0 has an async function that blocks its event loop; it is restarted (1 of" in notes[0]
     )
 
 
@@ -266,14 +266,14 @@ def test_of_all_attempts_whose_actor_died_only_the_one_that_kills_actors_fails()
     assert "task t: it brought down the actor that ran it" in str(found[2])
     assert len(cluster.deaths) == 3  # beside the others, then alone, then alone again
     assert len(notes) == 3
-    assert "reward-0 is gone (actor 'reward' is lost: its process 7 died); it is made anew (1 of 10 times)" in notes[0]
+    assert "reward-0 is gone (actor 'reward' is lost: its process 7 died); it is restarted (1 of 10 times)" in notes[0]
     assert cluster.names == ["reward-0", "reward-alone", "reward-alone.2"]  # made when they are needed
 
 
 def test_actors_that_keep_dying_end_the_run_with_a_sentence():
     functions = {"late": of("later", seconds=0.05)}
     with pytest.raises(
-        protocols.WorkerLost, match=r"reward-alone is gone .*made anew 1 times, and config\.reward\.rest"
+        protocols.WorkerLost, match=r"reward-alone is gone .*restarted 1 times, and config\.reward\.rest"
     ):
         score(functions, "poison", cluster=MortalCluster(), restarts=1)
 
@@ -328,7 +328,7 @@ def test_failures_are_never_kept():
 @given(st.integers(1, 8), st.lists(st.integers(0, 12), max_size=40))
 @settings(max_examples=40)
 def test_the_cache_holds_the_most_recently_used_values(entries, asked):
-    kept, recent = cache.Cache(entries), []
+    kept, recent = composition.Cache(entries), []
     for number in asked:
         name = str(number).encode()
         found = kept.get(name)
@@ -351,7 +351,9 @@ _content = st.tuples(
 @settings(max_examples=40)
 def test_calls_share_a_value_where_function_arguments_payload_and_input_are_equal(one, other):
     def key(factory, arguments, payload, seen):
-        return cache.key(config.RewardFunctionConfig(factory, 1.0, arguments), protocols.Task("t", payload), seen)
+        return composition.cache_key(
+            config.RewardFunctionConfig(factory, 1.0, arguments), protocols.Task("t", payload), seen
+        )
 
     assert (key(*one) == key(*other)) == (one == other)
 

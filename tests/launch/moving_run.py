@@ -21,7 +21,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import placement
 import ray_nodes
 import restless_run
 
@@ -31,6 +30,7 @@ import workdirs
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.agents.tools import toolkit
+from libra_jax.cluster import placement
 from libra_jax.elastic import borrowing
 from libra_jax.planning import replanning
 

@@ -18,7 +18,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import placement
 import restless_run
 
 import checks
@@ -27,7 +26,7 @@ import workdirs
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.agents.tools import toolkit
-from libra_jax.cluster import emulated
+from libra_jax.cluster import emulated, placement
 from libra_jax.elastic import borrowing
 from libra_jax.engines import fake_engine
 from libra_jax.weights import memfd, relay_tree

@@ -9,7 +9,6 @@ import pathlib
 import re
 from importlib import metadata
 
-import memory
 import pytest
 import scripts
 import warn
@@ -18,6 +17,7 @@ import checks
 import dry_run
 import wiring
 from libra_jax import config, protocols
+from libra_jax.planning import memory
 
 
 @pytest.mark.parametrize(

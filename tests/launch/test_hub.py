@@ -6,7 +6,6 @@ import threading
 import time
 import types
 
-import hub
 import huggingface_hub
 import job_flags
 import planned
@@ -16,6 +15,7 @@ from huggingface_hub import constants
 
 from libra_jax import config, protocols
 from libra_jax.agents import tables
+from libra_jax.models import hub
 from libra_jax.simulator import lengths
 
 SHAPE = (scripts.ROOT / "libra_jax/models/presets/libra-tiny.json").read_text()

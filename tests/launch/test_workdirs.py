@@ -5,12 +5,12 @@ import json
 import pathlib
 from typing import Any
 
-import placement
 import pytest
 
 import checks
 import workdirs
 from libra_jax import config, protocols
+from libra_jax.cluster import placement
 from libra_jax.coordinator import checkpoints
 from libra_jax.models import config as model_config
 

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import functools
 import json
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from libra_jax import config, protocols
+from libra_jax import config
 from libra_jax.agents import splits
 
 _CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
@@ -115,30 +116,6 @@ def question(people: Sequence[Person], place: int, asked: str, searches: int) ->
     }
 
 
-class AcquaintanceTasks:
-    """Questions by position, each kind in turn. Training and evaluation never share a question."""
-
-    def __init__(self, seed: int, people: Sequence[Person], kinds: Sequence[tuple[str, int]]) -> None:
-        """`kinds` are what is asked for, and the searches that takes."""
-        self._seed, self._people, self._kinds = seed, people, kinds
-
-    def task(self, index: int) -> protocols.Task:
-        """The index-th training task."""
-        return self._make("train", self._seed, index)
-
-    def evaluation_task(self, index: int) -> protocols.Task:
-        """The index-th held-out task; the same for every seed."""
-        return self._make("evaluation", 0, index)
-
-    def _make(self, split: str, seed: int, index: int) -> protocols.Task:
-        rng = splits.generator("acquaintances", seed, split, index)
-        kind = self._kinds[index % len(self._kinds)]
-        while True:
-            payload = question(self._people, rng.randrange(len(self._people)), *kind)
-            if splits.held_out(str(payload["prompt"])) == (split == "evaluation"):
-                return protocols.Task(f"acquaintances-{split}-{index}", payload)
-
-
 def task_source(
     path: str = "",
     seed: int = 0,
@@ -146,16 +123,16 @@ def task_source(
     world: int = 0,
     asked: Sequence[str] = _ASKED,
     searches: Sequence[int] = (1, 2),
-) -> AcquaintanceTasks:
-    """Procedurally generated questions, for `environments.search_qa`.
+) -> splits.Generated:
+    """Returns generated questions, each kind in turn, for `environments.search_qa`.
 
     Args:
       path: must be empty: nothing is read.
-      seed: of the training stream; the held-out stream is the same for all seeds.
-      people: in the world; as many as the search tool's corpus has.
-      world: which one; the search tool's as well.
-      asked: what for: "City", "Job" or both.
-      searches: how many a question takes: 1, 2 or both.
+      seed: seed of the training stream.
+      people: number of people in the world, as in the search tool's corpus.
+      world: number of the world, as in the search tool's corpus.
+      asked: things to ask for: "City", "Job" or both.
+      searches: number of searches that a question takes: 1, 2 or both.
 
     Raises:
       ConfigError: a path is given, or an argument is out of range.
@@ -167,7 +144,13 @@ def task_source(
     good = bool(asked) and set(asked) <= set(_ASKED)
     config.check(good, "task.arguments.asked", f"must hold City, Job or both, not {list(asked)}")
     kinds = [(thing, steps) for thing in asked for steps in searches]
-    return AcquaintanceTasks(seed, society(people, world), kinds)
+    everybody = society(people, world)
+
+    def draw(index: int, rng: random.Random) -> tuple[str, Mapping[str, object]]:
+        payload = question(everybody, rng.randrange(people), *kinds[index % len(kinds)])
+        return str(payload["prompt"]), payload
+
+    return splits.Generated("acquaintances", seed, draw)
 
 
 def write(folder: str | Path, people: int = 2000, world: int = 0) -> None:

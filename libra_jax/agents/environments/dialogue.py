@@ -1,7 +1,7 @@
-"""A dialogue with tools: the policy calls them, several at once if it likes, until an output calls none.
+"""A dialogue with tools: the policy calls tools, several at once if it likes, until an output calls none.
 
-What differs between environments is what is asked (`pose`) and what the last output is worth (`score`). Both are given
-the attempt's toolbox, and with it its sandbox.
+Environments differ in the question (`pose`) and in the verdict on the last output (`score`). Both get the attempt's
+toolbox, and with it the attempt's sandbox.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 
 from libra_jax import protocols
 from libra_jax.agents import deadlines
-from libra_jax.agents.tools import ahead, formats, toolbox, toolkit
+from libra_jax.agents.tools import formats, toolbox, toolkit
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What an attempt is worth.
+    """The verdict on an attempt.
 
     Attributes:
       reward: a finite number.
@@ -32,25 +32,63 @@ class Verdict:
 
 
 Pose = Callable[[protocols.Task, toolbox.Toolbox], Awaitable[Sequence[protocols.Message]]]
-"""The first messages of an attempt. What the attempt needs is put into its sandbox here."""
+"""Returns the first messages of an attempt, and puts the files that it needs into its sandbox."""
 
 Score = Callable[[protocols.Task, str, toolbox.Toolbox], Awaitable[Verdict]]
-"""The verdict on the output that called no tool, its text whole."""
+"""Returns the verdict on the whole text of the output that called no tool."""
 
 NO_CALL = "call"
-"""The tool that a return names where what the policy wrote is no call."""
+"""Name of the tool in a return if the policy's text is no call."""
+
+
+class EarlyCalls:
+    """The calls of one output that begin while the output is still generated: those of tools that change nothing.
+
+    Args:
+      box: the attempt's tools; only calls of `eager` ones begin early.
+      parser: parser of this output alone.
+      most: number of calls of the output that run at all.
+    """
+
+    def __init__(self, box: toolbox.Toolbox, parser: formats.Parser, most: int) -> None:
+        self._box, self._parser, self._most = box, parser, most
+        self._heard = 0
+        self._begun: dict[int, tuple[formats.Call, asyncio.Task[protocols.ToolReturn]]] = {}
+
+    def hear(self, text: str) -> None:
+        """Takes the next piece of the output, and begins the calls that it completes."""
+        for call in self._parser.feed(text):
+            place, self._heard = self._heard, self._heard + 1
+            if place < self._most and not call.problem and self._box.eager(call.name):
+                running = asyncio.get_running_loop().create_task(self._box.call(call.name, call.arguments))
+                self._begun[place] = call, running
+
+    def take(self, place: int, call: formats.Call) -> asyncio.Task[protocols.ToolReturn] | None:
+        """Hands over the call at this place of the whole output, if it was begun, to be awaited or cancelled."""
+        begun = self._begun.get(place)
+        if begun is None or begun[0] != call:
+            return None
+        return self._begun.pop(place)[1]
+
+    async def close(self) -> None:
+        """Cancels the calls that were not taken, and waits for their end."""
+        left = [running for _, running in self._begun.values()]
+        self._begun.clear()
+        for running in left:
+            running.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
 
 class Dialogue:
     """One attempt.
 
     Args:
-      tools: the run's.
-      pose: what is asked.
-      score: what the answer is worth.
+      tools: the run's tools.
+      pose: asks the question.
+      score: judges the answer.
       system: system message, before the description of the tools; empty is none.
       sandbox: `pose` or `score` need the attempt's sandbox, even if no tool does.
-      demonstrate: solves a task for the warm start; None: there are no demonstrations.
+      demonstrate: solves a task for the warm start; None: no demonstrations exist.
     """
 
     def __init__(
@@ -67,7 +105,7 @@ class Dialogue:
         self._system, self._sandbox = system, sandbox
         self._toolbox: toolbox.Toolbox | None = None
         self._task: protocols.Task | None = None
-        self._ahead: ahead.Ahead | None = None
+        self._ahead: EarlyCalls | None = None
         self._early = 0
         self._running: dict[int, str] = {}
         if demonstrate is not None:
@@ -75,11 +113,11 @@ class Dialogue:
 
     @property
     def running_tool(self) -> str:
-        """The tools whose calls have not returned: where a deadline cut a step off, those that did not in time."""
+        """The tools whose calls have not returned. If a deadline cut a step off, they did not return in time."""
         return "+".join(sorted(set(self._running.values())))
 
     async def reset(self, task: protocols.Task) -> Sequence[protocols.Message]:
-        """The system message, the tools' description in it, and what is asked."""
+        """Returns the system message with the tools' description, and the question."""
         await self.close()
         self._task = task
         self._toolbox = await self._tools.toolbox(session=self._sandbox)
@@ -91,23 +129,23 @@ class Dialogue:
 
     @property
     def hear(self) -> Callable[[str], None] | None:
-        """See `protocols.Listener`: calls of eager tools begin at once. None where there are none: it need not hear."""
+        """See `protocols.Listener`: calls of eager tools begin at once. None if the attempt has no eager tool."""
         return self._hear if self._toolbox is not None and self._toolbox.any_eager else None
 
     def _hear(self, text: str) -> None:
         assert self._toolbox is not None
         if self._ahead is None:
-            self._ahead = ahead.Ahead(self._toolbox, self._parser(), self._tools.parallel)
+            self._ahead = EarlyCalls(self._toolbox, self._parser(), self._tools.parallel)
         self._ahead.hear(text)
 
     async def ready(self, output: str) -> None:
-        """See `protocols.Queued`: waits for the attempt's sandbox, where the output calls a tool that works in it."""
+        """See `protocols.Queued`: waits for the attempt's sandbox, if the output calls a tool that works in it."""
         if self._toolbox is not None:
             calls = self._calls(output)[: self._tools.parallel]
             await self._toolbox.ready([call.name for call in calls if not call.problem])
 
     async def step(self, output: str) -> protocols.StepResult:
-        """Runs the calls of an output, side by side; scores one without. A call that takes too long is a time-out."""
+        """Runs the calls of an output concurrently, or scores an output without any. Slow calls time out."""
         if self._task is None or self._toolbox is None:
             raise RuntimeError("step before reset")
         self._running.clear()
@@ -131,17 +169,17 @@ class Dialogue:
 
     def _calls(self, output: str) -> list[formats.Call]:
         assert self._toolbox is not None
-        if not self._toolbox.schemas():  # without tools, all there is are answers
+        if not self._toolbox.schemas():  # without tools, all outputs are answers
             return []
         parser = self._parser()
         return [*parser.feed(output), *parser.finish()]
 
     async def _side_by_side(
-        self, calls: Sequence[formats.Call], early: ahead.Ahead | None
+        self, calls: Sequence[formats.Call], early: EarlyCalls | None
     ) -> list[protocols.ToolReturn]:
-        """What the calls return; those that take too long are cut off here, before the step is with all of them.
+        """Returns what the calls return. Calls that are too slow are cut off before the whole step would be.
 
-        Where one raises, or the wait is cancelled, none of the others is left behind.
+        If one raises, or the wait is cancelled, the others are cancelled, too.
         """
         loop, most = asyncio.get_running_loop(), self._tools.call_seconds
         began = loop.time()
@@ -161,7 +199,7 @@ class Dialogue:
                 run.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
-    async def _run(self, place: int, call: formats.Call, early: ahead.Ahead | None) -> protocols.ToolReturn:
+    async def _run(self, place: int, call: formats.Call, early: EarlyCalls | None) -> protocols.ToolReturn:
         assert self._toolbox is not None
         if call.problem:
             return protocols.ToolReturn(NO_CALL, "failure", f"error: {call.problem}")
@@ -177,12 +215,12 @@ class Dialogue:
             began = loop.time()
             answer = await begun
             self._early += 1
-            answer = dataclasses.replace(answer, seconds=loop.time() - began)  # that the attempt waited for it
-        del self._running[place]  # not where a deadline cut it off: the loop asks for it if it was the step's
+            answer = dataclasses.replace(answer, seconds=loop.time() - began)  # seconds that the attempt waited
+        del self._running[place]  # kept if a deadline cut the call off, because the loop then asks for `running_tool`
         return answer
 
     async def snapshot(self) -> Mapping[str, Any] | None:
-        """See `protocols.Resumable`: where there is no sandbox, nothing is kept from step to step."""
+        """See `protocols.Resumable`: without a sandbox, nothing is kept from step to step."""
         return {} if self._toolbox is not None and self._toolbox.session is None else None
 
     async def restore(self, task: protocols.Task, state: Mapping[str, Any]) -> None:

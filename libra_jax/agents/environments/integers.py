@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from libra_jax import config, protocols
+from libra_jax import config
 from libra_jax.agents import splits
 
 TOOL = "python"
@@ -40,7 +40,7 @@ _LONGEST_WORD = max(map(len, _OPERATIONS))
 
 
 def _no_result(code: str) -> str:
-    """What Python 3.11 says to it in a sandbox; other versions differ in the marks below the code."""
+    """Returns what Python 3.11 prints in a sandbox; other versions differ in the marks below the code."""
     marks = " " + "~" * code.index("%") + "^" + "~" * len(code.partition("%")[2])
     return (
         f'Traceback (most recent call last):\n  File "<python 1>", line 1, in <module>\n    {code}\n    {marks}\n'
@@ -49,7 +49,7 @@ def _no_result(code: str) -> str:
 
 
 def _step(value: int, rng: random.Random) -> tuple[str, int, int]:
-    """An operation on a value: its word, the other number and the result, both of three digits."""
+    """Draws an operation on a value: its word, the other number and the result, both of three digits."""
     while True:
         word, other = rng.choice(tuple(_OPERATIONS)), rng.randint(_LEAST, _MOST)
         result = _OPERATIONS[word][1](value, other)
@@ -61,54 +61,35 @@ def _called(code: str, returned: str) -> dict[str, object]:
     return {"tool": TOOL, "arguments": {"code": code}, "returned": returned}
 
 
-class IntegerTasks:
-    """Problems by position. Training and evaluation never share one."""
-
-    def __init__(self, seed: int, steps: Sequence[int], width: int) -> None:
-        self._seed, self._steps, self._width = seed, tuple(steps), width
-
-    def task(self, index: int) -> protocols.Task:
-        """The index-th training task."""
-        return self._make("train", self._seed, index)
-
-    def evaluation_task(self, index: int) -> protocols.Task:
-        """The index-th held-out task; the same for every seed."""
-        return self._make("evaluation", 0, index)
-
-    def _make(self, split: str, seed: int, index: int) -> protocols.Task:
-        rng = splits.generator("integers", seed, split, index)
-        while True:
-            payload = self._draw(index, rng)
-            if splits.held_out(str(payload["prompt"]).strip()) == (split == "evaluation"):
-                return protocols.Task(f"integers-{split}-{index}", payload)
-
-    def _draw(self, index: int, rng: random.Random) -> dict[str, object]:
-        value = rng.randint(_LEAST, _MOST)
-        words = [str(value)]
-        if index % _CYCLE == _CYCLE - 1:
-            words += [_REMAINDER.ljust(_LONGEST_WORD), "000"]
-            code = f"{value}%000"
-            worked = [_called(code, _no_result(code))]
-            answer = FAILED
-        else:
-            worked, before = [], str(value)
-            for _ in range(self._steps[index % len(self._steps)]):
-                word, other, value = _step(value, rng)
-                words += [word.ljust(_LONGEST_WORD), str(other)]
-                worked.append(_called(f"{before}{_OPERATIONS[word][0]}{other}", f"{value}\n"))
-                before = "_"
-            answer = str(value)
-        return {"prompt": " ".join(words).ljust(self._width), "answer": answer, "worked": worked}
+def _draw(index: int, rng: random.Random, steps: Sequence[int], width: int) -> tuple[str, Mapping[str, object]]:
+    """Draws a problem: its text, and a payload with the calls that solve it."""
+    value = rng.randint(_LEAST, _MOST)
+    words = [str(value)]
+    if index % _CYCLE == _CYCLE - 1:
+        words += [_REMAINDER.ljust(_LONGEST_WORD), "000"]
+        code = f"{value}%000"
+        worked = [_called(code, _no_result(code))]
+        answer = FAILED
+    else:
+        worked, before = [], str(value)
+        for _ in range(steps[index % len(steps)]):
+            word, other, value = _step(value, rng)
+            words += [word.ljust(_LONGEST_WORD), str(other)]
+            worked.append(_called(f"{before}{_OPERATIONS[word][0]}{other}", f"{value}\n"))
+            before = "_"
+        answer = str(value)
+    prompt = " ".join(words)
+    return prompt.strip(), {"prompt": prompt.ljust(width), "answer": answer, "worked": worked}
 
 
-def task_source(path: str = "", seed: int = 0, steps: Sequence[int] = (1, 2), width: int = WIDTH) -> IntegerTasks:
-    """Procedurally generated problems, for the environment `math`.
+def task_source(path: str = "", seed: int = 0, steps: Sequence[int] = (1, 2), width: int = WIDTH) -> splits.Generated:
+    """Returns generated problems, for the environment `math`.
 
     Args:
       path: must be empty: nothing is read.
-      seed: of the training stream; the held-out stream is the same for all seeds.
+      seed: seed of the training stream.
       steps: operations of a problem, by turns; 1 to 4 each.
-      width: characters to which prompts are filled up; 0 for pretrained models, which need none.
+      width: characters to which prompts are filled up; 0 for pretrained models.
 
     Raises:
       ConfigError: a path is given, or an argument is out of range.
@@ -121,4 +102,4 @@ def task_source(path: str = "", seed: int = 0, steps: Sequence[int] = (1, 2), wi
     good = bool(steps) and all(isinstance(count, int) and 1 <= count <= 4 for count in steps)
     config.check(good, "task.arguments.steps", f"{steps!r} must hold whole numbers from 1 to 4")
     config.check(isinstance(width, int) and width >= 0, "task.arguments.width", f"must not be negative, not {width!r}")
-    return IntegerTasks(seed, steps, width)
+    return splits.Generated("integers", seed, lambda index, rng: _draw(index, rng, tuple(steps), width))

@@ -1,16 +1,19 @@
 """Environments served by OpenEnv (github.com/meta-pytorch/OpenEnv), over the WebSocket of each attempt's own session.
 
-A server runs already, somewhere: its address is all that is needed, and nothing of it is installed here. What follows
-an action is shown as a tool's return, so that it is a causal state, too. An action that the server's schema refuses is
-a failure, and costs a step; a server that dies, hangs, or whose environment raises is infrastructure.
+The server runs already; its address is all that is needed. The observation after an action is shown as a tool's return,
+so it is a causal state, too. An action that the server's schema refuses is a failure, and costs a step. A server that
+dies, hangs, or whose environment raises is infrastructure.
 
     config.task.source = "libra_jax.agents.environments.episodes:task_source"
     config.task.environment = "libra_jax.agents.environments.openenv:environment"
     config.task.environment_arguments = {"url": "http://localhost:8000", "field": "message", "max_steps": 4}
 
-The protocol, of openenv-core 0.3: to URL/ws go {"type": "reset", "data": {"seed": 1}}, {"type": "step", "data": ACTION}
-and {"type": "close"}; back come {"type": "observation", "data": {"observation": {...}, "reward": 0, "done": false}} and
-{"type": "error", "data": {"message": "...", "code": "..."}}.
+The protocol is that of openenv-core 0.3: {"type": "reset", "data": {"seed": 1}}, {"type": "step", "data": ACTION} and
+{"type": "close"} go to URL/ws; {"type": "observation", "data": {"observation": {...}, "reward": 0, "done": false}} and
+{"type": "error", "data": {"message": "...", "code": "..."}} come back.
+
+That package's client is not used: importing it needs fastmcp and its whole server, installing it brings gradio, and it
+turns errors into text, without the details of what a schema refused.
 """
 
 from __future__ import annotations
@@ -28,12 +31,12 @@ from libra_jax import config, protocols
 from libra_jax.agents import question
 
 TOOL = "openenv"
-"""The tool that returns name."""
+"""Name of the tool in returns."""
 
 CONNECT_SECONDS = 10.0
 
 CAPACITY_SECONDS = 60.0
-"""How long an attempt waits for a server that has all the sessions that it can have."""
+"""Seconds that an attempt waits for a server whose sessions are all taken."""
 
 CLOSE_SECONDS = 2.0
 
@@ -44,7 +47,7 @@ _FIELD = "task.environment_arguments"
 
 @dataclass(frozen=True)
 class Settings:
-    """Where it is, and how actions and observations are written. The fields are those of `environment`."""
+    """Address of the server, and how actions and observations are written. See `environment` for the fields."""
 
     address: str
     field: str
@@ -58,7 +61,7 @@ class Settings:
 
 
 class _Refused(Exception):
-    """What the server answered is an error; `code` is its kind."""
+    """The server answered with an error; `code` is its kind."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:
         self.code = str(data.get("code", ""))
@@ -72,7 +75,7 @@ _places: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.
 
 
 def _place(settings: Settings) -> asyncio.Semaphore:
-    """A session's place at the server, of as many as the config gives it."""
+    """Returns the semaphore of the server's places, of which the config gives `sessions`."""
     places = _places.setdefault(asyncio.get_running_loop(), {})
     return places.setdefault(settings.address, asyncio.Semaphore(settings.sessions))
 
@@ -86,7 +89,7 @@ class _Session:
         self._socket: Any = None
 
     async def reset(self, seed: int) -> Mapping[str, Any]:
-        """Begins an episode; waits where the server has no session to spare."""
+        """Begins an episode; waits if the server has no session to spare."""
         await self._held.enter_async_context(_place(self._settings))
         due = asyncio.get_running_loop().time() + CAPACITY_SECONDS
         while True:
@@ -112,16 +115,16 @@ class _Session:
             raise protocols.EnvironmentCrashed(self._told(f"cannot be reached ({error or 'no answer'})")) from error
 
     async def ask(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The server's answer.
+        """Sends a message and returns the server's answer.
 
         Raises:
-          EnvironmentCrashed: the connection is lost, or what comes is no answer.
+          EnvironmentCrashed: the connection is lost, or the reply is no answer.
           _Refused: the answer is an error.
         """
         from websockets import exceptions
 
         try:
-            with contextlib.suppress(exceptions.ConnectionClosed):  # what it said before it closed is still to be read
+            with contextlib.suppress(exceptions.ConnectionClosed):  # its last words before it closed can still be read
                 await self._socket.send(json.dumps(message))
             answer = json.loads(await self._socket.recv())
         except (OSError, exceptions.WebSocketException) as error:
@@ -164,7 +167,7 @@ class OpenEnvEnvironment:
         self._steps = self._mistakes = 0
 
     async def reset(self, task: protocols.Task) -> Sequence[protocols.Message]:
-        """The system message, if any, and the first observation."""
+        """Returns the system message, if any, and the first observation."""
         await self.close()
         self._rewards, self._steps, self._mistakes = [], 0, 0
         self._session = _Session(self._settings)
@@ -173,7 +176,7 @@ class OpenEnvEnvironment:
         return [*system, protocols.Message("user", self._seen(data))]
 
     async def step(self, output: str) -> protocols.StepResult:
-        """Takes the action that the output says."""
+        """Takes the action in the output."""
         if self._session is None:
             raise RuntimeError("step before reset")
         began = asyncio.get_running_loop().time()
@@ -214,7 +217,7 @@ class OpenEnvEnvironment:
         return protocols.StepResult(tool_returns=[last], done=True, reward=reward, metrics=metrics)
 
     def _action(self, output: str) -> tuple[Mapping[str, Any], str]:
-        """The action that an output says, and what keeps it from being one; empty: nothing."""
+        """Returns the action in an output, and what keeps it from being one; empty: nothing."""
         whole = output.rpartition("</think>")[2].strip()
         text = whole if self._settings.answer == "whole" else question.final_answer(output)
         if self._settings.answer != "json":
@@ -260,22 +263,22 @@ def environment(
     arguments: Mapping[str, Any] | None = None,
     system: str = "",
 ) -> OpenEnvEnvironment:
-    """A fresh attempt.
+    """Makes a fresh attempt.
 
     Args:
-      url: of the server, e.g. "http://localhost:8000".
-      field: of the action that the policy's text is.
+      url: address of the server, e.g. "http://localhost:8000".
+      field: field of the action that holds the policy's text.
       constants: further fields of each action.
-      answer: what of an output is the action: "final", its final answer, "whole", all of it after any `</think>`, or
-        "json", the final answer as a JSON object with all fields of an action.
-      observe: the field of observations that is shown; empty: all of them, as JSON.
-      reward: of the attempt: "return", the sum of its rewards, or "last", the last one alone.
-      max_steps: actions after which the episode is cut off with the reward it has; 0: only the server ends it. Give
-        one no larger than `task.max_turns`: an attempt that runs out of turns has reward 0.
-      sessions: how many attempts may be at the server at once, which must allow as many (`max_concurrent_envs`). Any
-        more wait, each until another's episode is over, as part of their reset: past `task.reset_seconds` they have
-        crashed. Let that be longer than an episode, or raise `sessions`.
-      arguments: further ones of its `reset`, beside the seed.
+      answer: part of an output that is the action: "final", its final answer; "whole", all of it after any `</think>`;
+        or "json", the final answer as a JSON object with all fields of an action.
+      observe: field of observations that is shown; empty: all of them, as JSON.
+      reward: reward of the attempt: "return", the sum of its rewards, or "last", the last one alone.
+      max_steps: actions after which the episode is cut off with the reward it has; 0: only the server ends it. Let it
+        be at most `task.max_turns`: an attempt that runs out of turns has reward 0.
+      sessions: attempts at the server at once, which must allow as many (`max_concurrent_envs`). Further ones wait
+        for the end of another's episode during their reset, and crash after `task.reset_seconds`. Let that be longer
+        than an episode, or raise `sessions`.
+      arguments: further arguments of the server's `reset`, beside the seed.
       system: system message; empty is none.
 
     Raises:

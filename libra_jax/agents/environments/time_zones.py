@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import datetime
 import json
+import random
 import zoneinfo
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from libra_jax import config, protocols
 from libra_jax.agents import question, splits
@@ -32,27 +33,10 @@ _ZONES = (
 _WIDTH = 30
 
 
-class TimeTasks:
-    """Times and zones by position; half of all questions, by hash, are held out."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-
-    def task(self, index: int) -> protocols.Task:
-        """The index-th training task."""
-        return self._make("train", self._seed, index)
-
-    def evaluation_task(self, index: int) -> protocols.Task:
-        """The index-th held-out task; the same for every seed."""
-        return self._make("evaluation", 0, index)
-
-    def _make(self, split: str, seed: int, index: int) -> protocols.Task:
-        rng = splits.generator("time-zones", seed, split, index)
-        while True:
-            time, zone = f"{rng.randrange(24):02}:{rng.randrange(60):02}", rng.choice(_ZONES)
-            if splits.held_out(f"{time} {zone}") == (split == "evaluation"):
-                payload = {"time": time, "zone": zone, "answer": _there(time, zone).strftime("%H:%M")}
-                return protocols.Task(f"time-{split}-{index}", payload)
+def _draw(index: int, rng: random.Random) -> tuple[str, Mapping[str, object]]:
+    del index
+    time, zone = f"{rng.randrange(24):02}:{rng.randrange(60):02}", rng.choice(_ZONES)
+    return f"{time} {zone}", {"time": time, "zone": zone, "answer": _there(time, zone).strftime("%H:%M")}
 
 
 def _here(time: str) -> datetime.datetime:
@@ -88,25 +72,25 @@ def _told(moment: datetime.datetime, zone: str) -> dict[str, object]:
     }
 
 
-def task_source(path: str = "", seed: int = 0) -> TimeTasks:
-    """Generated questions.
+def task_source(path: str = "", seed: int = 0) -> splits.Generated:
+    """Returns generated questions.
 
     Args:
       path: must be empty: nothing is read.
-      seed: of the training stream.
+      seed: seed of the training stream.
 
     Raises:
       ConfigError: a path is given.
     """
     config.check(not path, "task.path", "questions of time zones are generated; no file is read")
-    return TimeTasks(seed)
+    return splits.Generated("time", seed, _draw, stream="time-zones")
 
 
 def environment(tools: toolkit.Toolkit, system: str = "") -> dialogue.Dialogue:
-    """A fresh attempt; reward 1 for the time as HH:MM in the last output.
+    """Makes a fresh rollout; its reward is 1 for the time as HH:MM in the last output.
 
     Args:
-      tools: the run's; one of them should be the server's.
+      tools: the run's tools; one of them should be the server's.
       system: system message; empty is none.
     """
 

@@ -1,8 +1,11 @@
-"""Answers compared by `math-verify`, in processes that an answer may hang or blow up without harm.
+"""Compares answers by `math-verify`, in processes that an answer may hang or kill without harm.
 
-What an answer costs is its own doing, so it is counted in processor seconds: past them its process is killed and
-replaced, and the answer counts as one that cannot be verified. So it does where a busy machine has let it spend half of
-them by the deadline. A process that ends otherwise, or got less than that, is infrastructure, and raises.
+An answer is charged processor seconds. Past its limit its process is killed and replaced, and the answer counts as one
+that cannot be verified. If the deadline on the wall comes first, the answer counts so only if it got half of its limit;
+a process that got less, or ended otherwise, is infrastructure, and raises.
+
+These are not a `pebble.ProcessPool`, because its processes import the user's script again, which fails for a script
+without `if __name__ == "__main__"`; an idle process that dies breaks that pool; and it made fewer calls a second.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from libra_jax import config, protocols
+from libra_jax import config
 from libra_jax.agents import splits
 
 LEVELS = ("easy", "module", "package")
@@ -190,7 +190,7 @@ def _tests(module: str, functions: Mapping[str, Sequence[tuple[tuple[Any, ...], 
 
 
 def _repository(level: str, kinds: Sequence[str], rng: random.Random) -> dict[str, Any]:
-    """A repository of one module or of a package; see `PlantedTasks`."""
+    """A repository of one module or of a package; see `task_source`."""
     broken = _filled(rng.choice([recipe for recipe in RECIPES if recipe.kind in kinds]), rng)
     others = [recipe for recipe in RECIPES if not set(recipe.names) & set(broken.recipe.names)]
     functions = [broken, *(_filled(recipe, rng) for recipe in rng.sample(others, 2 if level == "module" else 3))]
@@ -261,49 +261,34 @@ def _easy(kinds: Sequence[str], rng: random.Random) -> dict[str, Any]:
 KINDS = tuple(dict.fromkeys((*_EASY_KINDS, *(recipe.kind for recipe in RECIPES))))
 
 
-class PlantedTasks:
-    """Repositories by position. Training and evaluation never share one.
+def task_source(path: str = "", seed: int = 0, level: str = "module", kinds: Sequence[str] = ()) -> splits.Generated:
+    """Returns repositories with a planted bug, for `libra_jax.agents.environments.repo_repair:environment`.
 
-    A task's payload: `files` and `tests` (text by path), `issue`, `fail_to_pass` and `pass_to_pass` (names of tests),
+    A payload has `files` and `tests` (text by path), `issue`, `fail_to_pass` and `pass_to_pass` (names of tests), the
     `kind` of the bug, and `fix`: in the file `path`, `old` becomes `new`.
-    """
-
-    def __init__(self, seed: int, level: str, kinds: Sequence[str]) -> None:
-        config.check_choice(level, LEVELS, "task.arguments.level")
-        for kind in kinds:
-            config.check_choice(kind, KINDS, "task.arguments.kinds")
-        able = _EASY_KINDS if level == "easy" else tuple(recipe.kind for recipe in RECIPES)
-        chosen = tuple(kind for kind in kinds or able if kind in able)
-        config.check(bool(chosen), "task.arguments.kinds", f"level {level!r} has only {', '.join(dict.fromkeys(able))}")
-        self._seed, self._level, self._kinds = seed, level, chosen
-
-    def task(self, index: int) -> protocols.Task:
-        """The index-th training task."""
-        return self._make("train", self._seed, index)
-
-    def evaluation_task(self, index: int) -> protocols.Task:
-        """The index-th held-out task; the same for every seed."""
-        return self._make("evaluation", 0, index)
-
-    def _make(self, split: str, seed: int, index: int) -> protocols.Task:
-        rng = splits.generator("planted", seed, split, index)
-        while True:
-            made = _easy(self._kinds, rng) if self._level == "easy" else _repository(self._level, self._kinds, rng)
-            if made["fail_to_pass"] and splits.held_out(made["fix"]["new"] + made["issue"]) == (split == "evaluation"):
-                return protocols.Task(f"planted-{self._level}-{split}-{index}", made)
-
-
-def task_source(path: str = "", seed: int = 0, level: str = "module", kinds: Sequence[str] = ()) -> PlantedTasks:
-    """Repositories with a planted bug, for the environment `libra_jax.agents.environments.repo_repair:environment`.
 
     Args:
       path: must be empty: nothing is read.
-      seed: of the training stream; the held-out stream is the same for all seeds.
+      seed: seed of the training stream.
       level: "easy", "module" or "package".
-      kinds: of bugs, of `KINDS`; empty: all that the level has.
+      kinds: kinds of bugs, of `KINDS`; empty: all that the level has.
 
     Raises:
       ConfigError: a path is given, or an argument is none of these.
     """
     config.check(not path, "task.path", "planted bugs are made up; files are repo_repair:task_source's")
-    return PlantedTasks(seed, level, kinds)
+    config.check_choice(level, LEVELS, "task.arguments.level")
+    for kind in kinds:
+        config.check_choice(kind, KINDS, "task.arguments.kinds")
+    able = _EASY_KINDS if level == "easy" else tuple(recipe.kind for recipe in RECIPES)
+    chosen = tuple(kind for kind in kinds or able if kind in able)
+    config.check(bool(chosen), "task.arguments.kinds", f"level {level!r} has only {', '.join(dict.fromkeys(able))}")
+
+    def draw(index: int, rng: random.Random) -> tuple[str, Mapping[str, Any]]:
+        del index
+        while True:
+            made = _easy(chosen, rng) if level == "easy" else _repository(level, chosen, rng)
+            if made["fail_to_pass"]:  # a bug that no test finds is no task
+                return made["fix"]["new"] + made["issue"], made
+
+    return splits.Generated(f"planted-{level}", seed, draw, stream="planted")

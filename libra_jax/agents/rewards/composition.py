@@ -1,17 +1,21 @@
-"""What an attempt is worth: weight times value, added up over the config's functions and the environment's own reward.
+"""Scores rollouts: weight times value, added up over the config's functions and the environment's own reward.
 
 async with composition.opened(run.reward, cluster, note=print, start_seconds=60.0) as scorer:
     score = await scorer(task, transcript)
 
-A function that raises, hangs or answers nonsense is called again, `reward.retries` times; then the attempt's group is
-replaced, and nothing is scored as zero. Calls that lost their actor together are repeated one at a time, so that only
-the one which brings actors down pays for it.
+A function that raises, hangs or returns nonsense is called again, `reward.retries` times. After that the rollout's
+group is replaced, and nothing is scored as zero. Calls that lost their actor together are repeated one at a time, so
+that only the one at fault pays for it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
+import dataclasses
+import hashlib
+import json
 import math
 import multiprocessing
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
@@ -19,7 +23,7 @@ from multiprocessing import connection
 from typing import Any, TypeVar
 
 from libra_jax import config, protocols
-from libra_jax.agents.rewards import cache, pool, scoring, worker
+from libra_jax.agents.rewards import pool, scoring, worker
 
 T = TypeVar("T")
 
@@ -31,7 +35,7 @@ def check(reward: config.RewardConfig) -> None:
     """Finds the factories and checks their arguments, without calling one.
 
     Raises:
-      ConfigError: one cannot be found, takes other arguments, or is no factory.
+      ConfigError: a factory cannot be found, takes other arguments, or is no factory.
     """
     for name, function in reward.parsed().items():
         worker.check(name, function)
@@ -85,13 +89,13 @@ async def opened(
     note: Callable[[str], None],
     start_seconds: float,
 ) -> AsyncIterator[scoring.Scorer | None]:
-    """The run's scorer, its actors up; None where the environment's own reward is all that counts.
+    """Starts the actors and yields the run's scorer, or None if the environment's own reward alone counts.
 
     Args:
       reward: names the functions.
       cluster: makes the actors, and ends them.
-      note: told when an actor is made anew.
-      start_seconds: how long an actor may take to start.
+      note: gets a sentence when an actor is restarted.
+      start_seconds: seconds that an actor may take to start.
 
     Raises:
       ConfigError: a factory cannot be called, or makes no function of two arguments.
@@ -110,14 +114,14 @@ async def opened(
 class ComposedReward:
     """A `scoring.Scorer`. Belongs to one event loop.
 
-    A score's metrics: `reward/<name>`, the value of each function before its weight, and of the environment's own as
-    `reward/environment`; `reward/<name>/<metric>`, what a function reports besides; `reward_seconds/<name>`, of calls
-    that were made; `reward_cached/<name>`, 1 where the value was known, else 0, so that their mean is the hit rate.
+    The metrics of a score are `reward/<name>`, each function's value before its weight; `reward/environment`, the
+    environment's own reward; `reward/<name>/<metric>`, further numbers of a function; `reward_seconds/<name>`, seconds
+    of the calls that were made; `reward_cached/<name>`, 1 if the value was cached, else 0: its mean is the hit rate.
 
     Args:
       reward: names the functions and their weights.
-      actors: that hold them, up.
-      takes_transcript: by function; the others are given the text.
+      actors: hold the functions, and have started.
+      takes_transcript: by function, whether it gets the transcript instead of the text.
     """
 
     def __init__(self, reward: config.RewardConfig, actors: pool.Pool, takes_transcript: Mapping[str, bool]) -> None:
@@ -125,7 +129,7 @@ class ComposedReward:
         self._actors = actors
         self._takes_transcript = takes_transcript
         self._functions = reward.parsed()
-        self._cache = cache.Cache(reward.cache_entries) if reward.cache_entries else None
+        self._cache = Cache(reward.cache_entries) if reward.cache_entries else None
         self._turns = {name: asyncio.Semaphore(reward.concurrency) for name in self._functions}
 
     async def __call__(self, task: protocols.Task, transcript: scoring.Transcript) -> scoring.Score:
@@ -156,9 +160,9 @@ class ComposedReward:
     async def _value(
         self, name: str, task: protocols.Task, transcript: scoring.Transcript
     ) -> tuple[float, dict[str, float]]:
-        """A function's value, and the metrics that tell of it."""
+        """Returns a function's value and the metrics of the call."""
         given = transcript if self._takes_transcript[name] else transcript.text
-        key = cache.key(self._functions[name], task, given) if self._cache is not None else b""
+        key = cache_key(self._functions[name], task, given) if self._cache is not None else b""
         outcome = self._cache.get(key) if self._cache is not None else None
         told = {} if self._cache is None else {f"reward_cached/{name}": float(outcome is not None)}
         if outcome is None:
@@ -171,7 +175,7 @@ class ComposedReward:
         return outcome.value, {f"reward/{name}": outcome.value, **further, **told}
 
     async def _call(self, name: str, task: protocols.Task, given: str | scoring.Transcript) -> worker.Outcome:
-        """Calls a function until it answers, `reward.retries` times more at most."""
+        """Calls a function until it answers, and at most `reward.retries` times again."""
         left, alone = self._config.retries, False
         while True:
             blamed = True
@@ -191,7 +195,7 @@ class ComposedReward:
 
 
 async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of coroutines that run side by side; the first error is raised, and the others are cancelled."""
+    """Runs coroutines concurrently and returns their results. The first error is raised, and cancels the others."""
     tasks = [asyncio.ensure_future(item) for item in work]
     try:
         return await asyncio.gather(*tasks)
@@ -199,3 +203,38 @@ async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def cache_key(function: config.RewardFunctionConfig, task: protocols.Task, given: str | scoring.Transcript) -> bytes:
+    """Returns the digest of a call: factory, arguments, the task's payload, and the text or transcript.
+
+    The task's `prompt_id` is left out, so tasks of one content share values.
+    """
+    seen = given if isinstance(given, str) else dataclasses.asdict(given)
+    content = [function.factory, dict(function.arguments), dict(task.payload), seen]
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=repr).encode()).digest()
+
+
+class Cache:
+    """Keeps at most `entries` values of reward functions, and drops the least recently used first."""
+
+    def __init__(self, entries: int) -> None:
+        self._entries = entries
+        self._values: collections.OrderedDict[bytes, worker.Outcome] = collections.OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, name: bytes) -> worker.Outcome | None:
+        """Returns the value and counts it as used; None if the cache does not have it."""
+        found = self._values.get(name)
+        if found is not None:
+            self._values.move_to_end(name)
+        return found
+
+    def put(self, name: bytes, value: worker.Outcome) -> None:
+        """Keeps the value."""
+        self._values[name] = value
+        self._values.move_to_end(name)
+        while len(self._values) > self._entries:
+            self._values.popitem(last=False)

@@ -1,4 +1,8 @@
-"""The actors that hold reward functions: which is asked, when one is made anew, and which input brings one down."""
+"""The actors that hold reward functions: which one is asked, when one is restarted, and which input kills one.
+
+Actors and not a `pebble.ProcessPool`: a run on several hosts has them there, and calls of one async function interleave
+in one process (`reward.concurrency`), where a pool would need a process for each.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +19,19 @@ from libra_jax.agents.rewards import scoring, worker
 FACTORY = "libra_jax.agents.rewards.worker:create"
 
 LOOK_SECONDS = 10.0
-"""How long an actor in which a call is overdue may take to say that it is well."""
+"""Seconds that an actor with an overdue call has to answer that it is well."""
 
 STOP_SECONDS = 120.0
-"""How long the end of actors that were replaced is waited for, when the run ends."""
+"""Seconds to wait for the end of replaced actors when the run ends."""
 
 
 class Lost(Exception):
-    """The actor was lost in the call, by its fault or by that of a call beside it; its message is a sentence's end."""
+    """The actor was lost during the call, by this call's fault or a concurrent one's. The message ends a sentence."""
 
 
 @dataclass
 class _Place:
-    """Where an actor is, and another one after it is lost."""
+    """Place of an actor, and of its replacement after it is lost."""
 
     name: str
     proxy: Any = None
@@ -40,10 +44,10 @@ class Pool:
     """Asks the least busy actor. Belongs to one event loop.
 
     Args:
-      reward: names the functions, and says how many actors, how long and how often.
+      reward: names the functions; has the number of actors, the deadline and the restarts.
       cluster: makes the actors.
-      note: told when one is made anew.
-      start_seconds: how long one may take to start.
+      note: gets a sentence when an actor is restarted.
+      start_seconds: seconds that an actor may take to start.
     """
 
     def __init__(
@@ -80,17 +84,17 @@ class Pool:
     async def ask(
         self, name: str, task: protocols.Task, given: str | scoring.Transcript, *, alone: bool
     ) -> worker.Outcome:
-        """One call of a function.
+        """Calls a function.
 
         Args:
-          name: the function's.
-          task: what was attempted.
+          name: name of the function.
+          task: the rollout's task.
           given: the text or the transcript.
-          alone: in an actor where nothing else runs, so that if it is lost, this call is to blame.
+          alone: call it in an actor where nothing else runs, so that this call is to blame if the actor is lost.
 
         Raises:
           Lost: the actor was lost, and the next call makes another.
-          WorkerLost: so many were lost that the run is to end.
+          WorkerLost: more actors were lost than `reward.restarts` allows.
         """
         if not alone:
             return await self._ask(min(self._places, key=lambda place: place.calls), name, task, given)
@@ -121,33 +125,33 @@ class Pool:
             place.calls -= 1
 
     async def close(self) -> None:
-        """Waits for the end of actors that were replaced; the others end with the cluster."""
+        """Waits for the end of replaced actors; the others end with the cluster."""
         if self._ending:
             await asyncio.wait(self._ending, timeout=STOP_SECONDS)
         for task in self._ending:
             task.cancel()
 
     async def _give_up(self, place: _Place, sick: Any, trouble: str) -> None:
-        """Ends an actor, unless someone else has; whoever comes next makes another."""
+        """Ends an actor, unless another call has; the next call makes another."""
         async with place.changing:
             if place.proxy is not sick:
                 return
             name = _name(place)
             if self._restarts >= self._config.restarts:
                 raise protocols.WorkerLost(
-                    f"the reward actor {name} {trouble}; actors were made anew {self._restarts} times, and "
+                    f"the reward actor {name} {trouble}; actors were restarted {self._restarts} times, and "
                     "config.reward.restarts allows no more: mend the function, or raise it"
                 )
             self._restarts += 1
             self._note(
-                f"The reward actor {name} {trouble}; it is made anew ({self._restarts} of "
+                f"The reward actor {name} {trouble}; it is restarted ({self._restarts} of "
                 f"{self._config.restarts} times)."
             )
             place.proxy = None
             self._end(name)
 
     def _end(self, name: str) -> None:
-        """Ends an actor, which may take long, in the background; as it was sick, its end need not be clean."""
+        """Ends an actor in the background, because that may take long. Its end need not be clean."""
 
         async def end() -> None:
             with contextlib.suppress(protocols.LibraError):
@@ -183,7 +187,7 @@ def _name(place: _Place) -> str:
 
 
 async def _trouble(proxy: Any) -> str:
-    """What is wrong with an actor in which a call was overdue; empty: nothing."""
+    """Returns what is wrong with an actor in which a call was overdue; empty: nothing."""
     look: Coroutine[Any, Any, str] = proxy.trouble()
     try:
         return await deadlines.within(LOOK_SECONDS, look)

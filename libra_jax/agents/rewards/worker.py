@@ -1,30 +1,35 @@
-"""The actor that holds reward functions and calls them; what a function does wrong is an answer, not an error.
+"""The actor that holds reward functions and calls them. A function's failure is an answer, not an error.
 
-Plain functions run on a thread a call, async ones on one event loop that is the actor's own. So neither can block the
-event loop that the actor itself lives on, which is the run's where actors are embedded.
+Plain functions run on a thread each, async ones on an event loop of the actor. So neither blocks the event loop that
+the actor lives on, which is the run's own if actors are embedded.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import inspect
 import math
 import numbers
 import reprlib
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from libra_jax import config, protocols
 from libra_jax.agents import deadlines, resolving
-from libra_jax.agents.rewards import loop_thread, scoring
+from libra_jax.agents.rewards import scoring
 
 MOST_HUNG = 32
-"""Calls of plain functions that were given up and still run, at which the actor asks to be replaced."""
+"""Number of abandoned calls of plain functions that still run, from which on the actor asks to be replaced."""
 
 PING_SECONDS = 2.0
 CLOSE_SECONDS = 5.0
+
+UNWIND_SECONDS = 2.0
+"""Seconds that cancelled work of the event loop may take to unwind."""
 
 _LONGEST_PROBLEM = 400
 
@@ -33,13 +38,13 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call came to.
+    """The result of a call.
 
     Attributes:
-      value: what the function gave, a finite number.
-      metrics: further numbers that it reports.
-      seconds: that it took.
-      problem: what it did wrong instead, as the end of a sentence; empty: nothing.
+      value: a finite number.
+      metrics: further numbers that the function reports.
+      seconds: seconds that the call took.
+      problem: what the function did wrong, as the end of a sentence; empty: nothing.
     """
 
     value: float = 0.0
@@ -49,10 +54,10 @@ class Outcome:
 
 
 def check(name: str, function: config.RewardFunctionConfig) -> Callable[..., Any]:
-    """The factory of a function, found and its arguments checked; it is not called.
+    """Returns the factory of a function, after checking its arguments, without calling it.
 
     Raises:
-      ConfigError: it cannot be found, takes other arguments, or is the reward function itself.
+      ConfigError: the factory cannot be found, takes other arguments, or is the reward function itself.
     """
     field_name = f"reward.functions.{name}"
     factory = resolving.resolve(function.factory, f"{field_name}.factory")
@@ -69,10 +74,10 @@ def check(name: str, function: config.RewardFunctionConfig) -> Callable[..., Any
 
 
 def make(name: str, function: config.RewardFunctionConfig) -> tuple[Function, bool]:
-    """The function that a factory makes, and whether it takes a transcript.
+    """Returns the function that a factory makes, and whether the function takes a transcript.
 
     Raises:
-      ConfigError: as `check`, and if the factory raises or makes something that cannot be called with two arguments.
+      ConfigError: see `check`; or the factory raises, or its result cannot be called with two arguments.
     """
     field_name = f"reward.functions.{name}"
     made = resolving.call(check(name, function), function.factory, function.arguments, f"{field_name}.arguments")
@@ -93,7 +98,7 @@ def make(name: str, function: config.RewardFunctionConfig) -> tuple[Function, bo
 
 
 class RewardWorker:
-    """Functions by name; calls of them interleave. Made inside an event loop.
+    """Holds functions by name; their calls interleave. It is made inside an event loop.
 
     Args:
       functions: as `config.RewardConfig.functions` has them.
@@ -102,7 +107,7 @@ class RewardWorker:
     def __init__(self, functions: Mapping[str, Mapping[str, Any]]) -> None:
         self._config = config.RewardConfig(functions=functions).parsed()
         self._functions: dict[str, Function] = {}
-        self._loop = loop_thread.LoopThread("libra-rewards")
+        self._loop = _LoopThread("libra-rewards")
         self._running: set[object] = set()  # calls of plain functions that have not returned
         self._given_up: set[object] = set()  # those of them that no one waits for
 
@@ -110,7 +115,7 @@ class RewardWorker:
         """Makes the functions; returns for each whether it takes a transcript.
 
         Raises:
-          ConfigError: a factory cannot be found or called, or makes no function of two arguments.
+          ConfigError: see `make`.
         """
         made = {name: await deadlines.off_loop(make, name, function) for name, function in self._config.items()}
         self._functions = {name: function for name, (function, _) in made.items()}
@@ -131,7 +136,7 @@ class RewardWorker:
         return _read(value, asyncio.get_running_loop().time() - began)
 
     async def trouble(self) -> str:
-        """Why this actor should be replaced, as the end of a sentence; empty: it should not."""
+        """Returns why this actor should be replaced, as the end of a sentence; empty: it should not."""
         hung = len(self._given_up & self._running)
         if hung >= MOST_HUNG:
             return f"has {hung} calls that hang"
@@ -171,12 +176,61 @@ class RewardWorker:
             raise
 
 
+class _LoopThread:
+    """Runs coroutines of other event loops on a thread with a loop of its own.
+
+    The thread is a daemon, so one that is blocked for ever does not keep the process alive.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+        threading.Thread(target=self._serve, name=name, daemon=True).start()
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+            if left := asyncio.all_tasks(self._loop):
+                for task in left:
+                    task.cancel()
+                self._loop.run_until_complete(asyncio.wait(left, timeout=UNWIND_SECONDS))
+        finally:
+            self._loop.close()
+            with contextlib.suppress(concurrent.futures.InvalidStateError):  # nobody waits for the end any more
+                self._ended.set_result(None)
+
+    async def run(self, function: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
+        """Returns the result of `await function(*arguments)` there. If cancelled, cancels the call without waiting."""
+
+        async def work() -> Any:
+            try:
+                return await function(*arguments)
+            except (SystemExit, KeyboardInterrupt) as error:  # would end the loop for all calls
+                raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work(), self._loop))
+
+    async def answers(self, seconds: float) -> bool:
+        """Returns whether the loop takes up new work within `seconds`."""
+        ping = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop))
+        done, _ = await asyncio.wait({ping}, timeout=seconds)
+        ping.cancel()
+        return bool(done)
+
+    async def close(self, seconds: float) -> None:
+        """Cancels the work and ends the thread; a thread that is blocked is left behind after `seconds`."""
+        with contextlib.suppress(RuntimeError):  # it is closed already
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        await asyncio.wait({asyncio.wrap_future(self._ended)}, timeout=seconds)
+
+
 async def _awaited(value: Any) -> Any:
     return await value
 
 
 def _read(value: object, seconds: float) -> Outcome:
-    """A function's answer: a number, or a number and metrics."""
+    """Reads a function's answer: a number, or a number and metrics."""
     metrics: Any = {}
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
         value, metrics = value
@@ -204,5 +258,5 @@ def _shortened(text: str) -> str:
 
 
 def create(functions: Mapping[str, Mapping[str, Any]]) -> RewardWorker:
-    """The actor's factory; `functions` as `config.RewardConfig.functions` has them."""
+    """Makes the actor; `functions` as `config.RewardConfig.functions` has them."""
     return RewardWorker(functions)

@@ -1,20 +1,20 @@
 """How a policy writes tool calls, read as its output streams: JSON as Hermes and Qwen write it, or plain tags.
 
-A parser is fed the pieces of one output as they come and gives each call as soon as it is complete; how the output was
-cut into pieces makes no difference. What looks like a call and is none is given, too, with what is wrong with it: a
-failure that the policy sees. Nothing inside of `<think>` counts.
+A parser gets the pieces of one output as they come, and returns each call as soon as the call is complete. How the
+output was cut into pieces makes no difference. Text that looks like a call and is none is returned, too, with its
+problem: a failure that the policy sees. Nothing inside of `<think>` counts.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from libra_jax import config
-from libra_jax.agents import resolving
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class Call:
     """A call as the policy wrote it.
 
     Attributes:
-      name: of the tool.
-      arguments: a mapping as a rule; whatever was written.
-      problem: why it is no call at all, in a few words; empty if it is one.
+      name: name of the tool, of any type.
+      arguments: a mapping as a rule, of any type.
+      problem: why the text is no call, in a few words; empty if it is one.
     """
 
     name: object
@@ -36,11 +36,11 @@ class Parser(Protocol):
     """Reads one output."""
 
     def feed(self, text: str) -> Sequence[Call]:
-        """The calls that this next piece of the output completes."""
+        """Returns the calls that the next piece of the output completes."""
         ...
 
     def finish(self) -> Sequence[Call]:
-        """What the end of the output leaves: a call that was not closed."""
+        """Returns what the end of the output leaves: a call that was not closed."""
         ...
 
 
@@ -50,18 +50,18 @@ class Format(Protocol):
     name: str
 
     def parser(self, schemas: Sequence[Mapping[str, Any]]) -> Parser:
-        """Of one output. `schemas` are the tools as `toolbox.Toolbox.schemas` gives them."""
+        """Returns a parser of one output. `schemas` are the tools as `toolbox.Toolbox.schemas` returns them."""
         ...
 
     def instructions(self, schemas: Sequence[Mapping[str, Any]]) -> str:
-        """What tells a policy which tools there are, and how to call them."""
+        """Returns the text that tells a policy which tools exist, and how to call them."""
         ...
 
     def write(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """A call, as the policy should write it.
+        """Returns a call as the policy should write it.
 
         Raises:
-          ValueError: this format cannot say it.
+          ValueError: this format cannot write the call.
         """
         ...
 
@@ -69,12 +69,12 @@ class Format(Protocol):
 # Finding calls --------------------------------------------------------------------------------------------------------
 
 _MOST_DOUBTS = 16
-"""Closing marks inside of a JSON string that one call may hold: each is read anew, which must stay cheap."""
+"""Closing marks inside of JSON strings that one call may hold. Each has the call read again, which must stay cheap."""
 
 
 @dataclass(frozen=True)
 class Tag:
-    """What is between two marks. `read` makes the call of it, and says if the closing mark may be a part of it."""
+    """A pair of marks. `read` makes a call of the text between them, and says if the call may hold the closing mark."""
 
     close: str
     read: Callable[[str], tuple[Call, bool]] | None
@@ -84,13 +84,13 @@ _THINK = {"<think>": Tag("</think>", None)}
 
 
 class Scanner:
-    """A `Parser` of tags that do not nest. Text is looked at once, and never gathered outside of a call."""
+    """A `Parser` of tags that do not nest. It looks at text once, and gathers none outside of a call."""
 
     def __init__(self, tags: Mapping[str, Tag]) -> None:
         self._tags = {**tags, **_THINK}
         self._opening = re.compile("|".join(map(re.escape, self._tags)))
         self._longest = max(map(len, self._tags))
-        self._ahead = ""  # not yet looked at, or the beginning of a mark
+        self._ahead = ""  # text not looked at yet, or the beginning of a mark
         self._tag: Tag | None = None
         self._body: list[str] = []
         self._doubts: list[tuple[int, Call]] = []  # where the call might have ended, and what it would have been
@@ -116,7 +116,7 @@ class Scanner:
         return calls
 
     def _pass(self, calls: list[Call]) -> bool:
-        """Passes the next mark; False where no more has come."""
+        """Passes the next mark; returns False if no further mark has come."""
         if self._tag is None:
             found = self._opening.search(self._ahead)
             if found is None:
@@ -138,7 +138,7 @@ class Scanner:
         return True
 
     def _end(self, body: str, tag: Tag, calls: list[Call]) -> None:
-        """A closing mark has come: the call ends here, later, or ended before."""
+        """Handles a closing mark: the call ends here, ends later, or ended before."""
         assert tag.read is not None
         call, doubtful = tag.read(body)
         if doubtful and len(self._doubts) < _MOST_DOUBTS:
@@ -151,7 +151,7 @@ class Scanner:
             calls.append(call)
 
     def _back(self, text: str) -> Call:
-        """A closing mark taken for a part of the call was none: the call ended there; what follows is read again."""
+        """Ends the call at a closing mark that was taken for part of it; the text after the mark is read again."""
         assert self._tag is not None
         place, call = self._doubts[0]
         self._ahead = text[place + len(self._tag.close) :]
@@ -168,33 +168,223 @@ def _no_number(text: str) -> None:
 
 
 def read_json(text: str) -> Any:
-    """A JSON value.
+    """Reads a JSON value.
 
     Raises:
-      ValueError: it is none; NaN and Infinity are none, either.
-      RecursionError: it is nested too deeply.
+      ValueError: the text is no JSON; NaN and Infinity are none, either.
+      RecursionError: the value is nested too deeply.
     """
     return json.loads(text, parse_constant=_no_number)
 
 
 def write_json(value: Any) -> str:
-    """JSON that holds no closing mark."""
+    """Writes JSON that holds no closing mark."""
     return json.dumps(value, ensure_ascii=False).replace("</", "<\\/")
+
+
+# Hermes ---------------------------------------------------------------------------------------------------------------
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+
+
+def _hermes_call(body: str) -> tuple[Call, bool]:
+    try:
+        value = read_json(body)
+    except json.JSONDecodeError as error:
+        call = Call(None, None, f"the call is no JSON ({error.msg}, character {error.pos})")
+        return call, error.msg.startswith("Unterminated string")
+    except (ValueError, RecursionError) as error:
+        return Call(None, None, f"the call is no JSON ({error})"), False
+    if not isinstance(value, dict) or "name" not in value or ("arguments" not in value and len(value) > 1):
+        return Call(None, None, 'the call must be a JSON object with "name" and "arguments"'), False
+    return Call(value["name"], value.get("arguments", {})), False
+
+
+class Hermes:
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes 2 Pro and Qwen write it.
+
+    A closing mark within a JSON string is a part of it, if what is between the marks is JSON then.
+    """
+
+    name = "hermes"
+
+    def parser(self, schemas: Sequence[Mapping[str, Any]]) -> Parser:
+        """See `Format`."""
+        del schemas
+        return Scanner({_OPEN: Tag(_CLOSE, _hermes_call)})
+
+    def instructions(self, schemas: Sequence[Mapping[str, Any]]) -> str:
+        """Returns the words of Qwen's chat template, which its models know."""
+        tools = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas)
+        return (
+            "# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with "
+            f"function signatures within <tools></tools> XML tags:\n<tools>\n{tools}\n</tools>\n\nFor each function "
+            "call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:\n"
+            '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
+        )
+
+    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """See `Format`."""
+        return f"{_OPEN}{write_json({'name': name, 'arguments': dict(arguments)})}{_CLOSE}"
+
+
+# Tags -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Parameters:
+    """Parameters of one tool by name, and the names of the required ones."""
+
+    schemas: Mapping[str, Mapping[str, Any]]
+    required: tuple[str, ...]
+
+    def text(self) -> str:
+        """Returns the parameter that a bare body gives: the only required one, if it is a text; empty: none."""
+        one = self.required[0] if len(self.required) == 1 else ""
+        return one if _is_text(self.schemas.get(one, {})) else ""
+
+
+def _parameters(schema: Mapping[str, Any]) -> _Parameters:
+    told = schema["function"]["parameters"]
+    schemas = {name: inner if isinstance(inner, Mapping) else {} for name, inner in told.get("properties", {}).items()}
+    return _Parameters(schemas, tuple(told.get("required", ())))
+
+
+def _is_text(schema: object) -> bool:
+    """Returns whether a text fits the schema. Inner schemas may be True or False, which say nothing of texts."""
+    if not isinstance(schema, Mapping):
+        return False
+    kind = schema.get("type")
+    if kind is None and "enum" in schema:
+        return all(isinstance(value, str) for value in schema["enum"])
+    inner = [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
+    return kind == "string" or (isinstance(kind, list) and "string" in kind) or any(map(_is_text, inner))
+
+
+def _bare(text: str) -> str:
+    """Returns the text without the line break after its opening tag and the one before its closing tag."""
+    return text.removeprefix("\n").removesuffix("\n")
+
+
+def _children(body: str, parameters: _Parameters) -> dict[str, Any] | None:
+    """Returns the arguments of a body of parameters' tags, each at most once; None for any other body.
+
+    A value ends at the first closing tag of its own that the next parameter's tag or the body's end follows.
+    """
+    values: dict[str, Any] = {}
+    place = 0
+    while place < len(body):
+        opened = re.compile(r"\s*<([^<>\s/]+)>").match(body, place)
+        if opened is None or (name := opened.group(1)) in values or name not in parameters.schemas:
+            return values if not body[place:].strip() and values else None
+        left = "|".join(re.escape(other) for other in parameters.schemas if other not in (*values, name))
+        follows = rf"\s*(?:<(?:{left})>|\Z)" if left else r"\s*\Z"
+        closed = re.compile(rf"</{re.escape(name)}>(?={follows})").search(body, opened.end())
+        if closed is None:
+            return None
+        values[name] = _value(_bare(body[opened.end() : closed.start()]), parameters.schemas[name])
+        place = closed.end()
+    return values or None
+
+
+def _value(text: str, schema: Mapping[str, Any]) -> Any:
+    """Returns a child's value: the text if a text fits, else its JSON. The schema refuses text that is no JSON."""
+    if _is_text(schema):
+        return text
+    try:
+        return read_json(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _tag_call(name: str, parameters: _Parameters, body: str) -> tuple[Call, bool]:
+    arguments: object = _children(body, parameters)
+    if arguments is None and (text := parameters.text()):
+        arguments = {text: _bare(body)}
+    elif arguments is None:
+        try:
+            arguments = read_json(body) if body.strip() else {}
+        except (ValueError, RecursionError):
+            each = "".join(f"<{key}>...</{key}>" for key in parameters.required or parameters.schemas)
+            problem = f"between <{name}> and </{name}> must be {each or 'nothing'}, or a JSON object"
+            return Call(name, None, problem), False
+    return Call(name, arguments), False
+
+
+class Tags:
+    """`<search>when was Ada born</search>`: a tag of the tool's name around the first of these that fits.
+
+    1. a tag for each argument: `<edit><command>view</command><path>a.py</path></edit>`;
+    2. if the tool requires just one argument, and that is a text: the text, as it is;
+    3. a JSON object of the arguments.
+
+    Of a text, a line break right after its opening tag and one right before its closing tag are no part. Only the names
+    of tools make calls; other tags are text.
+    """
+
+    name = "tags"
+
+    def parser(self, schemas: Sequence[Mapping[str, Any]]) -> Parser:
+        """See `Format`."""
+        tags = {}
+        for schema in schemas:
+            name, parameters = schema["function"]["name"], _parameters(schema)
+            tags[f"<{name}>"] = Tag(f"</{name}>", functools.partial(_tag_call, name, parameters))
+        return Scanner(tags)
+
+    def instructions(self, schemas: Sequence[Mapping[str, Any]]) -> str:
+        """Returns a text with each tool, how it is called, and its arguments."""
+        told = "\n".join(_told(schema) for schema in schemas)
+        return (
+            "# Tools\n\nYou may call tools. Write each call as a tag of the tool's name, as shown; what it returns is "
+            f"shown to you.\n\n{told}"
+        )
+
+    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Writes a single text as it is, which a tool with one required text takes, and several arguments in tags."""
+        texts = {key: value if isinstance(value, str) else write_json(value) for key, value in arguments.items()}
+        for key, text in texts.items():
+            for mark in (f"</{name}>", f"</{key}>"):
+                if mark in text:
+                    raise ValueError(f"the call's argument {key!r} holds {mark}, which would close it")
+        if len(texts) == 1 and all(isinstance(value, str) for value in arguments.values()):
+            body = "".join(map(_framed, texts.values()))
+        else:
+            body = "".join(f"<{key}>{_framed(text)}</{key}>" for key, text in texts.items())
+        return f"<{name}>{body}</{name}>"
+
+
+def _framed(text: str) -> str:
+    """Returns the text; if it begins or ends with a line break, between two more, which `_bare` takes off."""
+    return f"\n{text}\n" if text.startswith("\n") or text.endswith("\n") else text
+
+
+def _told(schema: Mapping[str, Any]) -> str:
+    """Describes a tool to the policy."""
+    function, parameters = schema["function"], _parameters(schema)
+    name, text = function["name"], parameters.text()
+    children = "".join(f"<{key}>...</{key}>" for key in parameters.required)
+    lines = [f"`<{name}>{text or children}</{name}>`: {function.get('description', '')}".rstrip(": ")]
+    for key, inner in parameters.schemas.items():
+        kind = f"one of {json.dumps(inner['enum'])}" if "enum" in inner else str(inner.get("type", "any JSON"))
+        optional = "" if key in parameters.required else ", optional"
+        lines.append(f"- {key} ({kind}{optional}): {inner.get('description', '')}".rstrip(": "))
+    if text and len(parameters.schemas) > 1:
+        every = "".join(f"<{key}>...</{key}>" for key in parameters.schemas)
+        lines.append(f"With optional arguments: `<{name}>{every}</{name}>`")
+    return "\n".join(lines)
 
 
 # By name --------------------------------------------------------------------------------------------------------------
 
-FORMATS: Mapping[str, str] = {
-    "hermes": "libra_jax.agents.tools.hermes:Hermes",
-    "tags": "libra_jax.agents.tools.tags:Tags",
-}
+FORMATS: Mapping[str, type[Hermes | Tags]] = {"hermes": Hermes, "tags": Tags}
 
 
 def named(name: str) -> Format:
-    """The format that a config names.
+    """Returns the format that a config names.
 
     Raises:
-      ConfigError: there is none of this name.
+      ConfigError: no format has this name.
     """
     config.check_choice(name, tuple(FORMATS), "tools.format")
-    return cast(Format, resolving.resolve(FORMATS[name], "tools.format")())
+    return FORMATS[name]()

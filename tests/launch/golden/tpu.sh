@@ -47,7 +47,7 @@ if [ -z "$(state)" ]; then
 fi
 
 joined=() # hosts on which there is a Ray of ours, or its token: the pod's by number, the others by name
-finish() { # whatever ended the run, and without hiding its status
+finish() { # runs at any end, and keeps the run's status
   local host leave="cd $repository && .venv/bin/ray stop --grace-period 20; rm -f ~/.ray/auth_token"
   for host in "${joined[@]}"; do
     case $host in
@@ -82,7 +82,7 @@ if [ -n "$setup" ]; then
 fi
 
 echo "Joining $hosts hosts of the pod and 1 of rollout ..." >&2
-# Whoever reaches Ray could run code in it: every peer shows this token, which travels by standard input alone.
+# Anyone who reaches Ray could run code in it: every peer shows this token, which travels by standard input alone.
 token=$(openssl rand -hex 32)
 store='umask 077; mkdir -p ~/.ray; cat >~/.ray/auth_token'
 start="cd $repository && export RAY_AUTH_MODE=token && .venv/bin/ray stop --grace-period 20 && .venv/bin/ray start"

@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import memory
-
 from libra_jax import config as libra_config
 from libra_jax import protocols
+from libra_jax.planning import memory
 
 Kind = Literal["model", "dataset"]
 

@@ -1,4 +1,4 @@
-"""Which devices each worker has, and how the rollout engines are made: those of the config, and those a plan adds."""
+"""Gives each worker its devices, and makes the specs of rollout engines: the config's, and those that a plan adds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ENGINES = {"vllm": "libra_jax.engines.vllm_engine:create", "fake": "libra_jax.en
 
 
 HOSTS_FILE = "hosts.json"
-"""In the workdir: the hosts that the cluster gave the run."""
+"""File of the workdir with the hosts that the cluster gave the run."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Partition:
 
 
 def partition(config: libra_config.RunConfig) -> Partition:
-    """Trainer devices first, then the instances in order."""
+    """Returns the devices of the trainer, which come first, and of the instances, in order."""
     edge = config.trainer.devices
     instances = []
     for degree in config.rollout.tensor_parallel:
@@ -47,7 +47,7 @@ def partition(config: libra_config.RunConfig) -> Partition:
 
 
 def place(config: libra_config.RunConfig, devices: Sequence[int]) -> tuple[int | None, tuple[int, ...]]:
-    """The host of a worker on these of the run's devices, and what that host calls them; None: all are on one.
+    """Returns the host of a worker on these devices, and that host's numbers for them; None: the run has one host.
 
     Raises:
       LibraError: they are on several hosts.
@@ -60,13 +60,13 @@ def place(config: libra_config.RunConfig, devices: Sequence[int]) -> tuple[int |
 
 
 def together(config: libra_config.RunConfig) -> int | None:
-    """Devices that the cluster grants the run on one host, at most; None: all are on one."""
+    """Returns the most devices that the cluster grants the run on one host; None: the run has one host."""
     layout = hosts.layout(config)
     return None if layout is None else max(host.accelerators for host in layout.hosts)
 
 
 def record(workdir: Path, note: Callable[[str], None], guard: Callable[[], bool], found: granted.Granted) -> None:
-    """Writes which nodes are the run's hosts into `hosts.json`, if this run may still write, and tells it in a line."""
+    """Notes which nodes are the run's hosts, and writes them into `hosts.json` if this run may still write."""
     note(found.sentence())
     if not guard():
         return
@@ -79,17 +79,17 @@ def record(workdir: Path, note: Callable[[str], None], guard: Callable[[], bool]
 
 
 def instance_name(number: int) -> str:
-    """Of the rollout instance so numbered, which is also its hybrid worker's."""
+    """Returns the name of a rollout instance, which is also its hybrid worker's."""
     return f"rollout-{number}"
 
 
 class Engines:
-    """How a run's rollout engines are made.
+    """Makes the specs of a run's rollout engines.
 
     Args:
       config: the run's configuration.
-      shape: its model's.
-      workdir: its folder; each engine logs into a file there.
+      shape: shape of its model.
+      workdir: its folder, in which each engine has a log file.
     """
 
     def __init__(self, config: libra_config.RunConfig, shape: model_config.TransformerConfig, workdir: Path) -> None:
@@ -102,12 +102,12 @@ class Engines:
         self._slots = libra_config.slots_by_degree(rollout.tensor_parallel, rollout.instance_slots)
 
     def specs(self) -> list[protocols.ActorSpec]:
-        """One actor an instance of the config, each with its own slots and devices."""
+        """Returns one actor for each instance of the config, with its own slots and devices."""
         slots = self._config.rollout.instance_slots
         return [self._spec(number, devices, slots[number]) for number, devices in enumerate(self._partition.instances)]
 
     def add(self, number: int, degree: int, others: Sequence[protocols.ActorSpec]) -> protocols.ActorSpec:
-        """One that a plan adds, on devices that the others leave, the last first (`coordinator.instances.MakeSpec`).
+        """Returns an instance that a plan adds, on the last devices that the others leave free.
 
         Its slots are those of the config's first instance of its degree, or `rollout.slots`.
         """
@@ -151,7 +151,7 @@ class Engines:
         return count - self._config.elastic.hybrid <= number < count
 
     def _cores(self, devices: tuple[int, ...]) -> tuple[int, ...]:
-        """An instance's cores, one for each of its workers; empty where it is not pinned."""
+        """Returns an instance's cores, one for each of its workers; none if it is not pinned."""
         cores, first = self._config.rollout.cores, self._config.trainer.devices
         if not cores or min(devices) < first:  # it has taken the place of training, whose cores are not told apart
             return ()
@@ -159,7 +159,7 @@ class Engines:
 
 
 def _on_one_host(layout: hosts.Layout, free: Sequence[int], degree: int) -> list[int]:
-    """Those of the free devices that share a host: the last one that has enough."""
+    """Returns the free devices of one host: the last one that has enough."""
     by_host: dict[int, list[int]] = {}
     for device in free:
         by_host.setdefault(layout.host_of(device), []).append(device)

@@ -1,0 +1,201 @@
+"""How far a rollout is: its tokens accounted for, its seconds, its text as it comes, and its room for returns."""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+
+from libra_jax import protocols
+from libra_jax.agents.sandbox import limits
+
+_LONGEST_CHARACTER = 4
+"""Bytes, and so tokens at most, of one character in UTF-8."""
+
+
+class ReplayDiffers(Exception):
+    """The retained tokens are not what this environment and template would have produced."""
+
+
+class Walk:
+    """Walks over a trajectory: checks the tokens that a resume retained, and appends new ones after them.
+
+    Args:
+      trajectory: empty, or cut off anywhere.
+
+    Attributes:
+      position: tokens accounted for.
+      turn: outputs whose return, if any, is accounted for.
+      generated: tokens accounted for that the policy sampled.
+    """
+
+    def __init__(self, trajectory: protocols.Trajectory) -> None:
+        self._trajectory = trajectory
+        self.position = self.turn = self.generated = 0
+
+    @property
+    def at_end(self) -> bool:
+        """Whether all retained tokens are accounted for."""
+        return self.position == len(self._trajectory.token_ids)
+
+    def jump(self, position: int, turn: int) -> None:
+        """Goes on from a later position, because a snapshot accounts for the tokens before it."""
+        self.position, self.turn = position, turn
+        self.generated = sum(self._trajectory.loss_mask[:position])
+
+    def append(self, tokens: Sequence[int], source: protocols.TokenSource) -> None:
+        """Accounts for text: compares it with the retained tokens, and appends the part beyond them.
+
+        Raises:
+          ReplayDiffers: the retained tokens are others.
+        """
+        end = self.position + len(tokens)
+        if self.at_end:
+            self._trajectory.append_text(tokens, source)
+            self.position = end
+            return
+        retained = self._trajectory.token_ids[self.position : end]
+        sources = self._trajectory.sources[self.position : end]
+        if retained != list(tokens[: len(retained)]) or any(item != source for item in sources):
+            raise ReplayDiffers
+        self._trajectory.append_text(tokens[len(retained) :], source)
+        self.position = end
+
+    def retained_output(self, max_tokens: int, stop_token_ids: Collection[int]) -> int:
+        """Returns how many retained tokens from here on belong to one model output."""
+        count = 0
+        if self.at_end:
+            return count
+        tokens, sources = self._trajectory.token_ids[self.position :], self._trajectory.sources[self.position :]
+        for token, source in zip(tokens, sources, strict=True):
+            if source != protocols.TokenSource.MODEL or count == max_tokens:
+                break
+            count += 1
+            if token in stop_token_ids:
+                break
+        return count
+
+    def record(self, end: int, began: float) -> None:
+        """Accounts for an output up to `end`. Its turn is the retained one, or a new one if the output has tokens."""
+        generated, turns = end - self.position, self._trajectory.turns
+        self.position = end
+        self.generated += generated
+        if self.turn < len(turns):
+            turns[self.turn].generated_tokens = generated
+        elif generated:
+            turns.append(protocols.Turn(generated_tokens=generated, start_seconds=began))
+
+
+class Stopwatch:
+    """Measures a rollout's seconds from its first token on. Before that it waits for a place, which does not count.
+
+    Args:
+      trajectory: keeps the seconds, so that they go on after a resume.
+      most: seconds that the rollout may take; 0 is no limit.
+    """
+
+    def __init__(self, trajectory: protocols.Trajectory, most: float) -> None:
+        self._trajectory, self._most = trajectory, most
+        self._since: float | None = None
+        self._earlier = trajectory.seconds
+
+    def over(self) -> bool:
+        """Notes the seconds; returns whether the time is up."""
+        if self._since is not None:
+            self._trajectory.seconds = self._earlier + asyncio.get_running_loop().time() - self._since
+        return 0 < self._most <= self._trajectory.seconds
+
+    def tokens_came(self, timer: asyncio.Timeout) -> None:
+        """Starts the stopwatch at the first token, and notes the seconds."""
+        if self._since is None:
+            self._since = asyncio.get_running_loop().time()
+            self.arm(timer)
+        self.over()
+
+    def arm(self, timer: asyncio.Timeout) -> None:
+        """Sets the timer to the end of the time, if there is a limit and the stopwatch runs."""
+        if self._most > 0 and self._since is not None:
+            timer.reschedule(self._since + self._most - self._earlier)
+
+
+class Hearing:
+    """Hands one output to an environment piece by piece while its tokens come.
+
+    A piece is decoded together with the one before it, because the first token of a text may be decoded differently
+    from one within it. Tokens that end within a character wait for its rest. So all pieces together cost little more
+    than decoding the output once.
+
+    Args:
+      hear: `protocols.Listener.hear`.
+      tokenizer: decodes the tokens.
+      trajectory: ends with the output.
+      start: position in the trajectory where the output begins.
+
+    Attributes:
+      error: exception that `hear` raised; `hear` is not called after it.
+    """
+
+    def __init__(
+        self,
+        hear: Callable[[str], None],
+        tokenizer: protocols.Tokenizer,
+        trajectory: protocols.Trajectory,
+        start: int,
+    ) -> None:
+        self._hear, self._tokenizer, self._trajectory = hear, tokenizer, trajectory
+        self._before = self._told = start
+        self.error: Exception | None = None
+
+    def heard(self) -> None:
+        """Hands on the text since the last call. Never raises, because its caller has tokens to see to."""
+        if self.error is not None:
+            return
+        try:
+            text = self._new_text()
+            if text:
+                self._hear(text)
+        except Exception as error:
+            self.error = error
+
+    def _new_text(self) -> str:
+        tokens = self._trajectory.token_ids
+        end = len(tokens)
+        if end > self._told and tokens[end - 1] in self._tokenizer.stop_token_ids:
+            end -= 1
+        for whole in range(end, max(end - _LONGEST_CHARACTER, self._told), -1):
+            text = self._tokenizer.decode(tokens[self._before : whole])
+            if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+                break
+        else:  # no further token completes the bytes at the end, unless fewer than a character's have come
+            if end - self._told < _LONGEST_CHARACTER:
+                return ""
+        known = len(self._tokenizer.decode(tokens[self._before : self._told]))
+        self._before, self._told = self._told, whole
+        return text[known:]
+
+
+def cut_to_fit(
+    answers: Sequence[protocols.ToolReturn],
+    tokens: Callable[[Sequence[protocols.ToolReturn]], int],
+    room: int,
+) -> Sequence[protocols.ToolReturn] | None:
+    """Cuts the middles out of tool returns, with a mark, so that they take at most `room` tokens.
+
+    All are cut to the same number of characters, the largest that fits, so the longest lose most.
+
+    Args:
+      answers: returns in their order.
+      tokens: counts the tokens of returns as rendered. More characters are assumed to need more tokens.
+      room: tokens that the returns may take.
+
+    Returns:
+      The returns, or None if there is no room even for the marks.
+    """
+
+    def cut(most: int) -> Sequence[protocols.ToolReturn]:
+        return [dataclasses.replace(answer, content=limits.cut(answer.content, most)) for answer in answers]
+
+    longest = max((len(answer.content) for answer in answers), default=0)
+    fits = bisect.bisect_right(range(longest + 1), room, key=lambda most: tokens(cut(most))) - 1
+    return cut(fits) if fits >= 0 else None
