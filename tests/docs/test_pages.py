@@ -138,11 +138,8 @@ def test_every_field_of_the_config_says_what_it_means():
 def test_the_page_of_workdir_files_names_every_file():
     page = (pages.ROOT / "docs/reference/workdir.md").read_text()
     constant = re.compile(r"^(?:\w+_FILE|\w*_?FOLDER) = \"([\w.]+)\"", re.MULTILINE)
-    rooms = ("coordinator", "planning", "telemetry", "trainer_control")
-    sources = [path for room in rooms for path in (pages.ROOT / "libra_jax" / room).glob("*.py")]
-    names = {
-        name for path in [*sources, pages.ROOT / "launch/placement.py"] for name in constant.findall(path.read_text())
-    }
+    sources = [path for room in ("libra_jax", "launch") for path in (pages.ROOT / room).rglob("*.py")]
+    names = {name for path in sources for name in constant.findall(path.read_text())}
     missing = sorted(name for name in names if f"`{name}" not in page)
     assert not missing, f"docs/reference/workdir.md says nothing about {', '.join(missing)}"
 
