@@ -36,14 +36,15 @@ HEAVY = ["flax", "jax", "optax", "orbax", "ray", "torch", "transformers", "vllm"
 """Packages that scripts import and their flags do not need: 20 s of imports."""
 
 UNITS = (
-    (r"_seconds$|^seconds$|^deadlines\.", "seconds"),
+    (r"[._]seconds$|^deadlines\.", "seconds"),
     (r"_mib$", "MiB"),
     (r"_gib$", "GiB"),
     (r"_bytes$", "bytes"),
-    (r"_tokens$|max_context$|_interval$|quanta$|_chunk$", "tokens"),
+    (r"_characters$", "characters"),
     (r"_per_second$", "tokens per second"),
-    (r"^steps$|warm_start\.steps|warmup_steps|\.every$|\.period$|\.horizon$|\.cooldown$", "training steps"),
-    (r"_fraction$|_share$|_weight$|least_gain$|\.gain$", "fraction"),
+    (r"_tokens$|max_context$|stream_interval$|quanta$|row_buckets$|attention_chunk$|logits_chunk$", "tokens"),
+    (r"(^|[._])steps$|\.every$|planner\.(period|window|horizon)$|\.cooldown$", "training steps"),
+    (r"_fraction$|_share$|scheduler\.reserve$|least_gain$|\.gain$", "fraction"),
 )
 """Pattern of a field's name, and the field's unit. The first match counts."""
 
