@@ -113,3 +113,29 @@ def test_the_config_file_is_accepted(tmp_path, monkeypatch):
     import mine
 
     assert config.checked(mine.get_config("elsewhere")).model.path == "elsewhere"
+
+
+@pytest.mark.slow
+def test_the_agent_from_start_to_end_passes_its_dry_run(tmp_path):
+    page = "docs/getting_started/own_agent.md"
+    written = [
+        (page, "agent.py"),
+        ("docs/guides/environments.md", "warehouse.py"),
+        ("docs/guides/rewards.md", "shaping.py"),
+    ]
+    for source, name in written:
+        (tmp_path / name).write_text(pages.example(source, name))
+    questions = pages.blocks(pages.ROOT / page, "bash")[0]
+    subprocess.run(["bash", "-c", questions], cwd=tmp_path, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, str(pages.ROOT / "launch/train.py"), "--config=agent.py", "--dry_run"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(pages.ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "questions.jsonl, 3 to train on" in done.stdout
+    assert "brevity" in done.stdout
