@@ -7,11 +7,16 @@ import concurrent.futures
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from libra_jax import protocols, turns
+from libra_jax import config, protocols, turns
 
 T = TypeVar("T")
+
+Limit = Literal[
+    "checkpoint", "engine_start", "first_token", "publish", "shutdown", "train_step", "trainer_start", "transition"
+]
+"""A field of `config.deadlines`."""
 
 SLICES = 8
 """A deadline is waited for in this many slices, so that a stall of the event loop uses up one of them at most."""
@@ -89,6 +94,11 @@ async def within(
     )
 
 
+async def limited(limits: config.DeadlineConfig, limit: Limit, awaitable: Awaitable[T], worker_and_what: str) -> T:
+    """Awaits a worker for at most `config.deadlines.<limit>` seconds. Raises as `within` does."""
+    return await within(getattr(limits, limit), awaitable, worker_and_what, limit)
+
+
 async def together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
     """Returns all results; the first error is raised at once, and the others are cancelled."""
     tasks = [asyncio.ensure_future(item) for item in work]
@@ -129,7 +139,9 @@ async def off_loop(function: Callable[..., T], *arguments: Any) -> T:
 
 def abandon(task: asyncio.Future[T]) -> None:
     """Cancels without waiting: a hung worker's answer, or its error, comes when it comes and is dropped."""
-    if not task.done():
+    if task.done():
+        _forget(task)
+    else:
         task.cancel()
         task.add_done_callback(_forget)
 

@@ -29,8 +29,9 @@ class Weights:
         self, shape: models_config.TransformerConfig, chunk_bytes: int = 256 * 2**20, checksum: bool = False
     ) -> None:
         self._params = jax.block_until_ready(transformer.init_params(shape, jax.random.key(0), "float32"))
-        self.publisher = snapshot.HostSnapshot(shape, "float32", chunk_bytes, "memfd", checksum)
+        self.publisher = snapshot.HostSnapshot(shape, "float32", chunk_bytes, checksum)
         self.snapshot_seconds: list[float] = []
+        self.lock = asyncio.Lock()
 
     async def open_weights(self, policy_version: int) -> int:
         start = time.perf_counter()
@@ -58,9 +59,7 @@ async def measure(rounds: int) -> dict[str, Any]:
     seconds = []
     try:
         await engines.start()
-        publisher = sync.WeightSync(
-            config, trainer=weights, trainer_lock=asyncio.Lock(), engines=engines, recorder=recorder
-        )
+        publisher = sync.WeightSync(config, trainer=weights, engines=engines, recorder=recorder)
         for version in range(rounds + 1):
             seconds.append(await ending.race(publisher.sync_weights(version)))
     finally:

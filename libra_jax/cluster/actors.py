@@ -372,13 +372,6 @@ class Handle:
         self._call = call
         self._stream = stream
 
-    def __getattr__(self, method: str) -> Any:
-        # For callers that do not use a typed client yet.
-        if method.startswith("_"):
-            raise AttributeError(method)
-        run = self._stream if self._kind(method) == "stream" else self._call
-        return functools.partial(run, method)
-
     def __repr__(self) -> str:
         return f"<handle of actor {self.name!r}>"
 
@@ -417,7 +410,7 @@ def check_name_free(name: str, taken: Collection[str]) -> None:
 async def stop_all(stop: Callable[[str], Awaitable[None]], names: Collection[str]) -> None:
     """Stops the named actors, last first, all of them even if some fail; then raises one error for those.
 
-    Processes of one set (`<name>.0`, `<name>.1`, ...: `coordinator.process_set`) stop together: each waits for the
+    Processes of one set (`<name>.0`, `<name>.1`, ...: `trainer_control.client`) stop together: each waits for the
     others before it leaves, and asked alone would do so until it gives up.
     """
     sets: dict[str, list[str]] = {}

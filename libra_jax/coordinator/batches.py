@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.agents import resolving
 from libra_jax.coordinator import groups as groups_lib
+from libra_jax.coordinator import saving
 from libra_jax.scheduling import admission
+from libra_jax.trainer_control import recovery as recovery_lib
 from libra_jax.weights import sync
 
 
@@ -21,7 +22,8 @@ class Batches:
       tasks: what groups attempt, by position.
       groups: runs them, and calls `settled` here.
       publisher: knows the version that is served, at which groups are dispatched.
-      commit: commits a checkpoint while the trainer waits for a batch.
+      saver: commits a checkpoint while the trainer waits for a batch.
+      recovery: restarts the trainer if it is lost then.
       recorder: told of that wait.
 
     Attributes:
@@ -36,7 +38,8 @@ class Batches:
         tasks: protocols.TaskSource,
         groups: groups_lib.Groups,
         publisher: sync.WeightSync,
-        commit: Callable[[], Awaitable[None]],
+        saver: saving.Saver,
+        recovery: recovery_lib.Recovery,
         recorder: protocols.Recorder,
     ) -> None:
         limits = config.coordinator
@@ -47,7 +50,8 @@ class Batches:
         self._tasks = tasks
         self._groups = groups
         self._publisher = publisher
-        self._commit = commit
+        self._saver = saver
+        self._recovery = recovery
         self._recorder = recorder
         self._settled = asyncio.Event()
         self.data_position = 0
@@ -102,7 +106,7 @@ class Batches:
                 for group_id in selection.binding:
                     self._groups.replace(group_id, groups_lib.STALE, "it would have passed the staleness bound")
                 continue
-            await self._commit()  # the trainer has nothing to do anyway
+            await self._recovery.through(self._saver.commit)  # the trainer has nothing to do anyway
             if self._settled.is_set():
                 continue
             ready, size = len(self._groups.finished), self._bound.groups_per_step

@@ -255,7 +255,9 @@ class Dispatcher:
         )
         if self._transfers and request.route.moving:
             asked = replace(asked, kv_source=await self._kv_source(request, stream, asked))
-        async with contextlib.aclosing(stream.engine.proxy.generate(asked)) as deltas:
+        if stream.engine.client is None:
+            raise protocols.WorkerLost(f"{stream.engine.name} was lost before {request.name} began there")
+        async with contextlib.aclosing(stream.engine.client.generate(asked)) as deltas:
             async for delta in deltas:
                 if stream.closed:
                     return
@@ -269,11 +271,11 @@ class Dispatcher:
     ) -> Mapping[str, Any] | None:
         """Keys and values that the instance before keeps for this one; None where they have to be computed again."""
         source, version = self._engines.engines.get(request.route.came_from), stream.engine.policy_version
-        if source is None or source.proxy is None or source.policy_version != version:
+        if source is None or source.client is None or source.policy_version != version:
             return None
-        proxy, life = source.proxy, source.life
+        client, life = source.client, source.life
         try:
-            kept: Mapping[str, Any] = await proxy.hand_over(asked)
+            kept = await client.hand_over(asked)
         except protocols.WorkerLost as error:
             self._engines.lost(source, life, error)
             return None

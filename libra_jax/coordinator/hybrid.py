@@ -54,7 +54,7 @@ class HybridWorkers:
       config: the run's configuration (`elastic`, `deadlines`).
       engines: the rollout instances, the workers' among them.
       members: the workers' replicas.
-      trainer: the trainer's proxy.
+      trainer: the workers train with it.
       core_devices: that it has: until replicas have shown their speed, they count by theirs.
       recorder: gets each transition, and the devices of each pool.
       ending: ends with transitions under way.
@@ -70,7 +70,7 @@ class HybridWorkers:
         *,
         engines: instances.Instances,
         members: replicas.Replicas,
-        trainer: Any,
+        trainer: protocols.TrainerClient,
         core_devices: int,
         recorder: protocols.Recorder,
         ending: failure.Ending,

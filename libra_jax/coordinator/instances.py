@@ -9,11 +9,12 @@ import itertools
 import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from libra_jax import config as configuration
 from libra_jax import deadlines, protocols, turns
 from libra_jax.coordinator import failure
+from libra_jax.engines import client as engines_client
 
 SETTLE_SECONDS = 1.0
 """Between two looks at whether engines that are being started have come up."""
@@ -66,7 +67,7 @@ class Engine:
       hybrid: its devices also help to train: plans leave it alone.
       state: starting -> loaded (processes up, no useful weights) -> serving; asleep while its devices train; lost until
         restarted; dead for good; retired by a plan, and out of `Instances.engines`.
-      proxy: the actor, a `protocols.RolloutEngine`; None unless loaded or serving.
+      client: calls the engine's present life; None unless loaded, serving or asleep.
       info: what it told when it started.
       policy_version: version it serves; `NO_VERSION` before its first weights.
       paused: decoding is frozen for a weight update.
@@ -81,7 +82,7 @@ class Engine:
     spec: protocols.ActorSpec
     hybrid: bool = False
     state: State = "starting"
-    proxy: Any = None
+    client: protocols.EngineClient | None = None
     info: protocols.EngineInfo | None = None
     policy_version: int = protocols.NO_VERSION
     paused: bool = False
@@ -208,7 +209,7 @@ class Instances:
         self.fewer()
         self._ending.start(self._restart(engine, error), f"restart {engine.name}")
 
-    async def sleep(self, name: str, seconds: float) -> None:
+    async def sleep(self, name: str) -> None:
         """Takes a serving engine out of service and puts it to sleep; its requests go on elsewhere, or wait.
 
         Raises:
@@ -229,26 +230,26 @@ class Instances:
         self.changed()
         self._recorder.status(name, "going to sleep")
         try:
-            await deadlines.within(seconds, engine.proxy.sleep(), f"Engine {name}, asked to sleep,", "transition")
+            await _client(engine).sleep()
         except protocols.LibraError as error:
             if engine.state == "asleep":
                 self.lost(engine, engine.life, error)
             raise
         self._recorder.status(name, "asleep: its devices train")
 
-    async def wake(self, name: str, seconds: float) -> None:
+    async def wake(self, name: str) -> None:
         """Brings an engine that sleeps back to service, with current weights; one that died asleep is started again.
 
         Raises:
           DeadlineMissed: it did not serve in time.
           WorkerLost: it has died for good.
         """
-        engine = self.engines[name]
+        engine, seconds = self.engines[name], self._config.deadlines.transition
         if engine.state == "asleep":
             life = engine.life
             self._recorder.status(name, "waking up")
             try:
-                await deadlines.within(seconds, engine.proxy.wake(), f"Engine {name}, asked to wake up,", "transition")
+                await _client(engine).wake()
                 engine.state = "loaded"
                 if self.load_weights is not None:
                     await self.load_weights(engine)
@@ -344,7 +345,7 @@ class Instances:
     def _take_out(engine: Engine) -> None:
         """The engine's present life is over."""
         engine.life += 1
-        engine.proxy, engine.paused, engine.policy_version = None, False, protocols.NO_VERSION
+        engine.client, engine.paused, engine.policy_version = None, False, protocols.NO_VERSION
 
     async def _start_and_load(self, engine: Engine) -> None:
         await self._start(engine)
@@ -354,25 +355,18 @@ class Instances:
     async def _start(self, engine: Engine) -> None:
         engine.state = "starting"
         self._recorder.status(engine.name, "starting its process")
-        life, limits = engine.life, self._config.deadlines
+        life = engine.life
+        client = engines_client.EngineClient(self._cluster, engine.spec, self._config.deadlines)
         try:
-            making = self._cluster.spawn(engine.spec)
-            proxy = await deadlines.within(
-                limits.engine_start, making, f"The making of engine {engine.name}", "engine_start"
-            )
+            await client.make()
             self._recorder.status(engine.name, "loading the inference engine and the model")
-            starting = proxy.call(protocols.RolloutEngine.start)
-            engine.info = await deadlines.within(
-                limits.engine_start, starting, f"The start of {engine.name}", "engine_start"
-            )
+            engine.info = await client.start()
             self._recorder.status(engine.name, "opening the weight transport")
-            transport = {"kind": self._config.rollout.transport}
-            opening = proxy.call(protocols.RolloutEngine.init_weight_transfer, transport)
-            await deadlines.within(limits.publish, opening, f"Opening {engine.name}'s weight transport", "publish")
+            await client.init_weight_transfer({"kind": self._config.rollout.transport})
         except (protocols.WorkerLost, protocols.DeadlineMissed) as error:
             self.lost(engine, life, error)
             return
-        engine.proxy, engine.state = proxy, "loaded"
+        engine.client, engine.state = client, "loaded"
         self._recorder.status(engine.name, "started, waits for its first weights")
 
     async def _restart(self, engine: Engine, error: BaseException) -> None:
@@ -393,9 +387,7 @@ class Instances:
 
     async def _stop(self, engine: Engine) -> None:
         try:
-            stopping = self._cluster.stop(engine.name)
-            seconds = self._config.deadlines.shutdown
-            await deadlines.within(seconds, stopping, f"The end of engine {engine.name}", "shutdown")
+            await engines_client.EngineClient(self._cluster, engine.spec, self._config.deadlines).stop()
         except protocols.LibraError as error:
             self._recorder.note(f"Engine {engine.name} could not be stopped cleanly: {error}")
 
@@ -405,13 +397,11 @@ class Instances:
             await deadlines.together(*(self._check(engine) for engine in self.loadable()))
 
     async def _check(self, engine: Engine) -> None:
-        life, proxy = engine.life, engine.proxy
-        if proxy is None:  # lost since the check was due
+        life, client = engine.life, engine.client
+        if client is None:  # lost since the check was due
             return
         try:
-            seconds = self._config.deadlines.first_token
-            asking = proxy.health()
-            health = await deadlines.within(seconds, asking, f"Engine {engine.name}'s health check", "first_token")
+            health = await client.health()
         except protocols.LibraError as error:
             self.lost(engine, life, error)
             return
@@ -420,3 +410,10 @@ class Instances:
             loaded = engine.policy_version != protocols.NO_VERSION
             held = f"serving version {engine.policy_version}" if loaded else "no weights yet"
             self._recorder.status(engine.name, f"{held}, {running}")
+
+
+def _client(engine: Engine) -> protocols.EngineClient:
+    """Returns the client of the engine's present life. Raises WorkerLost if the engine has none."""
+    if engine.client is None:
+        raise protocols.WorkerLost(f"engine {engine.name} has no process (it is {engine.state})")
+    return engine.client

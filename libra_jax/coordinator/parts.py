@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +18,13 @@ from libra_jax.coordinator import (
     fencing,
     instances,
     plan_follower,
-    process_set,
     saving,
 )
 from libra_jax.coordinator import batches as batches_lib
 from libra_jax.coordinator import groups as groups_lib
-from libra_jax.coordinator import recovery as recovery_lib
 from libra_jax.coordinator import workers as workers_lib
+from libra_jax.trainer_control import client, handover, resize
+from libra_jax.trainer_control import recovery as recovery_lib
 from libra_jax.weights import sync
 
 
@@ -34,8 +33,7 @@ class Parts:
     """The parts, from tokens to checkpoints.
 
     Attributes:
-      trainer: whichever serves.
-      trainer_lock: held by who asks it for something, as it takes one call at a time.
+      trainer: trains.
       dispatcher: places requests on instances.
       runner: runs attempts.
       groups: those in flight and those that are done.
@@ -43,11 +41,11 @@ class Parts:
       publisher: brings each version to the engines.
       saver: writes and reads checkpoints.
       elastic: who trains and who rolls out.
-      recovery: makes a lost trainer anew, below whatever asks it.
+      resizing: changes the trainer's mesh.
+      recovery: restarts a lost trainer.
     """
 
-    trainer: process_set.Serving
-    trainer_lock: asyncio.Lock
+    trainer: protocols.TrainerClient
     dispatcher: dispatch.Dispatcher
     runner: attempts.Attempts
     groups: groups_lib.Groups
@@ -55,6 +53,7 @@ class Parts:
     publisher: sync.WeightSync
     saver: saving.Saver
     elastic: elasticity.Elasticity
+    resizing: resize.Resizing
     recovery: recovery_lib.Recovery
 
 
@@ -71,12 +70,11 @@ def wire(
     reward: scoring.Scorer | None,
     make_trajectory: attempts.MakeTrajectory,
     planner: plan_follower.Planner | None,
-    make_trainer: elasticity.MakeTrainer | None,
+    make_trainer: client.MakeTrainer | None,
     epoch: fencing.Epoch | None,
     workers: workers_lib.Workers,
     ending: failure.Ending,
     state: Callable[[], dict[str, Any]],
-    step: Callable[[], int],
 ) -> Parts:
     """Makes the parts of a run, inside the event loop they serve.
 
@@ -86,27 +84,44 @@ def wire(
       workers: they have started.
       ending: ends with what goes on beside the run.
       state: the coordinator's part of a checkpoint.
-      step: training steps taken.
     """
     trainer, engines, members = workers.trainer, workers.engines, workers.members
-    trainer_lock = asyncio.Lock()
+    events = protocols.Events()
     saver = saving.Saver(
-        config,
-        trainer=trainer,
-        trainer_lock=trainer_lock,
-        workdir=workdir,
-        recorder=recorder,
-        state=state,
-        epoch=epoch,
+        config, trainer=trainer, workdir=workdir, recorder=recorder, events=events, state=state, epoch=epoch
     )
     publisher = sync.WeightSync(
         config,
         trainer=trainer,
-        trainer_lock=trainer_lock,
         engines=engines,
         recorder=recorder,
         members=members,
         hosts=workers.hosts,
+    )
+    successors = None
+    if make_trainer is not None:
+        successors = handover.successors(
+            cluster, make_trainer, serving=trainer, limits=config.deadlines, workdir=workdir
+        )
+    resizing = resize.Resizing(
+        config,
+        trainer=trainer,
+        sizes=workers.sizes,
+        checkpoint=saver,
+        recorder=recorder,
+        events=events,
+        successors=successors,
+    )
+    recovery = recovery_lib.Recovery(
+        config,
+        trainer=trainer,
+        checkpoints=saver,
+        weights=publisher,
+        resizing=resizing,
+        recorder=recorder,
+        events=events,
+        scope=ending,
+        fencing=epoch,
     )
     dispatcher = dispatch.Dispatcher(config, scheduler=scheduler, engines=engines, recorder=recorder, ending=ending)
     runner = attempts.Attempts(
@@ -126,37 +141,22 @@ def wire(
         tasks=tasks,
         groups=groups,
         publisher=publisher,
-        commit=lambda: recovery.through(saver.commit),
+        saver=saver,
+        recovery=recovery,
         recorder=recorder,
     )
     elastic = elasticity.Elasticity(
         config,
-        cluster=cluster,
         trainer=trainer,
-        sizes=workers.sizes,
-        trainer_lock=trainer_lock,
+        resizing=resizing,
         engines=engines,
         publisher=publisher,
-        saver=saver,
         members=members,
         dispatcher=dispatcher,
         planner=planner,
-        make_trainer=make_trainer,
         recorder=recorder,
-        workdir=workdir,
+        events=events,
         ending=ending,
-    )
-    recovery = recovery_lib.Recovery(
-        config,
-        trainer=trainer,
-        trainer_lock=trainer_lock,
-        saver=saver,
-        publisher=publisher,
-        sizes=lambda: elastic.resizing.sizes,
-        lost=lambda: elastic.trainer_lost(step()),
-        recorder=recorder,
-        ending=ending,
-        epoch=epoch,
     )
 
     async def load_weights(engine: instances.Engine) -> None:
@@ -165,7 +165,6 @@ def wire(
     engines.load_weights = load_weights
     return Parts(
         trainer=trainer,
-        trainer_lock=trainer_lock,
         dispatcher=dispatcher,
         runner=runner,
         groups=groups,
@@ -173,5 +172,6 @@ def wire(
         publisher=publisher,
         saver=saver,
         elastic=elastic,
+        resizing=resizing,
         recovery=recovery,
     )

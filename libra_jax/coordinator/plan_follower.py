@@ -13,8 +13,9 @@ from typing import Any, Protocol
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.coordinator import dispatch, failure, instances, reports, resizing
+from libra_jax.coordinator import dispatch, failure, instances, reports
 from libra_jax.planning import replanning
+from libra_jax.trainer_control import resize
 
 
 class Planner(Protocol):
@@ -72,7 +73,7 @@ class PlanFollower:
         planner: Planner,
         engines: instances.Instances,
         dispatcher: dispatch.Dispatcher,
-        resizing: resizing.Resizing,
+        resizing: resize.Resizing,
         recorder: protocols.Recorder,
         ending: failure.Ending,
     ) -> None:

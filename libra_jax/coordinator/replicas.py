@@ -17,6 +17,7 @@ from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import deadlines, protocols
+from libra_jax.trainer_control import client as hybrid_client
 
 Copies = Mapping[int, Sequence[protocols.WeightChunk]]
 """Host to a version's chunks as they are reached there; none where it could not be given them. Hosts that are missing
@@ -32,7 +33,7 @@ class Replica:
 
     Attributes:
       spec: how its actor is made.
-      proxy: the actor, a `protocols.Replica`; None while there is no process.
+      client: calls its process; None while there is none.
       version: the version whose parameters it holds; `NO_VERSION` for none.
       follows: it gets every version that is published.
       loading: the weight update under way.
@@ -41,7 +42,7 @@ class Replica:
     """
 
     spec: protocols.ActorSpec
-    proxy: Any = None
+    client: hybrid_client.HybridClient | None = None
     version: int = protocols.NO_VERSION
     follows: bool = False
     loading: asyncio.Task[None] | None = None
@@ -101,25 +102,25 @@ class Replicas:
         """The worker has a replica process that is up; one that has died unseen is replaced."""
         replica = self._replicas[worker]
         _forget(replica)
-        if replica.proxy is not None:
+        if replica.client is not None:
             try:
-                await self._ask(replica, replica.proxy.leave(), "answer", "transition")
+                await replica.client.leave()
                 replica.gave_up = False
                 return
             except protocols.LibraError:
-                replica.proxy = None
+                replica.client = None
         await self._stop(replica)  # of one that was lost, what is left
-        name, seconds = replica.spec.name, self._limits.trainer_start
+        name, client = replica.spec.name, self._client(replica)
         self._recorder.status(name, "starting its process")
-        making = self._cluster.spawn(replica.spec)
-        proxy = await deadlines.within(seconds, making, f"The making of {name}", "trainer_start")
+        await client.make()
         self._recorder.status(name, "loading the model")
-        starting = proxy.call(protocols.Replica.start)
-        await deadlines.within(seconds, starting, f"The start of {name}", "trainer_start")
-        opening = proxy.call(protocols.Replica.init_weight_transfer, self._transport)
-        await deadlines.within(self._limits.publish, opening, f"Opening {name}'s weight transport", "publish")
-        replica.proxy, replica.gave_up = proxy, False
+        await client.start()
+        await client.init_weight_transfer(self._transport)
+        replica.client, replica.gave_up = client, False
         self._recorder.status(name, "idle")
+
+    def _client(self, replica: Replica) -> hybrid_client.HybridClient:
+        return hybrid_client.HybridClient(self._cluster, replica.spec, self._limits)
 
     def published(self, version: int, chunks: Sequence[protocols.WeightChunk], copies: Copies | None = None) -> None:
         """A snapshot is out: replicas that follow begin to read it, those of hosts with a copy of it from there."""
@@ -215,14 +216,14 @@ class Replicas:
     async def _update(self, replica: Replica, version: int, chunks: Sequence[protocols.WeightChunk]) -> None:
         """The four verbs, as an engine's; what goes wrong leaves a replica without a version."""
         replica.version = protocols.NO_VERSION
-        begin, proxy = asyncio.get_running_loop().time(), replica.proxy
+        begin, client = asyncio.get_running_loop().time(), _up(replica)
         try:
             if not chunks:
                 raise protocols.WorkerLost(f"version {version} could not be brought to its host")
-            await self._ask(replica, proxy.start_weight_update(version), "prepare for new parameters")
+            await client.start_weight_update(version)
             for chunk in chunks:
-                await self._ask(replica, proxy.update_weights(chunk), f"load weight chunk {chunk.index}")
-            await self._ask(replica, proxy.finish_weight_update(version), "finish its weight update")
+                await client.update_weights(chunk)
+            await client.finish_weight_update(version)
         except protocols.LibraError as error:
             self._give_up(replica, str(error))
             return
@@ -242,24 +243,21 @@ class Replicas:
 
     async def warm(self, worker: str) -> None:
         """Compiles what the worker's replica has not compiled yet."""
-        replica = self._replicas[worker]
-        what = "compile its gradient steps"
-        await self._ask(replica, replica.proxy.warm(), what, "trainer_start")
+        await _up(self._replicas[worker]).warm()
 
     async def join(self, worker: str, epoch: int, address: Mapping[str, Any]) -> None:
         """Connects the worker's replica to the trainer's channel."""
-        replica = self._replicas[worker]
-        await self._ask(replica, replica.proxy.join(epoch, address), "join training", "transition")
+        await _up(self._replicas[worker]).join(epoch, address)
 
     async def leave(self, worker: str) -> None:
         """Takes channel and parameters from the worker's replica, or its life if it does not let go of them."""
         replica = self._replicas[worker]
         _forget(replica)
-        if replica.proxy is None:  # one that was being made, perhaps, which nobody waits for any more
+        if replica.client is None:  # one that was being made, perhaps, which nobody waits for any more
             await self._stop(replica)
             return
         try:
-            await self._ask(replica, replica.proxy.leave(), "leave training", "transition")
+            await replica.client.leave()
             replica.gave_up = False
         except protocols.LibraError as error:
             self._recorder.note(f"{replica.spec.name} is ended: {error}")
@@ -269,7 +267,7 @@ class Replicas:
         """Ends the worker's replica process; a later `ensure` makes another."""
         replica = self._replicas[worker]
         _forget(replica)
-        replica.proxy = None
+        replica.client = None
         await self._stop(replica)
 
     async def contribute(
@@ -286,8 +284,7 @@ class Replicas:
             raise protocols.LibraError(f"{replica.spec.name} could not be given version {batch.policy_version}")
         begin = asyncio.get_running_loop().time()
         self._recorder.status(replica.spec.name, f"training step {batch.policy_version + 1}")
-        work = replica.proxy.contribute(batch, shares)
-        told: Mapping[str, float] = await self._ask(replica, work, "compute its share of a step", "train_step")
+        told = await _up(replica).contribute(batch, shares)
         end = asyncio.get_running_loop().time()
         self._recorder.span(replica.spec.name, "share", begin, end, {"step": batch.policy_version + 1, **told})
         self._recorder.status(replica.spec.name, "idle")
@@ -295,15 +292,9 @@ class Replicas:
 
     async def _stop(self, replica: Replica) -> None:
         try:
-            stopping = self._cluster.stop(replica.spec.name)
-            what = f"The end of {replica.spec.name}"
-            await deadlines.within(self._limits.shutdown, stopping, what, "shutdown")
+            await self._client(replica).stop()
         except protocols.LibraError as error:
             self._recorder.note(f"{replica.spec.name} could not be stopped cleanly: {error}")
-
-    async def _ask(self, replica: Replica, work: Any, what: str, field: str = "publish") -> Any:
-        seconds = getattr(self._limits, field)
-        return await deadlines.within(seconds, work, f"{replica.spec.name}, asked to {what},", field)
 
 
 def _forget(replica: Replica) -> None:
@@ -315,9 +306,16 @@ def _forget(replica: Replica) -> None:
             loading.cancel()
 
 
+def _up(replica: Replica) -> hybrid_client.HybridClient:
+    """Returns the replica's client; raises WorkerLost if it has no process."""
+    if replica.client is None:
+        raise protocols.WorkerLost(f"{replica.spec.name} has no process")
+    return replica.client
+
+
 def _check_ready(replica: Replica) -> None:
     """Raises WorkerLost if the replica cannot be given parameters: `ensure` makes it ready."""
-    if replica.proxy is None:
+    if replica.client is None:
         raise protocols.WorkerLost(f"{replica.spec.name} has no process, and cannot be given parameters")
     if replica.gave_up:
         raise protocols.WorkerLost(

@@ -23,11 +23,9 @@ from libra_jax.coordinator import (
     attempts,
     checkpoint_store,
     checkpoints,
-    elasticity,
     evaluation,
     failure,
     fencing,
-    handover,
     instances,
     learning,
     parts,
@@ -38,6 +36,7 @@ from libra_jax.coordinator import (
     warm_start,
     workers,
 )
+from libra_jax.trainer_control import client, handover
 
 OLDER = "verify older checkpoints"
 """Name of the task that does so."""
@@ -120,7 +119,7 @@ class Coordinator:
         make_trajectory: attempts.MakeTrajectory = attempts.make_trajectory,
         planner: plan_follower.Planner | None = None,
         make_engine: instances.MakeSpec | None = None,
-        make_trainer: elasticity.MakeTrainer | None = None,
+        make_trainer: client.MakeTrainer | None = None,
         replica_specs: Sequence[protocols.ActorSpec] = (),
         relay_specs: Mapping[int, protocols.ActorSpec] | None = None,
         epoch: fencing.Epoch | None = None,
@@ -250,9 +249,7 @@ class Coordinator:
             replanned = newest is not None and self._workers.take_up_plan(self._planner, self._workdir, newest)
             await self._ending.race(self._workers.start())
             catch_again()
-            self._parts = self._wire(
-                workers=self._workers, ending=self._ending, state=self._state, step=lambda: self._step
-            )
+            self._parts = self._wire(workers=self._workers, ending=self._ending, state=self._state)
             if newest is not None:
                 self._ending.start(self._verify_older(newest.step), OLDER)
                 await self._restore(newest)
@@ -322,9 +319,8 @@ class Coordinator:
 
     async def _take_warm_start_step(self, batch: list[protocols.Trajectory]) -> Mapping[str, float]:
         async def take() -> Mapping[str, float]:
-            async with self._parts.trainer_lock:
-                work = self._parts.trainer.warm_start_step(batch)
-                metrics = await self._ask_trainer("train_step", work, "take a warm-start step")
+            async with self._parts.trainer.lock:
+                metrics = await self._parts.trainer.warm_start_step(batch)
                 self._parts.recovery.warmed(self._warm_start.taken, batch)
                 return metrics
 
@@ -363,7 +359,7 @@ class Coordinator:
 
     async def _train(self, batch: tuple[protocols.Group, ...]) -> Mapping[str, float]:
         name, begin = self._trainer_name, self._loop.time()
-        async with self._parts.trainer_lock:
+        async with self._parts.trainer.lock:
             await self._parts.elastic.before_step(self._step)
             if not self._stopping.seconds_until(stopping.STEP):  # who was to give it up has been made anew meanwhile
                 raise protocols.StepGivenUp("a scheduler leaves no time for the step")
@@ -371,7 +367,7 @@ class Coordinator:
             compiling = "" if self._compiled else ", compiling its programs first"
             self._recorder.status(name, f"training step {self._step + 1}{compiling}")
             taken = protocols.TrainBatch(self._step, batch)
-            metrics = await self._parts.elastic.take_step(taken, self._ask_to_train)
+            metrics = await self._parts.elastic.take_step(taken)
             self._parts.recovery.trained(taken)
             self._compiled = True
             self._step += 1
@@ -380,9 +376,6 @@ class Coordinator:
         self._recorder.span(name, "train step", begin, self._loop.time(), {"step": self._step})
         self._recorder.status(name, "idle")
         return metrics
-
-    async def _ask_to_train(self, *arguments: Any) -> Mapping[str, float]:
-        return await self._ask_trainer("train_step", self._parts.trainer.train_step(*arguments), "take a training step")
 
     async def _publish(self) -> float:
         seconds = await self._parts.recovery.through(lambda: self._parts.publisher.sync_weights(self._step))
@@ -449,8 +442,8 @@ class Coordinator:
         return await self._parts.recovery.through(lambda: self._parts.saver.now(self._step))
 
     async def _write(self, path: str) -> None:
-        async with self._parts.trainer_lock:
-            await self._ask_trainer("checkpoint", self._parts.trainer.export(path), "export its parameters")
+        async with self._parts.trainer.lock:
+            await self._parts.trainer.export(path)
 
     async def _stop(self) -> None:
         self._summary.stopped, self._summary.terminated = True, self._stopping.terminated
@@ -472,10 +465,6 @@ class Coordinator:
         if self._ready:
             summary.trained, summary.replaced = self._parts.groups.trained, dict(self._parts.groups.replaced)
         self._recorder.note(sentence)
-
-    async def _ask_trainer(self, field: str, work: Any, what: str) -> Any:
-        seconds = getattr(self._config.deadlines, field)
-        return await deadlines.within(seconds, work, f"The trainer {self._trainer_name}, asked to {what},", field)
 
     async def _close(self) -> None:
         """Ends everything, whatever state it is in; what fails here is noted and hides nothing."""

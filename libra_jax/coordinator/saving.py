@@ -23,42 +23,38 @@ class Saver:
 
     Args:
       config: the run's configuration (`checkpoint`, `deadlines.checkpoint`).
-      trainer: a `protocols.Trainer`, or its proxy.
-      trainer_lock: held by whoever calls the trainer.
+      trainer: saves and restores its state.
       workdir: the run's folder.
       recorder: gets a span for each checkpoint, and is told of those that fail.
+      events: gets a CheckpointCommitted for each checkpoint that counts.
       state: the coordinator's part, as it is when called.
       epoch: the run's own; None: it has none.
-
-    Attributes:
-      committed: told the step of each checkpoint that has come to count.
     """
 
     def __init__(
         self,
         config: configuration.RunConfig,
         *,
-        trainer: Any,
-        trainer_lock: asyncio.Lock,
+        trainer: protocols.TrainerClient,
         workdir: Path,
         recorder: protocols.Recorder,
+        events: protocols.Events,
         state: Callable[[], Mapping[str, Any]],
         epoch: fencing.Epoch | None = None,
     ) -> None:
         self._every = config.checkpoint.every
         self._deadline = config.deadlines.checkpoint
         self._trainer = trainer
-        self._lock = trainer_lock
         self._folder = workdir / checkpoint_store.FOLDER
         self._files = checkpoints.Checkpoints(workdir, config.checkpoint.keep, epoch)
         self._recorder = recorder
+        self._events = events
         self._state = state
         self._pending: int | None = None
         self._held: list[int] = []  # the progress that the newest checkpoint, restored or begun, holds
         self._durable: list[int] = []  # that of the newest one that counts
         self._newest = -1
         self._seconds = 0.0
-        self.committed: Callable[[int], None] = lambda step: None
 
     def take_seconds(self) -> float:
         """Seconds the run spent on checkpoints since the last call."""
@@ -123,7 +119,7 @@ class Saver:
 
     async def _restore_trainer(self, step: int) -> None:
         path = str(self._files.trainer_path(step))
-        version = await self._ask(self._trainer.restore(path), "restore a checkpoint")
+        version = await self._trainer.restore(path)
         if version != step:
             raise protocols.DataError(
                 f"{path} holds version {version}, not {step}: move that checkpoint away, to go on from the one before."
@@ -147,7 +143,7 @@ class Saver:
             return False
         try:
             await self._begin(step)
-            async with self._lock:
+            async with self._trainer.lock:
                 await self._commit_held()
         except protocols.CheckpointFailed:
             self._give_up(step)
@@ -157,7 +153,7 @@ class Saver:
     async def commit(self) -> None:
         """Waits until the checkpoint begun last is durable, and writes its manifest; a disk that refuses is noted."""
         if self._pending is not None:
-            async with self._lock:
+            async with self._trainer.lock:
                 await self.commit_held()
 
     async def commit_held(self) -> None:
@@ -172,9 +168,10 @@ class Saver:
         if _progress(state) == self._held:
             return
         path = self._files.begin(step, state)
-        async with self._lock:
+        async with self._trainer.lock:
             try:
-                await self._ask_to_write(self._trainer.save(str(path)), "begin a save")
+                with self._writing_together():
+                    await self._trainer.save(str(path))
             except protocols.TrainerLost:
                 self._give_up(step)
                 raise
@@ -184,22 +181,24 @@ class Saver:
     async def _commit_held(self) -> None:
         if self._pending is None:
             return
-        begin, step, trainer = asyncio.get_running_loop().time(), self._pending, self._trainer.set.name
+        begin, step, trainer = asyncio.get_running_loop().time(), self._pending, self._trainer.name
         self._recorder.status(trainer, f"writing the checkpoint of step {step}")
         try:
-            await self._ask_to_write(self._trainer.wait_saved(), "finish a save")
+            with self._writing_together():
+                await self._trainer.wait_saved()
         finally:
             self._recorder.status(trainer, "idle")
         self._files.commit(step)
         self._pending, self._durable, self._newest = None, self._held, step
-        self.committed(step)
+        await self._events.publish(protocols.CheckpointCommitted(step))
         self._count(begin, "commit", step)
 
-    async def _ask_to_write(self, work: Any, what: str) -> None:
+    @contextlib.contextmanager
+    def _writing_together(self) -> Iterator[None]:
         try:
-            await self._ask(work, what)
+            yield
         except protocols.CheckpointFailed as error:
-            if self._trainer.processes > 1:  # they write together: where one failed, the others wait for it
+            if self._trainer.processes > 1:  # if one process failed, the others wait for it: nothing can go on
                 raise protocols.LibraError(str(error)) from error
             raise
 
@@ -220,9 +219,6 @@ class Saver:
         """Removes what has been written of it; the next one is tried whatever it holds."""
         self._pending, self._held = None, self._durable
         self._files.discard(step)
-
-    async def _ask(self, work: Any, what: str) -> Any:
-        return await deadlines.within(self._deadline, work, f"The trainer, asked to {what},", "checkpoint")
 
     def _count(self, begin: float, what: str, step: int) -> None:
         end = asyncio.get_running_loop().time()

@@ -9,7 +9,6 @@ import asyncio
 import collections
 import contextlib
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import deadlines, protocols, turns
@@ -33,7 +32,7 @@ class Transitions:
       engines: the rollout instances, the workers' among them.
       members: the workers' replicas.
       shares: that they compute.
-      trainer: the trainer's proxy.
+      trainer: opens and closes its ends of the workers' channels.
       recorder: gets what each worker does, and what went wrong.
       log: gets each transition.
       ending: ends with transitions under way.
@@ -52,7 +51,7 @@ class Transitions:
         engines: instances.Instances,
         members: replicas.Replicas,
         shares: member_shares.Shares,
-        trainer: Any,
+        trainer: protocols.TrainerClient,
         recorder: protocols.Recorder,
         log: transition_log.TransitionLog,
         ending: failure.Ending,
@@ -60,7 +59,6 @@ class Transitions:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._limit = limits.transition
-        self._publish_limit = limits.publish
         self._pool = pool
         self._engines = engines
         self._members = members
@@ -125,7 +123,7 @@ class Transitions:
 
     async def _drain(self, worker: pool.Worker) -> None:
         await self._members.ensure(worker.name)  # while its engine still serves
-        await self._engines.sleep(worker.name, self._limit)
+        await self._engines.sleep(worker.name)
 
     async def _fetch(self, worker: pool.Worker) -> None:
         self._log.moved(worker.name, await self._members.fetch(worker.name))
@@ -136,8 +134,8 @@ class Transitions:
     async def _join(self, worker: pool.Worker) -> None:
         """Opens the channel; what was published while the replica compiled, it reads meanwhile."""
         self._members.follow(worker.name)
-        address = await self._ask(self._trainer.listen(worker.name, worker.epoch), "open a channel")
-        await self._ask(self._trainer.connect(worker.name, worker.epoch, address), "connect to a channel")
+        address = await self._trainer.listen(worker.name, worker.epoch)
+        await self._trainer.connect(worker.name, worker.epoch, address)
         await self._members.join(worker.name, worker.epoch, address)
 
     async def _leave(self, worker: pool.Worker) -> None:
@@ -150,14 +148,11 @@ class Transitions:
         if worker.origin is State.FAILED:  # nothing is known of the replica, so it goes before its devices are used
             await self._dismiss(worker.name)
             await self._members.end(worker.name)
-        await self._engines.wake(worker.name, self._limit)
+        await self._engines.wake(worker.name)
 
     async def _dismiss(self, name: str) -> None:
         with contextlib.suppress(protocols.TrainerLost):  # its channels went with it
-            await self._ask(self._trainer.dismiss(name), "close a channel")
-
-    async def _ask(self, work: Any, what: str) -> Any:
-        return await deadlines.within(self._publish_limit, work, f"The trainer, asked to {what},", "publish")
+            await self._trainer.dismiss(name)
 
     # Failures ---------------------------------------------------------------------------------------------------
 
@@ -197,7 +192,7 @@ class Transitions:
 
     async def _wake_lost(self, name: str) -> None:
         try:
-            await self._engines.wake(name, self._limit)
+            await self._engines.wake(name)
         except protocols.LibraError as error:
             self._recorder.note(f"Hybrid worker {name} does not roll out either: {error}")
 

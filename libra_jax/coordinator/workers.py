@@ -12,13 +12,12 @@ from libra_jax import deadlines, protocols
 from libra_jax.coordinator import (
     checkpoint_store,
     checkpoints,
-    elasticity,
     failure,
     instances,
     plan_follower,
-    process_set,
     replicas,
 )
+from libra_jax.trainer_control import client
 from libra_jax.weights import relay_tree
 
 
@@ -38,14 +37,14 @@ class Workers:
       ending: ends with what goes on beside the run.
 
     Attributes:
-      trainer: the one that serves.
+      trainer: trains.
       sizes: of its mesh.
       engines: the rollout instances.
       members: the replicas; None where there are none.
       hosts: the relays; None where the trainer's host is the only one.
     """
 
-    trainer: process_set.Serving
+    trainer: client.TrainerClient
     sizes: protocols.MeshSizes
     engines: instances.Instances
     members: replicas.Replicas | None = None
@@ -61,7 +60,7 @@ class Workers:
         replica_specs: Mapping[str, protocols.ActorSpec],
         relay_specs: Mapping[int, protocols.ActorSpec],
         make_engine: instances.MakeSpec | None,
-        make_trainer: elasticity.MakeTrainer | None,
+        make_trainer: client.MakeTrainer | None,
         recorder: protocols.Recorder,
         ending: failure.Ending,
     ) -> None:
@@ -155,26 +154,15 @@ class Workers:
             self._recorder.note(f"Not everything ended cleanly: {error}")
 
     async def _start_trainer(self) -> None:
-        name, seconds = self._trainer_spec.name, self._config.deadlines.trainer_start
+        name = self._trainer_spec.name
         self._recorder.status(name, "starting its process")
         make = self._make_trainer(None) if self._make_trainer is not None else lambda *_: self._trainer_spec
-        trainer = process_set.ProcessSet(self._cluster, make, processes=self._config.trainer.processes, name=name)
-        await deadlines.within(seconds, trainer.make(), f"The making of {name}", "trainer_start")
+        processes = client.TrainerProcesses(self._cluster, make, count=self._config.trainer.processes, name=name)
+        self.trainer = client.TrainerClient(processes, self._config.deadlines)
+        await self.trainer.make()
         self._recorder.status(name, "loading the model and making the optimizer's state")
-        info = await deadlines.within(seconds, trainer.start(), f"The start of {name}", "trainer_start")
+        info = await self.trainer.start()
         mesh = ", ".join(f"{axis} {size}" for axis, size in info.mesh.items())
         self._recorder.note(f"The trainer holds {info.parameters:,} parameters on {info.platform} ({mesh}).")
         self._recorder.status(name, "idle")
-        self.sizes = process_set.sizes(info)
-        self.trainer = process_set.Serving(trainer, self._end_processes)
-
-    def _end_processes(self, before: process_set.ProcessSet) -> None:
-        """Ends a trainer that has handed over, beside the run."""
-
-        async def end() -> None:
-            try:
-                await before.stop()
-            except protocols.LibraError as error:
-                self._recorder.note(f"The trainer's former processes did not end cleanly: {error}")
-
-        self._ending.start(end(), f"end of {before.name}")
+        self.sizes = info.sizes

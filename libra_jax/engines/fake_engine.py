@@ -40,7 +40,7 @@ def log_prob(token_id: int) -> float:
     return -0.5 - token_id % 7 / 10
 
 
-class FakeEngine:
+class FakeEngine(protocols.RolloutEngine):
     """See the module docstring; made by `create`. Lives on one event loop."""
 
     def __init__(
@@ -140,6 +140,10 @@ class FakeEngine:
             self.kill()
             self._check_alive()
 
+    async def hand_over(self, request: protocols.GenerationRequest) -> Mapping[str, Any]:
+        """Always refuses: there are no keys and values."""
+        raise protocols.LibraError(f"engine {self.name} keeps no keys and values of {request.request_id}")
+
     async def pause(self) -> None:
         """Freezes decoding; requests are kept."""
         self._check_alive()
@@ -218,6 +222,7 @@ def create(
     script: str = "",
     tokens_per_second: float = 20_000.0,
     fail_after_tokens: int | None = None,
+    kind: type[FakeEngine] = FakeEngine,
 ) -> FakeEngine:
     """Makes the double with the real engine's arguments (`vllm_engine.create`), of which it needs few.
 
@@ -233,9 +238,10 @@ def create(
       script: `"module:function"` of a `Script`; empty is `scramble`.
       tokens_per_second: of one request, in event-loop seconds.
       fail_after_tokens: tokens after which the engine dies, over all requests; None is never.
+      kind: class of the double.
     """
     del model_config, seed, cpu_cores, log_path, hybrid
-    return FakeEngine(
+    return kind(
         name=name,
         script=load_script(script) if script else scramble,
         slots=rollout.get("slots", 64),

@@ -70,7 +70,7 @@ def create(
     return VllmEngine(name, settings, tensor_parallel, launch, vllm_weight_check.Checker(name, model_config))
 
 
-class VllmEngine:
+class VllmEngine(protocols.RolloutEngine):
     """See the module docstring; made by `create`. Lives on one event loop; not thread-safe."""
 
     def __init__(

@@ -38,7 +38,7 @@ class MemfdUpdateInfo(base.WeightTransferUpdateInfo):
 
 
 class MemfdWeightTransferEngine(base.WeightTransferEngine[MemfdInitInfo, MemfdUpdateInfo]):
-    """Loads chunks of a published snapshot into this worker's shard of the model."""
+    """Loads chunks of a snapshot into this worker's shard of the model."""
 
     init_info_cls = MemfdInitInfo
     update_info_cls = MemfdUpdateInfo

@@ -1,4 +1,4 @@
-"""Publication over CUDA, through vLLM's own trainer-side engines: the sending half of the ipc and nccl transports.
+"""Weight sync over CUDA, through vLLM's own trainer-side engines: the sending half of the ipc and nccl transports.
 
 Written against vLLM 0.32's source; NOT RUN YET, on any machine. ipc is for a trainer and an engine on the same GPU,
 nccl for an engine on other GPUs; both serve one rollout instance. vLLM's trainer engines call the inference side
@@ -149,7 +149,7 @@ class Sender:
             except BaseException as error:
                 self._error = error
 
-        self._thread = threading.Thread(target=guarded, name=f"publish-{self._transport}", daemon=True)
+        self._thread = threading.Thread(target=guarded, name=f"send-weights-{self._transport}", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
@@ -170,7 +170,7 @@ class Sender:
         self._source.snapshot = ()
         if self._error is not None:
             error, self._error = self._error, None
-            raise protocols.LibraError(f"publishing weights over {self._transport} failed: {error}")
+            raise protocols.LibraError(f"sending weights over {self._transport} failed: {error}")
 
     def shutdown(self) -> None:
         """Closes vLLM's trainer engine. Does not wait for a send that no engine receives."""

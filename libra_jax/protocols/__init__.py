@@ -31,7 +31,15 @@ from libra_jax.protocols.errors import (
     WorkerLost,
 )
 from libra_jax.protocols.generation import NO_VERSION, FinishReason, GenerationRequest, SamplingParams, TokenDelta
-from libra_jax.protocols.rollout import EngineInfo, RolloutEngine, WeightChunk, WeightEntry
+from libra_jax.protocols.rollout import EngineClient, EngineInfo, RolloutEngine, WeightChunk, WeightEntry
+from libra_jax.protocols.run import (
+    CheckpointCommitted,
+    Events,
+    FencingToken,
+    Scope,
+    TrainerReplaced,
+    TrainerResized,
+)
 from libra_jax.protocols.scheduling import (
     EVALUATION_GROUP,
     Instance,
@@ -45,10 +53,12 @@ from libra_jax.protocols.scheduling import (
 from libra_jax.protocols.tasks import Message, Task, TaskSource
 from libra_jax.protocols.telemetry import LOST, POOLS, Recorder
 from libra_jax.protocols.training import (
+    HybridClient,
     MeshSizes,
     MovableTrainer,
     ProgramShape,
     Relay,
+    RelayClient,
     Replica,
     ResizeEstimate,
     ResizePhases,
@@ -57,7 +67,10 @@ from libra_jax.protocols.training import (
     Snapshot,
     TrainBatch,
     Trainer,
+    TrainerClient,
     TrainerInfo,
+    TrainerProcess,
+    WeightSource,
 )
 from libra_jax.protocols.trajectories import (
     FINISHES,
@@ -82,6 +95,7 @@ __all__ = [
     "ActorSpec",
     "AttemptSnapshot",
     "CausalState",
+    "CheckpointCommitted",
     "CheckpointFailed",
     "Cluster",
     "ConfigError",
@@ -89,12 +103,16 @@ __all__ = [
     "DeadlineMissed",
     "Demonstrator",
     "DirectHandle",
+    "EngineClient",
     "EngineInfo",
     "Environment",
     "EnvironmentCrashed",
+    "Events",
+    "FencingToken",
     "FinishReason",
     "GenerationRequest",
     "Group",
+    "HybridClient",
     "Instance",
     "LibraError",
     "Listener",
@@ -109,6 +127,7 @@ __all__ = [
     "Queued",
     "Recorder",
     "Relay",
+    "RelayClient",
     "Replica",
     "RequestInfo",
     "ResizeEstimate",
@@ -120,6 +139,7 @@ __all__ = [
     "Sampler",
     "SamplingParams",
     "Scheduler",
+    "Scope",
     "Share",
     "Snapshot",
     "StepGivenUp",
@@ -133,11 +153,16 @@ __all__ = [
     "ToolStatus",
     "TrainBatch",
     "Trainer",
+    "TrainerClient",
     "TrainerInfo",
     "TrainerLost",
+    "TrainerProcess",
+    "TrainerReplaced",
+    "TrainerResized",
     "Trajectory",
     "Turn",
     "WeightChunk",
     "WeightEntry",
+    "WeightSource",
     "WorkerLost",
 ]

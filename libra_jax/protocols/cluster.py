@@ -70,9 +70,6 @@ class DirectHandle:
         self.name = name
         self._actor = actor
 
-    def __getattr__(self, method: str) -> Any:
-        return getattr(self.__dict__["_actor"], method)  # for callers that do not use a typed client yet
-
     async def call(
         self, method: Callable[Concatenate[Any, P], Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -120,4 +120,21 @@ class RolloutEngine(Protocol):
 
     async def shutdown(self) -> None:
         """Ends and reaps every process of the engine. Idempotent."""
+        ...
+
+
+class EngineClient(RolloutEngine, Protocol):
+    """A rollout engine as other rooms call it.
+
+    Each call but `generate` has a deadline of `config.deadlines`: DeadlineMissed names the engine and the call. The
+    caller of `generate` watches the time between two deltas itself, because a request may wait for a slot.
+    """
+
+    @property
+    def name(self) -> str:
+        """The engine's name."""
+        ...
+
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]:
+        """Streams the continuation; the last delta has a finish reason. Closing the iterator aborts the request."""
         ...

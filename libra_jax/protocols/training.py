@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -25,6 +26,11 @@ class TrainerInfo:
     parameters: int
     mesh: Mapping[str, int]
     platform: str
+
+    @property
+    def sizes(self) -> MeshSizes:
+        """The sizes of the mesh's axes."""
+        return MeshSizes(self.mesh["data"], self.mesh.get("fsdp", 1), self.mesh.get("tensor", 1))
 
 
 @dataclass(frozen=True)
@@ -249,24 +255,24 @@ class Trainer(Protocol):
         """Writes the parameters as a Hugging Face directory."""
         ...
 
-    async def shutdown(self) -> None:
-        """Releases devices and shared memory. Idempotent."""
+    async def policy_version(self) -> int:
+        """Returns the version of the state."""
         ...
 
 
 class MovableTrainer(Trainer, Protocol):
-    """A trainer whose state another one, of other processes, can take over (`coordinator.handover`)."""
+    """A trainer whose state other processes can take over (`trainer_control.handover`)."""
 
     async def stand_by(self) -> TrainerInfo:
         """Instead of `start`: builds the mesh, and waits for the state and the shapes of another trainer."""
         ...
 
     async def shapes(self) -> Sequence[ProgramShape]:
-        """What it has compiled programs for."""
+        """Returns the shapes that the trainer has compiled programs for."""
         ...
 
     async def warm(self, shapes: Sequence[ProgramShape]) -> None:
-        """Compiles for what another trainer has met, where it has not yet."""
+        """Compiles a program for each shape that has none yet."""
         ...
 
     async def snapshot(self, path: str) -> Snapshot:
@@ -274,15 +280,72 @@ class MovableTrainer(Trainer, Protocol):
         ...
 
     async def snapshot_saved(self) -> bool:
-        """Whether the last snapshot is durable; waits for nothing, and raises what went wrong."""
+        """Returns at once whether the last snapshot is durable; raises what went wrong."""
         ...
 
     async def is_saved(self, path: str) -> bool:
-        """Whether the state that another trainer saves at `path` is there to be restored."""
+        """Returns whether the state that another trainer saves at `path` can be restored."""
         ...
 
-    async def policy_version(self) -> int:
-        """The version of the state."""
+
+class TrainerProcess(MovableTrainer, Protocol):
+    """One process of a trainer: an actor, which may be one of several that train together."""
+
+    async def reserve(self) -> str:
+        """Returns the address where the trainer's processes are to meet; asked of process 0."""
+        ...
+
+    async def join(self, address: str) -> None:
+        """Meets the trainer's other processes at that address; asked of all of them at once."""
+        ...
+
+    async def shutdown(self) -> None:
+        """Releases devices and shared memory. Idempotent."""
+        ...
+
+
+class WeightSource(Protocol):
+    """The trainer as weight sync calls it: it takes one snapshot at a time and stages it chunk by chunk.
+
+    Attributes:
+      lock: held by the caller from `open_weights` to `close_weights`.
+    """
+
+    lock: asyncio.Lock
+
+    async def open_weights(self, policy_version: int) -> int:
+        """Takes a snapshot of the parameters in the wire dtype; returns its number of chunks."""
+        ...
+
+    async def stage_weights(self, policy_version: int, index: int) -> WeightChunk:
+        """Fills one chunk of the open snapshot; it stays readable until the next snapshot is opened."""
+        ...
+
+    async def close_weights(self, policy_version: int) -> None:
+        """Frees the snapshot."""
+        ...
+
+
+class TrainerClient(MovableTrainer, Protocol):
+    """The trainer as other rooms call it, whichever processes train at the moment.
+
+    Each call has a deadline of `config.deadlines`: DeadlineMissed names the trainer and the call. A call to a trainer
+    that is gone raises TrainerLost.
+
+    Attributes:
+      lock: held by the caller during each call, save those that may come at any time (`Trainer`).
+    """
+
+    lock: asyncio.Lock
+
+    @property
+    def name(self) -> str:
+        """The name of the processes that train."""
+        ...
+
+    @property
+    def processes(self) -> int:
+        """The number of processes that train."""
         ...
 
 
@@ -336,8 +399,16 @@ class Replica(Protocol):
         """Closes the channel and gives the parameters' memory back. Idempotent."""
         ...
 
-    async def shutdown(self) -> None:
-        """Releases everything. Idempotent."""
+
+class HybridClient(Replica, Protocol):
+    """A hybrid worker's training side as other rooms call it.
+
+    Each call has a deadline of `config.deadlines`: DeadlineMissed names the replica and the call.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name of the replica's actor."""
         ...
 
 
@@ -370,4 +441,16 @@ class Relay(Protocol):
 
     async def shutdown(self) -> None:
         """Closes its links and gives its memory back. Idempotent."""
+        ...
+
+
+class RelayClient(Relay, Protocol):
+    """A weight relay as other rooms call it.
+
+    Each call has a deadline of `config.deadlines`: DeadlineMissed names the relay and the call.
+    """
+
+    @property
+    def name(self) -> str:
+        """The relay's name."""
         ...

@@ -17,8 +17,8 @@ from libra_jax.simulator import batch, records, trajectory
 Counters = records.Counters
 
 
-class Engine(batch.Batch):
-    """A `protocols.RolloutEngine` on virtual time; made by `create`. Lives on one event loop."""
+class Engine(batch.Batch, protocols.RolloutEngine):
+    """A rollout engine on virtual time; made by `create`. Lives on one event loop."""
 
     def __init__(
         self, name: str, *, max_context: int, start_seconds: float = 0.0, wake_seconds: float = 0.0, **settings: Any
@@ -80,6 +80,10 @@ class Engine(batch.Batch):
             raise self._gone()
 
     # Weights ----------------------------------------------------------------------------------------------------
+
+    async def hand_over(self, request: protocols.GenerationRequest) -> Mapping[str, Any]:
+        """Always refuses: the moves of keys and values are not simulated."""
+        raise protocols.LibraError(f"engine {self.name} keeps no keys and values of {request.request_id}")
 
     async def pause(self) -> None:
         """Freezes decoding at the end of the step under way; requests are kept."""

@@ -105,8 +105,8 @@ def counted(part: Sequence[int], lengths: Sequence[int]) -> float:
     return len(lengths) * sum(lengths[index] for index in part) / max(1, sum(lengths))
 
 
-class Replica:
-    """A `protocols.Replica` on virtual time; made by `create`.
+class Replica(protocols.Replica):
+    """The training side of a hybrid worker on virtual time; made by `create`.
 
     Attributes:
       slowdown: factor on the time of its shares.

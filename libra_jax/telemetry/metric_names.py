@@ -95,7 +95,11 @@ _STEP = _table(
     ("rollout/masked", "share", "rollouts of the batch that the trainer masks because a limit cut them off"),
     ("rollout/resumed", "count", "generations that failed and went on from their retained tokens"),
     ("groups/replaced", "groups", "groups that were replaced instead of trained"),
-    ("groups/replaced_<reason>", "groups", "those of one reason: environment, zero_variance, stale or redundant"),
+    (
+        "groups/replaced_<reason>",
+        "groups",
+        "those of one reason: environment, reward, zero_variance, stale, redundant",
+    ),
     ("voids/attempts", "rollouts", "rollouts that a crash of their environment voided"),
     ("voids/most_of_a_prompt", "rollouts", "most of them that one prompt had"),
     ("finish/<reason>", "share", "rollouts that ended so: answered, length, max_turns, max_tokens, ..."),

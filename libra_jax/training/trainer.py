@@ -4,7 +4,7 @@
 its own, as JAX's thread-local mesh contexts require.
 
 A trainer of several processes is as many actors, each with its share of the mesh's devices, and every method is called
-on all of them at once with the same arguments (`coordinator.process_set`); what process 0 returns counts. `reserve`,
+on all of them at once with the same arguments (`trainer_control.client`); what process 0 returns counts. `reserve`,
 `listen`, `stage_weights`, `close_weights` and `is_saved` are asked of process 0 alone.
 """
 
@@ -27,7 +27,8 @@ from libra_jax.training import learner as learner_lib
 from libra_jax.training import mesh as mesh_lib
 from libra_jax.training import shares as shares_lib
 from libra_jax.training import state as state_lib
-from libra_jax.weights import addresses, snapshot
+from libra_jax.weights import addresses
+from libra_jax.weights import snapshot as weight_snapshot
 
 MIB = 2**20
 
@@ -62,7 +63,7 @@ class TrainerActor:
         self._model = model_shape(config.model)
         self._schedule = optimizer.schedule(config.optimizer, config.steps)
         self._learner: learner_lib.Learner | None = None
-        self._weights: Any = None
+        self._weights: weight_snapshot.Snapshot | None = None
         self._checkpointer: checkpoints.Checkpointer | None = None
         self._resize: resize.Resize | None = None
         self._snapshots: checkpoints.Checkpointer | None = None
@@ -135,7 +136,7 @@ class TrainerActor:
     def _begin(self, learner: learner_lib.Learner) -> protocols.TrainerInfo:
         config, where = self._config, learner.layout
         rollout = config.rollout
-        self._weights = snapshot.create(
+        self._weights = weight_snapshot.create(
             self._model,
             rollout.dtype,
             rollout.bucket_mib * MIB,
@@ -280,9 +281,7 @@ class TrainerActor:
         learner, weights = self._started(), self._weights
         assert weights is not None
         if policy_version != self._version:
-            raise protocols.LibraError(
-                f"version {policy_version} cannot be published: the trainer holds {self._version}."
-            )
+            raise protocols.LibraError(f"version {policy_version} cannot be synced: the trainer holds {self._version}.")
         count = weights.open(policy_version, learner.params)
         self._published = policy_version
         return count
@@ -415,12 +414,17 @@ class TrainerActor:
         wanted = members.Wanted(
             version=self._version,
             # The first process alone holds what was published, and checks for all (`members.everywhere`).
-            digest=self._weights.digest(self._version) if known and jax.process_index() == 0 else None,
+            digest=self._host_snapshot().digest(self._version) if known and jax.process_index() == 0 else None,
             shares=shares,
             ranges=ranges,
             arrays=members.array_kinds(self._started().layout.accumulator),
         )
         return own, members.Collection(self._members, wanted)
+
+    def _host_snapshot(self) -> weight_snapshot.HostSnapshot:
+        # The config refuses hybrid workers with any other transport: they read parameters from host memory.
+        assert isinstance(self._weights, weight_snapshot.HostSnapshot)
+        return self._weights
 
     def _finish(self, metrics: dict[str, float], packed: packing.Packed, rate: float) -> dict[str, float]:
         """Adds what the host knows of the step, and stops a run whose steps are not finite."""

@@ -1,4 +1,4 @@
-"""Publication without host memory: a snapshot in torch's own memory on the trainer's first GPU, sent by vLLM's engines.
+"""Weight sync without host memory: a snapshot in torch's own memory on the trainer's first GPU, sent by vLLM's engines.
 
 NOT RUN YET, on any machine. A copy in torch's memory, because CUDA IPC exports only what torch's allocator made.
 """
@@ -21,7 +21,7 @@ SENDER = "libra_jax.engines.vllm_weight_sender"
 
 
 class DeviceSnapshot:
-    """`snapshot.HostSnapshot`'s methods over the ipc and nccl transports; one chunk holds the whole model."""
+    """`snapshot.Snapshot` over the ipc and nccl transports; one chunk holds the whole model."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """The gradient channel: gradient sums from a hybrid replica to the core trainer, over torch.distributed's gloo.
 
-Between relays it carries the bytes of published weights (`relay`), from one that sends to one that listens.
+Between weight relays (`relay`) a channel carries the bytes of weights, from the sender to the relay that listens.
 
 A channel is one gloo process group of its own, made from a store of its own, for one member and one membership epoch;
 torch's global process group is not touched. Its ranks are the core's processes, in their order, and last the replica.
@@ -40,10 +40,10 @@ PART_BYTES = 64 * 2**20
 """Most bytes of a message."""
 
 LOOK_SECONDS = 0.02
-"""Between two looks whether everybody has come to the meeting."""
+"""Seconds between two looks whether all ranks have come to the meeting."""
 
 MEETING_SECONDS = 10.0
-"""Longest that ranks which have all come may take to connect to each other: one of them died on the way."""
+"""Seconds for ranks that have all come to connect to each other; if it takes longer, one of them has died."""
 
 ArrayKind = tuple[str, tuple[int, ...]]
 """An array's dtype, by numpy's name, and shape."""
@@ -55,13 +55,13 @@ class ChannelError(protocols.LibraError):
 
 @dataclass(frozen=True)
 class Header:
-    """What a gradient sum is of, or which chunk of weights this is.
+    """Says what a gradient sum belongs to, or which chunk of weights follows.
 
     Attributes:
       member: the replica that computed it, or the relay that it is for.
       epoch: the membership epoch in which that joined.
       version: policy version of its parameters.
-      digest: of those parameters, as published.
+      digest: of those parameters, as the trainer's snapshot had them.
       first: first micro-batch of the sum, or number of the chunk.
       last: the one after its last.
       metrics: metric name to (sum, count) over those micro-batches.
@@ -277,7 +277,7 @@ class Channel:
             raise self._fail("the sum offered over it has other arrays than this model's")
         return header
 
-    def close(self, why: str = "it was given up here") -> None:
+    def close(self, why: str = "it was aborted here") -> None:
         """Closes the connection; the thread that connects ends by itself. Idempotent: the first reason stays."""
         with self._lock:
             self._why = self._why or f"the gradient channel of {self.member} (epoch {self.epoch}) is closed: {why}."
@@ -319,7 +319,7 @@ class Channel:
         buffer = self._buffer
         if buffer.nbytes != nbytes:
             buffer = self._buffer = np.empty(nbytes, np.uint8)
-        return buffer  # not the attribute, which whoever closes the channel meanwhile empties
+        return buffer  # not the attribute: a thread that closes the channel meanwhile empties it
 
     def _give(self, message: np.ndarray, deadline: float) -> None:
         tensor = torch.from_numpy(message)
@@ -329,7 +329,7 @@ class Channel:
         self._until(deadline, [self._post("recv", torch.from_numpy(target), self._ranks - 1)])
 
     def _post(self, verb: str, tensor: torch.Tensor, rank: int) -> Any:
-        group = self._group  # taken once: whoever dismisses the replica closes the channel meanwhile
+        group = self._group  # read once: another thread may close the channel meanwhile
         if group is None:
             raise ChannelError(self._why)
         try:

@@ -74,7 +74,7 @@ def too_little(purpose: str, nbytes: int, free: int) -> SharedMemoryError:
     """The error for memory that is not there, with the numbers."""
     return SharedMemoryError(
         f"{purpose} needs {_mib(nbytes)} of shared memory but only {_mib(free)} of memory is available: free memory on "
-        "this host, raise the container's limit, or publish in a smaller config.rollout.dtype"
+        "this host, raise the container's limit, or sync in a smaller config.rollout.dtype"
     )
 
 

@@ -1,7 +1,7 @@
-"""Receiver of published weights by a JAX process: from an open snapshot's chunks to parameters on a mesh.
+"""Receives weights in a JAX process: from the chunks of an open snapshot to parameters on a mesh.
 
-The inverse of `publication`, and the counterpart of what an engine does: map the trainer's shared memory, verify the
-checksum, load. What is kept are copies, because the trainer writes its next version over this one.
+This is the inverse of `snapshot`, and does what an engine does: map the trainer's shared memory, verify the checksums,
+load. The parameters are copies, because the trainer writes its next version over the shared memory.
 
 Thread-safety: none.
 """
@@ -39,7 +39,7 @@ class Receiver:
         self._tensors: dict[str, np.ndarray] = {}
 
     def start(self, version: int) -> None:
-        """Begins a version; one that is half received is given up."""
+        """Begins a version, and drops one that was half received."""
         self._forget()
         self._version = version
 
@@ -62,7 +62,7 @@ class Receiver:
         checksum = memfd.digest(memoryview(memory)[: chunk.nbytes])
         if checksum != chunk.checksum:
             raise protocols.LibraError(
-                f"{named} arrived damaged: checksum {checksum} instead of {chunk.checksum}; publish it again."
+                f"{named} arrived damaged: checksum {checksum} instead of {chunk.checksum}; sync it again."
             )
         for entry in chunk.entries:
             source = self._sources.get(entry.name)
@@ -91,7 +91,7 @@ class Receiver:
         if missing or sorted(self._checksums) != list(range(self._count)):
             raise protocols.LibraError(
                 f"version {version} is not whole: {len(self._checksums)} of {self._count} chunks came, without "
-                f"{', '.join(missing[:3]) or 'nothing'}; publish it again."
+                f"{', '.join(missing[:3]) or 'nothing'}; sync it again."
             )
         checksums = [self._checksums[index] for index in range(self._count)]
         # Not only begun: the trainer may write over the memory as soon as this returns.

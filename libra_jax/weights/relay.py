@@ -53,8 +53,8 @@ def create(name: str, link_seconds: float, cluster: str = "") -> Relay:
     return Relay(name, link_seconds, addresses.in_cluster(cluster))
 
 
-class Relay:
-    """Implements `protocols.Relay`. Every method raises LibraError with one sentence."""
+class Relay(protocols.Relay):
+    """A host's weight relay. Every method raises LibraError with one sentence."""
 
     def __init__(self, name: str, link_seconds: float, host: str) -> None:
         self._name = name

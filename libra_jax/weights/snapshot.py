@@ -1,12 +1,15 @@
-"""Publication of weights: a snapshot of the trainer's parameters, in the wire dtype, as chunks that engines read.
+"""A snapshot of the trainer's parameters, in the wire dtype, as chunks of shared memory that engines read.
 
-The snapshot is the content of the shared memory itself: opening one is a single copy from the trainer's arrays, cast
-on the way, to memory that the engines have mapped. The live parameters are not referenced afterwards, so that the next
-training step may donate them while engines still read. The memory is reused from version to version, which spares both
-sides the page faults that would cost more than the copy.
+To open a snapshot is one copy, with a cast, from the trainer's arrays into memory that the engines have mapped.
+Afterwards nothing refers to the live parameters, so the next training step may donate them while engines still read.
+The memory is reused from version to version: the page faults of fresh memory would cost more than the copy.
 
 Tensors travel under their Hugging Face names, layer by layer. `lm_head.weight` is always among them: engines get an
 untied model, because vLLM's reload on CPU leaves a tied output projection stale.
+
+JAX arrays become torch tensors by DLPack, without a copy if the bytes lie in this host's memory already. Such a tensor
+keeps the array's buffer alive and JAX from donating it, and a write through it changes the array. Drop the tensor
+before the array's next donation.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import torch
@@ -32,14 +35,14 @@ ALIGNMENT = 64
 """Bytes to which each tensor's place in a chunk is aligned (a cache line)."""
 
 PART_BYTES = 4 * 2**20
-"""About what is copied at a time, so that the copying threads share a large tensor."""
+"""Approximate bytes of one copy: a large tensor is split, so that all copying threads work on it."""
 
 MOST_COPIERS = 4
-"""Threads that copy: about as many as saturate a host's memory."""
+"""Most threads that copy; more do not make a host's memory faster."""
 
 
 def wire_entries(config: models_config.TransformerConfig) -> tuple[hf_names.HfEntry, ...]:
-    """The checkpoint's tensors, with an explicit output projection where the embeddings are tied."""
+    """Returns the tensors that travel: the checkpoint's, and an explicit output projection if embeddings are tied."""
     entries = hf_names.weight_map(config)
     if not config.tie_word_embeddings:
         return entries
@@ -56,6 +59,26 @@ def wire_dtype(shape: Sequence[int], dtype: str) -> str:
     return "float32" if len(shape) == 1 else dtype
 
 
+class Snapshot(Protocol):
+    """One version's parameters for others to read, as the trainer holds it for any transport."""
+
+    def open(self, version: int, params: Mapping[str, Any]) -> int:
+        """Takes a snapshot of `params`, which may be donated afterwards; returns the number of chunks."""
+        ...
+
+    def stage(self, version: int, index: int) -> protocols.WeightChunk:
+        """Returns where one chunk of the open snapshot is."""
+        ...
+
+    def close(self, version: int) -> None:
+        """Ends the snapshot."""
+        ...
+
+    def shutdown(self) -> None:
+        """Gives the memory back. Idempotent."""
+        ...
+
+
 def create(
     model_config: models_config.TransformerConfig,
     dtype: str,
@@ -64,8 +87,8 @@ def create(
     checksum: bool,
     tensor_parallel: Sequence[int],
     publish_seconds: float,
-) -> Any:
-    """The publisher of a transport: memfd through host memory (`HostSnapshot`), ipc and nccl from device to device.
+) -> Snapshot:
+    """Makes the snapshot of a transport: memfd through host memory (`HostSnapshot`), ipc and nccl between devices.
 
     Args:
       model_config: the model's shape.
@@ -80,7 +103,7 @@ def create(
       ConfigError: the transport needs CUDA, or serves fewer instances or trainer processes than there are.
     """
     if transport == "memfd":
-        return HostSnapshot(model_config, dtype, chunk_bytes, transport, checksum)
+        return HostSnapshot(model_config, dtype, chunk_bytes, checksum)
     if jax.process_count() > 1:
         raise protocols.ConfigError(
             f"config.rollout.transport: {transport!r} serves a trainer of one process (config.trainer.processes); use "
@@ -96,14 +119,13 @@ def create(
 
 
 class HostSnapshot:
-    """Publishes one snapshot at a time. Not thread-safe: every call comes from the thread that owns the parameters.
+    """Holds one snapshot at a time in host memory. Not thread-safe: the thread that owns the parameters calls it.
 
     Args:
       model_config: the model's shape.
       dtype: wire dtype of matrices: float32, bfloat16 or float16; what the engine computes in. Vectors: `wire_dtype`.
       chunk_bytes: most bytes of a chunk; a single larger tensor gets a chunk of its own size.
-      transport: "memfd".
-      checksum: digest each chunk, so that the engine can tell damage.
+      checksum: digest each chunk, so that the engine notices damage.
     """
 
     def __init__(
@@ -111,11 +133,8 @@ class HostSnapshot:
         model_config: models_config.TransformerConfig,
         dtype: str,
         chunk_bytes: int,
-        transport: str,
         checksum: bool,
     ) -> None:
-        if transport != "memfd":
-            raise protocols.ConfigError(f"config.rollout.transport: {transport!r} does not travel through host memory")
         self._checksum = checksum
         self._sources = wire_entries(model_config)
         self._chunks = _pack(self._sources, dtype, chunk_bytes)
@@ -128,7 +147,7 @@ class HostSnapshot:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a publication moves."""
+        """Bytes of a snapshot."""
         return sum(_size(entries) for entries in self._chunks)
 
     def open(self, version: int, params: Mapping[str, Any]) -> int:
@@ -177,14 +196,14 @@ class HostSnapshot:
         )
 
     def digest(self, version: int) -> str:
-        """Digest of a published version, from its chunks' checksums; known until the next snapshot is opened.
+        """Returns the digest of the last opened version, from its chunks' checksums, also after `close`.
 
         Raises:
-          LibraError: the version is not the last one published.
+          LibraError: the version is not the last opened one.
         """
         if version != self._written:
             raise protocols.LibraError(
-                f"version {version} has no digest: the last version published is {self._written}"
+                f"version {version} has no digest: the last snapshot is of version {self._written}"
             )
         return snapshot_digest([self._chunk_checksum(index) for index in range(len(self._chunks))])
 
@@ -213,7 +232,7 @@ class HostSnapshot:
     def _allocate(self) -> None:
         if self._memory:
             return
-        purpose = f"the published copy of the weights ({self.nbytes / 2**20:.1f} MiB in all)"
+        purpose = f"the snapshot of the weights ({self.nbytes / 2**20:.1f} MiB in all)"
         free = memfd.available_bytes()
         if self.nbytes > free:
             raise memfd.too_little(purpose, self.nbytes, free)
@@ -225,7 +244,7 @@ class HostSnapshot:
             raise
 
     def _copy(self, paths: Iterable[tuple[str, ...]], gathered: Iterator[jax.Array]) -> None:
-        """Copies leaf by leaf, so that no more than one leaf is ever held for torch."""
+        """Copies leaf by leaf, so that torch never holds more than one leaf."""
         targets: dict[tuple[str, ...], list[tuple[int | None, torch.Tensor]]] = {path: [] for path in paths}
         placed = (
             (owner, entry) for owner, entries in zip(self._memory, self._chunks, strict=True) for entry in entries
@@ -235,7 +254,7 @@ class HostSnapshot:
             flat = torch.frombuffer(owner.buffer, dtype=kind, count=math.prod(entry.shape), offset=entry.offset)
             targets[source.path].append((source.layer, flat.view(entry.shape)))
         for target in targets.values():
-            self._copy_leaf(next(gathered), target)  # which no name holds while the next one is gathered
+            self._copy_leaf(next(gathered), target)  # no name holds the leaf while the next one is gathered
 
     def _copy_leaf(self, array: jax.Array, targets: Sequence[tuple[int | None, torch.Tensor]]) -> None:
         copies = (copy for piece in pieces(array) for layer, target in targets for copy in _parts(piece, layer, target))
@@ -244,7 +263,7 @@ class HostSnapshot:
 
 
 def _parts(piece: Piece, layer: int | None, target: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """What a device's part of a leaf holds of one tensor (all of it, or one layer), and its place, in parts."""
+    """Yields a device's part of one tensor (a whole leaf, or one layer), split, each with the place to copy it to."""
     start, tensor = piece.start, piece.tensor
     if layer is not None:
         if not start[0] <= layer < start[0] + tensor.shape[0]:
@@ -257,7 +276,7 @@ def _parts(piece: Piece, layer: int | None, target: torch.Tensor) -> Iterator[tu
 
 
 def leaf(params: Mapping[str, Any], source: hf_names.HfEntry) -> jax.Array:
-    """The parameter that a checkpoint's tensor is, or is a layer of.
+    """Returns the parameter of a checkpoint's tensor: the tensor itself, or the stack of layers that holds it.
 
     Raises:
       LibraError: it is missing or of another shape.
@@ -268,7 +287,7 @@ def leaf(params: Mapping[str, Any], source: hf_names.HfEntry) -> jax.Array:
     shape = None if found is None else tuple(found.shape if source.layer is None else found.shape[1:])
     if shape != source.shape:
         raise protocols.LibraError(
-            f"{source.hf_name} cannot be published: parameter {'/'.join(source.path)} has shape {shape}, not "
+            f"{source.hf_name} cannot be synced: parameter {'/'.join(source.path)} has shape {shape}, not "
             f"{source.shape}"
         )
     return found
@@ -276,7 +295,7 @@ def leaf(params: Mapping[str, Any], source: hf_names.HfEntry) -> jax.Array:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """The copying threads share the work; threads of torch's would wait for each other at the end of every tensor."""
+    """Keeps torch to one thread: its own threads would wait for each other at the end of every tensor."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -286,7 +305,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def snapshot_digest(checksums: Sequence[str]) -> str:
-    """Digest of a whole snapshot from the checksums of its chunks, in order."""
+    """Returns the digest of a whole snapshot from the checksums of its chunks, in order."""
     return memfd.digest(memoryview(" ".join(checksums).encode()))
 
 
@@ -297,7 +316,7 @@ def _size(entries: Sequence[protocols.WeightEntry]) -> int:
 def _pack(
     sources: Sequence[hf_names.HfEntry], dtype: str, chunk_bytes: int
 ) -> tuple[tuple[protocols.WeightEntry, ...], ...]:
-    """Lays the tensors out in chunks, in order."""
+    """Returns the chunks, with each tensor's place, in order."""
     chunks: list[list[protocols.WeightEntry]] = [[]]
     for source in sources:
         kind = wire_dtype(source.shape, dtype)
@@ -324,7 +343,7 @@ class Piece:
 
 
 def to_torch(array: jax.Array) -> torch.Tensor:
-    """A single-device array as a CPU tensor: shared where it lies on a CPU device, copied from an accelerator.
+    """Returns a single-device array as a CPU tensor: shared if it lies on a CPU device, else copied to the host.
 
     Raises:
       LibraError: the array's buffer has been donated.
@@ -344,11 +363,11 @@ def to_torch(array: jax.Array) -> torch.Tensor:
 
 
 def pieces(array: jax.Array) -> tuple[Piece, ...]:
-    """An array over any devices of this process as the parts that make it up, each once, replicas left out."""
+    """Returns the parts of an array that is spread over this process's devices, each part once."""
     if array.is_deleted():
         raise protocols.LibraError(f"an array of shape {array.shape} was donated before it was handed to torch")
     if not (array.is_fully_addressable or array.is_fully_replicated):
-        raise protocols.LibraError("weights are published by one process that sees all their devices")
+        raise protocols.LibraError("a snapshot is taken by one process that sees all devices of the weights")
     if array.is_fully_replicated:
         return (Piece((0,) * array.ndim, to_torch(array.addressable_data(0))),)
     return tuple(

@@ -28,15 +28,14 @@ class WeightSync:
 
     Args:
       config: the run's configuration (`deadlines.publish`).
-      trainer: a `protocols.Trainer`, or its proxy.
-      trainer_lock: held by the caller during each call to the trainer, which takes one call at a time.
+      trainer: takes the snapshots.
       engines: the rollout engines. An engine that fails is reported lost there, and the others go on.
       recorder: gets a span for each engine, on the track `weights`.
       members: replicas that read the same snapshots; None without hybrid workers.
       hosts: the weight relays; None if the run has one host.
 
     Attributes:
-      version: the version that the trainer holds. A caller that trains sets it while it holds the lock.
+      version: the version that the trainer holds. A caller that trains sets it while it holds the trainer's lock.
       served: the version of the last completed sync. A group that is dispatched now is dispatched at this version.
 
     `engines.load_weights` is set to `catch_up`; the owner may replace it by a function that wraps `catch_up`.
@@ -46,8 +45,7 @@ class WeightSync:
         self,
         config: configuration.RunConfig,
         *,
-        trainer: Any,
-        trainer_lock: asyncio.Lock,
+        trainer: protocols.WeightSource,
         engines: instances.Instances,
         recorder: protocols.Recorder,
         members: replicas.Replicas | None = None,
@@ -57,10 +55,8 @@ class WeightSync:
         self._hosts = hosts
         self._keeps = config.rollout.transport == "memfd"
         self._staged: tuple[int, Sequence[protocols.WeightChunk]] = protocols.NO_VERSION, ()
-        self._seconds = config.deadlines.publish
         self._checksum = config.rollout.checksum
         self._trainer = trainer
-        self._lock = trainer_lock
         self._engines = engines
         self._recorder = recorder
         self.version = self.served = protocols.NO_VERSION
@@ -70,7 +66,7 @@ class WeightSync:
     async def sync_weights(self, version: int) -> float:
         """Gives the trainer's present version to every engine that is up; returns the seconds that this took."""
         start = asyncio.get_running_loop().time()
-        async with self._lock:
+        async with self._trainer.lock:
             self.version = version
             await self._send(version, [item for item in self._up() if item.policy_version != version])
             self.served = version
@@ -107,12 +103,12 @@ class WeightSync:
                     await self._read(engine, version, chunks)
                     return
         with turns.queued():  # a training step, or a restart of the trainer, may be long
-            await self._lock.acquire()
+            await self._trainer.lock.acquire()
         try:
             if engine.state == "loaded" and self.version != protocols.NO_VERSION:
                 await self._send(self.version, [engine])
         finally:
-            self._lock.release()
+            self._trainer.lock.release()
 
     async def release(self) -> None:
         """Forgets the last snapshot, because the trainer whose memory holds it is about to end."""
@@ -127,7 +123,7 @@ class WeightSync:
 
     async def _read(self, engine: instances.Engine, version: int, chunks: Sequence[protocols.WeightChunk]) -> None:
         """Lets one engine load the snapshot that is in memory, without a call to the trainer."""
-        updates = [_Update(engine, version, self._seconds, self._recorder)]
+        updates = [_Update(engine, version, self._recorder)]
         staged = relay_tree.expected(len(chunks))
         for chunk, place in zip(chunks, staged, strict=True):
             place.set_result(chunk)
@@ -154,14 +150,14 @@ class WeightSync:
         self._staged = protocols.NO_VERSION, ()
         # Made before the first await: an engine that is lost meanwhile has another life, and its update is dropped.
         up = [engine for engine in engines if engine.state in ("loaded", "serving")]
-        updates = [_Update(engine, version, self._seconds, self._recorder) for engine in up]
-        count = await self._ask(self._trainer.open_weights(version), "open its weights")
+        updates = [_Update(engine, version, self._recorder) for engine in up]
+        count = await self._trainer.open_weights(version)
         staged = relay_tree.expected(count)
         try:
             try:
                 copies = await self._spread(updates, staged, self._stage(version, staged))
             finally:
-                await self._ask(self._trainer.close_weights(version), "close its weights")
+                await self._trainer.close_weights(version)
         except protocols.TrainerLost as error:
             for update in updates:
                 if update.half:  # the engine holds some of the new weights, and the rest is gone with the trainer
@@ -177,7 +173,7 @@ class WeightSync:
 
     async def _stage(self, version: int, staged: relay_tree.Chunks) -> None:
         for index, chunk in enumerate(staged):
-            chunk.set_result(await self._ask(self._trainer.stage_weights(version, index), "stage weights"))
+            chunk.set_result(await self._trainer.stage_weights(version, index))
 
     async def _spread(
         self, updates: Sequence[_Update], staged: relay_tree.Chunks, *staging: Coroutine[Any, Any, None]
@@ -227,9 +223,6 @@ class WeightSync:
             await self._each(updates, _Update.load, chunk)
         await self._each(updates, _Update.end)
 
-    async def _ask(self, work: Coroutine[Any, Any, Any], what: str) -> Any:
-        return await deadlines.within(self._seconds, work, f"The trainer, asked to {what},", "publish")
-
     async def _each(
         self,
         updates: Sequence[_Update],
@@ -250,12 +243,11 @@ class WeightSync:
 class _Update:
     """One engine's part in one weight sync."""
 
-    def __init__(self, engine: instances.Engine, version: int, seconds: float, recorder: protocols.Recorder) -> None:
+    def __init__(self, engine: instances.Engine, version: int, recorder: protocols.Recorder) -> None:
         self.engine = engine
         self.life = engine.life
-        self.proxy = engine.proxy
+        self._client = engine.client
         self._version = version
-        self._seconds = seconds
         self._recorder = recorder
         self._start = 0.0
         self._begun = self.ended = False
@@ -270,24 +262,28 @@ class _Update:
         """Whether the engine is still in the life in which the update began."""
         return self.engine.life == self.life
 
-    async def ask(self, work: Coroutine[Any, Any, Any], what: str) -> None:
-        await deadlines.within(self._seconds, work, f"Engine {self.engine.name}, asked to {what},", "publish")
+    @property
+    def client(self) -> protocols.EngineClient:
+        """Calls the engine's life in which the update began, so that a later life never gets a part of it."""
+        if self._client is None:
+            raise protocols.WorkerLost(f"engine {self.engine.name} was lost before its weight update")
+        return self._client
 
     async def begin(self) -> None:
         """Freezes decoding and readies the engine for new weights."""
         self._start, self._begun = asyncio.get_running_loop().time(), True
         self.engine.paused = True
-        await self.ask(self.proxy.pause(), "pause")
-        await self.ask(self.proxy.start_weight_update(self._version), "prepare for new weights")
+        await self.client.pause()
+        await self.client.start_weight_update(self._version)
 
     async def load(self, chunk: protocols.WeightChunk) -> None:
         """Loads one chunk."""
-        await self.ask(self.proxy.update_weights(chunk), f"load weight chunk {chunk.index}")
+        await self.client.update_weights(chunk)
 
     async def end(self) -> None:
         """Lets the engine serve the version."""
-        await self.ask(self.proxy.finish_weight_update(self._version), "finish its weight update")
-        await self.ask(self.proxy.resume(), "resume")
+        await self.client.finish_weight_update(self._version)
+        await self.client.resume()
         self.ended = True
         if not self.going:
             return

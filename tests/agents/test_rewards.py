@@ -241,7 +241,7 @@ class MortalCluster:
     async def spawn(self, spec):
         self.names.append(spec.name)
         self.actors[spec.name] = worker.create(**spec.arguments)
-        return Mortal(self.actors[spec.name], self.deaths)
+        return protocols.DirectHandle(spec.name, Mortal(self.actors[spec.name], self.deaths))
 
     async def stop(self, name):
         if name in self.actors:

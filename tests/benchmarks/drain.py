@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import os
 import statistics
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from benchmarks import publication as weights_source
@@ -18,6 +18,7 @@ from libra_jax import protocols
 from libra_jax.agents import loop as agent_loop
 from libra_jax.cluster import create as cluster_create
 from libra_jax.coordinator import dispatch, failure, instances
+from libra_jax.engines import client
 from libra_jax.models import config as models_config
 from libra_jax.scheduling import registry
 from libra_jax.telemetry import memory
@@ -71,9 +72,7 @@ async def measure() -> dict[str, Any]:
     weights = weights_source.Weights(shape)
     try:
         await engines.start()
-        publisher = sync.WeightSync(
-            config, trainer=weights, trainer_lock=asyncio.Lock(), engines=engines, recorder=recorder
-        )
+        publisher = sync.WeightSync(config, trainer=weights, engines=engines, recorder=recorder)
         dispatcher = dispatch.Dispatcher(
             config,
             scheduler=registry.create(config.scheduler),
@@ -83,25 +82,25 @@ async def measure() -> dict[str, Any]:
         )
         await publisher.sync_weights(0)
         load = _Load(dispatcher, engines)
-        return await ending.race(load.around(_rounds(load, engines, config.deadlines.transition)))
+        return await ending.race(load.around(_rounds(load, engines)))
     finally:
         await ending.cancel_background(config.deadlines.shutdown)
         await cluster.shutdown()
         weights.publisher.shutdown()
 
 
-async def _rounds(load: _Load, engines: instances.Instances, limit: float) -> dict[str, Any]:
+async def _rounds(load: _Load, engines: instances.Instances) -> dict[str, Any]:
     """Both, the change, one, the change back; medians over the rounds."""
     both, falling, one, rising, slept, woken = ([] for _ in range(6))
     for _ in range(ROUNDS):
         await asyncio.sleep(SETTLE)
         both.append(await load.rate())
-        change = asyncio.ensure_future(_seconds(engines.sleep(MOVED, limit)))
+        change = asyncio.ensure_future(_seconds(engines.sleep(MOVED)))
         falling.append(await load.rate())
         slept.append(await change)
         await asyncio.sleep(SETTLE)
         one.append(await load.rate())
-        change = asyncio.ensure_future(_seconds(engines.wake(MOVED, limit)))
+        change = asyncio.ensure_future(_seconds(engines.wake(MOVED)))
         rising.append(await load.rate())
         woken.append(await change)
     steady = statistics.median(both)
@@ -136,7 +135,8 @@ class _Load:
         self._came: list[float] = []  # when each token did
         self._numbers = itertools.count()
         for engine in engines.engines.values():
-            engine.proxy = _Counted(engine.proxy, self._count)
+            assert isinstance(engine.client, client.EngineClient)
+            engine.client = _Counted(engine.client, self._count)
 
     async def around(self, work: Any) -> Any:
         """Awaits `work` while attempts go on, each in the place of one that has ended."""
@@ -179,18 +179,16 @@ class _Load:
                 self._dispatcher.finish(name)
 
 
-class _Counted:
-    """An engine's proxy that tells how many tokens come."""
+class _Counted(client.EngineClient):
+    """An engine's client that counts the tokens that come."""
 
-    def __init__(self, proxy: Any, count: Any) -> None:
-        self._proxy = proxy
+    def __init__(self, inner: client.EngineClient, count: Callable[[int], None]) -> None:
+        super().__init__(inner._cluster, inner._spec, inner._limits)
+        self._handle = inner._handle
         self._count = count
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._proxy, name)
-
-    async def generate(self, request: protocols.GenerationRequest) -> AsyncIterator[protocols.TokenDelta]:
-        async with contextlib.aclosing(self._proxy.generate(request)) as deltas:
+    async def generate(self, request: protocols.GenerationRequest) -> AsyncGenerator[protocols.TokenDelta, None]:
+        async with contextlib.aclosing(super().generate(request)) as deltas:
             async for delta in deltas:
                 self._count(len(delta.token_ids))
                 yield delta

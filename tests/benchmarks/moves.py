@@ -16,9 +16,10 @@ import numpy as np
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.cluster import create as cluster_create
-from libra_jax.coordinator import handover, process_set, replicas
+from libra_jax.coordinator import replicas
 from libra_jax.models import config as model_config
 from libra_jax.telemetry import memory
+from libra_jax.trainer_control import client, handover
 from tests.benchmarks import models
 
 PLAIN_STEPS, STEPS_AFTER = 4, 4
@@ -80,11 +81,14 @@ class _Bench:
         self._cluster = cluster
         self._workdir = workdir
         self._cores = cores
-        self._lock = asyncio.Lock()
         self._version = 0
-        self._trainer: process_set.ProcessSet
+        self._trainer = self._client(cores[0], "trainer")
 
-    def _make(self, core: int) -> process_set.MakeProcess:
+    def _client(self, core: int, name: str) -> client.TrainerClient:
+        processes = client.TrainerProcesses(self._cluster, self._make(core), name=name)
+        return client.TrainerClient(processes, self._config.deadlines)
+
+    def _make(self, core: int) -> client.MakeProcess:
         trainer = dataclasses.replace(self._config.trainer, cores=(core,))
         arguments = {
             "config": configuration.to_dict(dataclasses.replace(self._config, trainer=trainer)),
@@ -97,9 +101,9 @@ class _Bench:
 
     async def _step(self, moving: handover.Handover | None = None) -> float:
         batch, began = _batch(self._version), time.perf_counter()
-        async with self._lock:
+        async with self._trainer.lock:
             if moving is not None:
-                moving.missed(batch)
+                moving.trains(batch)
             await self._trainer.train_step(batch)
         self._version += 1
         return time.perf_counter() - began
@@ -109,38 +113,36 @@ class _Bench:
 
     async def handover(self) -> dict[str, Any]:
         """The trainer moves from the first core to the second."""
-        self._trainer = process_set.ProcessSet(self._cluster, self._make(self._cores[0]))
         await self._trainer.make()
         await self._trainer.start()
         await self._plain(1)
         plain = await self._plain(PLAIN_STEPS)
         moving = handover.Handover(
-            self._config.deadlines, serving=self._trainer, lock=self._lock, workdir=self._workdir
+            self._config.deadlines,
+            serving=self._trainer,
+            successor=self._client(self._cores[1], "trainer-1"),
+            sizes=protocols.MeshSizes(1, 1, 1),
+            workdir=self._workdir,
         )
         began, gaps = time.perf_counter(), []
-        successor = process_set.ProcessSet(self._cluster, self._make(self._cores[1]), name="trainer-1")
-        moving.begin(successor, protocols.MeshSizes(1, 1, 1))
-        while not (moving.progress.ready or (moving.progress.phase == "replaying" and moving.progress.missed <= 1)):
-            if moving.progress.phase == "failed":
-                raise protocols.LibraError(moving.progress.error)
+        await moving.begin()
+        while not (await moving.progress()).ready:
             gaps.append(await self._step(moving))
-        taking, before = time.perf_counter(), self._trainer
-        async with self._lock:
-            self._trainer, phases = await moving.take_over(self._version, self._config.deadlines.transition)
+        taking = time.perf_counter()
+        async with self._trainer.lock:
+            taken = await moving.take_over(self._version)
         gaps.append(time.perf_counter() - taking + await self._step())
         after = [await self._step() for _ in range(STEPS_AFTER - 1)]
         total = time.perf_counter() - began
-        await before.stop()
-        told = {f"handover_{name}_s": value for name, value in dataclasses.asdict(phases).items()}
-        nbytes, replayed = told.pop("handover_nbytes_s"), told.pop("handover_replayed_s")
-        told["handover_stood_still_s"] = told.pop("handover_stall_s")
+        await moving.end_former()
         return {
             "handover_step_before_s": plain,
             "handover_step_after_s": statistics.median(after),
             **_stalls("handover", total, len(gaps) - 1, plain, statistics.median(after), gaps),
-            **told,
-            "handover_replayed_steps": replayed,
-            "handover_state_mb": nbytes / 1e6,
+            **{f"handover_{name}_s": seconds for name, seconds in taken.phases.items()},
+            "handover_stood_still_s": taken.stall,
+            "handover_replayed_steps": moving.replayed,
+            "handover_state_mb": taken.nbytes / 1e6,
         }
 
     async def replica(self) -> dict[str, Any]:

@@ -82,6 +82,7 @@ class Weights:
 
     def __init__(self, chunks: int) -> None:
         self._chunks = chunks
+        self.lock = asyncio.Lock()
 
     async def open_weights(self, policy_version: int) -> int:
         return self._chunks
@@ -152,7 +153,6 @@ async def _published(hosts: int, each: int, chunks: int, rounds: int) -> float:
     publisher = sync.WeightSync(
         config,
         trainer=Weights(chunks),
-        trainer_lock=asyncio.Lock(),
         engines=engines,
         recorder=recorder,
         hosts=passing,

@@ -6,7 +6,6 @@ is not in it, and what two machines do at the same time is done in turn.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import statistics
 from typing import Any
@@ -64,7 +63,6 @@ async def measure(rounds: int) -> dict[str, Any]:
             publisher = sync.WeightSync(
                 config,
                 trainer=weights,
-                trainer_lock=asyncio.Lock(),
                 engines=engines,
                 recorder=recorder,
                 hosts=through,

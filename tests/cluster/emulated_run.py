@@ -16,6 +16,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from cluster_actors import Counter
+
 from libra_jax import config as libra_config
 from libra_jax.cluster import emulated, granted, hosts
 from libra_jax.protocols import ActorSpec, LibraError, WorkerLost
@@ -109,7 +111,7 @@ async def live(nodes: emulated.EmulatedHosts) -> Mapping[str, Any]:
         await made.stop("rollout-0")
         again = await made.spawn(spec("rollout-0", 2))
         seen["again_on"] = node_names()[made._actors["rollout-0"].birth.node]
-        seen["answers"] = await again.add(3)
+        seen["answers"] = await again.call(Counter.add, 3)
 
         before = made._actors["rollout-0"]
         nodes.kill(3)
@@ -165,7 +167,7 @@ async def gpus(address: str) -> dict[str, str]:
         for name, (devices, place) in workers.items():
             environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
             asked = dataclasses.replace(spec(name, place.host), gpus=len(devices), environment=environment)
-            found[name] = await (await made.spawn(asked)).variable("CUDA_VISIBLE_DEVICES")
+            found[name] = await (await made.spawn(asked)).call(Counter.variable, "CUDA_VISIBLE_DEVICES")
     return found
 
 

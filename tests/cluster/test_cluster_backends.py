@@ -9,7 +9,7 @@ import pathlib
 from typing import Any
 
 import pytest
-from cluster_actors import Counter, Streamer
+from cluster_actors import Counter, Streamer, Stubborn
 
 from libra_jax.protocols import ActorSpec, ConfigError, DataError, DeadlineMissed, LibraError, WorkerLost
 
@@ -20,11 +20,14 @@ def spec(name: str, factory: str, environment: dict[str, str] | None = None, **a
 
 def test_a_sync_actor_is_made_and_called_on_one_thread_always_the_same(with_actors):
     async def body(cluster, counter, streamer):
-        threads = await asyncio.gather(*(counter.threads() for _ in range(20)))
-        before = await counter.add(0)
-        assert await asyncio.gather(counter.add(2), counter.add(3)) == [before + 2, before + 5]
+        threads = await asyncio.gather(*(counter.call(Counter.threads) for _ in range(20)))
+        before = await counter.call(Counter.add, 0)
+        assert await asyncio.gather(counter.call(Counter.add, 2), counter.call(Counter.add, 3)) == [
+            before + 2,
+            before + 5,
+        ]
         with pytest.raises(AttributeError, match="_private"):
-            counter._private()
+            await counter.call(Counter._private)
         return threads
 
     threads = with_actors(body)
@@ -44,8 +47,8 @@ def test_a_handle_calls_what_a_protocol_names_and_refuses_what_the_actor_lacks(w
 
 def test_calls_of_an_async_actor_interleave(with_actors):
     async def body(cluster, counter, streamer):
-        waiting = [asyncio.ensure_future(streamer.wait()) for _ in range(3)]
-        await streamer.open()
+        waiting = [asyncio.ensure_future(streamer.call(Streamer.wait)) for _ in range(3)]
+        await streamer.call(Streamer.open)
         return await asyncio.gather(*waiting)
 
     assert with_actors(body) == ["opened"] * 3
@@ -54,14 +57,14 @@ def test_calls_of_an_async_actor_interleave(with_actors):
 def test_streams_keep_their_order_and_their_errors_come_after_their_items(with_actors):
     async def body(cluster, counter, streamer):
         async def read(count):
-            return [number async for number in streamer.numbers(count)]
+            return [number async for number in streamer.stream(Streamer.numbers, count)]
 
         assert await asyncio.gather(read(0), read(1), read(1000)) == [[], [0], list(range(1000))]
-        assert [number async for number in streamer.wrapped(3)] == [0, 1, 2]
+        assert [number async for number in streamer.stream(Streamer.wrapped, 3)] == [0, 1, 2]
         seen = []
 
         async def read_bad():
-            async for number in streamer.numbers(5, fail_at=3):
+            async for number in streamer.stream(Streamer.numbers, 5, fail_at=3):
                 seen.append(number)
 
         with pytest.raises(DataError, match="number 3 is bad; leave it out"):
@@ -73,29 +76,29 @@ def test_streams_keep_their_order_and_their_errors_come_after_their_items(with_a
 
 def test_closing_or_cancelling_a_stream_closes_the_actors_generator(with_actors):
     async def body(cluster, counter, streamer):
-        before = await streamer.count_closed()
-        stream = streamer.forever()
+        before = await streamer.call(Streamer.count_closed)
+        stream = streamer.stream(Streamer.forever)
         assert await anext(stream) == 1
         await stream.aclose()
-        assert await streamer.count_closed() == before + 1
+        assert await streamer.call(Streamer.count_closed) == before + 1
 
-        stream = streamer.forever()
+        stream = streamer.stream(Streamer.forever)
         assert await anext(stream) == 1
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(anext(stream), 0.05)
-        assert await streamer.count_closed() == before + 2
+        assert await streamer.call(Streamer.count_closed) == before + 2
 
     with_actors(body)
 
 
 def test_a_slow_reader_holds_the_actors_generator_back(with_actors):
     async def body(cluster, counter, streamer):
-        async with contextlib.aclosing(streamer.counted(100_000)) as stream:
+        async with contextlib.aclosing(streamer.stream(Streamer.counted, 100_000)) as stream:
             await anext(stream)
             counts = [-1, 0]
             while counts[-2] < counts[-1]:
                 await asyncio.sleep(0.2)
-                counts.append(await streamer.count_yielded())
+                counts.append(await streamer.call(Streamer.count_yielded))
         return counts[-1]
 
     assert with_actors(body) < 10_000
@@ -103,12 +106,12 @@ def test_a_slow_reader_holds_the_actors_generator_back(with_actors):
 
 def test_giving_up_on_an_async_call_cancels_it_in_the_actor(with_actors):
     async def body(cluster, counter, streamer):
-        call = asyncio.ensure_future(streamer.note_cancellation())
-        await streamer.until_noting()
+        call = asyncio.ensure_future(streamer.call(Streamer.note_cancellation))
+        await streamer.call(Streamer.until_noting)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        await asyncio.wait_for(streamer.until_cancelled(), 20)
+        await asyncio.wait_for(streamer.call(Streamer.until_cancelled), 20)
 
     with_actors(body)
 
@@ -116,15 +119,15 @@ def test_giving_up_on_an_async_call_cancels_it_in_the_actor(with_actors):
 def test_our_errors_cross_as_themselves_and_others_as_one_sentence(with_actors):
     async def body(cluster, counter, streamer):
         with pytest.raises(DataError, match=r"^tasks\.jsonl line 3 is not JSON; mend the line$"):
-            await counter.fail("ours")
+            await counter.call(Counter.fail, "ours")
         with pytest.raises(
             LibraError, match=r"^actor 'counter': fail failed with ValueError: first line second line$"
         ) as e:
-            await counter.fail("theirs")
+            await counter.call(Counter.fail, "theirs")
         assert "second line" in str(e.value.__cause__)
         with pytest.raises(LibraError, match="SystemExit"):
-            await counter.fail("exit")
-        assert await counter.add(0) is not None
+            await counter.call(Counter.fail, "exit")
+        assert await counter.call(Counter.add, 0) is not None
 
     with_actors(body)
 
@@ -142,7 +145,7 @@ def test_a_factory_that_cannot_be_used_is_named_in_a_sentence(in_cluster):
         with pytest.raises(ConfigError, match=r"actor 'x'.*module 'cluster_actors' has no 'Absent'"):
             await cluster.spawn(spec("x", "Absent"))
         made = await cluster.spawn(spec("x", "async_factory"))  # the name is free again
-        return await made.add(1)
+        return await made.call(Counter.add, 1)
 
     assert in_cluster(body) == 8
 
@@ -152,8 +155,8 @@ def test_environment_variables_hold_while_an_actor_is_made_and_started(in_cluste
 
     async def body(cluster):
         streamer = await cluster.spawn(spec("streamer", "streamer", {"LIBRA_TEST_VARIABLE": "value"}))
-        await streamer.start()
-        assert await streamer.environment() == ("value", "value")
+        await streamer.call(Streamer.start)
+        assert await streamer.call(Streamer.environment) == ("value", "value")
 
     in_cluster(body)
     assert "LIBRA_TEST_VARIABLE" not in os.environ
@@ -164,13 +167,13 @@ def test_stopping_calls_shutdown_and_ends_every_call_with_worker_lost(in_cluster
 
     async def body(cluster):
         streamer = await cluster.spawn(spec("streamer", "Streamer", log=str(log)))
-        waiting = asyncio.ensure_future(streamer.wait())
-        stream = streamer.forever()
+        waiting = asyncio.ensure_future(streamer.call(Streamer.wait))
+        stream = streamer.stream(Streamer.forever)
         assert await anext(stream) == 1
         reading = asyncio.ensure_future(anext(stream))
-        await streamer.count_closed()
+        await streamer.call(Streamer.count_closed)
         await cluster.stop("streamer")
-        for pending in (waiting, reading, streamer.wait(), anext(streamer.forever())):
+        for pending in (waiting, reading, streamer.call(Streamer.wait), anext(streamer.stream(Streamer.forever))):
             with pytest.raises(WorkerLost, match=r"actor 'streamer'.*stopped"):
                 await pending
         await cluster.stop("streamer")
@@ -182,8 +185,8 @@ def test_stopping_calls_shutdown_and_ends_every_call_with_worker_lost(in_cluster
 def test_a_sync_method_that_outlasts_the_stop_is_named(in_cluster):
     async def body(cluster):
         counter = await cluster.spawn(spec("counter", "Counter"))
-        sleeping = asyncio.ensure_future(counter.sleep(3))
-        queued = asyncio.ensure_future(counter.add(1))
+        sleeping = asyncio.ensure_future(counter.call(Counter.sleep, 3))
+        queued = asyncio.ensure_future(counter.call(Counter.add, 1))
         await asyncio.sleep(0.3)
         with pytest.raises(
             DeadlineMissed, match=r"actor 'counter' was still in 'sleep' 0.5 s after it was asked to stop"
@@ -203,7 +206,7 @@ def test_shutdown_stops_last_made_first_and_gathers_what_failed(in_cluster, tmp_
         await cluster.spawn(spec("first", "Streamer", log=str(log)))
         await cluster.spawn(spec("busy", "Stubborn", mode="fail"))
         stuck = await cluster.spawn(spec("stuck", "Stubborn", mode="hang"))
-        waiting = asyncio.ensure_future(stuck.wait())
+        waiting = asyncio.ensure_future(stuck.call(Stubborn.wait))
         with pytest.raises(
             LibraError, match=r"actor 'stuck' was still in 'shutdown'.*; actor 'busy': shutdown.*OSError"
         ):

@@ -6,6 +6,7 @@ import asyncio
 import os
 
 import pytest
+from cluster_actors import Counter, SlowStarter, Streamer
 
 from libra_jax import turns
 from libra_jax.cluster import inprocess
@@ -39,7 +40,7 @@ def test_a_sync_method_that_ends_in_time_is_waited_for_at_stop():
     async def body():
         cluster = inprocess.InProcessCluster()
         counter = await cluster.spawn(spec("counter", "cluster_actors:Counter"))
-        sleeping = asyncio.ensure_future(counter.sleep(0.4))
+        sleeping = asyncio.ensure_future(counter.call(Counter.sleep, 0.4))
         await asyncio.sleep(0.2)
         await cluster.stop("counter")
         assert await sleeping == "slept"
@@ -56,8 +57,8 @@ def test_environments_of_actors_made_at_once_are_kept_apart_and_restored(monkeyp
         made = await asyncio.gather(
             *(cluster.spawn(spec(name, "cluster_actors:Streamer", {"LIBRA_TEST_VARIABLE": name})) for name in names)
         )
-        await asyncio.gather(*(streamer.start() for streamer in made))
-        assert [await streamer.environment() for streamer in made] == [(name, name) for name in names]
+        await asyncio.gather(*(streamer.call(Streamer.start) for streamer in made))
+        assert [await streamer.call(Streamer.environment) for streamer in made] == [(name, name) for name in names]
         await cluster.shutdown()
 
     asyncio.run(body())
@@ -70,16 +71,16 @@ def test_a_start_that_waits_for_another_says_so():
         variables = {"LIBRA_TEST_VARIABLE": "mine"}
         slow, other = [await cluster.spawn(spec(name, "cluster_actors:SlowStarter", variables)) for name in "ab"]
         with turns.watched() as holds:
-            first = asyncio.ensure_future(slow.start())
+            first = asyncio.ensure_future(slow.call(SlowStarter.start))
         with turns.watched() as waits:
-            second = asyncio.ensure_future(other.start())
+            second = asyncio.ensure_future(other.call(SlowStarter.start))
         await asyncio.sleep(0.01)
         assert (holds.queued, waits.queued) == (False, True)
-        await slow.open()
+        await slow.call(SlowStarter.open)
         await first
         await asyncio.sleep(0)
         assert not waits.queued
-        await other.open()
+        await other.call(SlowStarter.open)
         await second
         await cluster.shutdown()
 
@@ -90,13 +91,13 @@ def test_an_actor_without_variables_does_not_wait_for_the_start_of_one_that_has_
     async def body():
         cluster = inprocess.InProcessCluster()
         slow = await cluster.spawn(spec("slow", "cluster_actors:SlowStarter", {"LIBRA_TEST_VARIABLE": "slow"}))
-        starting = asyncio.ensure_future(slow.start())
+        starting = asyncio.ensure_future(slow.call(SlowStarter.start))
         await asyncio.sleep(0)
         async with asyncio.timeout(5):
             streamer = await cluster.spawn(spec("streamer", "cluster_actors:Streamer"))
-            await streamer.start()
+            await streamer.call(Streamer.start)
         assert not starting.done()
-        await slow.open()
+        await slow.call(SlowStarter.open)
         await starting
         await cluster.shutdown()
 

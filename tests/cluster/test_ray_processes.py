@@ -14,6 +14,7 @@ import time
 
 import psutil
 import pytest
+from cluster_actors import Counter, Streamer
 
 from libra_jax.cluster import guard, ray_cluster, ray_runtime
 from libra_jax.protocols import ActorSpec, ConfigError, DeadlineMissed, WorkerLost
@@ -25,6 +26,7 @@ SHARED_MEMORY = pathlib.Path("/dev/shm")
 DRIVER = """
 import asyncio, os, sys
 sys.path.append(sys.argv[1])
+from cluster_actors import Counter, Streamer
 from libra_jax.cluster import ray_cluster
 from libra_jax.protocols import ActorSpec
 
@@ -32,8 +34,8 @@ async def main():
     cluster = ray_cluster.RayCluster(start_seconds=120, shutdown_seconds=20, object_store_mib=100)
     counter = await cluster.spawn(ActorSpec("counter", "cluster_actors:Counter", {}))
     streamer = await cluster.spawn(ActorSpec("streamer", "cluster_actors:Streamer", {}, environment={"LIBRA": "1"}))
-    sleeping = asyncio.ensure_future(counter.sleep(600))
-    print(*await streamer.child(), flush=True)
+    sleeping = asyncio.ensure_future(counter.call(Counter.sleep, 600))
+    print(*await streamer.call(Streamer.child), flush=True)
     await sleeping
 
 asyncio.run(main())
@@ -111,8 +113,8 @@ def test_all_of_an_actors_process_and_what_it_starts_keeps_to_its_cores(ray_sess
         nowhere = ActorSpec("nowhere", "cluster_actors:Streamer", {}, cores=(4095,))
         for spec, expected in ((pinned, {core}), (nowhere, os.sched_getaffinity(0))):
             streamer = await cluster.spawn(spec)
-            child, _ = await streamer.child()
-            threads = [*map(int, os.listdir(f"/proc/{await streamer.pid()}/task")), child]
+            child, _ = await streamer.call(Streamer.child)
+            threads = [*map(int, os.listdir(f"/proc/{await streamer.call(Streamer.pid)}/task")), child]
             assert len(threads) > 2
             assert {frozenset(os.sched_getaffinity(thread)) for thread in threads} == {frozenset(expected)}
             await cluster.stop(spec.name)
@@ -135,8 +137,8 @@ def test_an_actor_is_killed_without_being_asked_and_its_name_is_free(ray_session
         cluster = ray_cluster.RayCluster(start_seconds=120, shutdown_seconds=60)
         spec = ActorSpec("sleeper", "cluster_actors:Counter", {})
         sleeper = await cluster.spawn(spec)
-        pid = await sleeper.pid()
-        sleeping = asyncio.ensure_future(sleeper.sleep(600))  # its thread hears of nothing
+        pid = await sleeper.call(Counter.pid)
+        sleeping = asyncio.ensure_future(sleeper.call(Counter.sleep, 600))  # its thread hears of nothing
         await asyncio.sleep(0.5)
         async with asyncio.timeout(30):
             await cluster.kill("sleeper")
@@ -144,7 +146,7 @@ def test_an_actor_is_killed_without_being_asked_and_its_name_is_free(ray_session
         assert left({pid}, 1.0) == set()
         with pytest.raises(WorkerLost):
             await sleeping
-        assert await (await cluster.spawn(spec)).pid() != pid
+        assert await (await cluster.spawn(spec)).call(Counter.pid) != pid
         await cluster.stop("sleeper")
 
     asyncio.run(body())
@@ -154,24 +156,24 @@ def test_an_actor_that_is_killed_is_lost_to_every_call_and_takes_its_children_al
     async def body():
         cluster = ray_cluster.RayCluster(start_seconds=120)
         streamer = await cluster.spawn(ActorSpec("engine", "cluster_actors:Streamer", {}))
-        pid, (child, memory) = await streamer.pid(), await streamer.child()
-        waiting = asyncio.ensure_future(streamer.wait())
-        stream = streamer.forever()
+        pid, (child, memory) = await streamer.call(Streamer.pid), await streamer.call(Streamer.child)
+        waiting = asyncio.ensure_future(streamer.call(Streamer.wait))
+        stream = streamer.stream(Streamer.forever)
         assert await anext(stream) == 1
         reading = asyncio.ensure_future(anext(stream))
-        await streamer.count_closed()
+        await streamer.call(Streamer.count_closed)
         assert "engine" in threads(pid), "whoever looks for an actor from outside finds it by a thread's name"
         os.kill(pid, signal.SIGKILL)
-        for call in (waiting, reading, streamer.pid(), anext(streamer.forever())):
+        for call in (waiting, reading, streamer.call(Streamer.pid), anext(streamer.stream(Streamer.forever))):
             with pytest.raises(WorkerLost, match=rf"^actor 'engine' is lost: its process {pid} died;"):
                 await asyncio.wait_for(call, 20)
         assert left({pid, child}) == set()
         gone(SHARED_MEMORY / memory)
 
         again = await cluster.spawn(ActorSpec("engine", "cluster_actors:Streamer", {}))  # without a stop in between
-        replacement = await again.pid()
+        replacement = await again.call(Streamer.pid)
         assert replacement != pid
-        child, memory = await again.child()
+        child, memory = await again.call(Streamer.child)
         await cluster.stop("engine")
         assert not runs(replacement)
         told = [record.getMessage() for record in caplog.records if "unasked" in record.getMessage()]

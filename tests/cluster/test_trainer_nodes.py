@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import trainer_processes as doubles
 
-from libra_jax import protocols
+from libra_jax import config, protocols
 from libra_jax.cluster import inprocess
-from libra_jax.coordinator import process_set
+from libra_jax.trainer_control import client
 
 pytestmark = [pytest.mark.ray, pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.drill]
 HERE = pathlib.Path(__file__).parent
@@ -36,7 +36,8 @@ def test_a_trainer_over_two_nodes_takes_the_steps_of_one_process(tmp_path):
     async def alone() -> list[float]:
         cluster = inprocess.InProcessCluster(shutdown_seconds=30)
         model = str(tmp_path / "model")
-        trainer = process_set.ProcessSet(cluster, doubles.maker(model, protocols.MeshSizes(2, 2, 1)))
+        processes = client.TrainerProcesses(cluster, doubles.maker(model, protocols.MeshSizes(2, 2, 1)))
+        trainer = client.TrainerClient(processes, config.DeadlineConfig())
         await trainer.make()
         await trainer.start()
         losses = [(await trainer.train_step(doubles.batch(version, seed=version)))["loss"] for version in range(2)]

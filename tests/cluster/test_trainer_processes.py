@@ -21,14 +21,24 @@ import trainer_processes as doubles
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.cluster import inprocess, ray_cluster
-from libra_jax.coordinator import handover, process_set
 from libra_jax.models import hf
+from libra_jax.trainer_control import client, handover
 from libra_jax.weights import memfd
 
 pytestmark = [pytest.mark.ray, pytest.mark.multiprocess, pytest.mark.slow]
 
 FOUR = protocols.MeshSizes(2, 2, 1)
 SPLIT = protocols.MeshSizes(1, 2, 2)
+
+
+LIMITS = config_lib.DeadlineConfig()
+
+
+class Trainer(client.TrainerClient):
+    """A trainer that is also asked for the bits of its state."""
+
+    async def bits(self) -> dict[str, str]:
+        return await self._processes.call(doubles.Trainer.bits)
 
 
 class Bench:
@@ -41,12 +51,13 @@ class Bench:
         self.ray = ray_cluster.RayCluster(start_seconds=120, shutdown_seconds=30)
         self.here = inprocess.InProcessCluster(shutdown_seconds=30)
 
-    def single(self, name: str) -> process_set.ProcessSet:
+    def single(self, name: str) -> Trainer:
         """A trainer of one process: this one."""
-        return process_set.ProcessSet(self.here, doubles.maker(self.model, FOUR), name=name)
+        return Trainer(client.TrainerProcesses(self.here, doubles.maker(self.model, FOUR), name=name), LIMITS)
 
-    def several(self, name: str, processes: int, sizes: protocols.MeshSizes = FOUR) -> process_set.ProcessSet:
-        return process_set.ProcessSet(self.ray, doubles.maker(self.model, sizes), processes=processes, name=name)
+    def several(self, name: str, processes: int, sizes: protocols.MeshSizes = FOUR) -> Trainer:
+        make = doubles.maker(self.model, sizes)
+        return Trainer(client.TrainerProcesses(self.ray, make, count=processes, name=name), LIMITS)
 
 
 @pytest.fixture(scope="module")
@@ -58,25 +69,29 @@ def bench(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         made.runner.run(made.ray.shutdown())
 
 
-async def _started(trainer: process_set.ProcessSet) -> process_set.ProcessSet:
+async def _started(trainer: Trainer) -> Trainer:
     await trainer.make()
     info = await trainer.start()
     assert (info.policy_version, info.mesh["data"] * info.mesh["fsdp"] * info.mesh["tensor"]) == (0, 4)
     return trainer
 
 
-def _handover(bench: Bench, serving: process_set.ProcessSet, lock: asyncio.Lock) -> handover.Handover:
-    return handover.Handover(config_lib.DeadlineConfig(), serving=serving, lock=lock, workdir=bench.folder)
+def _handover(bench: Bench, serving: Trainer, successor: Trainer, sizes: protocols.MeshSizes) -> handover.Handover:
+    return handover.Handover(LIMITS, serving=serving, successor=successor, sizes=sizes, workdir=bench.folder)
 
 
 async def _until(moving: handover.Handover, reached: Callable[[], bool]) -> None:
-    """Waits for that, or for the handover to fail."""
-    for _ in range(2000):
+    """Waits for that, or for the move to fail."""
+    for _ in range(6000):
         if reached():
             return
-        assert not moving.progress.error
+        assert not moving.error
         await asyncio.sleep(0.05)
-    raise AssertionError(f"stuck in {moving.progress}")
+    raise AssertionError(f"stuck in {moving.phase!r}")
+
+
+def _in(moving: handover.Handover, *phases: str) -> Callable[[], bool]:
+    return lambda: moving.phase in phases
 
 
 @dataclasses.dataclass
@@ -85,45 +100,46 @@ class Moves:
 
     Attributes:
       curves: losses of the two.
-      phases: of the moves.
+      taken: what each move took, and the steps that it replayed.
       one: the trainer that stayed, in this process.
-      two: the set of two processes that has served, at an older version; it lives.
+      two: the trainer of two processes that has served, at an older version; it lives.
     """
 
     curves: tuple[list[float], list[float]]
-    phases: list[handover.Phases]
-    one: process_set.ProcessSet
-    two: process_set.ProcessSet
+    taken: list[tuple[handover.Taken, int]]
+    one: Trainer
+    two: Trainer
 
 
 @pytest.fixture(scope="module")
 def moves(bench: Bench) -> Moves:
     async def body() -> Moves:
         fixed, serving = await _started(bench.single("fixed")), await _started(bench.single("trainer-0"))
-        sets = [serving, bench.several("trainer", 2, SPLIT), bench.single("trainer-2")]
-        sets += [bench.several("trainer-3", 2, SPLIT), bench.single("trainer-4")]
-        lock, phases = asyncio.Lock(), []
+        successors = [bench.several("trainer", 2, SPLIT), bench.single("trainer-2")]
+        successors += [bench.several("trainer-3", 2, SPLIT), bench.single("trainer-4")]
+        taken: list[tuple[handover.Taken, int]] = []
         curves: tuple[list[float], list[float]] = ([], [])
-        moving = _handover(bench, serving, lock)
+        moving = _handover(bench, serving, successors[0], SPLIT)
         for version in range(60):
             batch = doubles.batch(version, seed=version % 4)
             if version in (5, 20, 33, 46):
-                moving.begin(sets[len(phases) + 1], SPLIT)
-            async with lock:
+                moving = _handover(bench, serving, successors[len(taken)], SPLIT)
+                await moving.begin()
+            async with serving.lock:
                 curves[0].append((await serving.train_step(batch))["loss"])
-            moving.missed(batch)
+            moving.trains(batch)
             curves[1].append((await fixed.train_step(batch))["loss"])
             if version in (9, 24, 37, 50):
-                await _until(moving, lambda: moving.progress.phase in ("restoring", "replaying", "ready"))
+                await _until(moving, _in(moving, "restoring", "replaying", "ready"))
             if version in (12, 27, 40, 53):
-                await _until(moving, lambda: moving.progress.ready)
-                async with lock:
-                    serving, took = await moving.take_over(version + 1, 30)
-                phases.append(took)
-        assert serving is sets[4]
-        for trainer in (sets[0], *sets[2:]):
-            await trainer.stop()
-        return Moves(curves, phases, fixed, sets[1])
+                await _until(moving, _in(moving, "ready"))
+                async with serving.lock:
+                    taken.append((await moving.take_over(version + 1), moving.replayed))
+                if version != 27:  # the first successor lives on
+                    await moving.end_former()
+        assert serving.name == "trainer-4"
+        await serving.stop()
+        return Moves(curves, taken, fixed, successors[0])
 
     return bench.runner.run(body())
 
@@ -132,9 +148,9 @@ def test_a_run_that_moves_between_process_sets_keeps_its_loss_curve(bench, moves
     """Each successor replays what it missed."""
     np.testing.assert_allclose(*moves.curves, rtol=1e-3)
     assert moves.curves[1][-1] < 0.8 * moves.curves[1][0]
-    assert moves.phases[0].nbytes == moves.phases[1].nbytes > 0
-    assert len(moves.phases) == 4
-    assert all(phases.replayed >= 2 for phases in moves.phases)
+    assert moves.taken[0][0].nbytes == moves.taken[1][0].nbytes > 0
+    assert len(moves.taken) == 4
+    assert all(replayed >= 2 for _, replayed in moves.taken)
     assert not (bench.folder / handover.FOLDER).exists()
 
 
@@ -170,7 +186,7 @@ def test_a_state_goes_round_process_sets_bit_for_bit_and_each_takes_the_next_ste
     bench.runner.run(body())
 
 
-async def _published(trainer: process_set.ProcessSet, version: int) -> list[tuple[Any, bytes]]:
+async def _published(trainer: Trainer, version: int) -> list[tuple[Any, bytes]]:
     """Entries and bytes of every chunk, read as an engine does."""
     found = []
     for index in range(await trainer.open_weights(version)):
@@ -218,8 +234,6 @@ def test_several_processes_answer_what_is_wrong_with_the_sentence_of_one(bench, 
                 await trainer.train_step(doubles.batch(9))
             with pytest.raises(protocols.DataError, match="taken: exists and holds no model"):
                 await trainer.export(str(taken))  # process 0 refuses, and the others wait for nothing
-            with pytest.raises(AttributeError, match="has no public method 'dance'"):
-                trainer.dance  # noqa: B018
             await trainer.train_step(doubles.batch(version))
 
     bench.runner.run(body())
@@ -242,23 +256,24 @@ def _runs(pid: int) -> bool:
 
 def test_a_successor_that_is_killed_while_it_restores_leaves_the_serving_trainer_training(bench, moves):
     async def body() -> None:
-        lock, stalled, one = asyncio.Lock(), bench.folder / "stalled", moves.one
-        moving = _handover(bench, one, lock)
+        stalled, one = bench.folder / "stalled", moves.one
         cluster = ray_cluster.RayCluster(shutdown_seconds=3)  # its peer waits for it in vain
         make = doubles.maker(bench.model, FOUR, stall=str(stalled))
-        moving.begin(process_set.ProcessSet(cluster, make, processes=2, name="trainer-3"), FOUR)
+        successor = Trainer(client.TrainerProcesses(cluster, make, count=2, name="trainer-3"), LIMITS)
+        moving = _handover(bench, one, successor, FOUR)
+        await moving.begin()
         await _until(moving, stalled.exists)
-        assert moving.progress.phase == "restoring"
+        assert moving.phase == "restoring"
         version = await one.policy_version()
         batch = doubles.batch(version)
         await one.train_step(batch)
-        moving.missed(batch)
+        moving.trains(batch)
         pid = int(stalled.read_text())
         os.kill(pid, signal.SIGKILL)
-        await _until(moving, lambda: moving.progress.phase == "failed")
+        await _until(moving, _in(moving, "failed"))
         wanted = rf"a mesh of data 2 x fsdp 2 x tensor 1 failed.*actor 'trainer-3\.1' is lost: its process {pid} died"
         with pytest.raises(protocols.LibraError, match=wanted):
-            await moving.take_over(version + 1, 1)
+            await moving.take_over(version + 1)
         assert not (bench.folder / handover.FOLDER).exists()
         await one.train_step(doubles.batch(version + 1))
 
@@ -268,7 +283,7 @@ def test_a_successor_that_is_killed_while_it_restores_leaves_the_serving_trainer
 def test_a_killed_process_of_the_serving_set_is_named_and_none_of_its_peers_stays(bench, moves):
     async def body() -> None:
         two = moves.two
-        pids = [await actor.pid() for actor in two._actors]
+        pids = [await actor.call(doubles.Trainer.pid) for actor in two._processes._actors]
         version = await two.policy_version()
         os.kill(pids[1], signal.SIGKILL)
         async with asyncio.timeout(60):

@@ -42,7 +42,7 @@ def run_config(model: str, sizes: protocols.MeshSizes, processes: int = 1) -> co
 
 
 def maker(model: str, sizes: protocols.MeshSizes, **arguments: Any) -> Any:
-    """A `process_set.MakeProcess` for `sizes` on CPU devices; in this process, its eight are there already."""
+    """A `client.MakeProcess` for `sizes` on CPU devices; in this process, its eight are there already."""
 
     def make(process: int, processes: int) -> protocols.ActorSpec:
         config = run_config(model, sizes, processes)

@@ -12,11 +12,12 @@ from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.coordinator import process_set
 from libra_jax.coordinator import run as run_module
+from libra_jax.engines import client as engines_client
 from libra_jax.scheduling import registry
 from libra_jax.simulator import clock
 from libra_jax.telemetry import memory
+from libra_jax.trainer_control import client
 
 Clock = clock.Clock
 run_on_clock = clock.run
@@ -165,7 +166,9 @@ class RecordingTrainer:
         self.state["warm"] += 1
         return {"loss": 1.0}
 
-    async def train_step(self, batch: protocols.TrainBatch) -> Mapping[str, float]:
+    async def train_step(
+        self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share] = ()
+    ) -> Mapping[str, float]:
         assert batch.policy_version == self.state["version"]
         await self._one_call()
         for group in batch.groups:
@@ -175,6 +178,18 @@ class RecordingTrainer:
             self.state["staleness"].append(batch.policy_version - group.dispatch_version)
         self.state["version"] += 1
         return {"loss": 0.5}
+
+    async def give_up_step(self) -> bool:
+        return False
+
+    async def listen(self, member: str, epoch: int) -> Mapping[str, Any]:
+        return {}
+
+    async def connect(self, member: str, epoch: int, address: Mapping[str, Any]) -> None:
+        pass
+
+    async def dismiss(self, member: str) -> None:
+        pass
 
     async def open_weights(self, policy_version: int) -> int:
         assert policy_version == self.state["version"]
@@ -233,7 +248,7 @@ def make_trainer(seconds: float = 0.05, chunks: int = 3, log: str = "") -> Recor
     return RecordingTrainer(seconds, chunks, log)
 
 
-class _Handed:
+class Handed:
     """A cluster whose only actor is there already."""
 
     def __init__(self, actor: Any) -> None:
@@ -252,10 +267,18 @@ class _Handed:
         pass
 
 
-def alone(trainer: Any) -> process_set.ProcessSet:
-    """A trainer of one process, which is made."""
-    made = process_set.ProcessSet(_Handed(trainer), lambda process, processes: protocols.ActorSpec("trainer", "", {}))
-    made._actors = [protocols.DirectHandle("trainer", trainer)]
+async def engine_client(engine: Any, config: configuration.RunConfig) -> engines_client.EngineClient:
+    """A client of an engine that is there already."""
+    made = engines_client.EngineClient(Handed(engine), protocols.ActorSpec(engine.name, "", {}), config.deadlines)
+    await made.make()
+    return made
+
+
+async def alone(trainer: protocols.Trainer, limits: configuration.DeadlineConfig | None = None) -> client.TrainerClient:
+    """Returns the client of a trainer of one process, which is made."""
+    processes = client.TrainerProcesses(Handed(trainer), lambda *_: protocols.ActorSpec("trainer", "", {}))
+    made = client.TrainerClient(processes, limits or configuration.DeadlineConfig())
+    await made.make()
     return made
 
 

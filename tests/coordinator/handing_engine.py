@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 from libra_jax import protocols
@@ -12,26 +13,24 @@ ASKED: list[tuple[str, protocols.GenerationRequest]] = []
 """(engine, request) of every generation, in order."""
 
 
-class HandingEngine:
-    """Forwards to a fake engine, and writes down what it is asked for."""
+class HandingEngine(fake_engine.FakeEngine):
+    """A fake engine that writes down its requests and hands over keys and values, or refuses to."""
 
-    def __init__(self, engine: fake_engine.FakeEngine, refuses: bool) -> None:
-        self._engine = engine
-        self._refuses = refuses
+    refuses = False
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def generate(self, request: protocols.GenerationRequest) -> Any:
-        ASKED.append((self._engine.name, request))
-        return self._engine.generate(request)
+    def generate(self, request: protocols.GenerationRequest) -> AsyncIterator[protocols.TokenDelta]:
+        ASKED.append((self.name, request))
+        return super().generate(request)
 
     async def hand_over(self, request: protocols.GenerationRequest) -> dict[str, Any]:
         await asyncio.sleep(0.01)
-        if self._refuses:
-            raise protocols.LibraError(f"engine {self._engine.name} keeps nothing")
-        return {"engine": self._engine.name, "tokens": len(request.token_ids)}
+        if self.refuses:
+            raise protocols.LibraError(f"engine {self.name} keeps nothing")
+        return {"engine": self.name, "tokens": len(request.token_ids)}
 
 
 def create(refuses: bool = False, **arguments: Any) -> HandingEngine:
-    return HandingEngine(fake_engine.create(**arguments), refuses)
+    made = fake_engine.create(**arguments, kind=HandingEngine)
+    assert isinstance(made, HandingEngine)
+    made.refuses = refuses
+    return made

@@ -95,8 +95,10 @@ class Trainer(doubles.RecordingTrainer):
         await self._learn(str([sequence.token_ids for sequence in sequences]))
         return await super().warm_start_step(sequences)
 
-    async def train_step(self, batch: protocols.TrainBatch) -> Mapping[str, float]:
-        trained = await super().train_step(batch)
+    async def train_step(
+        self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share] = ()
+    ) -> Mapping[str, float]:
+        trained = await super().train_step(batch, shares)
         said = [item for group in batch.groups for item in group.trajectories]
         await self._learn(str(sorted((item.trajectory_id, item.token_ids, item.reward) for item in said)))
         self._fate.policies[self.state["version"]].add(self.state["parameters"])

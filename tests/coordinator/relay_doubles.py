@@ -13,6 +13,7 @@ from libra_jax import protocols
 from libra_jax.coordinator import failure, instances
 from libra_jax.engines import fake_engine
 from libra_jax.telemetry import memory
+from libra_jax.trainer_control import client
 from libra_jax.weights import relay_tree, sync
 
 LINK_SECONDS = LOAD_SECONDS = 1.0
@@ -50,8 +51,8 @@ class Link:
             broken.cancel()
 
 
-class Relay:
-    """`protocols.Relay`."""
+class Relay(protocols.Relay):
+    """A weight relay without bytes."""
 
     def __init__(self, hosts: Hosts, host: int) -> None:
         self.hosts, self.host, self.name = hosts, host, f"relay-{host}"
@@ -157,8 +158,12 @@ class Hosts:
         self.crossed: list[tuple[int, int, int, float, float]] = []
         self.loaded: list[tuple[str, int, int, float, float]] = []
         self.cluster, self.recorder = doubles.DirectCluster(), memory.MemoryRecorder()
-        self.trainer, self.lock = Trainer(0.0, chunks, ""), asyncio.Lock()
+        self.trainer = Trainer(0.0, chunks, "")
         self.config = doubles.make_config(deadlines=LIMITS, rollout={"restarts": 2, "health_seconds": 1000.0})
+        processes = client.TrainerProcesses(
+            doubles.Handed(self.trainer), lambda *_: protocols.ActorSpec("trainer", "", {})
+        )
+        self.client = client.TrainerClient(processes, self.config.deadlines)
         self.names = {host: [f"engine-{host}.{number}" for number in range(engines)] for host in range(count)}
         self.ending = failure.Ending()
         specs = [self._spec(name, "Engine", host, name=name) for host, names in self.names.items() for name in names]
@@ -172,8 +177,7 @@ class Hosts:
     def make_publisher(self, **further: Any) -> sync.WeightSync:
         return sync.WeightSync(
             self.config,
-            trainer=self.trainer,
-            trainer_lock=self.lock,
+            trainer=self.client,
             engines=self.engines,
             recorder=self.recorder,
             hosts=self.relays,
@@ -184,6 +188,7 @@ class Hosts:
         return protocols.ActorSpec(actor, f"{__name__}:{kind}", {"hosts": self, "host": host, **arguments}, host=host)
 
     async def start(self) -> None:
+        await self.client.make()
         await self.engines.start()
         await self.relays.start([host for host in self.names if host])
 

@@ -290,7 +290,7 @@ def test_a_disk_that_does_not_answer_a_lost_trainer_is_named(tmp_path, monkeypat
     async def verify() -> None:
         unused: Any = None
         config = doubles.make_config(deadlines={"checkpoint": 0.1})
-        further: Any = {"trainer": unused, "trainer_lock": asyncio.Lock(), "recorder": unused, "state": dict}
+        further: Any = {"trainer": unused, "recorder": unused, "events": protocols.Events(), "state": dict}
         await saving.Saver(config, workdir=tmp_path, **further).verified()
 
     with pytest.raises(protocols.DeadlineMissed, match=r"/checkpoints did not finish .*config\.deadlines\.checkpoint"):
@@ -409,10 +409,10 @@ class DiesInStep(doubles.RecordingTrainer):
 
     last = 0
 
-    async def train_step(self, batch: protocols.TrainBatch):
+    async def train_step(self, batch: protocols.TrainBatch, shares: Any = ()):
         if self.state["version"] == self.last:
             raise protocols.WorkerLost("killed")
-        return await super().train_step(batch)
+        return await super().train_step(batch, shares)
 
 
 @hypothesis.settings(max_examples=6)

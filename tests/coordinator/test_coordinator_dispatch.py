@@ -50,7 +50,8 @@ def with_dispatcher(
         )
         for engine in engines:
             entry = live.engines[engine.name]
-            entry.info, entry.proxy, entry.state = await engine.start(), engine, "loaded"
+            entry.info, entry.state = await engine.start(), "loaded"
+            entry.client = await doubles.engine_client(engine, config)
             engine._version = entry.policy_version = 0
             live.serve([entry])
         try:

@@ -226,12 +226,12 @@ def test_the_users_code_that_raises_late_is_named_with_its_field(changes, proble
 @pytest.mark.parametrize("how", ["dies", "hangs"])
 def test_a_lost_trainer_ends_the_run_with_a_sentence_that_names_it(tmp_path, monkeypatch, how):
     class Failing(doubles.RecordingTrainer):
-        async def train_step(self, batch: protocols.TrainBatch):
+        async def train_step(self, batch: protocols.TrainBatch, shares=()):
             if self.state["version"] == 1 and how == "dies":
                 raise protocols.WorkerLost("actor 'trainer' died; make it anew to go on")
             if self.state["version"] == 1:
                 await asyncio.sleep(1e6)
-            return await super().train_step(batch)
+            return await super().train_step(batch, shares)
 
     monkeypatch.setattr(doubles, "make_trainer", lambda log: Failing(0.05, 3, log))
     bench = doubles.Bench(doubles.make_config(deadlines={"train_step": 90.0}), tmp_path)

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 
 from libra_jax import protocols
 from libra_jax.agents import samples
-from libra_jax.coordinator import checkpoints, handover
-from libra_jax.telemetry import recorder, resume, trace
+from libra_jax.coordinator import checkpoints
+from libra_jax.telemetry import files, recorder, resume, trace
 from libra_jax.telemetry import samples as telemetry_samples
+from libra_jax.trainer_control import handover
 
 
 def prompts(count: int) -> list[str]:
@@ -159,9 +160,9 @@ def test_a_resumed_run_writes_the_samples_of_each_step_once(tmp_path):
 def test_the_trace_is_one_that_the_simulator_reads(tmp_path):
     bench = doubles.Bench(doubles.make_config(), tmp_path)
     bench.run()
-    writer = trace.TraceFile(tmp_path, lambda key, sentence: pytest.fail(sentence))
+    writer = files.LineFile(tmp_path / trace.TRACE_FILE, lambda key, sentence: pytest.fail(sentence))
     for record in bench.recorder.trajectories:
-        writer.trajectory(record)
+        writer.append(record)
     writer.close()
     records = trace.read(tmp_path / trace.TRACE_FILE)
     assert len(records) == 4 * 3 * 2
@@ -173,9 +174,9 @@ def test_tokens_carry_the_version_that_sampled_them_and_never_one_before_their_d
     seen = []
 
     class Watching(doubles.RecordingTrainer):
-        async def train_step(self, batch):
+        async def train_step(self, batch, shares=()):
             seen.append(batch)
-            return await super().train_step(batch)
+            return await super().train_step(batch, shares)
 
     bench = doubles.Bench(
         doubles.make_config(steps=6, coordinator={"staleness": 2}), tmp_path, make_environment=LongTailed
@@ -277,11 +278,11 @@ def test_a_signal_stops_the_run_with_a_checkpoint_and_the_same_command_goes_on(t
     config = doubles.make_config(steps=6, checkpoint={"every": 100}, coordinator={"staleness": 1})
 
     class Signalled(doubles.RecordingTrainer):
-        async def train_step(self, batch):
+        async def train_step(self, batch, shares=()):
             if self.state["version"] == 2:
                 os.kill(os.getpid(), signal.SIGTERM)
                 await asyncio.sleep(0.1)
-            return await super().train_step(batch)
+            return await super().train_step(batch, shares)
 
     bench = doubles.Bench(config, tmp_path)
     with pytest.MonkeyPatch.context() as patch:
@@ -342,7 +343,7 @@ def test_after_a_stop_in_the_warm_start_neither_a_stop_nor_a_kill_takes_a_step_o
         assert run_until(warm)["warm"] == warm
 
     class Dies(doubles.RecordingTrainer):
-        async def train_step(self, batch):
+        async def train_step(self, batch, shares=()):
             await asyncio.sleep(1.0)
             raise protocols.WorkerLost("killed")
 
@@ -360,7 +361,7 @@ def test_the_snapshot_of_a_handover_outlives_neither_the_run_that_left_it_nor_th
     left = tmp_path / handover.FOLDER / "trainer-1"
 
     class LeavesIt(doubles.RecordingTrainer):
-        async def train_step(self, batch):
+        async def train_step(self, batch, shares=()):
             assert not left.exists()
             left.mkdir(parents=True)
             raise protocols.WorkerLost("killed")

@@ -52,10 +52,8 @@ def faulty_specs(monkeypatch: pytest.MonkeyPatch, fault: Fault, count: int = 2, 
 
     WithFault.fault = fault
 
-    def make(**inner: Any) -> Faulty:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fake_engine, "FakeEngine", WithFault)
-            return fake_engine.create(**inner)
+    def make(**inner: Any) -> fake_engine.FakeEngine:
+        return fake_engine.create(**inner, kind=WithFault)
 
     monkeypatch.setattr(doubles, "make_faulty", make, raising=False)
     specs = doubles.engine_specs(doubles.make_config(), count, **arguments)
@@ -202,26 +200,30 @@ def test_an_engine_that_does_not_start_in_time_is_named(tmp_path, monkeypatch):
 
     config = doubles.make_config(rollout={"restarts": 0}, deadlines={"engine_start": 60.0})
     bench = doubles.Bench(config, tmp_path, specs=faulty_specs(monkeypatch, never_start, count=1))
-    with pytest.raises(protocols.WorkerLost, match=r"No rollout engine.*The start of engine-0 did not.*within 60 s"):
+    sentence = r"No rollout engine.*Engine engine-0, asked to start, did not.*within 60 s"
+    with pytest.raises(protocols.WorkerLost, match=sentence):
         bench.run()
 
 
 def test_an_engine_that_hangs_on_its_way_to_sleep_holds_up_no_update_of_the_others():
-    class Deaf:
+    class Deaf(fake_engine.FakeEngine):
         async def sleep(self):
             await asyncio.Event().wait()
 
     async def main():
         ending = failure.Ending()
+        config = doubles.make_config(deadlines={"transition": 20.0})
         made = instances.Instances(
-            doubles.make_config(),
+            config,
             cluster=None,
             specs=[protocols.ActorSpec("engine-0", "", {})],
             recorder=memory.MemoryRecorder(),
             ending=ending,
         )
-        made.engines["engine-0"].state, made.engines["engine-0"].proxy = "serving", Deaf()
-        sleeping = asyncio.ensure_future(made.sleep("engine-0", 20.0))
+        deaf = Deaf("engine-0", doubles.chatter, 4, 256, 1, 2, 20_000.0, None)
+        made.engines["engine-0"].state = "serving"
+        made.engines["engine-0"].client = await doubles.engine_client(deaf, config)
+        sleeping = asyncio.ensure_future(made.sleep("engine-0"))
         await asyncio.sleep(1.0)
         async with asyncio.timeout(1.0), made.weights:
             assert made.loadable() == []
@@ -234,7 +236,7 @@ def test_an_engine_that_hangs_on_its_way_to_sleep_holds_up_no_update_of_the_othe
 
 def test_an_engine_that_does_not_come_back_from_sleep_is_named_with_the_deadlines_that_it_missed():
     async def main():
-        config = doubles.make_config(deadlines={"engine_start": 30.0})
+        config = doubles.make_config(deadlines={"engine_start": 30.0, "transition": 20.0})
         made = instances.Instances(
             config,
             cluster=None,
@@ -245,7 +247,7 @@ def test_an_engine_that_does_not_come_back_from_sleep_is_named_with_the_deadline
         made.engines["engine-0"].state = "lost"
         sentence = r"engine-0 did not come back .* within 20 s and 30 s .*deadlines.transition or .*engine_start"
         with pytest.raises(protocols.DeadlineMissed, match=sentence):
-            await made.wake("engine-0", 20.0)
+            await made.wake("engine-0")
 
     doubles.run_on_clock(main())
 

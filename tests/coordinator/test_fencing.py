@@ -189,10 +189,10 @@ def test_a_run_that_is_taken_over_stops_with_a_sentence_and_its_successor_trains
     epoch = take(tmp_path)
 
     class TakenOver(doubles.RecordingTrainer):
-        async def train_step(self, batch):
+        async def train_step(self, batch, shares=()):
             if self.state["version"] == 3:
                 take(tmp_path)
-            return await super().train_step(batch)
+            return await super().train_step(batch, shares)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(doubles, "make_trainer", lambda log: TakenOver(0.05, 3, log))

@@ -36,10 +36,10 @@ class Engines:
     def serving(self) -> list[protocols.Instance]:
         return [protocols.Instance(name, 1, 4) for name, engine in self.engines.items() if engine.state == "serving"]
 
-    async def sleep(self, name: str, seconds: float) -> None:
+    async def sleep(self, name: str) -> None:
         self.engines[name].state = "asleep"
 
-    async def wake(self, name: str, seconds: float) -> None:
+    async def wake(self, name: str) -> None:
         self.engines[name].state = "serving"
 
     def fail(self, *names: str) -> None:
@@ -53,7 +53,7 @@ class Engines:
 
 
 class Obliging:
-    """Replicas, and a trainer, that do at once whatever they are asked, once the replica is there."""
+    """Replicas that do at once all that they are asked, once they are there."""
 
     making = 0.0
 
@@ -75,11 +75,17 @@ class Obliging:
     async def contribute(self, *arguments: Any) -> Mapping[str, float]:
         return {}
 
-    def __getattr__(self, name: str) -> Any:
-        async def done(*arguments: Any) -> None:
-            pass
+    async def warm(self, worker: str) -> None:
+        pass
 
-        return done
+    async def join(self, worker: str, epoch: int, address: Mapping[str, Any]) -> None:
+        pass
+
+    async def leave(self, worker: str) -> None:
+        pass
+
+    async def end(self, worker: str) -> None:
+        pass
 
 
 class Told:
@@ -107,7 +113,7 @@ class Bench:
             coordinator={"staleness": 1},
             elastic={"hybrid": 2},
         )
-        self.trainer = Obliging()
+        self.trainer = doubles.make_trainer()
         with pytest.MonkeyPatch.context() as patch:
             self.told, self.members = Told(decisions), Obliging()
             patch.setattr(borrowing, "Borrowing", lambda *_, **__: self.told)

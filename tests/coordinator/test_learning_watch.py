@@ -13,8 +13,8 @@ from libra_jax.coordinator import learning
 class Idle(doubles.RecordingTrainer):
     """A trainer whose gradient is always zero."""
 
-    async def train_step(self, batch: protocols.TrainBatch) -> dict[str, float]:
-        return {**await super().train_step(batch), "grad_norm": 0.0, "groups/without_gradient": 1.0}
+    async def train_step(self, batch: protocols.TrainBatch, shares=()) -> dict[str, float]:
+        return {**await super().train_step(batch, shares), "grad_norm": 0.0, "groups/without_gradient": 1.0}
 
 
 class Solved(doubles.TwoTurns):

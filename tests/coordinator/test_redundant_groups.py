@@ -125,10 +125,10 @@ class DiesInStep(doubles.RecordingTrainer):
 
     last = 0
 
-    async def train_step(self, batch: protocols.TrainBatch):
+    async def train_step(self, batch: protocols.TrainBatch, shares=()):
         if self.state["version"] == self.last:
             raise protocols.WorkerLost("killed")
-        return await super().train_step(batch)
+        return await super().train_step(batch, shares)
 
 
 @hypothesis.settings(max_examples=8)

@@ -29,9 +29,9 @@ class Stepping(doubles.RecordingTrainer):
     signals = (signal.SIGTERM,)
     asked: asyncio.Event
 
-    async def train_step(self, batch: protocols.TrainBatch) -> Any:
+    async def train_step(self, batch: protocols.TrainBatch, shares: Any = ()) -> Any:
         if self.state["version"] != 2:
-            return await super().train_step(batch)
+            return await super().train_step(batch, shares)
         self.asked, stepping = asyncio.Event(), asyncio.ensure_future(asyncio.sleep(self.step_seconds))
         for number in self.signals:
             os.kill(os.getpid(), number)
@@ -43,7 +43,7 @@ class Stepping(doubles.RecordingTrainer):
             stepping.cancel()
             await asyncio.sleep(self.answer_seconds)
             raise protocols.StepGivenUp("given up")
-        return await super().train_step(batch)
+        return await super().train_step(batch, shares)
 
     async def give_up_step(self) -> bool:
         if self.answer_seconds is None:
@@ -62,10 +62,10 @@ def stopped(workdir: Path, **trainer: Any) -> tuple[doubles.Bench, float]:
     seconds = [0.0]
 
     class Timed(Stepping):
-        async def train_step(self, batch):
+        async def train_step(self, batch, shares=()):
             if self.state["version"] == 2:
                 seconds[0] = asyncio.get_running_loop().time()
-            return await super().train_step(batch)
+            return await super().train_step(batch, shares)
 
         async def shutdown(self):
             seconds[0] = asyncio.get_running_loop().time() - seconds[0]

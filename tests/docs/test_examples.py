@@ -7,6 +7,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import types
 
 import pages
 import pytest
@@ -139,3 +140,18 @@ def test_the_agent_from_start_to_end_passes_its_dry_run(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "questions.jsonl, 3 to train on" in done.stdout
     assert "brevity" in done.stdout
+
+
+def test_the_python_example_trains_with_a_config_that_is_accepted(tmp_path, monkeypatch):
+    load("docs/getting_started/python_api.md", "sums.py", tmp_path, monkeypatch)
+    import sums
+
+    import libra_jax
+
+    asked = {}
+    monkeypatch.setattr(
+        libra_jax, "train", lambda run, **objects: asked.update(run=run, **objects) or types.SimpleNamespace(rewards={})
+    )
+    sums.main()
+    assert config.checked(asked["run"]).name == "sums"
+    assert asked["reward"](protocols.Task("t", asked["tasks"][12]), "3") == 1.0

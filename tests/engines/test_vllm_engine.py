@@ -152,7 +152,7 @@ def damaged(chunk: protocols.WeightChunk, **changes) -> protocols.WeightChunk:
 
 
 async def broken_update(host: vllm_host.Host, params: dict, damage) -> None:
-    publisher = snapshot.HostSnapshot(host.shape, "float32", 200_000, "memfd", True)
+    publisher = snapshot.HostSnapshot(host.shape, "float32", 200_000, True)
     publisher.open(77, params)
     try:
         await host.engine.pause()

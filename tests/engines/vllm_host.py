@@ -56,7 +56,7 @@ class Host:
     async def sync(self, shape: models_config.TransformerConfig, params: dict) -> int:
         """Publishes as the coordinator does; returns the version."""
         self.version += 1
-        publisher = snapshot.HostSnapshot(shape, "float32", 200_000, "memfd", True)
+        publisher = snapshot.HostSnapshot(shape, "float32", 200_000, True)
         count = publisher.open(self.version, params)
         assert count > 2
         await self.engine.pause()

@@ -17,9 +17,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import checks
-import wiring
-import workdirs
 from configs import quickstart
 from libra_jax import config as libra_config
 from libra_jax import protocols
@@ -27,6 +24,7 @@ from libra_jax.agents.tools import toolkit
 from libra_jax.coordinator import transitions
 from libra_jax.elastic import borrowing, pool
 from libra_jax.elastic.states import State
+from libra_jax.runs import preflight, wiring, workdirs
 
 GROUPS, ATTEMPTS = 4, 2
 
@@ -112,7 +110,7 @@ def main() -> None:
     transitions.Transitions._in_state = watched  # type: ignore[method-assign]
     transitions.Transitions._rested = at_rest  # type: ignore[method-assign]
     run = config(steps)
-    checks.validate(run, need_weights=True)
+    preflight.validate(run, need_weights=True)
     try:
         tools = toolkit.Toolkit(run.tools, run.sandbox)
         asyncio.run(wiring.train(run, workdirs.open_workdir(run, str(workdir)), tools))

@@ -67,7 +67,7 @@ def test_a_replica_on_another_host_trains_with_its_relays_copy_and_killed_relays
     before, _, after = done.stdout.partition("killed relay-1 on the way while its engine serves")
     assert "Engine rollout-0 was lost" not in before
     assert "Engine rollout-0 was lost" in after
-    assert "The relay of host 2 is given up, and made again when it is needed" in done.stdout
+    assert "The relay of host 2 is dropped, and made again when it is needed" in done.stdout
 
     taken = [step for step in real_runs.lines(workdir / "metrics.jsonl") if "loss" in step]
     assert [step["step"] for step in taken] == list(range(1, steps + 1))

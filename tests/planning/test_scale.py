@@ -10,8 +10,8 @@ import pytest
 from hypothesis import strategies as st
 
 from libra_jax import protocols
-from libra_jax.coordinator import relays
 from libra_jax.planning import remedies, scale
+from libra_jax.weights import relay_tree
 
 MS = 1e-3
 COSTS = scale.Costs(
@@ -85,7 +85,7 @@ def test_a_publication_is_the_bytes_down_the_tree_or_the_calls_and_then_the_load
     assert here.parts["publication"].limit == pytest.approx(100.0)
     many = found(40_000)
     assert many.parts["publication"].value == pytest.approx(many.publication["calls"] + 0.5)
-    assert scale.FAN_OUT == relays.FAN_OUT
+    assert scale.FAN_OUT == relay_tree.FAN_OUT
 
 
 def test_a_start_makes_the_actors_one_after_the_other_while_engines_start_at_once():

@@ -17,11 +17,12 @@ import simulator_doubles as doubles
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.coordinator import hybrid, resizing
+from libra_jax.coordinator import hybrid
 from libra_jax.elastic import borrowing
 from libra_jax.elastic.states import State
 from libra_jax.scheduling import registry
 from libra_jax.simulator import faults, results, world
+from libra_jax.trainer_control import resize
 
 
 class Restless:
@@ -92,7 +93,7 @@ def case(seed: int) -> Case:
 
 
 def simulate(
-    seed: int, made: Case, make_trainer: Callable[..., Any] | None = None
+    seed: int, made: Case, make_handle: Callable[[str, Any], protocols.ActorHandle] = protocols.DirectHandle
 ) -> tuple[results.Result, results.StepRecorder]:
     def scheduler(costs, remaining):
         return registry.create(made.config.scheduler, costs=costs, remaining=remaining, seed=seed, degrees=(1,))
@@ -105,7 +106,8 @@ def simulate(
         workload = doubles.SeededWorkload(seed, turns=2, tokens=50)
         parts = replace(
             faults.parts(made.faults, seed),
-            trainer=lambda inner: (make_trainer or Checked)(inner, made.faults, random.Random(f"{seed}/trainer")),
+            trainer=lambda inner: Checked(inner, made.faults, random.Random(f"{seed}/trainer")),
+            handle=make_handle,
         )
         result = world.run(made.config, simulation, workload, scheduler, parts=parts, recorder=recorder)
     return result, recorder
@@ -188,11 +190,11 @@ def test_a_run_with_hybrid_workers_repeats_exactly(seed):
 def test_a_resize_that_does_not_end_keeps_no_transition_from_being_closed(monkeypatch):
     close, closed = Watched.close, []
 
-    async def fails(resizes: resizing.Resizing) -> None:
+    async def fails(resizes: resize.Resizing) -> None:
         assert closed, "the hybrid workers' end waits for that of a resize"
         raise protocols.LibraError("the other processes do not end")
 
-    monkeypatch.setattr(resizing.Resizing, "close", fails)
+    monkeypatch.setattr(resize.Resizing, "close", fails)
     monkeypatch.setattr(Watched, "close", lambda workers: closed.append(close(workers)))
     result, _ = simulate(0, case(0))
     assert any("Not everything ended cleanly: the other processes do not end" in note for note in result.notes)

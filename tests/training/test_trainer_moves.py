@@ -88,7 +88,7 @@ def test_export_writes_what_the_trainer_holds(small, start_trainer, tmp_path):
 def test_a_published_snapshot_has_the_trainers_version_and_all_its_tensors(small, start_trainer):
     actor = start_trainer()
     actor.train_step(doubles.batch(small))
-    with pytest.raises(protocols.LibraError, match="version 0 cannot be published: the trainer holds 1"):
+    with pytest.raises(protocols.LibraError, match="version 0 cannot be synced: the trainer holds 1"):
         actor.open_weights(0)
     count = actor.open_weights(1)
     chunks = [actor.stage_weights(1, index) for index in range(count)]

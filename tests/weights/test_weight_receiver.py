@@ -38,7 +38,7 @@ def publish(request):
     """Publishes parameters in small chunks; returns the publisher and the chunks."""
 
     def make(shape, params, dtype="float32", version=1, checksum=True):
-        publisher = snapshot.HostSnapshot(shape, dtype, 20_000, "memfd", checksum)
+        publisher = snapshot.HostSnapshot(shape, dtype, 20_000, checksum)
         request.addfinalizer(publisher.shutdown)
         count = publisher.open(version, params)
         assert count > 3
@@ -117,7 +117,7 @@ def test_the_digest_is_that_of_the_bytes_and_of_the_last_version_only(publish):
     first = publisher.digest(1)
     publisher.open(2, params)
     assert publisher.digest(2) == first
-    with pytest.raises(protocols.LibraError, match="version 1 has no digest: the last version published is 2"):
+    with pytest.raises(protocols.LibraError, match="version 1 has no digest: the last snapshot is of version 2"):
         publisher.digest(1)
     params["norm"]["weight"] = params["norm"]["weight"].at[0].add(1e-3)
     publisher.open(3, params)

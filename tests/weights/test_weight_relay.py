@@ -24,7 +24,7 @@ SECONDS = 20.0
 def sync():
     """Publishes random parameters as a version; returns its chunks."""
     shape = dataclasses.replace(models_config.load_preset("libra-tiny"), num_layers=2, vocab_size=104)
-    publisher = snapshot.HostSnapshot(shape, "float32", 200_000, "memfd", True)
+    publisher = snapshot.HostSnapshot(shape, "float32", 200_000, True)
 
     def publish(version):
         count = publisher.open(version, transformer.init_params(shape, jax.random.key(version)))

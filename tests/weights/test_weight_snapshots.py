@@ -83,7 +83,7 @@ def test_another_process_reads_every_tensor_bit_for_bit(
         params = jax.device_put(params, sharding.shardings(shape, mesh))
         widths = {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(params)}
         assert widths == {8}
-    publisher = snapshot.HostSnapshot(shape, wire_dtype, 100_000, "memfd", False)
+    publisher = snapshot.HostSnapshot(shape, wire_dtype, 100_000, False)
     count = publisher.open(4, params)
     assert count > 2
     assert published_digests(publisher, 4, count) == expected_digests(shape, params, wire_dtype)
@@ -92,7 +92,7 @@ def test_another_process_reads_every_tensor_bit_for_bit(
 
 def test_the_next_snapshot_reuses_the_memory_and_replaces_the_content():
     shape = shape_of(False)
-    publisher = snapshot.HostSnapshot(shape, "float32", 1 << 30, "memfd", True)
+    publisher = snapshot.HostSnapshot(shape, "float32", 1 << 30, True)
     first, second = (transformer.init_params(shape, jax.random.key(seed)) for seed in (1, 2))
     publisher.open(1, first)
     before = publisher.stage(1, 0)
@@ -110,7 +110,7 @@ def test_the_next_snapshot_reuses_the_memory_and_replaces_the_content():
 def test_parameters_may_be_donated_while_their_snapshot_is_open():
     shape = shape_of(True)
     params = transformer.init_params(shape, jax.random.key(0))
-    publisher = snapshot.HostSnapshot(shape, "float32", 1 << 30, "memfd", True)
+    publisher = snapshot.HostSnapshot(shape, "float32", 1 << 30, True)
     publisher.open(1, params)
     published = publisher.stage(1, 0).checksum
     leaves = jax.tree.leaves(params)
@@ -127,8 +127,8 @@ def test_parameters_may_be_donated_while_their_snapshot_is_open():
 def test_a_parameter_that_is_missing_or_misshapen_is_named():
     shape = shape_of(True)
     params = transformer.init_params(shape, jax.random.key(0))
-    publisher = snapshot.HostSnapshot(shape, "float32", 1 << 30, "memfd", False)
-    with pytest.raises(protocols.LibraError, match=r"model\.norm\.weight cannot be published: .* has shape None"):
+    publisher = snapshot.HostSnapshot(shape, "float32", 1 << 30, False)
+    with pytest.raises(protocols.LibraError, match=r"model\.norm\.weight cannot be synced: .* has shape None"):
         publisher.open(1, {key: value for key, value in params.items() if key != "norm"})
     with pytest.raises(protocols.LibraError, match=r"norm/weight has shape \(7,\), not \(128,\)"):
         publisher.open(1, {**params, "norm": {"weight": jnp.zeros(7)}})
@@ -136,7 +136,7 @@ def test_a_parameter_that_is_missing_or_misshapen_is_named():
 
 def test_a_chunk_of_a_version_that_is_not_open_is_refused():
     shape = shape_of(True)
-    publisher = snapshot.HostSnapshot(shape, "float32", 1 << 30, "memfd", False)
+    publisher = snapshot.HostSnapshot(shape, "float32", 1 << 30, False)
     publisher.open(3, transformer.init_params(shape, jax.random.key(0)))
     with pytest.raises(protocols.LibraError, match="chunk 0 of version 2 cannot be staged: version 3 is open"):
         publisher.stage(2, 0)
@@ -148,9 +148,9 @@ def test_a_chunk_of_a_version_that_is_not_open_is_refused():
 
 def test_too_little_memory_for_the_snapshot_is_said_before_any_is_taken(monkeypatch):
     shape = shape_of(True)
-    publisher = snapshot.HostSnapshot(shape, "float32", 100_000, "memfd", False)
+    publisher = snapshot.HostSnapshot(shape, "float32", 100_000, False)
     monkeypatch.setattr(memfd, "available_bytes", lambda: 1000)
-    with pytest.raises(memfd.SharedMemoryError, match=r"published copy of the weights .* only 0\.0 MiB"):
+    with pytest.raises(memfd.SharedMemoryError, match=r"snapshot of the weights .* only 0\.0 MiB"):
         publisher.open(1, transformer.init_params(shape, jax.random.key(0)))
 
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from libra_jax import config, protocols
 from libra_jax.agents import deadlines
@@ -34,7 +33,7 @@ class _Place:
     """Place of an actor, and of its replacement after it is lost."""
 
     name: str
-    proxy: Any = None
+    actor: protocols.ActorHandle | None = None
     made: int = 0
     calls: int = 0
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -107,19 +106,21 @@ class Pool:
         place.calls += 1
         try:
             async with place.changing:
-                if place.proxy is None:
+                if place.actor is None:
                     await self._make(place)
-                proxy = place.proxy
+                actor = place.actor
+            assert actor is not None
             try:
-                return await deadlines.within(self._config.seconds, proxy.score(name, task, given))
+                work = actor.call(worker.RewardWorker.score, name, task, given)
+                return await deadlines.within(self._config.seconds, work)
             except deadlines.Overdue:
                 problem = f"took more than {self._config.seconds:g} s (config.reward.seconds)"
-                if trouble := await _trouble(proxy):
-                    await self._give_up(place, proxy, trouble)
+                if trouble := await _trouble(actor):
+                    await self._give_up(place, actor, trouble)
                     raise Lost(problem) from None
                 return worker.Outcome(problem=problem)
             except protocols.WorkerLost as error:
-                await self._give_up(place, proxy, f"is gone ({error})")
+                await self._give_up(place, actor, f"is gone ({error})")
                 raise Lost("brought down the actor that ran it") from error
         finally:
             place.calls -= 1
@@ -131,10 +132,10 @@ class Pool:
         for task in self._ending:
             task.cancel()
 
-    async def _give_up(self, place: _Place, sick: Any, trouble: str) -> None:
+    async def _give_up(self, place: _Place, sick: protocols.ActorHandle, trouble: str) -> None:
         """Ends an actor, unless another call has; the next call makes another."""
         async with place.changing:
-            if place.proxy is not sick:
+            if place.actor is not sick:
                 return
             name = _name(place)
             if self._restarts >= self._config.restarts:
@@ -147,7 +148,7 @@ class Pool:
                 f"The reward actor {name} {trouble}; it is restarted ({self._restarts} of "
                 f"{self._config.restarts} times)."
             )
-            place.proxy = None
+            place.actor = None
             self._end(name)
 
     def _end(self, name: str) -> None:
@@ -164,11 +165,11 @@ class Pool:
     async def _make(self, place: _Place) -> dict[str, bool]:
         place.made += 1
         name = _name(place)
-        proxy: Any = await self._cluster.spawn(
+        actor = await self._cluster.spawn(
             protocols.ActorSpec(name, FACTORY, {"functions": dict(self._config.functions)})
         )
         try:
-            found: dict[str, bool] = await deadlines.within(self._start_seconds, proxy.start())
+            found = await deadlines.within(self._start_seconds, actor.call(worker.RewardWorker.start))
         except deadlines.Overdue:
             self._end(name)
             raise protocols.DeadlineMissed(
@@ -178,7 +179,7 @@ class Pool:
         except BaseException:
             self._end(name)
             raise
-        place.proxy = proxy
+        place.actor = actor
         return found
 
 
@@ -186,11 +187,10 @@ def _name(place: _Place) -> str:
     return place.name if place.made == 1 else f"{place.name}.{place.made}"
 
 
-async def _trouble(proxy: Any) -> str:
+async def _trouble(actor: protocols.ActorHandle) -> str:
     """Returns what is wrong with an actor in which a call was overdue; empty: nothing."""
-    look: Coroutine[Any, Any, str] = proxy.trouble()
     try:
-        return await deadlines.within(LOOK_SECONDS, look)
+        return await deadlines.within(LOOK_SECONDS, actor.call(worker.RewardWorker.trouble))
     except deadlines.Overdue:
         return "answers nobody"
     except protocols.WorkerLost as error:

@@ -1,0 +1,86 @@
+"""What the parts of one run share: its scope, its fencing token, and the events that they tell each other."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import inspect
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from libra_jax.protocols.training import MeshSizes
+
+E = TypeVar("E")
+
+
+class Scope(Protocol):
+    """The time in which a run lives. Work that is started in it ends with the run."""
+
+    def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Runs `work` in the background; an error that it raises ends the run."""
+        ...
+
+
+class FencingToken(Protocol):
+    """A run's right to write into its workdir, until a later start of the same run takes it."""
+
+    def may_write(self) -> bool:
+        """Returns whether the run still has the right, as far as can be seen."""
+        ...
+
+    def check(self) -> None:
+        """Raises LibraError if a later start has taken the right, OSError if the workdir cannot be reached."""
+        ...
+
+
+@dataclass(frozen=True)
+class CheckpointCommitted:
+    """A checkpoint counts from now on: no step that it holds is trained again.
+
+    Attributes:
+      step: training steps that the checkpoint holds.
+    """
+
+    step: int
+
+
+@dataclass(frozen=True)
+class TrainerResized:
+    """The trainer has another mesh.
+
+    Attributes:
+      sizes: of the new mesh.
+    """
+
+    sizes: MeshSizes
+
+
+@dataclass(frozen=True)
+class TrainerReplaced:
+    """Other processes train, or are about to: nobody uses channels or memory of the former ones after this event.
+
+    Attributes:
+      lost: the former processes died; False: they handed over and still live.
+    """
+
+    lost: bool
+
+
+class Events:
+    """Brings what happened to those who asked for it. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._handlers: collections.defaultdict[type, list[Callable[[Any], Awaitable[None] | None]]]
+        self._handlers = collections.defaultdict(list)
+
+    def subscribe(self, kind: type[E], handler: Callable[[E], Awaitable[None] | None]) -> None:
+        """Has a handler called for each event of that type."""
+        self._handlers[kind].append(handler)
+
+    async def publish(self, event: object) -> None:
+        """Calls the event's handlers in the order of their subscription, and awaits each; raises what one raises."""
+        for handler in self._handlers[type(event)]:
+            result = handler(event)
+            if inspect.isawaitable(result):
+                await result

@@ -1,0 +1,370 @@
+"""Typed clients of the trainer and of hybrid workers' training sides: each call has its deadline and its sentence.
+
+A trainer is one process or several that train together. Their programs are collectives: a process that is left out of
+a call keeps the others waiting. So a call goes to all processes at once, and the answer of process 0 counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from libra_jax import clients, deadlines, protocols
+from libra_jax import config as configuration
+from libra_jax.protocols import Replica, TrainerProcess
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+MakeProcess = Callable[[int, int], protocols.ActorSpec]
+"""(process, processes) -> how to make that process of a trainer; its name is given to it later."""
+
+MakeTrainer = Callable[[protocols.MeshSizes | None], MakeProcess]
+"""A mesh, or None for the config's -> how to make the processes of a trainer on that mesh."""
+
+FIRST_ALONE: frozenset[Callable[..., Any]] = frozenset(
+    {
+        TrainerProcess.reserve,
+        TrainerProcess.stage_weights,
+        TrainerProcess.close_weights,
+        TrainerProcess.listen,
+        TrainerProcess.is_saved,
+    }
+)
+"""Calls that concern process 0 alone: the memory that it shares with others, and the place where it listens."""
+
+AT_ANY_TIME: frozenset[Callable[..., Any]] = frozenset(
+    {TrainerProcess.give_up_step, TrainerProcess.listen, TrainerProcess.connect, TrainerProcess.dismiss}
+)
+"""Calls that are made without the trainer's lock (`protocols.Trainer`)."""
+
+VERDICT_SECONDS = 5.0
+"""Seconds for which one process's error waits for those of the others. If a process is killed, its peers fail before
+its end is noticed, and the error that names the killed process is the one to report."""
+
+
+class TrainerProcesses:
+    """The processes of one trainer. The same processes may be made again after `kill`.
+
+    Args:
+      cluster: makes the actors.
+      make_process: says how.
+      count: number of processes.
+      name: of a process that is alone; several are named `<name>.0`, `<name>.1`, ...
+
+    Attributes:
+      name: as given.
+      count: as given.
+    """
+
+    def __init__(
+        self, cluster: protocols.Cluster, make_process: MakeProcess, *, count: int = 1, name: str = "trainer"
+    ) -> None:
+        self.name = name
+        self.count = count
+        self._cluster = cluster
+        names = [name] if count == 1 else [f"{name}.{process}" for process in range(count)]
+        self._specs = [
+            dataclasses.replace(make_process(process, count), name=actor) for process, actor in enumerate(names)
+        ]
+        self._actors: Sequence[protocols.ActorHandle] = ()
+
+    async def make(self) -> None:
+        """Makes the actors, all at once.
+
+        Raises:
+          LibraError: an actor cannot be made (`protocols.Cluster.spawn`); `stop` reaps the others.
+        """
+        self._actors = await deadlines.together(*(self._cluster.spawn(spec) for spec in self._specs))
+
+    async def meet(self) -> None:
+        """Lets several processes meet, which they have to do before they start."""
+        await self.call(TrainerProcess.join, await self.call(TrainerProcess.reserve))
+
+    async def stop(self) -> None:
+        """Ends and reaps every process, all at once because they leave together. Idempotent.
+
+        Raises:
+          LibraError: a process did not end as it should; the others have ended.
+        """
+        await self._end(self._cluster.stop)
+
+    async def kill(self) -> None:
+        """Ends and reaps every process without asking it: a process whose peer is lost may wait for it for ever.
+
+        Raises:
+          LibraError: a process did not end as it should; the others have ended.
+        """
+        self._actors = ()
+        await self._end(self._cluster.kill)
+
+    async def _end(self, end: Callable[[str], Coroutine[Any, Any, None]]) -> None:
+        ended = await asyncio.gather(*(end(spec.name) for spec in self._specs), return_exceptions=True)
+        for error in ended:
+            if error is not None:
+                raise error
+
+    async def call(
+        self, method: Callable[Concatenate[Any, P], Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Calls all processes at once, or process 0 alone (`FIRST_ALONE`), and returns the answer of process 0.
+
+        Raises:
+          WorkerLost: a process is gone, or none has been made.
+          LibraError: the call failed in a process. The other processes may wait for it, so nothing can be retried.
+        """
+        if not self._actors:
+            raise protocols.WorkerLost(f"{self.name} has no processes, and so no {method.__name__}: make them first")
+        if self.count == 1 or method in FIRST_ALONE:
+            return await self._actors[0].call(method, *args, **kwargs)
+        calls = [asyncio.ensure_future(actor.call(method, *args, **kwargs)) for actor in self._actors]
+        try:
+            await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+            if _errors(calls):
+                raise await _verdict(calls)
+            return calls[0].result()
+        finally:
+            for call in calls:
+                deadlines.abandon(call)
+
+
+class TrainerClient:
+    """`protocols.TrainerClient`: the trainer, whichever processes train at the moment.
+
+    Methods without a docstring are those of `protocols.Trainer` and `protocols.MovableTrainer`.
+
+    Args:
+      processes: train first; `adopt` puts others in their place.
+      limits: the deadlines of the calls.
+
+    Attributes:
+      lock: held by the caller of each call that is not in `AT_ANY_TIME`.
+      lost: the error by which the trainer is known to be gone; None while it is not. A lost trainer is not called.
+    """
+
+    def __init__(self, processes: TrainerProcesses, limits: configuration.DeadlineConfig) -> None:
+        self.lock = asyncio.Lock()
+        self.lost: BaseException | None = None
+        self._processes = processes
+        self._limits = limits
+        self._catching_up = False
+        self._life = 0  # counts hand-overs and restarts
+
+    @property
+    def name(self) -> str:
+        return self._processes.name
+
+    @property
+    def processes(self) -> int:
+        return self._processes.count
+
+    # The life of the processes -----------------------------------------------------------------------------------
+
+    async def make(self) -> None:
+        """Makes the processes. Raises as `TrainerProcesses.make` does, or DeadlineMissed."""
+        making = self._processes.make()
+        await deadlines.limited(self._limits, "trainer_start", making, f"The making of {self.name}")
+
+    async def stop(self) -> None:
+        """Ends and reaps the processes (`TrainerProcesses.stop`); the cluster has deadlines for that."""
+        await self._processes.stop()
+
+    async def kill(self) -> None:
+        """Ends and reaps the processes without asking them (`TrainerProcesses.kill`)."""
+        await self._processes.kill()
+
+    @contextlib.contextmanager
+    def catching_up(self) -> Iterator[None]:
+        """In this block the processes, which were made again, catch up. An error in the block means they are lost.
+
+        Calls that are made without the lock are refused: they would reach a trainer that is not as it was.
+        """
+        self.lost, self._catching_up, self._life = None, True, self._life + 1
+        try:
+            yield
+        except BaseException as error:
+            self.lost = error
+            raise
+        finally:
+            self._catching_up = False
+
+    def adopt(self, successor: TrainerClient) -> TrainerProcesses:
+        """Lets the successor's processes train from now on; returns the former ones, which the caller ends."""
+        former, self._processes = self._processes, successor._processes
+        self.lost, self._life = None, self._life + 1
+        return former
+
+    async def start(self) -> protocols.TrainerInfo:
+        await self._meet_first()
+        return await self._ask("trainer_start", "start", TrainerProcess.start)
+
+    async def stand_by(self) -> protocols.TrainerInfo:
+        await self._meet_first()
+        return await self._ask("trainer_start", "stand by", TrainerProcess.stand_by)
+
+    async def _meet_first(self) -> None:
+        if self.processes > 1:
+            meeting = self._processes.meet()
+            await deadlines.limited(self._limits, "trainer_start", meeting, f"The meeting of {self.name}'s processes")
+
+    # Training ----------------------------------------------------------------------------------------------------
+
+    async def warm_start_step(self, sequences: Sequence[protocols.Trajectory]) -> Mapping[str, float]:
+        return await self._ask("train_step", "take a warm-start step", TrainerProcess.warm_start_step, sequences)
+
+    async def train_step(
+        self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share] = ()
+    ) -> Mapping[str, float]:
+        return await self._ask("train_step", "take a training step", TrainerProcess.train_step, batch, shares)
+
+    async def give_up_step(self) -> bool:
+        return await self._ask("train_step", "give up its step", TrainerProcess.give_up_step)
+
+    async def policy_version(self) -> int:
+        return await self._ask("publish", "say its version", TrainerProcess.policy_version)
+
+    # Gradient channels -------------------------------------------------------------------------------------------
+
+    async def listen(self, member: str, epoch: int) -> Mapping[str, Any]:
+        return await self._ask("publish", "open a channel", TrainerProcess.listen, member, epoch)
+
+    async def connect(self, member: str, epoch: int, address: Mapping[str, Any]) -> None:
+        await self._ask("publish", "connect to a channel", TrainerProcess.connect, member, epoch, address)
+
+    async def dismiss(self, member: str) -> None:
+        await self._ask("publish", "close a channel", TrainerProcess.dismiss, member)
+
+    # Weight sync -------------------------------------------------------------------------------------------------
+
+    async def open_weights(self, policy_version: int) -> int:
+        return await self._ask("publish", "open its weights", TrainerProcess.open_weights, policy_version)
+
+    async def stage_weights(self, policy_version: int, index: int) -> protocols.WeightChunk:
+        return await self._ask("publish", "stage weights", TrainerProcess.stage_weights, policy_version, index)
+
+    async def close_weights(self, policy_version: int) -> None:
+        await self._ask("publish", "close its weights", TrainerProcess.close_weights, policy_version)
+
+    # Checkpoints -------------------------------------------------------------------------------------------------
+
+    async def save(self, path: str) -> None:
+        await self._ask("checkpoint", "begin a save", TrainerProcess.save, path)
+
+    async def wait_saved(self) -> None:
+        await self._ask("checkpoint", "finish a save", TrainerProcess.wait_saved)
+
+    async def restore(self, path: str) -> int:
+        return await self._ask("checkpoint", "restore a checkpoint", TrainerProcess.restore, path)
+
+    async def export(self, path: str) -> None:
+        await self._ask("checkpoint", "export its parameters", TrainerProcess.export, path)
+
+    # Another mesh ------------------------------------------------------------------------------------------------
+
+    async def begin_resize(self, sizes: protocols.MeshSizes) -> protocols.ResizeEstimate:
+        return await self._ask("trainer_start", "begin to resize", TrainerProcess.begin_resize, sizes)
+
+    async def resize_progress(self) -> protocols.ResizeProgress:
+        return await self._ask("trainer_start", "say how far its resize is", TrainerProcess.resize_progress)
+
+    async def finish_resize(self, seconds: float) -> protocols.ResizePhases:
+        return await self._ask("trainer_start", "move to its new mesh", TrainerProcess.finish_resize, seconds)
+
+    async def cancel_resize(self) -> None:
+        await self._ask("trainer_start", "give up a resize", TrainerProcess.cancel_resize)
+
+    async def shapes(self) -> Sequence[protocols.ProgramShape]:
+        return await self._ask("checkpoint", "name its programs", TrainerProcess.shapes)
+
+    async def warm(self, shapes: Sequence[protocols.ProgramShape]) -> None:
+        await self._ask("trainer_start", "compile its programs", TrainerProcess.warm, shapes)
+
+    async def snapshot(self, path: str) -> protocols.Snapshot:
+        return await self._ask("checkpoint", "begin a snapshot", TrainerProcess.snapshot, path)
+
+    async def snapshot_saved(self) -> bool:
+        return await self._ask("checkpoint", "say whether its snapshot is saved", TrainerProcess.snapshot_saved)
+
+    async def is_saved(self, path: str) -> bool:
+        return await self._ask("checkpoint", "look for a snapshot", TrainerProcess.is_saved, path)
+
+    async def _ask(
+        self,
+        limit: deadlines.Limit,
+        what: str,
+        method: Callable[Concatenate[Any, P], Awaitable[T]],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        if self.lost is not None:
+            raise protocols.TrainerLost(str(self.lost))
+        if self._catching_up and method in AT_ANY_TIME:
+            raise protocols.TrainerLost(f"{self.name} was lost, and is being restarted")
+        life, subject = self._life, "The trainer" if self.name == "trainer" else f"The trainer {self.name}"
+        work = self._processes.call(method, *args, **kwargs)
+        try:
+            return await deadlines.limited(self._limits, limit, work, f"{subject}, asked to {what},")
+        except protocols.WorkerLost as error:
+            if life == self._life:  # else other processes train by now, or the lost ones were made again
+                self.lost = self.lost or error
+            raise protocols.TrainerLost(str(error)) from error
+
+
+class HybridClient(clients.ActorClient):
+    """`protocols.HybridClient`: the training side of a hybrid worker, for one life of its process.
+
+    Methods without a docstring are those of `protocols.Replica`.
+    """
+
+    _start_limit = "trainer_start"
+
+    async def start(self) -> protocols.TrainerInfo:
+        return await self._ask("trainer_start", "start", Replica.start)
+
+    async def init_weight_transfer(self, transport: Mapping[str, Any]) -> None:
+        await self._ask("publish", "open its weight transport", Replica.init_weight_transfer, transport)
+
+    async def start_weight_update(self, policy_version: int) -> None:
+        await self._ask("publish", "prepare for new parameters", Replica.start_weight_update, policy_version)
+
+    async def update_weights(self, chunk: protocols.WeightChunk) -> None:
+        await self._ask("publish", f"load weight chunk {chunk.index}", Replica.update_weights, chunk)
+
+    async def finish_weight_update(self, policy_version: int) -> None:
+        await self._ask("publish", "finish its weight update", Replica.finish_weight_update, policy_version)
+
+    async def warm(self) -> None:
+        await self._ask("trainer_start", "compile its gradient steps", Replica.warm)
+
+    async def join(self, epoch: int, address: Mapping[str, Any]) -> None:
+        await self._ask("transition", "join training", Replica.join, epoch, address)
+
+    async def contribute(self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share]) -> Mapping[str, float]:
+        return await self._ask("train_step", "compute its share of a step", Replica.contribute, batch, shares)
+
+    async def leave(self) -> None:
+        await self._ask("transition", "leave training", Replica.leave)
+
+
+def _errors(calls: Sequence[asyncio.Future[Any]]) -> list[BaseException]:
+    ended = [call for call in calls if call.done() and not call.cancelled()]
+    return [error for call in ended if (error := call.exception()) is not None]
+
+
+async def _verdict(calls: Sequence[asyncio.Future[Any]]) -> BaseException:
+    """Returns the error to report: a lost process's before its peers' errors, and those before any other."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + VERDICT_SECONDS
+    while True:
+        errors = _errors(calls)
+        running = {call for call in calls if not call.done()}
+        lost = [error for error in errors if isinstance(error, protocols.WorkerLost)]
+        named = [error for error in lost if not isinstance(error, protocols.PeerLost)]
+        left = deadline - loop.time()
+        if named or not running or left <= 0:
+            return (named or lost or errors)[0]
+        await asyncio.wait(running, timeout=left, return_when=asyncio.FIRST_COMPLETED)

@@ -1,0 +1,306 @@
+"""Restarts a trainer that is lost, one of its processes or all, while the run lives, and lets it catch up.
+
+    lost         a call to the trainer fails, because a process or its host is gone; the other processes are killed.
+                 The trainer is also called now and then while it waits for a batch
+    restarted    the same processes by the same specs; a host that is gone is replaced if there is a spare one
+    restored     the last committed checkpoint; before the first one, the state that a run begins with
+    caught up    the steps since are trained again, on the groups that they were trained on
+    synced       its weights go to every engine once more, so that the engines hold the bits of this trainer
+    asked again  each call that the lost trainer did not answer
+
+Nothing but the trainer goes back. Each version is trained from the same batches in the same order, so its number names
+the policy that it named before. On the same devices the two agree bit for bit; other devices, or a share that a hybrid
+worker had computed, round differently. So tokens keep the version that sampled them, and groups under way, records and
+the data position stay as they are. Rollouts go on meanwhile, up to the staleness bound. Each group is trained into the
+resulting state once. The batches since the last checkpoint are kept for this until a later checkpoint is committed.
+If no checkpoint is committed for too long (`KEPT`), a lost trainer ends the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
+
+from libra_jax import config as configuration
+from libra_jax import protocols, turns
+from libra_jax.trainer_control import client, resize
+
+T = TypeVar("T")
+
+KEPT = 4
+"""Steps that are kept since the last checkpoint, as a multiple of `checkpoint.every`: while the disk takes no
+checkpoint, the kept groups must not fill the memory."""
+
+
+class Checkpoints(Protocol):
+    """The run's checkpoints, as recovery needs them."""
+
+    @property
+    def newest(self) -> int:
+        """The step of the checkpoint restored or committed last, -1 if there is none."""
+        ...
+
+    async def verified(self) -> tuple[int, str]:
+        """Returns the step of the newest checkpoint that verifies, -1 for none, and what is wrong with later ones."""
+        ...
+
+    def lost(self) -> None:
+        """Drops the checkpoint that the lost trainer had not finished writing."""
+        ...
+
+    async def restore_lost(self) -> int:
+        """Restores the restarted trainer; returns the number of warm-start steps that its state holds."""
+        ...
+
+
+class Weights(Protocol):
+    """The weights of the engines, as recovery needs them."""
+
+    async def resync(self) -> None:
+        """Gives every engine the trainer's weights again. Called with the trainer's lock held."""
+        ...
+
+
+class Recovery:
+    """Made inside the event loop that it serves.
+
+    Args:
+      config: the run's configuration (`trainer.restarts`, `checkpoint.every`, `rollout`, `deadlines`).
+      trainer: is restarted.
+      checkpoints: restore it.
+      weights: give its weights to the engines.
+      resizing: says on which mesh it is to be, and gives up a resize under way.
+      recorder: gets a span and sentences.
+      events: TrainerReplaced is published before the restart; CheckpointCommitted is listened to.
+      scope: ends if the trainer cannot be restarted.
+      fencing: the run's right to its workdir; None disables fencing.
+
+    Attributes:
+      seconds: for which training stood still in all, the restart under way included.
+    """
+
+    def __init__(
+        self,
+        config: configuration.RunConfig,
+        *,
+        trainer: client.TrainerClient,
+        checkpoints: Checkpoints,
+        weights: Weights,
+        resizing: resize.Resizing,
+        recorder: protocols.Recorder,
+        events: protocols.Events,
+        scope: protocols.Scope,
+        fencing: protocols.FencingToken | None = None,
+    ) -> None:
+        self._most = config.trainer.restarts
+        self._look_seconds = config.rollout.health_seconds
+        self._longest_move = config.deadlines.trainer_start
+        self._why_not = _why_not(config)
+        self._trainer = trainer
+        self._checkpoints = checkpoints
+        self._weights = weights
+        self._resizing = resizing
+        self._recorder = recorder
+        self._events = events
+        self._scope = scope
+        self._fencing = fencing
+        self._name = trainer.name
+        self._warm: list[tuple[int, Sequence[protocols.Trajectory]]] = []
+        most = KEPT * config.checkpoint.every or None
+        self._steps: collections.deque[protocols.TrainBatch] = collections.deque(maxlen=most)
+        self._task: asyncio.Task[None] | None = None
+        self._restarts = self._reported = self._replayed = 0
+        self._phases: collections.defaultdict[str, float] = collections.defaultdict(float)  # seconds
+        self._seconds = 0.0
+        self._began: float | None = None
+        events.subscribe(protocols.CheckpointCommitted, self._committed)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether the trainer is being restarted."""
+        return self._task is not None and not self._task.done()
+
+    @property
+    def seconds(self) -> float:
+        under_way = 0.0 if self._began is None else asyncio.get_running_loop().time() - self._began
+        return self._seconds + under_way
+
+    def watch(self) -> None:
+        """Looks at the trainer from now on while it waits for a batch: restarted then, it may be back in time."""
+        if not self._why_not:
+            self._scope.start(self._watch(), f"{self._name} health")
+
+    def warmed(self, number: int, batch: Sequence[protocols.Trajectory]) -> None:
+        """Keeps a warm-start step that has been taken after `number` others."""
+        if not self._why_not:
+            self._warm.append((number, batch))
+
+    def trained(self, batch: protocols.TrainBatch) -> None:
+        """Keeps a training step that has been taken."""
+        if not self._why_not:
+            self._steps.append(batch)
+
+    def _committed(self, event: protocols.CheckpointCommitted) -> None:
+        self._warm.clear()
+        while self._steps and self._steps[0].policy_version < event.step:
+            self._steps.popleft()
+
+    def take_metrics(self) -> dict[str, float]:
+        """Returns the metrics of restarts since the last call; empty if there was none."""
+        if self._restarts == self._reported and not self._replayed:
+            return {}
+        self._reported, replayed, self._replayed = self._restarts, self._replayed, 0
+        return {"trainer/restarts": float(self._restarts), "trainer/replayed_steps": float(replayed)}
+
+    async def through(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Runs a trainer call. If the trainer dies, waits for its restart and retries. Call without its lock.
+
+        Raises:
+          WorkerLost: the trainer is lost and is not restarted; the message says why.
+        """
+        while True:
+            try:
+                return await work()
+            except protocols.TrainerLost as error:
+                if self._task is None or not self.under_way:
+                    if self._trainer.lost is None:  # it was restarted meanwhile
+                        continue
+                    # A task of its own: the caller that found the loss may be cancelled, and others wait for it, too.
+                    self._task = self._scope.start(self._restart(error), f"restart of {self._name}")
+                with turns.queued():  # the steps of a restart have deadlines of their own
+                    await asyncio.shield(self._task)
+
+    async def _watch(self) -> None:
+        async def look() -> None:
+            async with self._trainer.lock:
+                with contextlib.suppress(protocols.DeadlineMissed):  # the next call that matters will say so
+                    await self._trainer.policy_version()
+
+        while True:
+            await asyncio.sleep(self._look_seconds)
+            if not self._trainer.lock.locked():
+                await self.through(look)
+
+    async def _restart(self, error: protocols.LibraError) -> None:
+        async with self._trainer.lock:
+            self._began = began = asyncio.get_running_loop().time()
+            self._recorder.status(self._name, protocols.LOST)
+            while True:
+                await self._check(error)
+                self._restarts += 1
+                self._recorder.note(
+                    f"The trainer is lost and restarted (restart {self._restarts} of {self._most}), while rollouts go "
+                    f"on: {error}"
+                )
+                self._phases.clear()
+                try:
+                    step, again = await self._attempt()
+                    break
+                except (protocols.WorkerLost, protocols.DeadlineMissed) as another:
+                    error = another
+            end = asyncio.get_running_loop().time()
+            self._seconds, self._began = self._seconds + end - began, None
+            self._replayed += again
+            took = {"checkpoint": step, "replayed": again, **self._phases}
+            self._recorder.span(self._name, "restart", began, end, took)
+            self._recorder.status(self._name, "idle")
+            whence = f"the checkpoint at step {step}" if step >= 0 else "the state that the run began with"
+            phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self._phases.items())
+            self._recorder.note(
+                f"The trainer goes on, {end - began:.1f} s after its loss was seen ({phases}): it began with {whence} "
+                f"and trained {again} steps again."
+            )
+
+    async def _check(self, error: protocols.LibraError) -> None:
+        """Raises WorkerLost if the trainer is not restarted (again), DataError if no checkpoint verifies."""
+        if self._why_not:
+            raise protocols.WorkerLost(f"{_text(error)}. It is not restarted: {self._why_not}.")
+        step, skipped = await self._checkpoints.verified()
+        goes_on = f"goes on from the checkpoint at step {step}" if step >= 0 else "begins again: there is none"
+        if step < self._checkpoints.newest:  # the steps between the two are no longer kept
+            raise protocols.WorkerLost(
+                f"{_text(error)}. It is not restarted: its last checkpoint cannot be used. {skipped} The same command "
+                f"{goes_on}."
+            )
+        if self._steps and self._steps[0].policy_version > max(step, 0):
+            raise protocols.WorkerLost(
+                f"{_text(error)}. It is not restarted: too many steps have been taken since the last checkpoint, and "
+                f"the groups of the last {len(self._steps)} alone are kept ({KEPT} times config.checkpoint.every). The "
+                f"same command {goes_on}."
+            )
+        if self._restarts >= self._most:
+            raise protocols.WorkerLost(
+                f"The trainer was lost once more than config.trainer.restarts = {self._most} allows, the last time: "
+                f"{_text(error)}. The same command {goes_on}."
+            )
+        if self._fencing is not None and not self._fencing.may_write():
+            self._fencing.check()
+
+    async def _attempt(self) -> tuple[int, int]:
+        """Restarts the trainer; returns the checkpoint's step, -1 for none, and the number of steps trained again."""
+        with self._timed("end"):
+            taken = self._steps[-1].policy_version + 1 if self._steps else max(self._checkpoints.newest, 0)
+            await self._resizing.trainer_lost(taken)
+            await self._events.publish(protocols.TrainerReplaced(lost=True))
+            self._checkpoints.lost()
+            try:
+                await self._trainer.kill()
+            except protocols.LibraError as error:
+                self._recorder.note(f"Not all of the lost trainer ended cleanly: {error}")
+        self._recorder.status(self._name, "starting its process again")
+        with self._timed("start"):
+            await self._trainer.make()
+        with self._trainer.catching_up():
+            return await self._catch_up()
+
+    async def _catch_up(self) -> tuple[int, int]:
+        step = self._checkpoints.newest
+        with self._timed("start"):
+            info = await (self._trainer.start() if step < 0 else self._trainer.stand_by())
+        self._recorder.status(self._name, "reading the checkpoint")
+        with self._timed("restore"):
+            warm = await self._checkpoints.restore_lost() if step >= 0 else 0
+            if info.sizes != self._resizing.sizes:  # the lost trainer had moved to that mesh inside its process
+                moving = resize.Inside(self._trainer, self._resizing.sizes, self._longest_move)
+                await moving.begin()
+                await moving.take_over(max(step, 0))
+        with self._timed("train again"):
+            again = await self._replay(step, warm)
+        with self._timed("publish"):
+            await self._weights.resync()
+        return step, again
+
+    async def _replay(self, step: int, warm: int) -> int:
+        """Takes the steps after a checkpoint that holds `warm` steps of the warm start; returns those of training."""
+        for sequences in [batch for number, batch in self._warm if number >= warm]:
+            await self._trainer.warm_start_step(sequences)
+        steps = [batch for batch in self._steps if batch.policy_version >= step]
+        for batch in steps:
+            compiling = ", compiling its programs first" if batch is steps[0] else ""
+            self._recorder.status(self._name, f"training step {batch.policy_version + 1} again{compiling}")
+            await self._trainer.train_step(batch)
+        return len(steps)
+
+    @contextlib.contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        began = asyncio.get_running_loop().time()
+        yield
+        self._phases[phase] += asyncio.get_running_loop().time() - began
+
+
+def _text(error: BaseException) -> str:
+    return str(error).rstrip(".")
+
+
+def _why_not(config: configuration.RunConfig) -> str:
+    """Returns why a lost trainer of this run is not restarted; empty if it is."""
+    if not config.trainer.restarts:
+        return "config.trainer.restarts is 0"
+    if not config.checkpoint.every:
+        return "config.checkpoint.every is 0, and there is nothing to begin it with"
+    if config.rollout.transport != "memfd":
+        return f"config.rollout.transport={config.rollout.transport} ties engines to the one that is gone"
+    return ""

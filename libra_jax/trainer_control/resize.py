@@ -1,0 +1,412 @@
+"""Changes of the trainer's mesh while the run goes on: one call, and a handle with progress, deadline and cancel.
+
+`Resizing.resize` takes the wish and returns at once. All else happens beside training and between two training steps,
+when the run calls `boundary`. If the trainer's process holds the devices of the new mesh, the state moves inside it
+once its programs are compiled. If not, other processes catch up and take over (`handover`). A resize that is refused,
+takes too long or fails leaves the trainer on the mesh it has, and its handle says why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Coroutine
+from typing import Any, Protocol
+
+from libra_jax import config as configuration
+from libra_jax import protocols
+from libra_jax.trainer_control import handover
+
+TRAINER = "trainer"
+"""The trainer's name in `transitions.jsonl`."""
+
+
+class PendingCheckpoint(Protocol):
+    """The checkpoint that the trainer writes at the moment, if there is one."""
+
+    async def commit_held(self) -> None:
+        """Waits until the checkpoint is durable and commits it. Called with the trainer's lock held."""
+        ...
+
+
+class Resize:
+    """One resize, from the call to its end.
+
+    Attributes:
+      sizes: of the mesh to come.
+      reason: why, for the record.
+      processes: number of processes that the mesh is to belong to.
+      way: how the state travels; None before the first boundary.
+      held: the resize gets ready and does not take over until `go`.
+      deadline: seconds from the first boundary until it has to be ready; None before, if the config's is taken.
+      cancelled: why it is given up at the next boundary; empty if it is not.
+      begun: event-loop seconds of the first boundary; None before.
+      estimate: what it moves, known from the first boundary on.
+      progress: how far it is.
+      compiled: done when taking over would wait for nothing; fails with the resize.
+      left: seconds for which training waited for the checkpoint under way before a hand-over.
+      late: seconds for which training waited for attempts to take over that failed.
+      done: done when the trainer is on the new mesh; a failed or cancelled resize raises LibraError there.
+    """
+
+    def __init__(
+        self, sizes: protocols.MeshSizes, reason: str, *, processes: int, hold: bool, deadline: float | None
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.sizes = sizes
+        self.reason = reason
+        self.processes = processes
+        self.way: handover.Way | None = None
+        self.held = hold
+        self.deadline = deadline
+        self.cancelled = ""
+        self.begun: float | None = None
+        self.estimate = protocols.ResizeEstimate(0, 0, 0)
+        self.progress = protocols.ResizeProgress(0, 0, ready=False)
+        self.compiled: asyncio.Future[None] = loop.create_future()
+        self.left = self.late = 0.0
+        self.done: asyncio.Future[handover.Taken] = loop.create_future()
+        for future in (self.compiled, self.done):
+            future.add_done_callback(_mark_seen)
+
+    @property
+    def stalls(self) -> dict[str, float]:
+        """Seconds for which training has stood still so far, by phase."""
+        return {name: seconds for name, seconds in (("leave", self.left), ("late", self.late)) if seconds}
+
+    @property
+    def overdue(self) -> bool:
+        """Whether its deadline has passed."""
+        if self.begun is None or self.deadline is None:
+            return False
+        return asyncio.get_running_loop().time() - self.begun > self.deadline
+
+    def go(self) -> None:
+        """Lets a resize that was asked for with `hold` take over."""
+        self.held = False
+
+    def cancel(self, why: str) -> None:
+        """Gives it up at the next boundary; nothing happens if it is over."""
+        self.cancelled = self.cancelled or why
+
+    def fail(self, error: protocols.LibraError) -> None:
+        """Ends it without the new mesh."""
+        for future in (self.compiled, self.done):
+            if not future.done():
+                future.set_exception(error)
+
+
+class Inside:
+    """`handover.Way` inside the trainer's process, which holds the devices of the new mesh."""
+
+    outside = False
+
+    def __init__(self, trainer: protocols.TrainerClient, sizes: protocols.MeshSizes, seconds: float) -> None:
+        self.longest = seconds
+        self._trainer = trainer
+        self._sizes = sizes
+
+    async def begin(self) -> protocols.ResizeEstimate:
+        """Begins to compile."""
+        return await self._trainer.begin_resize(self._sizes)
+
+    async def progress(self) -> protocols.ResizeProgress:
+        """Returns how many programs are compiled."""
+        return await self._trainer.resize_progress()
+
+    def trains(self, batch: protocols.TrainBatch) -> None:
+        """Does nothing: the same process trains."""
+
+    async def take_over(self, step: int) -> handover.Taken:
+        """Moves the state."""
+        took = await self._trainer.finish_resize(self.longest)
+        phases = {"compile": took.compile_seconds, "wait": took.wait_seconds, "move": took.move_seconds}
+        return handover.Taken(phases, took.wait_seconds + took.move_seconds, took.moved_bytes)
+
+    async def end_former(self) -> None:
+        """Does nothing: the same process trains."""
+
+    async def cancel(self) -> None:
+        """Stays on the mesh it has."""
+        await self._trainer.cancel_resize()
+
+
+class Resizing:
+    """The trainer's mesh over a run. Made inside the event loop that it serves.
+
+    Args:
+      config: the run's configuration (`trainer`, `elastic`, `deadlines`).
+      trainer: changes its mesh.
+      sizes: of its mesh.
+      checkpoint: committed before other processes take over, because those that write it end: the phase "leave".
+      recorder: gets a transition, a span and a sentence for each resize.
+      events: gets TrainerResized and, before the former processes end, TrainerReplaced: the phase "settle".
+      successors: makes other processes that take over; None: the trainer stays in its own.
+
+    Attributes:
+      sizes: of the mesh that trains.
+    """
+
+    def __init__(
+        self,
+        config: configuration.RunConfig,
+        *,
+        trainer: protocols.TrainerClient,
+        sizes: protocols.MeshSizes,
+        checkpoint: PendingCheckpoint,
+        recorder: protocols.Recorder,
+        events: protocols.Events,
+        successors: handover.Successors | None = None,
+    ) -> None:
+        self.sizes = sizes
+        self._trainer = trainer
+        self._checkpoint = checkpoint
+        self._recorder = recorder
+        self._events = events
+        self._successors = successors
+        self._spare = config.elastic.spare_devices
+        # Pinned cores, and weights that do not travel by memfd, serve one process only.
+        self._alone = bool(config.trainer.cores) or config.rollout.transport != "memfd"
+        self._reach = sizes.devices + self._spare  # devices that a process which is alone holds
+        self._each = self._reach // trainer.processes  # most devices that a process has had
+        self._longest = config.deadlines.trainer_start
+        self._resize: Resize | None = None
+        self._ending: set[asyncio.Task[None]] = set()  # of processes that end beside the run
+        self._aborting: asyncio.Task[None] | None = None  # of those that were to take over and do not
+
+    def resize(
+        self,
+        sizes: protocols.MeshSizes,
+        reason: str,
+        *,
+        processes: int | None = None,
+        hold: bool = False,
+        deadline: float | None = None,
+    ) -> Resize:
+        """Asks for another mesh; what is wrong with it shows when the handle is awaited.
+
+        Args:
+          sizes: of the mesh to come.
+          reason: why, for the record.
+          processes: number of processes that the mesh is to belong to. None: the fewest of which none has more devices
+            than one has had before, because a host has that many. A trainer that the config pins to cores, or whose
+            weights do not travel by memfd, stays one process.
+          hold: only gets ready, until `Resize.go`.
+          deadline: seconds, above zero, from the next boundary until the resize has to be ready; None: those of the
+            config's deadlines.
+
+        Raises:
+          ConfigError: a resize is under way, or the deadline is not positive.
+        """
+        if deadline is not None and not deadline > 0:
+            raise protocols.ConfigError(f"the deadline of a resize to {sizes} must be positive seconds, not {deadline}")
+        if self._aborting is not None and not self._aborting.done():
+            raise protocols.ConfigError(
+                f"the trainer's mesh cannot become {sizes} before the processes of the last attempt have ended: try "
+                "again later"
+            )
+        if self._resize is not None:
+            raise protocols.ConfigError(
+                f"the trainer's mesh cannot become {sizes} while it becomes {self._resize.sizes}: wait, or cancel that"
+            )
+        count = self._fewest_processes(sizes) if processes is None else processes
+        self._resize = Resize(sizes, reason, processes=count, hold=hold, deadline=deadline)
+        return self._resize
+
+    def _fewest_processes(self, sizes: protocols.MeshSizes) -> int:
+        devices = sizes.devices
+        if self._successors is None or self._alone or devices < 1:
+            return self._trainer.processes
+        return next(count for count in range(-(-devices // self._each), devices + 1) if devices % count == 0)
+
+    def trains(self, batch: protocols.TrainBatch) -> None:
+        """A step begins; processes that are to take over have to take it, too."""
+        if self._resize is not None and self._resize.way is not None:
+            self._resize.way.trains(batch)
+
+    async def boundary(self, step: int) -> None:
+        """Begins a resize, lets it take over or gives it up, between two steps and with the trainer's lock held.
+
+        Args:
+          step: training steps taken, which is the trainer's version.
+
+        Raises:
+          WorkerLost: the trainer is lost, which ends more than a resize. Other errors end the resize alone.
+        """
+        resize = self._resize
+        if resize is None:
+            return
+        try:
+            way = await self._advance(resize)
+        except protocols.WorkerLost:
+            raise
+        except protocols.LibraError as error:
+            await self._give_up(resize, error, step)
+            return
+        if way is None:
+            return
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        if way.outside:
+            await self._checkpoint.commit_held()  # what fails here would fail without a resize, too
+            resize.left += loop.time() - began
+            began = loop.time()
+        try:
+            await self._take_over(resize, way, step)
+        except protocols.WorkerLost:
+            raise
+        except protocols.LibraError as error:
+            resize.late += loop.time() - began
+            if isinstance(error, protocols.DeadlineMissed) and not resize.overdue:
+                self._recorder.note(
+                    f"The trainer's mesh is not {resize.sizes} yet, and is to become that after a later step: {error}"
+                )
+            else:
+                await self._give_up(resize, error, step)
+
+    async def _advance(self, resize: Resize) -> handover.Way | None:
+        """Begins the resize, or looks how far it is; returns its way if it should take over now."""
+        if resize.cancelled:
+            raise protocols.LibraError(f"the resize to {resize.sizes} was cancelled: {resize.cancelled}.")
+        if resize.way is None:
+            resize.begun = asyncio.get_running_loop().time()
+            resize.way = self._choose_way(resize)
+            if resize.deadline is None:
+                resize.deadline = resize.way.longest
+            resize.estimate = await resize.way.begin()
+            if resize.estimate.unchecked:
+                self._recorder.note(
+                    f"Whether the state fits onto the mesh of {resize.sizes} is not known: {resize.estimate.unchecked} "
+                    "of its devices do not say how much memory they have."
+                )
+        resize.progress = await resize.way.progress()
+        if not resize.progress.ready:
+            if resize.overdue:
+                raise protocols.DeadlineMissed(
+                    f"A mesh of {resize.sizes} was not ready after {resize.deadline:g} s: ask for it with a later "
+                    "deadline, or without one and raise config.deadlines.trainer_start."
+                )
+            return None
+        if not resize.compiled.done():
+            resize.compiled.set_result(None)
+        return None if resize.held else resize.way
+
+    def _choose_way(self, resize: Resize) -> handover.Way:
+        alone = resize.processes == self._trainer.processes == 1
+        if alone and (resize.sizes.devices <= self._reach or self._successors is None):
+            return Inside(self._trainer, resize.sizes, self._longest)
+        if self._successors is None:
+            raise protocols.ConfigError(
+                f"a mesh of {resize.sizes} over {resize.processes} processes needs other processes than the trainer's, "
+                "which only config.cluster.backend=ray makes"
+            )
+        return self._successors(resize.sizes, resize.processes)
+
+    async def _take_over(self, resize: Resize, way: handover.Way, step: int) -> None:
+        self._recorder.status(TRAINER, f"moving to {resize.sizes}")
+        taken = (await way.take_over(step)).with_stalls(**resize.stalls)
+        before, self.sizes, self._resize = self.sizes, resize.sizes, None
+        await self._events.publish(protocols.TrainerResized(resize.sizes))
+        if way.outside:
+            began = asyncio.get_running_loop().time()
+            await self._events.publish(protocols.TrainerReplaced(lost=False))
+            taken = taken.with_stalls(settle=asyncio.get_running_loop().time() - began)
+            self._end_beside(way.end_former(), "The trainer's former processes")
+            # The successor was made for this mesh; only a process that is alone holds more than its devices.
+            self._reach = resize.sizes.devices + (self._spare if resize.processes == 1 else 0)
+            self._each = max(self._each, resize.sizes.devices // resize.processes)
+        self._record(resize, before, step, taken, "done", "")
+        phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in taken.phases.items())
+        self._recorder.note(
+            f"The trainer's mesh is {resize.sizes} now, {before} before: {taken.nbytes / 2**20:.1f} MiB moved, "
+            f"training stood still for {taken.stall:.2f} s ({phases})."
+        )
+        resize.done.set_result(taken)
+
+    async def _give_up(self, resize: Resize, error: protocols.LibraError, step: int) -> None:
+        self._resize = None
+        if resize.way is not None and resize.way.outside:
+            # Beside the run: the serving trainer may have to be asked whether its snapshot is written.
+            self._aborting = self._end_beside(resize.way.cancel(), "The processes that were to take over")
+        elif resize.way is not None:
+            try:
+                await resize.way.cancel()
+            except protocols.WorkerLost:
+                resize.fail(error)
+                raise
+            except protocols.LibraError as second:
+                error = protocols.LibraError(f"{error} Nor could it be cancelled: {second}")
+        outcome = "cancelled" if resize.cancelled else "failed"
+        taken = handover.Taken({}, 0.0, 0).with_stalls(**resize.stalls)
+        self._record(resize, self.sizes, step, taken, outcome, str(error))
+        self._recorder.note(f"The trainer stays on its mesh of {self.sizes}: {error}")
+        resize.fail(error)
+
+    async def trainer_lost(self, step: int) -> None:
+        """Gives up a resize under way, because the trainer that was to move or to hand over is gone."""
+        if (resize := self._resize) is None:
+            return
+        if resize.way is not None and not resize.way.outside:
+            resize.way = None  # it went with its process
+        error = protocols.LibraError("the trainer was lost meanwhile, and is restarted.")
+        await self._give_up(resize, error, step)
+
+    async def close(self) -> None:
+        """Ends a resize that is not over, because the run ends."""
+        for ending in self._ending:
+            ending.cancel()
+        if self._ending:
+            await asyncio.wait(self._ending)
+        resize, self._resize = self._resize, None
+        if resize is None:
+            return
+        resize.fail(protocols.LibraError(f"the run ended before the resize to {resize.sizes}"))
+        if resize.way is not None and resize.way.outside:
+            await resize.way.cancel()
+
+    def _end_beside(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
+        async def end() -> None:
+            try:
+                await work
+            except protocols.LibraError as error:
+                self._recorder.note(f"{what} did not end cleanly: {error}")
+
+        task = asyncio.get_running_loop().create_task(end(), name=what)
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        return task
+
+    def _record(
+        self,
+        resize: Resize,
+        before: protocols.MeshSizes,
+        step: int,
+        taken: handover.Taken,
+        outcome: str,
+        why: str,
+    ) -> None:
+        end = asyncio.get_running_loop().time()
+        start = end if resize.begun is None else resize.begun
+        self._recorder.transition(
+            {
+                "worker": TRAINER,
+                "from": str(before),
+                "to": str(resize.sizes),
+                "reason": resize.reason,
+                "start": start,
+                "end": end,
+                "step": step,
+                "outcome": outcome,
+                "why": why,
+                "phases": dict(taken.phases),
+                "bytes": taken.nbytes,
+                "estimate": dataclasses.asdict(resize.estimate),
+                "stall": {"training": taken.stall, "rollout": 0.0},
+            }
+        )
+        self._recorder.span(TRAINER, f"resize to {resize.sizes}", start, end, {"outcome": outcome, **taken.phases})
+
+
+def _mark_seen(future: asyncio.Future[Any]) -> None:
+    if not future.cancelled():
+        future.exception()
