@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from libra_jax import deadlines, protocols
-from libra_jax.coordinator import replicas
+from libra_jax.elastic import training_sides
 
 SMOOTHING = 0.5
 """Weight of the last step in what is known of a replica's speed."""
@@ -47,7 +47,7 @@ class Shares:
       speed: as measured.
     """
 
-    def __init__(self, members: replicas.Replicas, speed: Mapping[str, float]) -> None:
+    def __init__(self, members: training_sides.TrainingSides, speed: Mapping[str, float]) -> None:
         self.speed = dict(speed)
         self._members = members
         self._work: dict[str, asyncio.Task[Mapping[str, float]]] = {}  # shares that are being computed

@@ -10,7 +10,7 @@ import coordinator_doubles as doubles
 import pytest
 
 from libra_jax import protocols
-from libra_jax.coordinator import replicas
+from libra_jax.elastic import training_sides
 from libra_jax.telemetry import memory
 
 WORKER, OTHER = "rollout-1", "rollout-2"
@@ -91,7 +91,7 @@ class Bench:
             worker: protocols.ActorSpec(f"replica-{number}", f"{__name__}:Actor", {"verb_seconds": verb_seconds})
             for number, worker in enumerate((WORKER, OTHER), start=1)
         }
-        self.members = replicas.Replicas(config, cluster=self.cluster, specs=specs, recorder=self.recorder)
+        self.members = training_sides.TrainingSides(config, cluster=self.cluster, specs=specs, recorder=self.recorder)
 
     @property
     def actor(self) -> Actor:

@@ -28,7 +28,7 @@ LOAD_VERBS = 3
 
 
 @dataclass
-class Replica:
+class TrainingSide:
     """One worker's training side, over all its processes.
 
     Attributes:
@@ -50,7 +50,7 @@ class Replica:
     load_seconds: float = 0.0
 
 
-class Replicas:
+class TrainingSides:
     """All replicas of a run, by the name of their worker. Made inside the event loop it serves.
 
     Args:
@@ -73,7 +73,7 @@ class Replicas:
         self._transport = {"kind": config.rollout.transport}
         self._cluster = cluster
         self._recorder = recorder
-        self._replicas = {worker: Replica(spec) for worker, spec in specs.items()}
+        self._replicas = {worker: TrainingSide(spec) for worker, spec in specs.items()}
         self._out = asyncio.Event()  # a snapshot may be read
         self._held: tuple[int, Sequence[protocols.WeightChunk]] = protocols.NO_VERSION, ()
         self._copies: dict[int, Sequence[protocols.WeightChunk]] = {}
@@ -119,7 +119,7 @@ class Replicas:
         replica.client, replica.gave_up = client, False
         self._recorder.status(name, "idle")
 
-    def _client(self, replica: Replica) -> hybrid_client.HybridClient:
+    def _client(self, replica: TrainingSide) -> hybrid_client.HybridClient:
         return hybrid_client.HybridClient(self._cluster, replica.spec, self._limits)
 
     def published(self, version: int, chunks: Sequence[protocols.WeightChunk], copies: Copies | None = None) -> None:
@@ -152,7 +152,7 @@ class Replicas:
             if replica.loading is not None:
                 self._give_up(replica, "it was still reading a version when the next one came")
 
-    def _give_up(self, replica: Replica, why: str) -> None:
+    def _give_up(self, replica: TrainingSide, why: str) -> None:
         """The replica has to be given parameters anew before it can be of use."""
         _forget(replica)
         self._recorder.note(f"{replica.spec.name} holds no parameters: {why}")
@@ -187,7 +187,7 @@ class Replicas:
         if self._held[0] not in (protocols.NO_VERSION, replica.version):
             self._load(replica)
 
-    def _load(self, replica: Replica) -> None:
+    def _load(self, replica: TrainingSide) -> None:
         """Begins to give a replica that is ready what is out, unless it is being given parameters already."""
         version, chunks = self._held
         assert version != protocols.NO_VERSION, f"nothing is out that {replica.spec.name} could be given"
@@ -198,7 +198,7 @@ class Replicas:
             replica.loading = loading
             loading.add_done_callback(functools.partial(_ended, replica))
 
-    async def _loaded(self, replica: Replica) -> None:
+    async def _loaded(self, replica: TrainingSide) -> None:
         """Returns when no weight update is under way.
 
         Raises:
@@ -213,7 +213,7 @@ class Replicas:
             self._give_up(replica, str(error))
             raise
 
-    async def _update(self, replica: Replica, version: int, chunks: Sequence[protocols.WeightChunk]) -> None:
+    async def _update(self, replica: TrainingSide, version: int, chunks: Sequence[protocols.WeightChunk]) -> None:
         """The four verbs, as an engine's; what goes wrong leaves a replica without a version."""
         replica.version = protocols.NO_VERSION
         begin, client = asyncio.get_running_loop().time(), _up(replica)
@@ -290,14 +290,14 @@ class Replicas:
         self._recorder.status(replica.spec.name, "idle")
         return told
 
-    async def _stop(self, replica: Replica) -> None:
+    async def _stop(self, replica: TrainingSide) -> None:
         try:
             await self._client(replica).stop()
         except protocols.LibraError as error:
             self._recorder.note(f"{replica.spec.name} could not be stopped cleanly: {error}")
 
 
-def _forget(replica: Replica) -> None:
+def _forget(replica: TrainingSide) -> None:
     """It holds no parameters and follows no version; a weight update under way is given up."""
     replica.follows, replica.version = False, protocols.NO_VERSION
     if (loading := replica.loading) is not None:
@@ -306,14 +306,14 @@ def _forget(replica: Replica) -> None:
             loading.cancel()
 
 
-def _up(replica: Replica) -> hybrid_client.HybridClient:
+def _up(replica: TrainingSide) -> hybrid_client.HybridClient:
     """Returns the replica's client; raises WorkerLost if it has no process."""
     if replica.client is None:
         raise protocols.WorkerLost(f"{replica.spec.name} has no process")
     return replica.client
 
 
-def _check_ready(replica: Replica) -> None:
+def _check_ready(replica: TrainingSide) -> None:
     """Raises WorkerLost if the replica cannot be given parameters: `ensure` makes it ready."""
     if replica.client is None:
         raise protocols.WorkerLost(f"{replica.spec.name} has no process, and cannot be given parameters")
@@ -323,6 +323,6 @@ def _check_ready(replica: Replica) -> None:
         )
 
 
-def _ended(replica: Replica, loading: asyncio.Task[None]) -> None:
+def _ended(replica: TrainingSide, loading: asyncio.Task[None]) -> None:
     if replica.loading is loading:  # else it was given up
         replica.loading = None

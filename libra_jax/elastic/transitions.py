@@ -9,11 +9,11 @@ import asyncio
 import collections
 import contextlib
 from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 from libra_jax import config as configuration
 from libra_jax import deadlines, protocols, turns
-from libra_jax.coordinator import failure, instances, member_shares, replicas, transition_log
-from libra_jax.elastic import pool
+from libra_jax.elastic import pool, training_sides, transition_log, worker_shares
 from libra_jax.elastic.states import State
 
 KNOWN_CHANGES = 3
@@ -21,6 +21,22 @@ KNOWN_CHANGES = 3
 
 MARGIN_SECONDS = 10.0
 """By which a state's deadline exceeds those of what is done in it."""
+
+
+class Engines(Protocol):
+    """The rollout engines, as transitions call them."""
+
+    async def sleep(self, name: str) -> None:
+        """Takes a serving engine out of service and puts it to sleep."""
+        ...
+
+    async def wake(self, name: str) -> None:
+        """Brings a sleeping engine back to service, with current weights."""
+        ...
+
+    def await_first_token(self, name: str) -> None:
+        """Notes when the engine's next token comes (`transitions.jsonl`)."""
+        ...
 
 
 class Transitions:
@@ -48,13 +64,13 @@ class Transitions:
         limits: configuration.DeadlineConfig,
         *,
         pool: pool.Pool,
-        engines: instances.Instances,
-        members: replicas.Replicas,
-        shares: member_shares.Shares,
+        engines: Engines,
+        members: training_sides.TrainingSides,
+        shares: worker_shares.Shares,
         trainer: protocols.TrainerClient,
         recorder: protocols.Recorder,
         log: transition_log.TransitionLog,
-        ending: failure.Ending,
+        ending: protocols.Scope,
         changed: Callable[[], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
@@ -204,7 +220,7 @@ class Transitions:
         if outcome == "done" and {worker.origin, worker.state} == {State.ROLLOUT, State.TRAINING}:
             self._idle.append(worker.idle_seconds)
         if worker.state is State.ROLLOUT:
-            self._engines.engines[worker.name].answered = None
+            self._engines.await_first_token(worker.name)
 
 
 def limits(deadline: configuration.DeadlineConfig) -> dict[State, float]:
@@ -212,7 +228,7 @@ def limits(deadline: configuration.DeadlineConfig) -> dict[State, float]:
     replica = 2 * deadline.trainer_start + deadline.publish + deadline.shutdown  # made anew
     return {
         State.DRAINING: replica + 2 * deadline.transition + MARGIN_SECONDS,
-        State.FETCHING: replicas.LOAD_VERBS * deadline.publish + deadline.train_step + MARGIN_SECONDS,
+        State.FETCHING: training_sides.LOAD_VERBS * deadline.publish + deadline.train_step + MARGIN_SECONDS,
         State.WARMING: deadline.trainer_start + MARGIN_SECONDS,
         State.JOINING: 2 * deadline.publish + deadline.transition + MARGIN_SECONDS,
         State.LEAVING: deadline.publish + deadline.transition + deadline.shutdown + MARGIN_SECONDS,
