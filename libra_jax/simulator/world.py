@@ -88,12 +88,14 @@ class Parts:
       environment: likewise for an attempt's environment.
       trainer: likewise for the trainer.
       replica: likewise for the training side of a hybrid worker, given its life's number.
+      handle: given an actor's name and the actor, returns the handle by which it is called.
     """
 
     engine: Callable[[engine.Engine, int], Any] = lambda made, life: made
     environment: Callable[[environment.ScriptedEnvironment], protocols.Environment] = lambda made: made
     trainer: Callable[[trainer.Trainer], protocols.Trainer] = lambda made: made
     replica: Callable[[replica.Replica, int], Any] = lambda made, life: made
+    handle: Callable[[str, Any], protocols.ActorHandle] = protocols.DirectHandle
 
 
 class Cluster:
@@ -116,7 +118,7 @@ class Cluster:
         else:
             made = self._parts.trainer(made)
         self._actors[spec.name] = made
-        return protocols.DirectHandle(spec.name, made)
+        return self._parts.handle(spec.name, made)
 
     async def stop(self, name: str) -> None:
         """Ends the actor; nothing happens if it has been stopped before."""

@@ -56,7 +56,7 @@ class Engines:
 
 
 class Obliging:
-    """Replicas, and a trainer, that do at once whatever they are asked, once the replica is there."""
+    """Replicas that do at once all that they are asked, once they are there."""
 
     making = 0.0
 
@@ -78,11 +78,17 @@ class Obliging:
     async def contribute(self, *arguments: Any) -> Mapping[str, float]:
         return {}
 
-    def __getattr__(self, name: str) -> Any:
-        async def done(*arguments: Any) -> None:
-            pass
+    async def warm(self, worker: str) -> None:
+        pass
 
-        return done
+    async def join(self, worker: str, epoch: int, address: Mapping[str, Any]) -> None:
+        pass
+
+    async def leave(self, worker: str) -> None:
+        pass
+
+    async def end(self, worker: str) -> None:
+        pass
 
 
 class Told:
@@ -110,7 +116,7 @@ class Bench:
             coordinator={"staleness": 1},
             elastic={"hybrid": 2},
         )
-        self.trainer = Obliging()
+        self.trainer = doubles.make_trainer()
         with pytest.MonkeyPatch.context() as patch:
             self.told, self.members = Told(decisions), Obliging()
             patch.setattr(borrowing, "Borrowing", lambda *_, **__: self.told)

@@ -93,7 +93,7 @@ def case(seed: int) -> Case:
 
 
 def simulate(
-    seed: int, made: Case, make_trainer: Callable[..., Any] | None = None
+    seed: int, made: Case, make_handle: Callable[[str, Any], protocols.ActorHandle] = protocols.DirectHandle
 ) -> tuple[results.Result, results.StepRecorder]:
     def scheduler(costs, remaining):
         return registry.create(made.config.scheduler, costs=costs, remaining=remaining, seed=seed, degrees=(1,))
@@ -106,7 +106,8 @@ def simulate(
         workload = doubles.SeededWorkload(seed, turns=2, tokens=50)
         parts = replace(
             faults.parts(made.faults, seed),
-            trainer=lambda inner: (make_trainer or Checked)(inner, made.faults, random.Random(f"{seed}/trainer")),
+            trainer=lambda inner: Checked(inner, made.faults, random.Random(f"{seed}/trainer")),
+            handle=make_handle,
         )
         result = world.run(made.config, simulation, workload, scheduler, parts=parts, recorder=recorder)
     return result, recorder

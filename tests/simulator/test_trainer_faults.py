@@ -20,48 +20,40 @@ import test_hybrid_faults as hybrid_faults
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.simulator import faults, results, trainer
+from libra_jax.simulator import results
 from libra_jax.trainer_control import recovery
 
 MOST_DEATHS = 3
 
 
-class Mortal:
-    """A trainer that dies after a while, in whatever it is doing."""
+class Mortal(protocols.DirectHandle):
+    """The handle of a trainer that dies after a while, in whatever it is doing."""
 
-    def __init__(self, inner: Any, seconds: float) -> None:
+    def __init__(self, name: str, actor: protocols.Trainer, seconds: float) -> None:
+        super().__init__(name, actor)
         loop = asyncio.get_running_loop()
-        self._inner = inner
         self._death: asyncio.Future[None] = loop.create_future()
-        self._timer = loop.call_later(seconds, self._death.set_result, None)
+        loop.call_later(seconds, self._death.set_result, None)
 
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._inner, name)
-
-        async def call(*args: Any, **kwargs: Any) -> Any:
+    async def call(self, method: Any, /, *args: Any, **kwargs: Any) -> Any:
+        self._check()
+        work = asyncio.ensure_future(super().call(method, *args, **kwargs))
+        try:
+            await asyncio.wait({work, self._death}, return_when=asyncio.FIRST_COMPLETED)
             self._check()
-            work = asyncio.ensure_future(method(*args, **kwargs))
-            try:
-                await asyncio.wait({work, self._death}, return_when=asyncio.FIRST_COMPLETED)
-                self._check()
-                return work.result()
-            finally:
-                work.cancel()
-                with contextlib.suppress(asyncio.CancelledError, protocols.LibraError):
-                    await work
-
-        return call
+            return work.result()
+        finally:
+            work.cancel()
+            with contextlib.suppress(asyncio.CancelledError, protocols.LibraError):
+                await work
 
     def _check(self) -> None:
         if self._death.done():
             raise protocols.WorkerLost("actor 'trainer' is lost: its process 7 died; make it anew to go on")
 
-    async def shutdown(self) -> None:
-        self._timer.cancel()
-
 
 class Deaths:
-    """Makes the trainer's lives: the first few end, soon or late."""
+    """Makes the handles of the trainer's lives: the first few end, soon or late."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(f"{seed}/deaths")
@@ -69,12 +61,13 @@ class Deaths:
         self._mean = self._rng.choice((5.0, 30.0, 100.0))
         self.lives = 0
 
-    def __call__(self, inner: trainer.Trainer, broken: faults.FaultConfig, rng: random.Random) -> Any:
+    def __call__(self, name: str, actor: Any) -> protocols.ActorHandle:
+        if not isinstance(actor, hybrid_faults.Checked):
+            return protocols.DirectHandle(name, actor)
         self.lives += 1
-        checked = hybrid_faults.Checked(inner, broken, rng)
         if self.lives > self._left:
-            return checked
-        return Mortal(checked, self._rng.expovariate(1.0 / self._mean))
+            return protocols.DirectHandle(name, actor)
+        return Mortal(name, actor, self._rng.expovariate(1.0 / self._mean))
 
 
 def case(seed: int) -> hybrid_faults.Case:
@@ -88,7 +81,7 @@ def check(seed: int) -> tuple[results.StepRecorder, int] | None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recovery, "_why_not", lambda config: "")
         try:
-            result, recorder = hybrid_faults.simulate(seed, made, make_trainer=deaths)
+            result, recorder = hybrid_faults.simulate(seed, made, make_handle=deaths)
         except protocols.WorkerLost as error:
             if made.config.rollout.restarts == 10_000 or "No rollout engine is left" not in str(error):
                 raise
