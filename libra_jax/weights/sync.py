@@ -132,7 +132,7 @@ class WeightSync:
         if updates[0].going:
             self._engines.serve([engine])
         if self._members is not None:
-            self._members.copied(version, copies)
+            self._members.add_copies(version, copies)
 
     async def _send(self, version: int, engines: Sequence[instances.Engine]) -> None:
         """Opens a new snapshot, gives it to the engines, and offers it to the replicas. Call with the lock held."""
@@ -143,7 +143,7 @@ class WeightSync:
         async with self._engines.weights:
             staged, copies = await self._load_snapshot(version, engines)
         if self._members is not None:
-            self._members.published(version, staged, copies)
+            self._members.offer(version, staged, copies)
 
     async def _load_snapshot(
         self, version: int, engines: Sequence[instances.Engine]

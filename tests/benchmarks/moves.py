@@ -210,7 +210,7 @@ class _Bench:
         began = time.perf_counter()
         await members.settle()
         buckets = await self._publish()
-        members.published(self._version, buckets)
+        members.offer(self._version, buckets)
         await members.fetch(MEMBER)
         share = protocols.Share(MEMBER, 1, 0.5)
         batch = _batch(self._version)
