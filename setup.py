@@ -27,7 +27,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["libra_jax", "libra_jax.*"]),
     ext_modules=compiled(),
-    package_data={"libra_jax.models": ["presets/*.json"]},
+    package_data={"libra_jax.models": ["presets/*.json"], "libra_jax.telemetry": ["templates/*.j2"]},
     install_requires=[
         "absl-py>=2.1",
         "flax>=0.12.8",
@@ -36,6 +36,7 @@ setup(
         "jax>=0.10.2",
         "jinja2>=3.1",
         "jsonschema>=4.23",
+        "markupsafe>=2.1",
         "matplotlib>=3.9",
         "ml_collections>=1.1",
         "numpy>=1.26",

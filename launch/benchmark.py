@@ -20,12 +20,12 @@ import absent_modules  # noqa: F401 (see there)
 from absl import flags
 
 import cli
-from benchmarks import bridge, publication, report, rollout, train
+from benchmarks import bridge, parts, publication, rollout, train
 
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Turns of the two sides; short ones get a multiple.", lower_bound=1)
 _PEER = flags.DEFINE_string("peer_python", None, "Interpreter with google-tunix; without it that ratio is left out.")
 
-PARTS: report.Parts = {
+PARTS: parts.Parts = {
     "rollout": lambda: asyncio.run(rollout.measure(3 * _ROUNDS.value)),
     "bridge": lambda: bridge.measure(6 * _ROUNDS.value),
     "publication": lambda: asyncio.run(publication.measure(_ROUNDS.value)),
@@ -33,4 +33,4 @@ PARTS: report.Parts = {
 }
 
 if __name__ == "__main__":
-    cli.run(report.main(PARTS))
+    cli.run(parts.main(PARTS))

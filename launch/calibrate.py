@@ -27,11 +27,11 @@ from absl import flags
 from rich import console, table
 
 import cli
-import wiring
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.models import hub
 from libra_jax.planning import costs, demand, hardware, meshes, profiles, streams
+from libra_jax.runs import wiring
 from libra_jax.simulator import recording, twin
 
 _WORKDIRS = flags.DEFINE_string(

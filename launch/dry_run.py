@@ -10,13 +10,13 @@ from typing import Any
 
 import yaml
 
-import wiring
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.agents import factories
 from libra_jax.cluster import hosts, placement
 from libra_jax.models import config as model_config
 from libra_jax.planning import memory
+from libra_jax.runs import wiring
 from libra_jax.telemetry import redaction
 
 PROMPT_CHARACTERS = 60

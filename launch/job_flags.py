@@ -12,17 +12,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import changes
 import cleartext
 import overrides
 from absl import flags
 from ml_collections import config_flags
 
-import checks
 import cli
 from libra_jax import config as libra_config
 from libra_jax.models import hub
 from libra_jax.protocols import ConfigError, DataError
+from libra_jax.runs import changes, preflight
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "The run's config file, which all hosts have, too.", lock_config=True
@@ -74,7 +73,7 @@ class Run:
             config = hub.with_model(config)
         except DataError as error:
             print(f"note: {error}; what depends on the model's shape was not checked.", file=sys.stderr)
-        checks.validate(config, need_weights=False)
+        preflight.validate(config, need_weights=False)
 
 
 def grace() -> flags.FlagHolder[int]:

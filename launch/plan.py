@@ -29,7 +29,6 @@ from typing import Any
 
 import absent_modules  # noqa: F401 (see there)
 import plan_picture
-import planned
 import unread
 from absl import flags
 from ml_collections import config_flags
@@ -40,6 +39,7 @@ from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, forecast, hardware, search, uncertainty
+from libra_jax.runs import planned
 from libra_jax.simulator import lengths, settings, synthetic
 
 OBJECTIVES = ("step_time", "per_accelerator", "cheapest")

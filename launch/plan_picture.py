@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import planned
-
 from libra_jax.planning import search
+from libra_jax.runs import planned
 from libra_jax.simulator import pictures
 
 

@@ -34,8 +34,8 @@ import slurm_job
 from absl import flags
 
 import cli
-import workdirs
 from libra_jax import protocols
+from libra_jax.runs import workdirs
 
 COMMAND_SECONDS = 30.0
 

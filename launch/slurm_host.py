@@ -55,6 +55,9 @@ CPUS = 1024
 
 START_SECONDS, END_SECONDS, LOOK_SECONDS = 300.0, 30.0, 1.0
 
+STARTS = 3
+"""Starts of Ray on a host. Ray 2.60 gives its own processes 30 s, which imports from a busy file system may exceed."""
+
 AWAIT_HOSTS = Path(__file__).parent / "templates" / "await_hosts.py"
 
 ENDED, STOP, LOG = "ended", "stop", "train.log"
@@ -111,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with _stop_on_sigterm(attempt if is_head else None):
             try:
-                status = (_lead if is_head else _follow)(arguments, name, directory)
+                status = _try(_lead if is_head else _follow, arguments, name, directory)
             except LibraError as error:
                 status, why = 1, str(error)
         # Until there is a driver, a host that fails ends the attempt.
@@ -125,6 +128,18 @@ def run(arguments: argparse.Namespace) -> int:
         if _how(attempt) not in ("finished", "stopped"):
             _keep_logs(directory, attempt / f"ray-{name}")
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _try(
+    part: Callable[[argparse.Namespace, str, Path], int], arguments: argparse.Namespace, name: str, directory: Path
+) -> int:
+    """Runs this host's part, again if Ray ended before there was a driver or a reason to end. Returns its status."""
+    for left in reversed(range(STARTS)):
+        status = part(arguments, name, directory)
+        if not left or any((arguments.attempt / file).exists() for file in (ENDED, STOP, LOG)):
+            break
+        print(f"{name}: Ray ended before the driver began; it is started again.", flush=True)
+    return status
 
 
 def _lead(arguments: argparse.Namespace, name: str, directory: Path) -> int:

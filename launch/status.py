@@ -25,7 +25,7 @@ from libra_jax import machine, protocols
 from libra_jax.telemetry import screen, status
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run's folder; default the one under runs/ that was written last.")
-_WATCH = flags.DEFINE_bool("watch", False, "Draw it anew every second, until the run ends.")
+_WATCH = flags.DEFINE_bool("watch", False, "Redraw the screen every second, until the run ends.")
 
 RUNS = "runs"
 REDRAW_SECONDS = 1.0
@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def newest(runs: Path) -> Path:
-    """The workdir whose run wrote last.
+    """Returns the workdir whose run wrote last.
 
     Raises:
       DataError: there is none.
@@ -60,7 +60,7 @@ def newest(runs: Path) -> Path:
 
 
 def verdict(record: Mapping[str, Any], alive: bool) -> str:
-    """Whether the run lives, a sentence."""
+    """Returns a sentence that says whether the run lives."""
     if record["ended"]:
         return f"It has ended ({record['ended']['how']}). {record['ended']['sentence']}"
     if alive:
@@ -82,7 +82,7 @@ def _read(workdir: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    # As of `git status` and the like, what it is about needs no flag.
+    # As with `git status`, the folder needs no flag.
     if len(sys.argv) > 1 and not sys.argv[1].startswith("-"):
         sys.argv[1] = f"--workdir={sys.argv[1]}"
     cli.run(main)

@@ -39,7 +39,7 @@ from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.planning import costs
 from libra_jax.simulator import comparison, pictures, pools, report, settings
-from libra_jax.telemetry import page, pool_picture, timeline, transitions
+from libra_jax.telemetry import figures, pool_report, timeline
 
 LAST = 5
 """The last fifth of a run's steps is told apart: what it ends at, once lengths have drifted."""
@@ -318,9 +318,9 @@ def _draw_pools(job: Job) -> Path | None:
     if job.moved or not entry.get("transitions"):
         return None
     sizes = [timeline.PoolSizes(start, devices) for start, devices in entry["pools"]]
-    changes = [transitions.parse(record) for record in entry["transitions"]]
+    changes = [pool_report.parse(record) for record in entry["transitions"]]
     picture = job.file.with_suffix(".pools.svg")
-    picture.write_text(page.standalone(pool_picture.draw(sizes, changes, end=entry["seconds"])))
+    picture.write_text(figures.standalone(pool_report.draw(sizes, changes, end=entry["seconds"])))
     return picture
 
 

@@ -18,26 +18,18 @@ import sys
 import types
 
 import absent_modules  # noqa: F401 (see there)
-import changes
-import observing
 import overrides
-import warn
 from absl import flags
 from ml_collections import config_flags
 
-import checks
 import cli
 import dry_run
-import wiring
-import workdirs
 from libra_jax import config as libra_config
 from libra_jax import protocols
-from libra_jax.agents import factories
 from libra_jax.agents.rewards import composition
-from libra_jax.agents.tools import toolkit
-from libra_jax.coordinator import run as coordinator
 from libra_jax.coordinator import signals
 from libra_jax.models import hub
+from libra_jax.runs import api, changes, observing, preflight, wiring
 from libra_jax.telemetry import escapes
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -72,10 +64,18 @@ def main() -> int:
         raise protocols.DataError("; ".join(found.problems))
     for note in found.notes:
         print(f"{note[0].upper()}{note[1:]}.")
-    checks.validate(found.config, need_weights=True)
+    preflight.validate(found.config, need_weights=True)
     composition.try_factories(found.config.reward)
-    warn.warn(found.config)
-    summary = asyncio.run(_train(config, found.config, last_resort))
+    preflight.warn(found.config)
+    run = api.start(
+        config,
+        found.config,
+        workdir=_WORKDIR.value,
+        take_over=_TAKE_OVER.value,
+        allow_changes=changes.allowed_names(_ALLOW_CHANGES.value),
+        at_signal=last_resort.begin,
+    )
+    summary = asyncio.run(run)
     if summary.terminated:
         observing.end_process()
     return 0
@@ -87,12 +87,12 @@ def _describe(named: libra_config.RunConfig, found: hub.Found) -> None:
     Raises:
       DataError: it cannot run here, because weights, a tokenizer or tasks are missing.
     """
-    checks.validate(found.config, need_weights=False)
+    preflight.validate(found.config, need_weights=False)
     composition.try_factories(found.config.reward)
-    warn.warn(found.config)
+    preflight.warn(found.config)
     said = dry_run.describe(found.config, found.notes, named)
     print(escapes.visible(said, lines=True))  # it quotes a task, which may be anybody's
-    missing = [*found.problems, *checks.missing(found.config, found.fields)]
+    missing = [*found.problems, *preflight.missing(found.config, found.fields)]
     if missing:
         known = wiring.known_shape(found.config) is not None
         checked = "All else" if known else "What does not depend on the model's shape"
@@ -104,31 +104,6 @@ def _leave(last_resort: observing.LastResort, number: int, _: types.FrameType | 
     last_resort.begin(signal.Signals(number))
     print("stopped before the run began; the same command begins it.", file=sys.stderr)
     raise SystemExit(os.EX_TEMPFAIL)
-
-
-async def _train(
-    named: libra_config.RunConfig, config: libra_config.RunConfig, last_resort: observing.LastResort
-) -> coordinator.RunSummary:
-    """Trains. `named` is the config as given, which the workdir keeps; in `config`, paths stand for its ids."""
-    # An environment that cannot be made is found out before anything is written.
-    async with (
-        toolkit.Toolkit(config.tools, config.sandbox, config.task.call_seconds) as tools,
-        factories.demonstrator(config.task, tools, needed=config.warm_start.steps > 0) as demonstrator,
-    ):
-        workdir = workdirs.open_workdir(
-            named,
-            _WORKDIR.value,
-            take_over=_TAKE_OVER.value,
-            allow_changes=changes.allowed_names(_ALLOW_CHANGES.value),
-        )
-        return await wiring.train(
-            config,
-            workdir,
-            tools,
-            demonstrator,
-            take_epoch=functools.partial(workdirs.take_epoch, workdir, take_over=_TAKE_OVER.value),
-            at_signal=last_resort.begin,
-        )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,155 @@
+"""Libra-JAX: agentic RL post-training of LLMs that keeps every accelerator busy.
+
+    import libra_jax
+    from libra_jax import config
+
+    trained = libra_jax.train(config.RunConfig(), environment=MyEnvironment, reward=my_reward, tasks=my_tasks)
+
+The functions import what they need when they are called: vLLM's processes import this package, too, and must not load
+JAX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from libra_jax import config as libra_config
+    from libra_jax.planning import search
+    from libra_jax.runs import api
+    from libra_jax.simulator import comparison, settings
+
+__all__ = ["plan", "simulate", "train", "train_async"]
+
+
+def train(
+    config: libra_config.RunConfig,
+    *,
+    environment: api.MakeEnvironment | None = None,
+    reward: api.RewardFunction | None = None,
+    tasks: api.Tasks | None = None,
+    workdir: str | Path | None = None,
+    allow_changes: Sequence[str] = (),
+) -> api.Trained:
+    """Trains a policy and returns when the run has ended; in a notebook, the cell shows the reward's curve meanwhile.
+
+    Called again with the same config and objects, a run goes on from its last checkpoint. A script calls this under
+    `if __name__ == "__main__":`, because vLLM's processes import the script again.
+
+    Args:
+      config: the run's configuration. Objects below replace what its names stand for.
+      environment: class or function that makes a fresh environment (`protocols.Environment`). Without it, given tasks
+        are questions with an `answer`, scored by exact match.
+      reward: function of (task, text) or (task, transcript) that scores an attempt in place of the environment.
+      tasks: mappings with a `prompt`, 5% of which are held out, or a `protocols.TaskSource`.
+      workdir: the run's directory; None: `runs/<name>-<hash of config>`.
+      allow_changes: settings in which the run may go on otherwise than it began, such as "optimizer.learning_rate".
+
+    Returns:
+      The workdir, the directory of the trained weights, and rewards by step.
+
+    Raises:
+      LibraError: something is wrong with the run; one sentence names the field, file or worker.
+    """
+    from libra_jax.runs import api
+
+    return api.train(
+        config,
+        environment=environment,
+        reward=reward,
+        tasks=tasks,
+        workdir=workdir,
+        allow_changes=allow_changes,
+    )
+
+
+async def train_async(
+    config: libra_config.RunConfig,
+    *,
+    environment: api.MakeEnvironment | None = None,
+    reward: api.RewardFunction | None = None,
+    tasks: api.Tasks | None = None,
+    workdir: str | Path | None = None,
+    allow_changes: Sequence[str] = (),
+) -> api.Trained:
+    """Trains a policy on the running event loop; otherwise as `train`. A cancelled call ends the run's workers."""
+    from libra_jax.runs import api
+
+    return await api.train_async(
+        config,
+        environment=environment,
+        reward=reward,
+        tasks=tasks,
+        workdir=workdir,
+        allow_changes=allow_changes,
+    )
+
+
+def simulate(
+    config: settings.SimulatedRun, *, policies: Sequence[str] = ("cmlfq",), seeds: Sequence[int] = (0,), jobs: int = 1
+) -> comparison.Comparison:
+    """Simulates a cluster in virtual time under one scheduling policy or several.
+
+    Args:
+      config: the simulated run, such as `configs.simulate.get_config()` returns.
+      policies: names of scheduling policies.
+      seeds: one simulated run each, of every policy.
+      jobs: runs simulated at a time, a process each.
+
+    Returns:
+      Step times, throughput and shares by policy and seed, and a bound that no policy can beat.
+
+    Raises:
+      ConfigError: a setting is out of range, or nothing can be compared.
+    """
+    from libra_jax.runs import api
+
+    return api.simulate(config, policies=policies, seeds=seeds, jobs=jobs)
+
+
+def plan(
+    *,
+    hardware: str,
+    model: str,
+    accelerators: int,
+    workload: str | None = None,
+    generated_tokens: float | tuple[float, float] | None = None,
+    turns: int | None = None,
+    payload_tokens: int | None = None,
+    prompt_tokens: int | None = None,
+    config: libra_config.RunConfig | None = None,
+) -> search.Split:
+    """Plans how many accelerators train and how many roll out, and in which layouts.
+
+    Args:
+      hardware: name of an accelerator's sheet, such as "h100".
+      model: name of a preset, such as "Qwen3-8B".
+      accelerators: number to split.
+      workload: "swe", "search" or "math".
+      generated_tokens: mean of an attempt, or its mean and P90; None: as the workload has.
+      turns: model outputs of an attempt.
+      payload_tokens: tokens that a tool returns.
+      prompt_tokens: tokens of a prompt.
+      config: batches and limits; None: 32 prompts of 16 rollouts a step, one version ahead, contexts of any length.
+
+    Returns:
+      The split with the shortest training step: its mesh, its rollout instances by degree, and predicted seconds.
+
+    Raises:
+      ConfigError: there is no such hardware, model or workload, or nothing fits.
+    """
+    from libra_jax.runs import api
+
+    return api.plan(
+        hardware=hardware,
+        model=model,
+        accelerators=accelerators,
+        workload=workload,
+        generated_tokens=generated_tokens,
+        turns=turns,
+        payload_tokens=payload_tokens,
+        prompt_tokens=prompt_tokens,
+        config=config,
+    )

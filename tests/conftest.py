@@ -17,8 +17,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("LIBRA_JAX_STRICT_METRICS", "1")  # names of metrics that are not registered are refused
 
-ENGINES = ("cluster", "engines", "launch")
+ENGINES = ("cluster", "engines", "launch", "runs")
 """Folders with tests that start engines, whole runs or a Ray cluster: of those with vLLM one at a time, and one of the
 others beside it, or they crowd each other out."""
 

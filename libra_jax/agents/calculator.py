@@ -58,8 +58,8 @@ class CalculatorTasks:
     """Tasks by position. Each 16 consecutive ones hold the same mix: 15 solvable patterns in turn, and one failure,
     which is by turns a division by zero and an overlong expression. Training and evaluation never share an expression.
 
-    With phases, training tasks drift: so many of one phase follow those of another, again and again. Held-out tasks
-    are of all phases in turn.
+    With phases, training tasks drift: `phase_tasks` of one phase follow those of another, again and again. Held-out
+    tasks are of all phases in turn.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ def environment(
       system: system message, for pretrained models that need to be told; empty is none.
       delay: seconds that each tool call takes.
       prompt_width: characters to which prompts are filled up with spaces; 0 for pretrained models, which need none.
-      return_width: likewise for tool returns.
+      return_width: characters to which tool returns are filled up with spaces; 0 for pretrained models.
       stepwise: the tool carries out one operation a call; set `return_width` to `prompt_width`, as expressions return.
     """
     return CalculatorEnvironment(system, delay, prompt_width, return_width, stepwise)

@@ -17,7 +17,7 @@ from libra_jax.agents import splits, tables
 class FileTasks:
     """A file's rows by position: reshuffled each epoch by a permutation that depends on seed and epoch only.
 
-    Held-out rows are chosen by their prompt's hash, whatever the seed, and all rows of one prompt go together: no
+    Held-out rows are chosen by their prompt's hash, with any seed, and all rows of one prompt go together: no
     held-out prompt is ever trained on.
     """
 
@@ -132,6 +132,31 @@ def task_source(
     if not found:
         raise protocols.DataError(f"{path}: holds no tasks; a JSONL file of them has one JSON object a line")
     return FileTasks(path, seed, found, holdout)
+
+
+def of_rows(rows: Sequence[Mapping[str, Any]], seed: int = 0, holdout: float = 0.05) -> FileTasks:
+    """Returns the tasks of rows that a Python program has made.
+
+    Args:
+      rows: the payloads. Each has a `prompt`, a text or a list of messages, and whatever its environment reads.
+      seed: of the order of training tasks.
+      holdout: share of the distinct prompts kept for evaluation; 0 is none. With one prompt none is kept.
+
+    Raises:
+      DataError: there are no rows, or one has no prompt or holds what JSON cannot; the message names its number.
+    """
+    found = []
+    for number, row in enumerate(rows):
+        where = f"tasks[{number}]"
+        if not isinstance(row, Mapping):
+            raise protocols.DataError(f"{where}: is {row!r:.80}; it has to be a mapping with a 'prompt'")
+        payload = {**row, "prompt": _prompt(row.get("prompt"), where, "prompt")}
+        _check_plain(payload, where)
+        found.append((number, payload))
+    if not found:
+        raise protocols.DataError("tasks: is empty; give at least one mapping with a 'prompt'")
+    prompts = {_key(payload) for _, payload in found}
+    return FileTasks("tasks", seed, found, holdout if len(prompts) > 1 else 0.0)
 
 
 def _mapping(prompt: str, answer: str, columns: Sequence[str] | Mapping[str, str]) -> dict[str, str]:

@@ -17,7 +17,7 @@ _FIELDS = {"step": "tool_seconds", "ready": "wait_seconds"}
 
 
 class Environment:
-    """The environment as the loop calls it: whoever calls an optional method has asked whether it `has` it.
+    """The environment as the loop calls it. Ask `has` before a call of an optional method.
 
     Methods that are plain functions run on threads, so that the deadlines hold for them too. Each raises
     `EnvironmentCrashed` where the environment breaks, overruns its deadline or answers what is no answer, except
@@ -105,7 +105,7 @@ class Environment:
     async def close(self, metrics: dict[str, float]) -> None:
         """Closes it. A failed close cannot undo the attempt: it is counted (`close_failures`), not raised.
 
-        Whoever is cancelled meanwhile finishes it.
+        A caller that is cancelled meanwhile still finishes the close.
         """
         closing = asyncio.ensure_future(deadlines.within(self._reset_seconds, deadlines.call(self._environment.close)))
         try:

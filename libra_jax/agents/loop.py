@@ -3,7 +3,7 @@
 A resumed attempt runs the same loop over the tokens its trajectory already holds: what the environment says is compared
 with the retained tokens instead of appended, and outputs that are complete are stepped instead of sampled. So an
 attempt may be cut off at any token and goes on from there with a fresh environment. One whose environment gave a
-snapshot (`protocols.Resumable`) begins from there. One whose environment answers otherwise than before begins anew.
+snapshot (`protocols.Resumable`) begins from there. One whose environment answers otherwise than before starts over.
 """
 
 from __future__ import annotations
@@ -403,6 +403,6 @@ _FROM_BEST = ("success", "failure", "timeout")
 
 
 def _joined(answers: Sequence[protocols.ToolReturn]) -> tuple[str, protocols.ToolStatus]:
-    """The tools of one turn, and what came of them: each tool's name once, in one order, and the worst status."""
+    """Joins the tools of one turn: each tool's name once, in one order, and the worst status."""
     tools = "+".join(sorted({answer.tool for answer in answers}))
     return tools, max((answer.status for answer in answers), key=_FROM_BEST.index)

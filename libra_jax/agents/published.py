@@ -1,4 +1,4 @@
-"""Published datasets as tasks of ours: which columns their downloaded files have, and what becomes of a row.
+"""Published datasets as tasks of ours: which columns their downloaded files have, and the task that a row makes.
 
 `dapo_math` (BytedTsinghua-SIA/DAPO-Math-17k): `prompt` (messages), `reward_model.ground_truth`, `extra_info.index`.
 `search_r1` (PeterJinGo/nq_hotpotqa_train): `id`, `question`, `golden_answers` (several), `data_source`.
@@ -53,7 +53,7 @@ class Dataset:
 
 @dataclass
 class Count:
-    """What became of the rows: how many were `read`, how many `kept`, and how many were dropped for which reason."""
+    """Numbers of rows that were `read`, `kept`, and `dropped` by reason."""
 
     read: int = 0
     kept: int = 0
@@ -160,7 +160,7 @@ def _r2e_gym(row: tables.Row) -> Record:
         raise Dropped(_NO_TESTS)
     commit = _json(_value(row, "parsed_commit_content", "r2e_gym"), dict, _NO_COMMIT)
     image = _text(_value(row, "docker_image", "r2e_gym"), "no image")
-    # Where its own command runs them; the folder is one of those that are the suite's, whatever the policy puts there.
+    # Where its own command runs them. The folder is the suite's, so the policy's files in it are left out.
     tests = [{"path": f"r2e_tests/{name}", "text": str(code)} for name, code in zip(names, codes, strict=True)]
     passing = [name for name, outcome in expected.items() if outcome == "PASSED"]
     return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -15,6 +16,41 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 from libra_jax import config, protocols, user_code
+
+GIVEN = "given"
+"""Stands for the module in the names of objects that a Python program handed to `libra_jax.train`."""
+
+_given: dict[str, Any] = {}
+
+
+def give(found: Any, field: str, *, name: str = "", text: str = "") -> str:
+    """Returns a name for an object that `resolve` finds: its own, or one under `GIVEN` that this process alone knows.
+
+    Args:
+      found: a class, a function or another callable of the caller's.
+      field: the config field that will hold the name, for errors.
+      name: by which people know the object; empty: its own.
+      text: what makes the object another one if it changes; empty: its source code.
+
+    Raises:
+      ConfigError: the object is not callable.
+    """
+    config.check(callable(found), field, f"{found!r} is not callable")
+    module, own = getattr(found, "__module__", ""), getattr(found, "__qualname__", type(found).__name__)
+    if module not in ("", "__main__", "builtins") and getattr(sys.modules.get(module), own, None) is found:
+        return f"{module}:{own}"
+    try:  # a workdir is named after the config, so an edited definition begins another run
+        text = text or inspect.getsource(found)
+    except (OSError, TypeError):
+        text = own
+    label = f"{name or own.rpartition('.')[2].strip('<>')}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    _given[label] = found
+    return f"{GIVEN}:{label}"
+
+
+def itself(name: str) -> Any:
+    """Factory of reward functions: returns the function of that name (`resolve`)."""
+    return resolve(name, "reward.functions")
 
 
 def raised(error: BaseException) -> str:
@@ -48,6 +84,14 @@ def resolve(name: str, field: str) -> Callable[..., Any]:
     """
     module_name, _, attribute = name.partition(":")
     config.check(bool(module_name and attribute), field, f'{name!r} must have the form "package.module:factory"')
+    if module_name == GIVEN:
+        config.check(
+            attribute in _given,
+            field,
+            f"{name!r} is an object that a Python program handed to libra_jax.train; only that program knows it. Call "
+            "train from there again, or put the object into a module and name it here",
+        )
+        return cast("Callable[..., Any]", _given[attribute])
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
@@ -113,7 +157,7 @@ def call(factory: Callable[..., Any], name: str, arguments: Mapping[str, Any], f
 
 @contextlib.contextmanager
 def named(name: str, field: str, call: str) -> Iterator[None]:
-    """Around a call of what a factory made: whatever it raises becomes a sentence that names factory, field and call.
+    """Turns what the call of a factory's product raises into a sentence that names factory, field and call.
 
     Raises:
       ConfigError: the call raised something that is no LibraError.

@@ -18,7 +18,7 @@ def generator(*key: object) -> random.Random:
 
 
 def held_out(text: str) -> bool:
-    """Returns whether a problem's text belongs to evaluation: true of half of all texts, whatever the seed."""
+    """Returns whether a problem's text belongs to evaluation: true of half of all texts, with any seed."""
     return bool(hashlib.sha256(text.encode()).digest()[0] & 1)
 
 

@@ -1,4 +1,4 @@
-"""What is told a person of faults that may come by the thousand, where code or an environment breaks: the first few."""
+"""Shows a person only the first few of faults that may come by the thousand, if code or an environment breaks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MOST = 10
 
 
 class FirstFew:
-    """Passes the first `MOST` sentences on; the last of them says that there are no further ones.
+    """Passes the first `MOST` sentences on; the last of them says that further ones are not shown.
 
     Args:
       tell: gets each sentence, with its full stop.
@@ -20,7 +20,7 @@ class FirstFew:
         self._told = 0
 
     def tell(self, sentence: str) -> None:
-        """One more; `sentence` without its full stop."""
+        """Takes one more sentence, without its full stop."""
         self._told += 1
         if self._told <= MOST:
-            self._tell(f"{sentence}{'; further ones are not told of' if self._told == MOST else ''}.")
+            self._tell(f"{sentence}{'; further ones are not shown' if self._told == MOST else ''}.")

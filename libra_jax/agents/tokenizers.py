@@ -149,7 +149,7 @@ class HuggingFaceTokenizer:
             return str(
                 self._tokenizer.apply_chat_template(dialogue, tokenize=False, add_generation_prompt=generation_prompt)
             )
-        except Exception as error:  # templates raise whatever they like, through jinja
+        except Exception as error:  # templates raise errors of any type, through jinja
             roles = ", ".join(role for role, _ in messages)
             raise protocols.DataError(
                 f"{self._name}: the chat template refuses a dialogue with the roles {roles} ({error})"

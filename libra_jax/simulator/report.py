@@ -1,4 +1,4 @@
-"""What a comparison of policies leaves: entries for the JSON file, a table for the terminal, a picture.
+"""The results of a comparison of policies: entries for the JSON file, a table for the terminal, a picture.
 
 An entry is one policy under one seed. Everything in it but `wall_seconds` repeats exactly for the same seed.
 """
@@ -38,29 +38,29 @@ PICTURES = (".svg", ".png")
 
 
 def policies(entries: Sequence[Entry]) -> list[str]:
-    """Policies in the order in which they first appear."""
+    """Returns the policies in the order in which they first appear."""
     return list(dict.fromkeys(entry["policy"] for entry in entries))
 
 
 def step_seconds(entries: Sequence[Entry], policy: str) -> list[float]:
-    """A policy's mean step time under each seed."""
+    """Returns a policy's mean step time under each seed."""
     return [entry["step_seconds"]["mean"] for entry in entries if entry["policy"] == policy]
 
 
 def mean_step_seconds(entries: Sequence[Entry], policy: str) -> float:
-    """A policy's mean step time, mean over seeds."""
+    """Returns a policy's mean step time, mean over seeds."""
     return statistics.fmean(step_seconds(entries, policy))
 
 
 def spread(values: Sequence[float]) -> float:
-    """Sample standard deviation; 0 for a single value."""
+    """Returns the sample standard deviation; 0 for a single value."""
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def to_json(
     entries: Sequence[Entry], bound_seconds: float, subject: Mapping[str, Any], config: Mapping[str, Any]
 ) -> str:
-    """The output file: the entries, the bound (seconds a step, mean over seeds), and what was simulated.
+    """Returns the output file: the entries, the bound (seconds a step, mean over seeds), and what was simulated.
 
     Args:
       entries: a policy and seed each.
@@ -74,17 +74,12 @@ def to_json(
 
 
 def table(entries: Sequence[Entry], bound_seconds: float) -> str:
-    """One line a policy: means over seeds, the step time with its standard deviation and as a multiple of the bound."""
+    """Returns a line a policy: means over seeds, step time with its spread and as a multiple of the bound."""
     header = (
         "policy", "step s", "+-", "p50", "p90", "p99", "x bound", "tokens/s", "train", "rollout", "moved", "one-shot",
         "again", "stale", "lost", "twice",
     )  # fmt: skip
     rows = [header, *(_row(entries, policy, bound_seconds) for policy in policies(entries))]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    lines = [
-        "  ".join(cell.ljust(width) if not column else cell.rjust(width) for column, (cell, width) in enumerate(pairs))
-        for pairs in (list(zip(row, widths, strict=True)) for row in rows)
-    ]
     legend = (
         "moved: tokens of contexts that changed instance, over tokens generated; one-shot: requests whose first bucket "
         "after a tool return is that of their true length;\nagain: tokens prefilled a second time, over tokens "
@@ -94,19 +89,28 @@ def table(entries: Sequence[Entry], bound_seconds: float) -> str:
     replaced = [line for policy in policies(entries) if (line := _replaced(entries, policy))]
     if replaced:
         bound += "; it holds where nothing is replaced"
-    return "\n".join([*lines, bound, legend, *replaced])
+    return "\n".join([*aligned(rows), bound, legend, *replaced])
+
+
+def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Returns rows of texts as lines of columns, the first `left` columns flush left and the others flush right."""
+    columns = []
+    for at, column in enumerate(zip(*rows, strict=True)):
+        width = max(map(len, column))
+        columns.append([cell.ljust(width) if at < left else cell.rjust(width) for cell in column])
+    return ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
 
 
 def _replaced(entries: Sequence[Entry], policy: str) -> str:
-    """What a policy's runs gave up, and what is left to train on; empty where all was trained."""
+    """Returns what a policy's runs replaced, and what was left to train on; empty if all was trained."""
     mine = [entry for entry in entries if entry["policy"] == policy]
-    given_up, trained = (sum(entry[f"{kind}_trajectories"] for entry in mine) for kind in ("replaced", "trained"))
+    lost, trained = (sum(entry[f"{kind}_trajectories"] for entry in mine) for kind in ("replaced", "trained"))
     mean = statistics.fmean(entry["trained_tokens_mean"] for entry in mine)
-    share = given_up / max(1, given_up + trained)
+    share = lost / max(1, lost + trained)
     return (
-        f"{policy}: {given_up:,} attempts replaced ({share:.1%} of those begun); those trained on generate {mean:,.0f} "
+        f"{policy}: {lost:,} rollouts replaced ({share:.1%} of those begun); those trained on generate {mean:,.0f} "
         "tokens in the mean"
-        if given_up
+        if lost
         else ""
     )
 
@@ -149,7 +153,7 @@ def _at(entry: Entry, path: Sequence[str]) -> float:
 
 
 def order(entries: Sequence[Entry]) -> list[str]:
-    """Policies from the shortest mean step time to the longest."""
+    """Returns the policies from the shortest mean step time to the longest."""
     return sorted(policies(entries), key=lambda policy: mean_step_seconds(entries, policy))
 
 

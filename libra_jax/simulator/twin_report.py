@@ -1,18 +1,18 @@
-"""What a twin leaves: a table for the terminal, a JSON file, a picture."""
+"""The results of a twin: a table for the terminal, a JSON file, a picture."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-from libra_jax.simulator import twin
+from libra_jax.simulator import pictures, report, twin
 
 FEW_STEPS = 8
 """Held-out steps below which their mean error says little."""
 
 
 def table(made: twin.Twin) -> str:
-    """One line a held-out step, measured and predicted seconds of it and of its parts; below, the verdict."""
+    """Returns a line a held-out step, with measured and predicted seconds of its parts, and the verdict."""
     columns = [f"{part} {kind}" for part in twin.PARTS for kind in ("s", "twin")]
     rows = [("step", *columns, "error")]
     pairs = list(zip(made.measured, made.predicted, strict=True))
@@ -20,13 +20,11 @@ def table(made: twin.Twin) -> str:
         seconds = (getattr(parts, part) for part in twin.PARTS for parts in (measured, predicted))
         error = (predicted.total - measured.total) / measured.total
         rows.append((str(number), *(f"{value:.3f}" for value in seconds), f"{error:+.1%}"))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join([*lines, "", *sentences(made)])
+    return "\n".join([*report.aligned(rows, left=0), "", *sentences(made)])
 
 
 def sentences(made: twin.Twin) -> list[str]:
-    """What was fitted, and how well it predicts."""
+    """Returns the fitted costs, and how well they predict."""
     steps = len(made.measured)
     lines = [f"calibrated on steps 1-{made.calibrated}, predicted steps {made.calibrated + 1}-{steps}"]
     for degree, engine in sorted(made.model.engines.items()):
@@ -67,7 +65,7 @@ def _spread(made: twin.Twin) -> str:
 
 
 def to_json(made: twin.Twin) -> str:
-    """Everything that `table` tells, as an object."""
+    """Returns everything that `table` says, as a JSON object."""
     model = made.model
     return (
         json.dumps(
@@ -99,31 +97,21 @@ def to_json(made: twin.Twin) -> str:
 
 
 def write_picture(made: twin.Twin, path: Path, title: str) -> None:
-    """Draws measured and predicted seconds of each step, those that were fitted to in the shade.
+    """Draws measured and predicted seconds of each step, with a shade behind the steps that were fitted to.
 
     Args:
       made: the twin.
       path: where to, .svg or .png.
       title: of the picture.
     """
-    from matplotlib import figure, rc_context, ticker  # only here: a picture is all that needs it
-
     numbers = range(1, len(made.measured) + 1)
-    with rc_context({"svg.hashsalt": "libra-jax", "font.size": 10}):
-        picture = figure.Figure(figsize=(8.0, 3.6), layout="constrained")
-        axes = picture.add_subplot()
+    with pictures.drawn(path, 3.0, [title]) as axes:
         axes.axvspan(0.5, made.calibrated + 0.5, color="#eeeeee", linewidth=0, label="calibrated on")
         for part, colour in (("total", "#333333"), ("rollout", "#4c78a8"), ("train", "#54a24b")):
             axes.plot(numbers, [getattr(parts, part) for parts in made.measured], "o", color=colour, markersize=4)
-            axes.plot(
-                numbers, [getattr(parts, part) for parts in made.predicted], color=colour, linewidth=1.2, label=part
-            )
+            predicted = [getattr(parts, part) for parts in made.predicted]
+            axes.plot(numbers, predicted, color=colour, linewidth=1.2, label=part)
         axes.set(xlim=(0.5, len(made.measured) + 0.5), xlabel="training step (dots measured, lines the twin)")
         axes.set_ylim(bottom=0)
         axes.set_ylabel("seconds")
-        axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
-        axes.set_title(title, loc="left", fontsize=11)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, ncols=4, loc="upper left", bbox_to_anchor=(0, -0.2))
-        metadata = {"Date": None} if path.suffix == ".svg" else None
-        picture.savefig(path, dpi=150, metadata=metadata)
+        axes.xaxis.get_major_locator().set_params(integer=True)

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live picture on a terminal (`live.py`), plain lines everywhere else."""
+"""Plain lines of a run for a pipe or a log; `live.py` draws a live picture on a terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TextIO
 
-from libra_jax.telemetry import escapes, files
+from libra_jax.telemetry import escapes, files, sinks
 
 STATUS_SECONDS = 5.0
 """Least time between two status lines in plain output."""
@@ -34,7 +34,7 @@ SPARKS = "▁▂▃▄▅▆▇█"
 
 
 def seconds_text(seconds: float) -> str:
-    """A duration for people: "0.4 s", "12 s", "3 min 20 s", "2 h 5 min"."""
+    """Returns a duration for people: "0.4 s", "12 s", "3 min 20 s", "2 h 5 min"."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     whole = round(seconds)
@@ -46,7 +46,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def sparkline(values: list[float]) -> str:
-    """One block character a value, from the least to the greatest of them."""
+    """Returns one block character a value, from the least to the greatest value."""
     finite = [value for value in values if abs(value) < float("inf")]
     if not finite:
         return ""
@@ -56,7 +56,7 @@ def sparkline(values: list[float]) -> str:
 
 
 class Pace:
-    """How far a run is and how long it still takes, from the times at which its steps ended.
+    """The progress of a run and its remaining time, from the times at which steps ended.
 
     Args:
       steps: training steps of the whole run.
@@ -76,7 +76,7 @@ class Pace:
 
     @property
     def remaining_seconds(self) -> float | None:
-        """Seconds the remaining steps take at the recent pace; None until two steps have ended."""
+        """Seconds that the remaining steps take at the recent pace; None until two steps have ended."""
         if len(self._ends) < 2:
             return None
         (first, began), (last, ended) = self._ends[0], self._ends[-1]
@@ -104,7 +104,7 @@ class Speed:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """The speed; None while it is not known."""
+        """Tokens a second; None while the speed is not known."""
         if not self._steps:
             return self._told
         return sum(tokens for tokens, _ in self._steps) / sum(seconds for _, seconds in self._steps)
@@ -131,7 +131,7 @@ def step_line(step: int, pace: Pace, scalars: Mapping[str, float]) -> str:
 
 
 def _step_parts(step: int, pace: Pace, scalars: Mapping[str, float]) -> tuple[dict[str, str], dict[str, str]]:
-    """The parts of a step's line by their names, and the times among them."""
+    """Returns the parts of a step's line by their names, and the times among them."""
     parts = {"step": f"step {step:>{len(str(pace.steps))}}/{pace.steps}"}
     if (reward := scalars.get("reward/mean")) is not None:
         parts["reward"] = f"reward {reward:z.3f}"
@@ -154,7 +154,7 @@ def _step_parts(step: int, pace: Pace, scalars: Mapping[str, float]) -> tuple[di
     return parts, times
 
 
-class PlainConsole:
+class PlainConsole(sinks.Sink):
     """One line a step, notes as they come, and a status line now and then while no step ends.
 
     Args:
@@ -214,9 +214,6 @@ class PlainConsole:
 
     def note(self, text: str) -> None:
         self._line(text)
-
-    def flush(self) -> None:
-        """Nothing to do: each line is flushed as it is written."""
 
     def close(self) -> None:
         """Prints nothing more by itself; the stream belongs to the process."""

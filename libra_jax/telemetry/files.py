@@ -27,7 +27,7 @@ Guard = Callable[[], bool]
 
 
 def always() -> bool:
-    """Nobody else can be in that workdir."""
+    """Returns True: no other start of the run can be in that workdir."""
     return True
 
 
@@ -48,7 +48,7 @@ KEEP_BYTES = 1024 * 1024
 
 
 def whole_lines_end(path: Path) -> int:
-    """Offset just after the last newline of the file, in bytes; 0 for an empty or missing one."""
+    """Returns the offset just after the last newline of the file, in bytes; 0 for an empty or missing file."""
     try:
         with path.open("rb") as file:
             end = file.seek(0, os.SEEK_END)
@@ -68,7 +68,7 @@ class RecordFile:
     """Buffers records in memory and appends them whole. Never raises for what the disk does: it warns once.
 
     Args:
-      path: the file; made on the first flush. It must end with a whole record (see `open_lines`).
+      path: the file; made on the first flush. It must end with a whole record.
       warn: receives the one warning.
       guard: asked before each append; records that may not be written are dropped.
     """
@@ -136,7 +136,7 @@ class RecordFile:
         self._end += written
 
     def _replaced(self, descriptor: int) -> bool:
-        """Whether another file stands at the path now: a resumed run cuts its records back by renaming over them."""
+        """Returns whether another file is at the path now: a resumed run cuts records back by renaming over them."""
         try:
             return os.stat(self.path).st_ino != os.fstat(descriptor).st_ino
         except FileNotFoundError:
@@ -155,19 +155,25 @@ class RecordFile:
             self._descriptor = None
 
 
-def open_lines(path: Path, warn: Warn, guard: Guard = always) -> RecordFile:
-    """Opens a file of lines for appending; a last line torn by a killed process is removed first."""
-    try:
-        end = whole_lines_end(path)
-        if path.exists() and path.stat().st_size > end:
-            os.truncate(path, end)
-    except OSError as error:
-        warn(str(path), f"{path.name} cannot be opened ({error.strerror or error}); the run goes on without it.")
-    return RecordFile(path, warn, guard)
+class LineFile(RecordFile):
+    """A file of JSON lines, opened for appending; a last line torn by a killed process is removed first."""
+
+    def __init__(self, path: Path, warn: Warn, guard: Guard = always) -> None:
+        try:
+            end = whole_lines_end(path)
+            if path.exists() and path.stat().st_size > end:
+                os.truncate(path, end)
+        except OSError as error:
+            warn(str(path), f"{path.name} cannot be opened ({error.strerror or error}); the run goes on without it.")
+        super().__init__(path, warn, guard)
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Adds a record as a line."""
+        self.write(json_line(record))
 
 
 def finite(value: Any) -> Any:
-    """The value as strict JSON takes it: numbers that are not finite are None, scalars of array libraries are plain."""
+    """Returns a value that strict JSON takes: None for numbers that are not finite, plain scalars for arrays' ones."""
     if getattr(value, "ndim", None) == 0:
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
@@ -210,7 +216,7 @@ def damage(line: bytes) -> str:
 
 
 def _spoilt(line: bytes) -> bool:
-    """Whether a line ends with what `json_line` wrote there, damaged: in the checksum, or in its name's one byte.
+    """Returns whether a line ends with a checksum of `json_line` that is damaged, in its value or one byte of its name.
 
     The last field of another program's line may hold 32 hexadecimal digits, too.
     """
@@ -219,7 +225,7 @@ def _spoilt(line: bytes) -> bool:
 
 
 def _is_one_edit(name: bytes, other: bytes) -> bool:
-    """Whether one edit makes a text another: a byte changed, lost or added."""
+    """Returns whether one edit makes a text another: a byte changed, lost or added."""
     differ = (at for at, pair in enumerate(zip(name, other, strict=False)) if pair[0] != pair[1])
     same = next(differ, min(len(name), len(other)))
     rest, wanted = name[same:], other[same:]
@@ -227,7 +233,7 @@ def _is_one_edit(name: bytes, other: bytes) -> bool:
 
 
 def torn(line: bytes) -> bool:
-    """Whether a last line without a newline is what a kill in the middle of a write leaves, and not damage."""
+    """Returns whether a last line without a newline was left by a kill in the middle of a write, and is not damaged."""
     if line in (b"[", b"]"):
         return True
     return line.startswith(b"{") and b"\0" not in line and not _WHOLE.search(line)
@@ -240,7 +246,7 @@ _WHOLE = re.compile(rb'"checksum": "[0-9a-f]{32}"\}')
 
 
 def whole_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON-lines file written by a run, in order, without their checksums.
+    """Yields the objects of a JSON-lines file written by a run, in order, without their checksums.
 
     A torn last line and a missing file are no error; damaged lines are left out with a warning.
     """

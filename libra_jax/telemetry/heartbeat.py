@@ -1,4 +1,4 @@
-"""The thread that writes `status.json` about once a second, whatever the event loop does."""
+"""The thread that writes `status.json` about once a second, also while the event loop is blocked."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STUCK_SECONDS = 20.0
 
 
 class Heartbeat:
-    """Made inside the event loop that it watches; `close` ends it.
+    """Watches the event loop in which it is made, until `close`.
 
     Args:
       workdir: the run's folder.
@@ -63,9 +63,9 @@ class Heartbeat:
             self._look_for_stuck_loop()
 
     def _look_for_stuck_loop(self) -> None:
-        """Names the line of a user's code that blocks the event loop, once for each time that it does.
+        """Names the line of a user's code that blocks the event loop, once each time.
 
-        From this thread, because the loop itself can tell nothing now.
+        This thread has to do it, because the blocked loop can say nothing.
         """
         seconds = self._run.view()["loop_silent_seconds"]
         if seconds < STUCK_SECONDS:
@@ -93,7 +93,7 @@ class Heartbeat:
             with contextlib.suppress(OSError):
                 partial.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
-                os.utime(self._file)  # which needs no room: whoever watches sees that the run lives
+                os.utime(self._file)  # this needs no room on the disk, and watchers see that the run lives
             self._say(f"{self._file.name} cannot be written ({error.strerror or error}); the run goes on without it.")
 
     def _say(self, sentence: str) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from libra_jax.telemetry import timeline
+from libra_jax.telemetry import metric_names, timeline
 
 
 class MemoryRecorder:
-    """`protocols.Recorder` in memory.
+    """`protocols.Recorder` in memory. It refuses names of metrics that are not registered (`metric_names`).
 
     Attributes:
       steps: (step, scalars) of each call.
@@ -35,6 +35,7 @@ class MemoryRecorder:
         self.notes: list[str] = []
 
     def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
+        metric_names.check(scalars)
         self.steps.append((step, dict(scalars)))
 
     def span(self, track: str, name: str, start: float, end: float, arguments: Mapping[str, Any] | None = None) -> None:

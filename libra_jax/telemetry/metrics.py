@@ -19,7 +19,7 @@ from typing import Any
 
 from libra_jax import config as config_lib
 from libra_jax.protocols import ConfigError
-from libra_jax.telemetry import files, redaction, samples
+from libra_jax.telemetry import files, redaction, samples, sinks
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
@@ -29,7 +29,7 @@ SAMPLE_COLUMNS = ["step", "rank", "reward", "rollout", "prompt", "turns"]
 
 
 def plain(scalars: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers among `scalars` as plain floats and ints (0-d arrays included); what is no number is left out."""
+    """Returns the numbers among `scalars` as plain floats and ints, 0-d arrays included; the rest is left out."""
     numbers: dict[str, float] = {}
     for name, value in scalars.items():
         if isinstance(value, int | float):
@@ -43,7 +43,7 @@ def plain(scalars: Mapping[str, Any]) -> dict[str, float]:
 
 
 def encode(step: int, scalars: Mapping[str, float]) -> dict[str, Any]:
-    """The object that `metrics.jsonl` holds for a step."""
+    """Returns the object that `metrics.jsonl` holds for a step."""
     nonfinite = {name: str(value) for name, value in scalars.items() if not math.isfinite(value)}
     record: dict[str, Any] = {"step": step}
     record.update((name, None if name in nonfinite else value) for name, value in scalars.items() if name != "step")
@@ -53,7 +53,7 @@ def encode(step: int, scalars: Mapping[str, float]) -> dict[str, Any]:
 
 
 def decode(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of one object of `metrics.jsonl`, its `step` left out and its not-finite ones restored."""
+    """Returns the numbers of an object of `metrics.jsonl` without its `step`, with the not-finite ones restored."""
     numbers = {name: value for name, value in record.items() if isinstance(value, int | float) and name != "step"}
     nonfinite = record.get("nonfinite")
     if isinstance(nonfinite, Mapping):
@@ -62,7 +62,7 @@ def decode(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def read(path: Path) -> dict[int, dict[str, float]]:
-    """The numbers of each step, in order of steps; several objects of one step are merged, the last one winning.
+    """Returns the numbers of each step in order. Several objects of one step are merged, and the last one wins.
 
     A torn last line, left by a killed run, is no error.
     """
@@ -73,15 +73,15 @@ def read(path: Path) -> dict[int, dict[str, float]]:
     return dict(sorted(steps.items()))
 
 
-class MetricsFile:
+class MetricsFile(sinks.Sink):
     """Writes `metrics.jsonl`."""
 
     def __init__(self, workdir: Path, warn: files.Warn, guard: files.Guard = files.always) -> None:
-        self._file = files.open_lines(workdir / METRICS_FILE, warn, guard)
+        self._file = files.LineFile(workdir / METRICS_FILE, warn, guard)
 
     def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
         """Appends one step's object."""
-        self._file.write(files.json_line(encode(step, scalars)))
+        self._file.append(encode(step, scalars))
 
     def flush(self) -> None:
         self._file.flush()
@@ -119,7 +119,7 @@ def _tensorboard_folder(workdir: Path) -> Path:
     return min(begun, default=parent / (workdir.resolve().name or "run"))
 
 
-class TensorBoardSink:
+class TensorBoardSink(sinks.Sink):
     """Writes the scalars of a step as one TensorBoard event.
 
     tensorboardX builds the messages; the file is ours, because its writer's thread dies on a full disk, after which
@@ -190,7 +190,7 @@ class TensorBoardSink:
         self._file.close()
 
 
-class WandbSink:
+class WandbSink(sinks.Sink):
     """Sends the scalars to Weights & Biases; a resumed workdir goes on with its run.
 
     Raises:
@@ -227,7 +227,7 @@ class WandbSink:
         try:
             tables = {kind: self._wandb.Table(columns=SAMPLE_COLUMNS, data=data) for kind, data in rows.items()}
             self._run.log({**scalars, **tables}, step=step)
-        except Exception as error:  # a lost viewer never stops a run, whatever it raises
+        except Exception as error:  # a lost viewer never stops a run, and may raise anything
             self._warn("wandb", f"Weights & Biases does not take metrics any more ({error}); the run goes on without.")
 
     def sample(self, sample: samples.Sample) -> None:
@@ -236,9 +236,6 @@ class WandbSink:
         prompt, *turns = (f"{piece.title}\n{piece.shown()}" for piece in sample.pieces)
         row = [sample.step, sample.rank, sample.reward, sample.headline, prompt, "\n".join(turns)]
         self._rows.setdefault(kind, []).append(row)
-
-    def flush(self) -> None:
-        """Nothing to do: the package sends by itself."""
 
     def close(self) -> None:
         try:

@@ -6,50 +6,24 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from libra_jax import config as config_lib
 from libra_jax.protocols import ConfigError
-from libra_jax.telemetry import console, files, live, metrics, samples, timeline, trace
+from libra_jax.telemetry import console, files, live, metric_names, metrics, samples, sinks, timeline, trace
 
 FLUSH_SECONDS = 1.0
 """Longest time that a record waits in memory, as long as further records come in."""
 
-
-class Sink(Protocol):
-    """Takes records; never raises for a full disk or a lost viewer."""
-
-    def flush(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class MetricsSink(Sink, Protocol):
-    """Takes a step's numbers."""
-
-    def metrics(self, step: int, scalars: Mapping[str, float]) -> None: ...
-
-
-class Console(MetricsSink, Protocol):
-    """What a person watches."""
-
-    def status(self, worker: str, text: str) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-
-@runtime_checkable
-class SampleSink(Protocol):
-    """Takes rollouts as text."""
-
-    def sample(self, sample: samples.Sample) -> None: ...
+LINE_FILES = (trace.TRACE_FILE, samples.SAMPLES_FILE, files.PLANS_FILE, files.TRANSITIONS_FILE)
+"""Files of the workdir with one JSON object a record."""
 
 
 class _Warnings:
     """Shows each warning once: in the console if there is one, else as a log message."""
 
     def __init__(self) -> None:
-        self.console: Console | None = None
+        self.console: sinks.Sink | None = None
         self._shown: set[str] = set()
 
     def __call__(self, key: str, sentence: str) -> None:
@@ -71,121 +45,100 @@ class RunRecorder:
 
     Args:
       clock: seconds now, on the clock of the spans.
-      trace_file: takes trajectories.
-      timeline_file: takes spans.
-      samples_file: takes rollouts as text.
-      plans_file: takes the planner's decisions.
-      transitions_file: takes changes of sides and of meshes.
-      metrics_sinks: take steps, in this order.
-      watchers: the console, and whoever else tells what happens now.
+      timeline_file: takes spans and pools.
+      lines: takes the records of each of `LINE_FILES`, by its name.
+      taking: everything else that records or shows the run, told in this order.
+      strict: refuses names of metrics that are not registered (`metric_names`).
     """
 
     def __init__(
         self,
         clock: Callable[[], float],
-        trace_file: trace.TraceFile,
         timeline_file: timeline.TimelineFile,
-        samples_file: files.RecordFile,
-        plans_file: files.RecordFile,
-        transitions_file: files.RecordFile,
-        metrics_sinks: list[MetricsSink],
-        watchers: Sequence[Console],
+        lines: Mapping[str, files.LineFile],
+        taking: Sequence[sinks.Sink],
+        *,
+        strict: bool = False,
     ) -> None:
         self._clock = clock
-        self._trace = trace_file
         self._timeline = timeline_file
-        self._samples = samples_file
-        self._plans = plans_file
-        self._transitions = transitions_file
-        self._watchers = watchers
-        self._metrics_sinks = [*metrics_sinks, *watchers]
-        self._sample_sinks = [sink for sink in metrics_sinks if isinstance(sink, SampleSink)]
-        self._sinks: list[Sink] = [
-            trace_file,
-            timeline_file,
-            samples_file,
-            plans_file,
-            transitions_file,
-            *self._metrics_sinks,
-        ]
+        self._lines = lines
+        self._sinks = taking
+        self._all: list[files.LineFile | timeline.TimelineFile | sinks.Sink] = [*lines.values(), timeline_file, *taking]
+        self._strict = strict
         self._flushed_at = clock()
         self._closed = False
 
     def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
-        """One training step's numbers; keys as in `metrics.jsonl`. Writes everything pending to the files."""
+        """Records one training step's numbers, named as in `metrics.jsonl`, and writes everything pending to disk."""
         if self._closed:
             return
         numbers = metrics.plain(scalars)
-        for sink in self._metrics_sinks:
+        if self._strict:
+            metric_names.check(numbers)
+        for sink in self._sinks:
             sink.metrics(step, numbers)
         self.flush()
 
     def span(self, track: str, name: str, start: float, end: float, arguments: Mapping[str, Any] | None = None) -> None:
-        """Something that took from `start` to `end` (event-loop seconds) on a named track of the timeline."""
+        """Records what took from `start` to `end` (event-loop seconds) on a named track of the timeline."""
         if not self._closed:
             self._timeline.span(track, name, start, end, arguments)
             self._flush_if_due()
 
     def trajectory(self, record: Mapping[str, Any]) -> None:
-        """One line of `trace.jsonl`."""
-        if not self._closed:
-            self._trace.trajectory(record)
-            self._flush_if_due()
+        """Records a line of `trace.jsonl`."""
+        self._append(trace.TRACE_FILE, record)
 
     def sample(self, record: Mapping[str, Any]) -> None:
-        """One line of `samples.jsonl`: a rollout as text. Viewers get it with the step's numbers."""
-        if not self._closed:
-            self._samples.write(files.json_line(record))
-            if self._sample_sinks:
-                sample = samples.parse(record)
-                for sink in self._sample_sinks:
-                    sink.sample(sample)
-            self._flush_if_due()
+        """Records a line of `samples.jsonl`: a rollout as text. Viewers get it with the step's numbers."""
+        self._append(samples.SAMPLES_FILE, record)
+        sample = samples.parse(record)
+        for sink in () if self._closed else self._sinks:
+            sink.sample(sample)
 
     def decision(self, record: Mapping[str, Any]) -> None:
-        """One line of `plans.jsonl`."""
-        if not self._closed:
-            self._plans.write(files.json_line(record))
-            self._flush_if_due()
+        """Records a line of `plans.jsonl`."""
+        self._append(files.PLANS_FILE, record)
 
     def transition(self, record: Mapping[str, Any]) -> None:
-        """One line of `transitions.jsonl`; its `start` and `end` become seconds on the axis of the timeline."""
-        if not self._closed:
-            times = {name: self._timeline.seconds(record[name]) for name in ("start", "end") if name in record}
-            self._transitions.write(files.json_line({**record, **times}))
-            self._flush_if_due()
+        """Records a line of `transitions.jsonl`; its `start` and `end` become seconds on the axis of the timeline."""
+        times = {name: self._timeline.seconds(record[name]) for name in ("start", "end") if name in record}
+        self._append(files.TRANSITIONS_FILE, {**record, **times})
 
     def pools(self, now: float, devices: Mapping[str, int]) -> None:
-        """From `now` on (event-loop seconds) each pool has so many devices: a counter of the timeline."""
+        """Records the devices of each pool from `now` on (event-loop seconds): a counter of the timeline."""
         if not self._closed:
             self._timeline.pools(now, devices)
             self._flush_if_due()
 
     def status(self, worker: str, text: str) -> None:
-        """What a worker is doing now, for whoever watches."""
-        if not self._closed:
-            for watcher in self._watchers:
-                watcher.status(worker, text)
+        """Shows what a worker is doing now."""
+        for sink in () if self._closed else self._sinks:
+            sink.status(worker, text)
 
     def note(self, text: str) -> None:
-        """A sentence for the person watching."""
-        if not self._closed:
-            for watcher in self._watchers:
-                watcher.note(text)
+        """Shows a sentence to the person who watches."""
+        for sink in () if self._closed else self._sinks:
+            sink.note(text)
 
     def flush(self) -> None:
         """Hands everything recorded so far to the operating system, whose cache outlives a killed process."""
         self._flushed_at = self._clock()
-        for sink in self._sinks:
-            sink.flush()
+        for item in self._all:
+            item.flush()
 
     def close(self) -> None:
-        """Flushes and closes every sink and gives the terminal back. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        for sink in self._sinks:
-            sink.close()
+        """Flushes and closes everything and gives the terminal back. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            for item in self._all:
+                item.close()
+
+    def _append(self, name: str, record: Mapping[str, Any]) -> None:
+        if not self._closed:
+            self._lines[name].append(record)
+            self._flush_if_due()
 
     def _flush_if_due(self) -> None:
         if self._clock() - self._flushed_at >= FLUSH_SECONDS:
@@ -198,7 +151,7 @@ def create(
     clock: Callable[[], float],
     *,
     guard: files.Guard = files.always,
-    watcher: Console | None = None,
+    watcher: sinks.Sink | None = None,
 ) -> RunRecorder:
     """Makes the recorder of a run or of its resumption (which calls `resume.cut_back` before it records a step).
 
@@ -207,7 +160,7 @@ def create(
       workdir: the run's folder, made if it is missing.
       clock: seconds now, on the clock that spans are given in (the event loop's).
       guard: whether this run may still write there.
-      watcher: told of everything that the console is told of.
+      watcher: a further viewer, told everything that the console is told.
 
     Raises:
       ConfigError: the folder cannot be made, or W&B is asked for and cannot start.
@@ -217,18 +170,15 @@ def create(
     except OSError as error:
         raise ConfigError(f"--workdir: {workdir} cannot be made ({error.strerror or error})") from error
     warn = _Warnings()
-    sinks: list[MetricsSink] = [metrics.MetricsFile(workdir, warn, guard)]
+    taking: list[sinks.Sink] = [metrics.MetricsFile(workdir, warn, guard)]
     if config.telemetry.tensorboard:
-        sinks.append(metrics.TensorBoardSink(workdir, warn, guard))
+        taking.append(metrics.TensorBoardSink(workdir, warn, guard))
     if config.telemetry.wandb_project:
-        sinks.append(metrics.WandbSink(config, workdir, warn))
-    trace_file = trace.TraceFile(workdir, warn, guard)
+        taking.append(metrics.WandbSink(config, workdir, warn))
     timeline_file = timeline.TimelineFile(workdir, clock, warn, guard)
-    samples_file = files.open_lines(workdir / samples.SAMPLES_FILE, warn, guard)
-    plans_file = files.open_lines(workdir / files.PLANS_FILE, warn, guard)
-    transitions_file = files.open_lines(workdir / files.TRANSITIONS_FILE, warn, guard)
+    lines = {name: files.LineFile(workdir / name, warn, guard) for name in LINE_FILES}
     if config.telemetry.console:
         make = live.LiveConsole if sys.stdout.isatty() else console.PlainConsole
         warn.console = make(config.name, config.steps, sys.stdout, clock, warn)
-    watchers = [item for item in (watcher, warn.console) if item is not None]
-    return RunRecorder(clock, trace_file, timeline_file, samples_file, plans_file, transitions_file, sinks, watchers)
+    taking += [item for item in (watcher, warn.console) if item is not None]
+    return RunRecorder(clock, timeline_file, lines, taking, strict=metric_names.strict())

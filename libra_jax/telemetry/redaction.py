@@ -2,8 +2,8 @@
 
 Settings that need a secret take the name of an environment variable (`api_key_env`, `telemetry.token_env`). Where one
 is given in the clear all the same, as in a header of an MCP server, `config.json`, `--dry_run` and Weights & Biases get
-`SECRET` in its place: it is seen by whoever sees the config file or the command. Another one in a workdir is no other
-run. What looks like none, by its name or by itself, is not found.
+`SECRET` in its place; the config file and the command still show the secret. A run whose secret differs counts as the
+same run. A secret that neither its name nor its form gives away is not found.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _REFERENCE = re.compile(r"(\w+ )?\$\{(env:)?[A-Za-z_]\w*\}")
 
 
 def redacted(values: Any, name: str = "") -> Any:
-    """The settings as plain values, with `SECRET` where one was.
+    """Returns the settings as plain values, with `SECRET` in place of secrets.
 
     Args:
       values: nested mappings, lists and plain values.

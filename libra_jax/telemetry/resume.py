@@ -21,11 +21,11 @@ def cut_back(workdir: Path, step: int) -> list[str]:
     """Cuts the records of a run back to a checkpoint, before the resumed run records its first step.
 
     Kept are records whose `step` is at most `step`, in the numbering of `Recorder.metrics` (-1 keeps none). A record
-    of `trace.jsonl` without a step goes with what was written before it, and a line torn by a kill goes. A damaged line
-    goes, too, and is named: its numbers are not those that were recorded. Each file is
-    written anew beside the old one and renamed over it, so a kill in here loses nothing, and cutting twice changes
-    nothing. TensorBoard needs no cutting: the session's first step voids what it holds from there on. The timeline is
-    kept: it shows what the machines did, redone work included. Of the changes of settings, damaged lines alone go.
+    of `trace.jsonl` without a step goes with the record before it, and a line torn by a kill goes. A damaged line goes,
+    too, and is named: its numbers are not the recorded ones. A new file is written beside each old one and renamed over
+    it, so a kill meanwhile loses nothing, and cutting twice changes nothing. TensorBoard needs no cut: the session's
+    first step voids later events. The timeline is kept: it shows what the machines did, redone work included. From the
+    changes of settings only damaged lines go.
 
     Args:
       workdir: the run's folder; missing files are no error.
@@ -35,7 +35,7 @@ def cut_back(workdir: Path, step: int) -> list[str]:
       A sentence for each file that was damaged.
 
     Raises:
-      LibraError: a file cannot be read or written anew.
+      LibraError: a file cannot be read or replaced.
     """
     told = []
     for name, last in (

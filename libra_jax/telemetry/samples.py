@@ -8,7 +8,7 @@ A line is `{"step", "evaluation", "policy_version", "group_id", "rank", "of", "t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,21 @@ def read(path: Path) -> Iterator[Sample]:
     for record in files.whole_json_lines(path):
         if isinstance(record.get("step"), int):
             yield parse(record)
+
+
+def ends(found: Iterable[Sample]) -> list[Sample]:
+    """Returns the training samples of the last step and of the first, holding no others in memory."""
+    first: list[Sample] = []
+    last: list[Sample] = []
+    for sample in found:
+        if sample.evaluation:
+            continue
+        if not first or sample.step == first[0].step:
+            first.append(sample)
+        if last and sample.step != last[0].step:
+            last.clear()
+        last.append(sample)
+    return last if not first or first[0].step == last[0].step else [*last, *first]
 
 
 def parse(record: Mapping[str, Any]) -> Sample:

@@ -1,8 +1,8 @@
-"""What a run is doing now, for whoever asks: `status.json`, the health page, and whether the run is still alive.
+"""The present state of a run, for `status.json`, the health page and the live view, and whether the run is alive.
 
 `<workdir>/status.json` is replaced about once a second, for as long as the process lives (`heartbeat`). Whether it does
-is never told by comparing clocks, which differ between hosts: on its own host the process tells, elsewhere whether
-the file changes while it is watched.
+is never decided by comparing clocks, which differ between hosts. On the run's own host its process decides; elsewhere
+the file has to change while it is watched.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from pathlib import Path
 from typing import Any
 
 from libra_jax import machine, protocols
-from libra_jax.telemetry import console, files
+from libra_jax.telemetry import console, files, sinks
 
 STATUS_FILE = "status.json"
 
 SILENT_SECONDS = 10.0
-"""Without an answer of the event loop, after which a run is not well."""
+"""Seconds without an answer of the event loop after which a run is not well."""
 
 WATCH_SECONDS = 10.0
-"""Without a change, after which a file that is watched is taken for a dead run's: ten times what it takes."""
+"""Seconds without a change after which a watched file is taken for a dead run's: ten times the normal gap."""
 
 LOOK_SECONDS = 0.25
-"""Between two looks at a file that is watched."""
+"""Seconds between two looks at a file that is watched."""
 
 NOTES = 5
 REPLACED = "groups/replaced_"
@@ -54,8 +54,8 @@ class Waiting:
     queued: bool
 
 
-class RunStatus:
-    """What a run is doing. Fed from the event-loop thread; any thread may ask for the `view`.
+class RunStatus(sinks.Sink):
+    """The present state of a run. The event-loop thread feeds it; any thread may ask for the `view`.
 
     Args:
       name: the run's.
@@ -114,7 +114,7 @@ class RunStatus:
         self.warn: Callable[[str], None] = logging.getLogger(__name__).warning
 
     def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
-        """One training step's numbers."""
+        """Takes one training step's numbers."""
         self._step, self._scalars = step, dict(scalars)
         self._speed.step_ended(scalars)
         for name, count in scalars.items():
@@ -122,31 +122,25 @@ class RunStatus:
                 self._replaced[name.removeprefix(REPLACED)] += int(count)
 
     def status(self, worker: str, text: str) -> None:
-        """What a worker is doing now."""
+        """Takes what a worker is doing now."""
         self._workers[worker] = text, self._clock()
         self._failures[worker] += text == protocols.LOST
 
     def note(self, text: str) -> None:
-        """A sentence for the person watching."""
+        """Takes a sentence for the person who watches."""
         self._notes.append(text)
 
     def answered(self) -> None:
-        """The event loop is there."""
+        """Notes that the event loop has answered."""
         self._answered = self._clock()
 
     def end(self, how: str, sentence: str) -> None:
-        """The run has ended: `done`, `stopped` or `failed`."""
+        """Ends the run: `done`, `stopped` or `failed`."""
         self._ended = {"how": how, "sentence": sentence}
         self._ended_at = self._clock()
 
-    def flush(self) -> None:
-        """Nothing to do: the heartbeat writes."""
-
-    def close(self) -> None:
-        """Nothing to do: the heartbeat writes."""
-
     def view(self) -> dict[str, Any]:
-        """Everything as plain values, JSON-able; seconds count from an event until now."""
+        """Returns everything as plain values that JSON takes; seconds count from an event until now."""
         now = self._clock()
         waits = sorted(self._waits(), key=lambda wait: -wait.seconds / wait.deadline)
         silent = now - self._answered
@@ -182,7 +176,7 @@ def _is_number(value: object) -> bool:
 
 
 def _problems(silent: float, waits: Sequence[Waiting]) -> list[str]:
-    """What is wrong with a run that lives, in sentences."""
+    """Returns the problems of a run that lives, in sentences."""
     found = []
     if silent > SILENT_SECONDS:
         found.append(f"The event loop has not answered for {silent:.0f} s.")
@@ -195,7 +189,7 @@ def _problems(silent: float, waits: Sequence[Waiting]) -> list[str]:
 
 
 def _process_began(pid: int) -> int:
-    """Ticks from the host's start to the process's, which no change of a clock changes; -1 where it is gone."""
+    """Returns ticks from the host's start to the process's, which no clock changes; -1 if the process is gone."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -210,7 +204,7 @@ _TEXTS = {"type": "array", "items": {"type": "string"}}
 
 
 def _object(**properties: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON schema of an object that has at least these properties."""
+    """Returns the JSON schema of an object that has at least these properties."""
     return {"type": "object", "properties": properties, "required": list(properties)}
 
 
@@ -240,11 +234,11 @@ SCHEMA = _object(
     ended={"anyOf": [{"type": "null"}, _object(how={"type": "string"}, sentence={"type": "string"})]},
     problems=_TEXTS,
 )
-"""JSON schema of what readers of `status.json` rely on."""
+"""JSON schema of the fields that readers of `status.json` rely on."""
 
 
 def read(workdir: Path) -> dict[str, Any] | None:
-    """What `status.json` holds; None without one.
+    """Returns the content of `status.json`; None without one.
 
     Raises:
       DataError: it cannot be read, or is no run's; the message names the field that is wrong.
@@ -274,7 +268,7 @@ def _refuse(text: str) -> float:
 
 
 def _fingerprint(workdir: Path) -> tuple[Any, ...]:
-    """Differs whenever the heartbeat has been there, also where a full disk lets it touch the file and no more."""
+    """Returns a value that every heartbeat changes, even if a full disk lets it only touch the file."""
     try:
         with (workdir / STATUS_FILE).open("rb") as file:  # opened, so that a network file system asks its server
             found = os.fstat(file.fileno())
@@ -284,7 +278,7 @@ def _fingerprint(workdir: Path) -> tuple[Any, ...]:
 
 
 def changes_within(workdir: Path, seconds: float, sleep: Callable[[float], None] = time.sleep) -> bool:
-    """Whether somebody writes the file while it is watched, for at most so long."""
+    """Returns whether the file changes while it is watched, for at most `seconds`."""
     before, deadline = _fingerprint(workdir), time.monotonic() + seconds
     while time.monotonic() < deadline:
         sleep(LOOK_SECONDS)
@@ -294,7 +288,7 @@ def changes_within(workdir: Path, seconds: float, sleep: Callable[[float], None]
 
 
 def is_alive(workdir: Path, record: Mapping[str, Any], seconds: float = WATCH_SECONDS) -> bool:
-    """Whether the run that wrote this lives: by its process where that can be seen, else by watching the file."""
+    """Returns whether the run lives: by its process if that is on this host, else by watching the file."""
     if record["ended"]:
         return False
     if record["place"] == machine.identity():

@@ -32,7 +32,7 @@ _ROW_ORDER = (POOLS_TRACK, "train", "weight", "sync", "", "tool", "coordinator",
 
 
 def row_order(track: str) -> int:
-    """Where a track stands: pools, trainer, weight updates, engines, tools, coordinator (evaluation, checkpoints)."""
+    """Returns the place of a track among the others, by the prefix of its name."""
     for index, prefix in enumerate(_ROW_ORDER):
         if prefix and track.lower().startswith(prefix):
             return index
@@ -55,8 +55,7 @@ class Span:
 class PoolSizes:
     """Devices of each pool, by name, from `start` on; a pool that is not named has none.
 
-    `start` is in seconds on whatever clock the pools were recorded by: as the timeline holds it, since the start of the
-    run's first session.
+    `start` is in seconds on the recording clock; in the timeline's file, since the start of the run's first session.
     """
 
     start: float
@@ -74,7 +73,7 @@ class Lanes:
     _free: list[tuple[int, int]] = field(default_factory=list)  # (end, lane), ascending
 
     def place(self, start: int, end: int) -> int:
-        """The lane for a span; it is taken until `end`."""
+        """Returns the lane for a span; the lane is taken until `end`."""
         index = bisect.bisect_right(self._free, (start, math.inf)) - 1
         lane = self._free.pop(index)[1] if index >= 0 else len(self._free)
         bisect.insort(self._free, (end, lane))
@@ -118,7 +117,7 @@ class TimelineFile:
                 )
             resumed = self._recover(path)
         except OSError as error:
-            warn(str(path), f"{path.name} cannot be read ({error.strerror or error}); its timeline starts anew.")
+            warn(str(path), f"{path.name} cannot be read ({error.strerror or error}); a new timeline begins.")
         self._offset = self._end
         self._file = files.RecordFile(path, warn, guard)
         if resumed:
@@ -165,7 +164,7 @@ class TimelineFile:
         self._end = max(self._end, finish)
 
     def pools(self, now: float, devices: Mapping[str, int]) -> None:
-        """Each pool has so many devices from `now` on; all pools are named each time, or a viewer keeps the last size.
+        """Adds the devices of each pool from `now` on; all pools are named each time, or a viewer keeps the last size.
 
         A time that is no number is dropped, and one before the session counts as its start.
         """
@@ -177,9 +176,9 @@ class TimelineFile:
         self._end = max(self._end, begin)
 
     def seconds(self, moment: float) -> float:
-        """A moment of this session's clock on the axis of the whole run: seconds since its first session began.
+        """Returns a moment of this session's clock in seconds since the run's first session began.
 
-        What came before this session counts as its start; a time that is no number stays one.
+        A moment before this session counts as its start, and NaN stays NaN.
         """
         return self._microseconds(moment) / 1e6 if math.isfinite(moment) else math.nan
 
@@ -242,7 +241,7 @@ def _repair(path: Path) -> list[int]:
 
 
 def _whole_events(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Each whole event of a file and the byte offset just after it; stops at the first torn one."""
+    """Yields each whole event of a file and the byte offset just after it; stops at the first torn one."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
@@ -265,7 +264,7 @@ def _whole_events(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _is_event(event: Any) -> bool:
-    """Whether this is an event as `TimelineFile` writes them."""
+    """Returns whether this is an event as `TimelineFile` writes them."""
     arguments = event.get("args", {}) if isinstance(event, dict) else None
     if not isinstance(arguments, dict):
         return False
@@ -275,12 +274,12 @@ def _is_event(event: Any) -> bool:
 
 
 def read(path: Path) -> Iterator[Span]:
-    """The spans of a timeline in the order of writing, one at a time; a torn end and a missing file are no error."""
+    """Yields the spans of a timeline in the order of writing; a torn end and a missing file are no error."""
     return (found for found in read_all(path) if isinstance(found, Span))
 
 
 def read_all(path: Path) -> Iterator[Span | PoolSizes]:
-    """As `read`, the sizes of the pools as well; sizes that are no numbers are left out."""
+    """Yields spans as `read` does, and the sizes of the pools as well; sizes that are no numbers are left out."""
     tracks: dict[int, str] = {}
     for _, event in _whole_events(path):
         if event.get("ph") == "M" and event.get("name") == "process_name":

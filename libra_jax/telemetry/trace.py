@@ -24,24 +24,6 @@ MOST_SECONDS = 10_000_000.0
 """Seconds, at most, of a tool call: what a simulation takes for a deadlock."""
 
 
-class TraceFile:
-    """Writes `trace.jsonl`."""
-
-    def __init__(self, workdir: Path, warn: files.Warn, guard: files.Guard = files.always) -> None:
-        self._warn = warn
-        self._file = files.open_lines(workdir / TRACE_FILE, warn, guard)
-
-    def trajectory(self, record: Mapping[str, Any]) -> None:
-        """Appends one trajectory."""
-        self._file.write(files.json_line(record))
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
-
-
 def read(path: Path) -> list[dict[str, Any]]:
     """Reads and checks a trace.
 
@@ -65,7 +47,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def is_record(record: Mapping[str, Any]) -> bool:
-    """Whether it has all that a record must have."""
+    """Returns whether a record has all that it must have."""
     try:
         _check_record(record, "")
     except DataError:

@@ -11,7 +11,7 @@ from libra_jax import config, protocols
 from libra_jax.coordinator import reports
 from libra_jax.scheduling import registry
 from libra_jax.simulator import traces
-from libra_jax.telemetry import trace
+from libra_jax.telemetry import files, trace
 
 BOTH = "<look>a</look><find>b</find>"
 
@@ -94,8 +94,8 @@ def test_calls_that_run_one_after_another_took_the_seconds_of_all():
 def test_a_trace_of_parallel_calls_replays_and_schedules(tmp_path, policy):
     trajectory, sampler = dialogue_doubles.attempt([BOTH, "done"], dialogue_doubles.make(*pair()))
     group = protocols.Group(0, doubles.task_of(), 0, [trajectory])
-    file = trace.TraceFile(tmp_path, pytest.fail)
-    file.trajectory(reports.trace_record(trajectory, group, 1))
+    file = files.LineFile(tmp_path / trace.TRACE_FILE, pytest.fail)
+    file.append(reports.trace_record(trajectory, group, 1))
     file.close()
     replay = traces.load(tmp_path / "trace.jsonl", seed=0, sigma=0.0, max_context=1000)
     (first, last) = replay.script(0, 0).turns

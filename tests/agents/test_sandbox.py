@@ -216,7 +216,7 @@ def test_sandboxes_that_end_again_and_again_are_told_of_so_often_and_no_more(bub
     with_session(work)
     first, second = [record.getMessage() for record in caplog.records]
     assert first.endswith(" ended of itself; another takes its place.")
-    assert second.endswith("; further ones are not told of.")
+    assert second.endswith("; further ones are not shown.")
 
 
 def test_a_sandbox_that_stands_still_is_killed_from_outside(bubblewrap, monkeypatch):

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra_jax import config, protocols
-from libra_jax.agents.tools import bm25, dense, search, search_index, toolbox, toolkit
+from libra_jax.agents.tools import bm25, dense, search, toolbox, toolkit
 
 ROWS = [
     {"id": "a1", "title": "Ada Lovelace", "text": "Ada wrote the first program, for an engine that was never built."},
@@ -117,15 +117,13 @@ def test_parquet_other_columns_and_row_numbers_as_ids(tmp_path):
 # Any query ----------------------------------------------------------------------------------------------------------
 
 WORDS = ["engine", "engines", "ada", "the", "of", "moth", "brass", "very", "AND", "OR", "NOT", "NEAR", "zebra", "naïve"]
-PASSAGES = [
-    search_index.Passage(str(n), "", " ".join(WORDS[(n * k) % 7] for k in range(1, 3 + n % 9))) for n in range(60)
-]
+PASSAGES = [bm25.Passage(str(n), "", " ".join(WORDS[(n * k) % 7] for k in range(1, 3 + n % 9))) for n in range(60)]
 
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory):
     path = tmp_path_factory.mktemp("index") / "index"
-    search_index.build(path, PASSAGES, {"made": "here"})
+    bm25.build(path, PASSAGES, {"made": "here"})
     opened = bm25.Index(path)
     opened.path = path
     yield opened
@@ -178,8 +176,8 @@ def test_a_bound_on_the_effort_keeps_what_has_all_words_in_front(index, query, e
 
 def test_common_words_cost_no_more_than_the_bound(tmp_path):
     path = tmp_path / "index"
-    rows = (search_index.Passage(str(n), "", f"the of {'rare' if n % 500 == 0 else 'often'} w{n}") for n in range(4000))
-    search_index.build(path, rows, {})
+    rows = (bm25.Passage(str(n), "", f"the of {'rare' if n % 500 == 0 else 'often'} w{n}") for n in range(4000))
+    bm25.build(path, rows, {})
     bounded = bm25.Index(path, 1, 20)
     try:
         hits, more = bounded.search("the rare of", 0, 8, 8, 10)
@@ -245,10 +243,10 @@ def test_a_build_that_is_cut_off_leaves_nothing_behind(tmp_path):
         for number in range(10**9):
             if number == 15_000:
                 stop.set()
-            yield search_index.Passage(str(number), "", "text")
+            yield bm25.Passage(str(number), "", "text")
 
-    with pytest.raises(search_index.Stopped):
-        search_index.build(path, passages(), {}, stopped=stop.is_set)
+    with pytest.raises(bm25.Stopped):
+        bm25.build(path, passages(), {}, stopped=stop.is_set)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -261,7 +259,7 @@ def test_a_run_that_ends_while_the_index_is_built_ends_the_build(monkeypatch, tm
         for number in itertools.count():
             if number > 10_000:
                 building.set()
-            yield search_index.Passage(str(number), "", "text")
+            yield bm25.Passage(str(number), "", "text")
 
     monkeypatch.setattr(search, "_passages_of", endless)
 

@@ -21,18 +21,18 @@ from pathlib import Path
 from absl import flags
 
 import cli
-from benchmarks import report
+from benchmarks import parts
 from tests.benchmarks import coordinator, drain, moves, planner, relay, resize, sandbox, scheduler, search
 
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Measurements of relay and sandbox.", lower_bound=1)
 
 
 def _planner() -> dict[str, object]:
-    output = report.OUTPUT.value
+    output = parts.OUTPUT.value
     return planner.measure(Path(output).with_suffix(".planner.svg") if output else None)
 
 
-PARTS: report.Parts = {
+PARTS: parts.Parts = {
     "relay": lambda: asyncio.run(relay.measure(_ROUNDS.value)),
     "resize": resize.measure,
     "moves": lambda: asyncio.run(moves.measure()),
@@ -45,4 +45,4 @@ PARTS: report.Parts = {
 }
 
 if __name__ == "__main__":
-    cli.run(report.main(PARTS))
+    cli.run(parts.main(PARTS))

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from libra_jax import protocols
 from libra_jax.agents import samples
 from libra_jax.coordinator import checkpoints
-from libra_jax.telemetry import recorder, resume, trace
+from libra_jax.telemetry import files, recorder, resume, trace
 from libra_jax.telemetry import samples as telemetry_samples
 from libra_jax.trainer_control import handover
 
@@ -160,9 +160,9 @@ def test_a_resumed_run_writes_the_samples_of_each_step_once(tmp_path):
 def test_the_trace_is_one_that_the_simulator_reads(tmp_path):
     bench = doubles.Bench(doubles.make_config(), tmp_path)
     bench.run()
-    writer = trace.TraceFile(tmp_path, lambda key, sentence: pytest.fail(sentence))
+    writer = files.LineFile(tmp_path / trace.TRACE_FILE, lambda key, sentence: pytest.fail(sentence))
     for record in bench.recorder.trajectories:
-        writer.trajectory(record)
+        writer.append(record)
     writer.close()
     records = trace.read(tmp_path / trace.TRACE_FILE)
     assert len(records) == 4 * 3 * 2

@@ -105,7 +105,7 @@ def test_of_500_trajectories_with_5_percent_crashes_every_prompt_is_trained_once
         told = [note for note in bench.recorder.notes if "is begun anew" in note]
         assert len(told) == telling.MOST
         assert all("step raised OSError: injected" in note for note in told)
-        assert [note.endswith("; further ones are not told of.") for note in told] == [*[False] * 9, True]
+        assert [note.endswith("; further ones are not shown.") for note in told] == [*[False] * 9, True]
 
 
 # A server that several attempts share ---------------------------------------------------------------------------------

@@ -24,13 +24,12 @@ from unittest import mock
 import jax
 import numpy as np
 
-import wiring
-import workdirs
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.agents.tools import toolkit
 from libra_jax.coordinator import checkpoint_store, saving
 from libra_jax.coordinator import run as coordinator
+from libra_jax.runs import wiring, workdirs
 from libra_jax.telemetry import files as files_lib
 from libra_jax.training import trainer
 

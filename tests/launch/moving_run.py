@@ -24,15 +24,13 @@ from typing import Any
 import ray_nodes
 import restless_run
 
-import checks
-import wiring
-import workdirs
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.agents.tools import toolkit
 from libra_jax.cluster import placement
 from libra_jax.elastic import borrowing
 from libra_jax.planning import replanning
+from libra_jax.runs import preflight, wiring, workdirs
 
 QUIET_STEPS = 3
 """Undisturbed steps before each plan, and before the end."""
@@ -116,7 +114,7 @@ def tell_nodes() -> None:
 
 
 def train(run: libra_config.RunConfig, workdir: Path, address: str = "") -> None:
-    checks.validate(run, need_weights=True)
+    preflight.validate(run, need_weights=True)
     # Hybrid workers are on the trainer's host, and so are these nodes.
     run = dataclasses.replace(run, cluster=dataclasses.replace(run.cluster, address=address))
     tools = toolkit.Toolkit(run.tools, run.sandbox)

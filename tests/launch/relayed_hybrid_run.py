@@ -20,15 +20,13 @@ from typing import Any
 
 import restless_run
 
-import checks
-import wiring
-import workdirs
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.agents.tools import toolkit
 from libra_jax.cluster import emulated, placement
 from libra_jax.elastic import borrowing
 from libra_jax.engines import fake_engine
+from libra_jax.runs import preflight, wiring, workdirs
 from libra_jax.weights import memfd, relay_tree
 
 BETWEEN, ASLEEP, SERVING = 3, 6, 9
@@ -95,7 +93,7 @@ def main() -> None:
     with emulated.EmulatedHosts(3, accelerators=1) as hosts:
         os.environ.update(hosts.environment)  # before Ray is imported, which reads it then
         run = config(int(sys.argv[2]), hosts.address)
-        checks.validate(run, need_weights=True)
+        preflight.validate(run, need_weights=True)
         tools = toolkit.Toolkit(run.tools, run.sandbox)
         asyncio.run(wiring.train(run, workdirs.open_workdir(run, str(Path(sys.argv[1]))), tools))
 

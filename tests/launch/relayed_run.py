@@ -14,14 +14,12 @@ import os
 import sys
 from typing import Any
 
-import checks
-import wiring
-import workdirs
 from configs import quickstart
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.agents.tools import toolkit
 from libra_jax.cluster import emulated
+from libra_jax.runs import preflight, wiring, workdirs
 
 HOSTS = 4
 
@@ -73,7 +71,7 @@ def main() -> None:
         os.environ.update(hosts.environment)  # before Ray is imported, which reads it then
         tell_nodes()
         run = config(int(sys.argv[2]), hosts.address)
-        checks.validate(run, need_weights=True)
+        preflight.validate(run, need_weights=True)
         tools = toolkit.Toolkit(run.tools, run.sandbox)
         asyncio.run(wiring.train(run, workdirs.open_workdir(run, sys.argv[1]), tools))
 

@@ -17,15 +17,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import checks
-import wiring
-import workdirs
 from configs import quickstart
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.agents.tools import toolkit
 from libra_jax.elastic import borrowing, pool, transitions
 from libra_jax.elastic.states import State
+from libra_jax.runs import preflight, wiring, workdirs
 
 GROUPS, ATTEMPTS = 4, 2
 
@@ -111,7 +109,7 @@ def main() -> None:
     transitions.Transitions._in_state = watched  # type: ignore[method-assign]
     transitions.Transitions._rested = at_rest  # type: ignore[method-assign]
     run = config(steps)
-    checks.validate(run, need_weights=True)
+    preflight.validate(run, need_weights=True)
     try:
         tools = toolkit.Toolkit(run.tools, run.sandbox)
         asyncio.run(wiring.train(run, workdirs.open_workdir(run, str(workdir)), tools))

@@ -3,7 +3,6 @@
 import itertools
 
 import plan_picture
-import planned
 import pytest
 from matplotlib import figure
 from matplotlib.backends import backend_agg
@@ -12,6 +11,7 @@ from configs import simulate
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.planning import meshes, search
+from libra_jax.runs import planned
 from libra_jax.simulator import lengths, pictures, report
 
 PHONE = 360

@@ -1,12 +1,12 @@
 """What launch/plan.py plans: one place says each thing, and a field that it does not read is refused by name."""
 
-import planned
 import pytest
 import unread
 
 from configs import simulate
 from libra_jax import config as libra_config
 from libra_jax import protocols
+from libra_jax.runs import planned
 from libra_jax.simulator import lengths, settings
 
 PAIR = lengths.LogNormal.fitted(4000, 7000)

@@ -170,8 +170,14 @@ class TestAHostWhoseRay:
     def test_does_not_start_ends_the_attempt(self, run, attempt):
         process = run("exit 0", "n2")
         said, _ = process.communicate(timeout=60)
-        assert (process.returncode, said) == (1, "n2: error: Ray did not start here\n")
+        again = "n2: Ray ended before the driver began; it is started again.\n"
+        assert (process.returncode, said) == (1, 2 * again + "n2: error: Ray did not start here\n")
         assert (attempt / "ended").read_text() == "failed 1\n"
+
+    def test_does_not_start_at_once_is_started_again(self, run, attempt, tmp_path):
+        process = run(f"test -e {tmp_path}/tried && exit 0; touch {tmp_path}/tried; exit 1", "n1", hosts=1)
+        assert process.wait(60) == 0
+        assert (attempt / "ended").read_text() == "finished\n"
 
     def test_meets_another_run_ends_the_attempt(self, run, attempt):
         with socket.create_server(("", slurm_host.ports(self.JOB)["runtime-env-agent-port"])):

@@ -10,11 +10,9 @@ import sys
 import time
 from pathlib import Path
 
-import observing
-
-import workdirs
 from libra_jax import config, machine
 from libra_jax.coordinator import fencing
+from libra_jax.runs import observing, workdirs
 
 
 def be_elsewhere() -> None:

@@ -17,14 +17,11 @@ from libra_jax.simulator import results
 from libra_jax.telemetry import (
     figures,
     files,
-    page,
-    pool_picture,
-    pool_section,
+    pool_report,
     recorder,
     report,
     resume,
     timeline,
-    transitions,
 )
 
 CORE, BORROWED, MOVING, LENT, ROLLOUT = protocols.POOLS
@@ -66,7 +63,7 @@ def transition(**changes):
 
 
 def parsed(**changes):
-    return transitions.parse(transition(**changes))
+    return pool_report.parse(transition(**changes))
 
 
 def lines(workdir):
@@ -172,8 +169,8 @@ def test_times_and_sizes_that_are_no_numbers_are_dropped(tmp_path):
     assert pools(tmp_path) == [timeline.PoolSizes(1.0, {CORE: 4})]
     (line,) = lines(tmp_path)
     assert (line["start"], line["end"]) == (1.0, None)
-    assert pool_picture.marks([transitions.parse(line)]) == {}
-    assert pool_picture.stacked([timeline.PoolSizes(math.nan, START)], 9.0) == ([], {})
+    assert pool_report.marks([pool_report.parse(line)]) == {}
+    assert pool_report.stacked([timeline.PoolSizes(math.nan, START)], 9.0) == ([], {})
 
 
 def test_a_cut_back_to_a_checkpoint_takes_later_transitions_away(tmp_path):
@@ -205,7 +202,7 @@ changes = st.lists(
 
 @given(sizes=changes, moment=st.floats(0, 120), end=st.floats(0, 120))
 def test_the_picture_shows_what_was_last_told_at_every_moment(sizes, moment, end):
-    times, columns = pool_picture.stacked(sizes, end)
+    times, columns = pool_report.stacked(sizes, end)
     assert times == sorted(times)
     assert times[-1] == max(end, *(change.start for change in sizes))
     told_by_then = [change for change in sizes if change.start <= moment]
@@ -218,11 +215,11 @@ def test_the_picture_shows_what_was_last_told_at_every_moment(sizes, moment, end
 
 def test_very_many_changes_are_thinned_and_the_last_one_stays():
     sizes = [timeline.PoolSizes(float(second), {CORE: second % 7 + 1}) for second in range(5000)]
-    times, columns = pool_picture.stacked(sizes, 6000.0)
+    times, columns = pool_report.stacked(sizes, 6000.0)
     assert figures.MOST_POINTS / 2 < len(times) <= figures.MOST_POINTS + 2
     assert (times[-2:], columns[CORE][-1]) == ([4999.0, 6000.0], 4999 % 7 + 1)
     at_once = [timeline.PoolSizes(1.0, {CORE: number}) for number in range(5000)]
-    assert pool_picture.stacked(at_once, 2.0) == ([1.0, 2.0], {CORE: [4999, 4999]})
+    assert pool_report.stacked(at_once, 2.0) == ([1.0, 2.0], {CORE: [4999, 4999]})
 
 
 def test_marks_tell_each_way_and_what_came_to_nothing():
@@ -233,7 +230,7 @@ def test_marks_tell_each_way_and_what_came_to_nothing():
         parsed(outcome="failed", start=None, end=120.0),
         parsed(outcome="cancelled", end=None),
     ]
-    assert pool_picture.marks(seen) == {
+    assert pool_report.marks(seen) == {
         "to training": [(101.0, 103.0)],
         "to rollout": [(110.0, 112.0)],
         "another mesh": [(101.0, 103.0)],
@@ -318,26 +315,25 @@ values = st.recursive(
 @settings(max_examples=60)
 def test_any_object_is_read_as_a_transition_and_listed(records):
     kept = [json.loads(files.json_line(record)) for record in records]
-    changes = [transitions.parse(record) for record in kept]
-    found = pool_section.sections([], changes, 0.0)
-    assert found[-1].body.count("<tr>") == len(records) + 1
-    assert pool_section.sentence(changes)
+    changes = [pool_report.parse(record) for record in kept]
+    found = pool_report.sections([], changes, 0.0)
+    assert len(found[-1].table.rows) == len(records)
+    assert pool_report.sentence(changes)
 
 
 def test_of_very_many_transitions_the_last_are_listed_and_the_others_counted():
-    changes = [parsed(step=step) for step in range(pool_section.MOST_ROWS + 20)]
-    *_, costs, listed = pool_section.sections([], changes, 0.0)
-    assert listed.body.count("<tr>") == pool_section.MOST_ROWS + 1
-    assert "<td>20</td>" in listed.body
-    assert "<td>19</td>" not in listed.body
-    assert listed.note == f"The last {pool_section.MOST_ROWS} of {len(changes)}."
-    assert f"<td>{len(changes)}</td>" in costs.body
+    changes = [parsed(step=step) for step in range(pool_report.MOST_ROWS + 20)]
+    *_, costs, listed = pool_report.sections([], changes, 0.0)
+    assert len(listed.table.rows) == pool_report.MOST_ROWS
+    assert listed.table.rows[0][0] == "20"
+    assert listed.note == f"The last {pool_report.MOST_ROWS} of {len(changes)}."
+    assert str(len(changes)) in costs.table.rows[0]
 
 
 def test_reasons_beyond_the_commonest_are_counted():
     reasons = ["d", "a", "b", "a", "c", "e", "b", "a"]
-    costs, _ = pool_section.sections([], [parsed(reason=reason) for reason in reasons], 0.0)
-    assert "<td>a (3); b (2); d (1); 2 more</td>" in costs.body
+    costs, _ = pool_report.sections([], [parsed(reason=reason) for reason in reasons], 0.0)
+    assert costs.table.rows[0][-1] == "a (3); b (2); d (1); 2 more"
 
 
 def test_a_simulated_run_is_drawn_from_what_its_recorder_keeps():
@@ -345,20 +341,20 @@ def test_a_simulated_run_is_drawn_from_what_its_recorder_keeps():
     one.pools(0.0, START)
     one.transition(transition(start=20_000.0, end=21_000.0))
     one.pools(21_000.0, HELPED)
-    seen = [transitions.parse(record) for record in one.transitions]
-    picture = pool_picture.draw(one.pool_sizes, seen, end=40_000.0)
+    seen = [pool_report.parse(record) for record in one.transitions]
+    picture = pool_report.draw(one.pool_sizes, seen, end=40_000.0)
     assert ">hours</text>" in picture
-    drawn = xml.etree.ElementTree.fromstring(page.standalone(picture))
+    drawn = xml.etree.ElementTree.fromstring(figures.standalone(picture))
     words = {element.text for element in drawn.iter() if element.tag.endswith("text")}
     assert {CORE, BORROWED, LENT, ROLLOUT, "to training"} <= words
-    assert "var(" not in page.standalone(picture)
+    assert "var(" not in figures.standalone(picture)
 
 
 def test_the_colours_of_the_pools_do_not_depend_on_which_there_are():
     def fills(*names):
         """Colour and opacity of each area, by the pool that its size tells."""
         sizes = {name: 2**index for index, name in enumerate(protocols.POOLS) if name in names}
-        picture = pool_picture.draw([timeline.PoolSizes(0.0, sizes)], end=1.0)
+        picture = pool_report.draw([timeline.PoolSizes(0.0, sizes)], end=1.0)
         looks = re.findall(r"fill: (var\(--[a-z]+\)); fill-opacity: ([\d.]+)", picture)
         return dict(zip(sizes, looks, strict=False))
 

@@ -9,16 +9,16 @@ import pytest
 
 from libra_jax import config as config_lib
 from libra_jax.protocols import DataError
+from libra_jax.scheduling import foresight
 from libra_jax.telemetry import (
-    causes_section,
     console,
     figures,
-    pool_section,
+    pool_report,
     recorder,
     report,
+    sections,
     timeline,
-    timeline_picture,
-    tools_picture,
+    tool_report,
 )
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
@@ -216,7 +216,7 @@ def test_the_mean_of_five_steps_uses_fewer_at_the_start():
 
 def test_the_busy_share_counts_overlapping_spans_once():
     spans = [timeline.Span("engine-0", 0, "generate", *ends, {}) for ends in ((0, 4), (1, 2), (6, 12), (-5, 1))]
-    assert timeline_picture.busy_share(spans, 0.0, 10.0) == pytest.approx(0.8)
+    assert sections.busy_share(spans, 0.0, 10.0) == pytest.approx(0.8)
 
 
 def test_a_reward_of_several_functions_shows_each_with_its_time_and_its_cache(tmp_path):
@@ -305,12 +305,13 @@ def drawn(monkeypatch, make):
 
 
 CURVES = {
-    "reward": lambda curve: figures.reward(curve, {1: 0.5}),
-    "curve": figures.curve,
-    "curves": lambda curve: figures.curves({"a": curve, "b": curve}, width=5),
-    "times": lambda curve: figures.step_times(dict.fromkeys(("wait", "training", "checkpoint", "other"), curve)),
-    "predicted": lambda curve: figures.predicted(curve, curve, curve, []),
-    "outcomes": lambda curve: tools_picture.outcomes({"look": dict.fromkeys(tools_picture.COLOURS, curve)}),
+    "smooth": lambda curve: figures.lines(
+        [figures.Line(curve, "a", smooth=True), figures.Line({1: 0.5}, "b", marker="D")], scale="share"
+    ),
+    "one": lambda curve: figures.lines([figures.Line(curve)]),
+    "several": lambda curve: figures.lines([figures.Line(curve, "a"), figures.Line(curve, "b", dashed=True)]),
+    "times": lambda curve: sections.step_times(dict.fromkeys(("wait", "training", "checkpoint", "other"), curve)),
+    "outcomes": lambda curve: tool_report.draw_outcomes({"look": tool_report.Calls()}, list(curve)),
 }
 
 
@@ -328,13 +329,13 @@ def test_steps_have_whole_ticks_and_few_points_a_mark(monkeypatch, name, steps):
         assert axes.patches or all(line.get_marker() not in ("", "None") for line in axes.lines)
 
 
-@pytest.mark.parametrize("name", [*sorted({*CURVES} - {"curve"}), "turns", "left"])
+@pytest.mark.parametrize("name", [*sorted({*CURVES} - {"one"}), "turns", "left"])
 def test_no_legend_lies_over_axes_and_bars(monkeypatch, name):
     curve = dict.fromkeys(range(1, 41), 0.5)
     make = {
         **{name: lambda make=make: make(curve) for name, make in CURVES.items()},
-        "turns": lambda: tools_picture.turns({"steps 1 to 2": {1: 1.0}, "steps 3 to 4": {1: 1.0}}),
-        "left": lambda: tools_picture.left({"look": (2.0, 3.0)}),
+        "turns": lambda: tool_report.draw_turns({"steps 1 to 2": {1: 1.0}, "steps 3 to 4": {1: 1.0}}),
+        "left": lambda: tool_report.draw_left([foresight.State("look", 1, "success", 3, 2.0, 3)]),
     }[name]
     figure = drawn(monkeypatch, make)
     legend = figure.legends[0] if figure.legends else figure.axes[0].get_legend()
@@ -343,7 +344,7 @@ def test_no_legend_lies_over_axes_and_bars(monkeypatch, name):
 
 @pytest.mark.parametrize("counts", [{1: 1.0}, {1: 0.5, 2: 0.5}])
 def test_turns_are_whole_numbers(monkeypatch, counts):
-    [axes] = drawn(monkeypatch, lambda: tools_picture.turns({"steps 1 to 2": counts})).axes
+    [axes] = drawn(monkeypatch, lambda: tool_report.draw_turns({"steps 1 to 2": counts})).axes
     low, high = axes.get_xlim()
     assert [tick for tick in axes.get_xticks() if low <= tick <= high] == list(counts)
 
@@ -361,7 +362,7 @@ def test_a_few_failures_among_many_calls_are_counted(tmp_path):
 def test_rollout_is_called_and_counted_as_the_console_does(tmp_path):
     numbers = {"rollout/seconds": 3.1, "rollout/wait_seconds": 0.4, "train/seconds": 2.0, "step/seconds": 2.5}
     run = report.load(recorded(tmp_path, 2, **numbers))
-    assert report.step_parts(run)["wait"] == {1: 0.4, 2: 0.4}
+    assert sections.step_parts(run.steps)["wait"] == {1: 0.4, 2: 0.4}
     assert "wait 0.4 s, train 2.0 s" in console.step_line(1, console.Pace(2, 0.0), numbers)
 
 
@@ -397,19 +398,19 @@ def test_pictures_can_be_read_on_a_phone(workdir):
 
 
 def test_names_with_dollars_and_escapes_are_drawn_as_text():
-    picture = tools_picture.seconds({"$\\broken{$\x1b[2J": (0.1, 0.1, 0.1, 0.1, 0.1)})
+    picture = tool_report.draw_seconds({"$\\broken{$\x1b[2J": (0.1, 0.1, 0.1, 0.1, 0.1)})
     assert "\\x1b[2J" in picture
     assert "\x1b" not in picture
 
 
 def test_pools_that_never_changed_have_no_picture():
     sizes = [timeline.PoolSizes(0.0, {"core training": 1}), timeline.PoolSizes(5.0, {"core training": 1})]
-    assert pool_section.sections(sizes, [], 9.0) == []
+    assert pool_report.sections(sizes, [], 9.0) == []
     grown = [*sizes, timeline.PoolSizes(6.0, {"core training": 2})]
-    assert [section.title for section in pool_section.sections(grown, [], 9.0)] == ["Pools"]
+    assert [section.title for section in pool_report.sections(grown, [], 9.0)] == ["Pools"]
 
 
 @pytest.mark.parametrize(("share", "told"), [(-0.001, "none"), (-0.2, "none"), (0.001, "0%"), (0.25, "25%")])
 def test_no_share_is_told_as_less_than_nothing(share, told):
-    assert causes_section._explained(share) == told
-    assert "-0" not in figures._thousands(-0.0, None)
+    assert tool_report.explained(share) == told
+    assert "-0" not in figures.thousands(-0.0)

@@ -206,9 +206,9 @@ def record(**changes) -> dict:
 
 
 def test_a_trace_round_trips_with_its_unknown_keys(tmp_path):
-    sink = trace.TraceFile(tmp_path, no_warning)
-    sink.trajectory(record(colour="blue", reward=math.nan, step=4))
-    sink.trajectory(record(turns=[]))
+    sink = files.LineFile(tmp_path / trace.TRACE_FILE, no_warning)
+    sink.append(record(colour="blue", reward=math.nan, step=4))
+    sink.append(record(turns=[]))
     sink.close()
     first, second = trace.read(tmp_path / "trace.jsonl")
     assert first == record(colour="blue", reward=None, step=4)
@@ -269,7 +269,7 @@ def test_an_empty_and_a_missing_trace_are_refused(tmp_path):
 
 def test_records_wait_out_a_full_disk_whole_and_in_order(tmp_path, monkeypatch):
     warnings: list[str] = []
-    file = files.open_lines(tmp_path / "lines", lambda key, sentence: warnings.append(sentence))
+    file = files.LineFile(tmp_path / "lines", lambda key, sentence: warnings.append(sentence))
     file.write(b"one\n")
     file.flush()
     real_write = files.os.write
@@ -299,7 +299,7 @@ def test_a_disk_that_stays_full_costs_bounded_memory(tmp_path, monkeypatch):
     def full(descriptor: int, data: bytes) -> int:
         raise OSError(28, "No space left on device")
 
-    file = files.open_lines(tmp_path / "lines", lambda key, sentence: None)
+    file = files.LineFile(tmp_path / "lines", lambda key, sentence: None)
     monkeypatch.setattr(files.os, "write", full)
     for _ in range(3000):
         file.write(b"x" * 1023 + b"\n")

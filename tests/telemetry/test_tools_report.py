@@ -9,7 +9,7 @@ import re
 import pytest
 
 from libra_jax.scheduling import foresight
-from libra_jax.telemetry import causes_section, page, report, tools_picture, tools_section
+from libra_jax.telemetry import page, report, tool_report
 
 
 def turn(generated=10, tool=None, status=None, payload=0, seconds=0.0):
@@ -48,7 +48,7 @@ def invented():
 
 
 def tallied(records):
-    tally = tools_section.Tally()
+    tally = tool_report.Tally()
     for one in records:
         tally.add(one)
     return tally
@@ -72,37 +72,37 @@ def test_calls_are_counted_by_tool_step_and_status():
 
 def test_the_section_tells_outcomes_seconds_payload_turns_and_ends():
     tally = tallied(invented())
-    shown = tools_section.sections(tally)
+    shown = tool_report.sections(tally)
     assert [section.title for section in shown] == [
         "Tools",
         "Tool outcomes by step",
         "Seconds of a call",
-        "Turns of an attempt",
-        "How attempts ended",
+        "Turns of a rollout",
+        "How rollouts ended",
     ]
     text = text_of(shown)
     assert "python 48 32 16 0 30.0 ms 500.0 ms 500.0 ms 20 200" in text
     assert "python+search 1 0 0 1 10.00 s 10.00 s 10.00 s 7 7" in text
     assert "how steps 1 to 2 steps 7 to 8 answered 75.0% 100.0% max_turns 25.0% 0.0%" in text
-    assert sum("<svg" in section.body for section in shown) == 3
-    assert tools_section.sentence(tally) == (
-        "An attempt took 3.0 turns in the first quarter of the steps and <b>2.1</b> in the last."
+    assert sum("<svg" in section.picture for section in shown) == 3
+    assert tool_report.sentence(tally) == (
+        "A rollout took 3.0 turns in the first quarter of the steps and **2.1** in the last."
     )
 
 
 def test_a_run_without_tools_says_how_attempts_ended_alone():
     tally = tallied([record(1, 0, [turn()]), record(2, 0, [turn(), turn()])])
-    assert [section.title for section in tools_section.sections(tally)] == ["How attempts ended"]
-    assert tools_section.sections(tools_section.Tally()) == []
-    assert tools_section.sentence(tally) == ""
+    assert [section.title for section in tool_report.sections(tally)] == ["How rollouts ended"]
+    assert tool_report.sections(tool_report.Tally()) == []
+    assert tool_report.sentence(tally) == ""
 
 
 def test_a_run_of_one_step_has_one_histogram_and_no_change_to_tell():
     tally = tallied([record(1, 0, [turn(tool="python", status="success"), turn()])])
-    shown = tools_section.sections(tally)
+    shown = tool_report.sections(tally)
     assert len(shown) == 5
-    assert "steps 1" in shown[3].body
-    assert tools_section.sentence(tally) == ""
+    assert "steps 1" in shown[3].picture
+    assert tool_report.sentence(tally) == ""
 
 
 @pytest.mark.parametrize(
@@ -125,18 +125,18 @@ def test_only_the_most_called_tools_are_pictured_and_the_others_are_in_the_table
     records = [
         record(1, index, [*[turn(tool=f"tool{index}", status="success")] * (index + 1), turn()]) for index in range(12)
     ]
-    shown = tools_section.sections(tallied(records))
+    shown = tool_report.sections(tallied(records))
     assert "4 more are in the table" in shown[1].note
-    assert "tool0" in shown[0].body
-    assert "tool0<" not in shown[1].body
+    assert "tool0" in [row[0] for row in shown[0].table.rows]
+    assert "tool0<" not in shown[1].picture
 
 
 def test_many_turns_share_the_last_bar():
-    picture = tools_picture.turns({"steps 1": {2: 0.5, 60: 0.25, 90: 0.25}})
+    picture = tool_report.draw_turns({"steps 1": {2: 0.5, 60: 0.25, 90: 0.25}})
     assert "24: or more" in picture
 
 
-def test_the_report_of_a_workdir_has_tools_and_what_they_foretell(tmp_path):
+def test_the_report_of_a_workdir_has_tools_and_what_they_predict(tmp_path):
     (tmp_path / "trace.jsonl").write_text("".join(json.dumps(one) + "\n" for one in invented()))
     text = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", report.write_report(tmp_path).read_text()))
     assert "with 49 tool calls (16 failed and 1 timed out)" in text
@@ -144,19 +144,19 @@ def test_the_report_of_a_workdir_has_tools_and_what_they_foretell(tmp_path):
     assert "Causal states alone account for" in text
 
 
-def test_what_returns_foretell_is_told_in_sentences_and_rows():
+def test_what_returns_predict_is_told_in_sentences_and_rows():
     found = foresight.measure([foresight.attempt(one) for one in invented()])
-    rows = causes_section.rows(found)
+    rows = tool_report.states(found)
     assert rows[0][:4] == ("python", "under 64", "success", "32")
     assert ("python", "128 to 255", "failure", "16", "40.0", "40") in rows
-    first, second, *_ = causes_section.sentences(found)
+    first, second, *_ = tool_report.verdicts(found)
     assert first.startswith("Causal states alone account for")
     assert "naming the fullest bucket each time is right for" in second
-    assert [section.title for section in causes_section.sections(found)] == [causes_section.TITLE, "Causal states"]
-    assert causes_section.sections(None) == []
+    assert [section.title for section in tool_report.causes(found)] == [tool_report.CAUSES_TITLE, "Causal states"]
+    assert tool_report.causes(None) == []
 
 
 def test_a_share_just_below_zero_has_no_sign():
     found = foresight.measure([foresight.attempt(one) for one in invented()])
     below = dataclasses.replace(found, explained=-0.001)
-    assert "account for none of the variance" in causes_section.sentences(below)[0]
+    assert "account for none of the variance" in tool_report.verdicts(below)[0]

@@ -227,7 +227,7 @@ class GymTextEnvironment:
 
 
 async def _made(settings: Settings) -> Episode:
-    """An episode. Where whoever waits for it is cancelled, its thread still makes it, and then it is closed."""
+    """Makes an episode. If the caller is cancelled, the thread still makes the episode, and then closes it."""
     making = asyncio.ensure_future(deadlines.off_loop(Episode, settings))
     try:
         return await asyncio.shield(making)

@@ -39,9 +39,9 @@ class _Judge:
     """Compares the answers of one run's attempts.
 
     Args:
-      tools: the run's, which keep the verifier.
+      tools: the run's tools, which keep the verifier.
       processes: see `verifier.Verifier`.
-      seconds: likewise.
+      seconds: see `verifier.Verifier`.
     """
 
     def __init__(self, tools: toolkit.Toolkit, processes: int, seconds: float) -> None:

@@ -104,7 +104,7 @@ class Repair:
             self._verdicts.move_to_end(key)
             return self._verdicts[key]
         verdict = await suites.run(await self._tools.sandbox(), snapshot, workspace, suite, self._unchanged)
-        if not (verdict.problem or verdict.overdue):  # what befell this run may not befall the next
+        if not (verdict.problem or verdict.overdue):  # a fault of this run may not recur in the next
             self._verdicts[key] = verdict
             if len(self._verdicts) > _VERDICTS:
                 self._verdicts.popitem(last=False)

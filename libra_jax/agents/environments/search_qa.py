@@ -94,7 +94,7 @@ def _demonstrated(task: protocols.Task, tools: toolkit.Toolkit, system: str) -> 
     """The lookups, then the answer.
 
     Raises:
-      ConfigError: the tasks have none, or the policy is told of the tools.
+      ConfigError: the tasks have no lookups, or the system message describes the tools.
     """
     lookups = task.payload.get("lookups")
     config.check(

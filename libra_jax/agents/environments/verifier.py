@@ -44,12 +44,12 @@ _NEEDED = ("math_verify", "latex2sympy2_extended", "antlr4")
 
 @dataclass(frozen=True)
 class Finding:
-    """What came of a comparison.
+    """The result of a comparison.
 
     Attributes:
       right: the answer is one of those accepted.
-      read: it held an expression.
-      overran: it took more processor time than there is, so nothing is known of it.
+      read: the answer held an expression.
+      overran: the comparison took too much processor time, so its result is unknown.
     """
 
     right: bool

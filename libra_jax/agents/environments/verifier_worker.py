@@ -47,7 +47,7 @@ def main() -> None:
     parent_death.die_with_parent(int(sys.argv[1]))
     logging.disable()  # the library logs what it cannot read
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever prints says nothing to who asks
+    os.dup2(2, 1)  # text that a library prints is no answer
 
     def say(**told: Any) -> None:
         answers.write(json.dumps(told) + "\n")

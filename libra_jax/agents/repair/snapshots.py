@@ -1,4 +1,4 @@
-"""Repositories as files by path: read from the host, handed to a sandbox, taken back from one, and made up anew.
+"""Repositories as files by path: read from the host, handed to a sandbox, taken back from one, and put together again.
 
 What comes back from a sandbox was written by the policy: regular files are taken over, within limits, and of them none
 that would decide how the hidden tests are found, configured or run.

@@ -47,4 +47,4 @@ class Score:
 
 
 Scorer = Callable[[protocols.Task, Transcript], Awaitable[Score]]
-"""Scores finished attempts; raises EnvironmentCrashed (RewardFailed where making the attempt anew would not help)."""
+"""Scores finished attempts; raises EnvironmentCrashed (RewardFailed if a retry of the attempt would not help)."""

@@ -186,7 +186,7 @@ def _environment(home: str, temporary: str, packages: Iterable[str]) -> dict[str
 class Bubblewrap:
     """Namespaces of its own for everything, the system read-only, no network, no rights.
 
-    A root gives its user up before. Whatever its name in the sandbox, it would still own the host's devices and
+    A root gives its user up before. Under any name in the sandbox, it would still own the host's devices and
     settings of the kernel, and the kernel would not count its processes.
     """
 

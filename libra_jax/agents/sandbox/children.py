@@ -1,7 +1,7 @@
 """What the children of a sandbox's first process do: run code, be an interpreter or a shell, edit and unpack files.
 
-Handed to the sandbox as text beside `supervisor.py`: standard library only. Whatever comes of a child is its own output
-and exit status; no one believes more of it than that.
+Handed to the sandbox as text beside `supervisor.py`: standard library only. A child's result is its own
+output and exit status, and nothing else of it is believed.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _LONGEST_VIEW = 2**24
 
 
 def read_exactly(source: int, count: int) -> bytes:
-    """So many bytes of a stream.
+    """Reads `count` bytes of a stream.
 
     Raises:
-      EOFError: it ended before.
+      EOFError: the stream ended before.
     """
     pieces = bytearray()
     while len(pieces) < count:

@@ -12,12 +12,12 @@ Limits = config.SandboxLimits
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call came to: data for the policy, whatever it was.
+    """The outcome of a call: data for the policy, failures included.
 
     Attributes:
-      status: "failure" also where the code raised, exited with another status than 0, or met a limit.
-      text: its output, standard error included, cut in the middle and marked; then, in brackets, what befell it.
-      seconds: it took.
+      status: "failure" also if the code raised, exited with another status than 0, or met a limit.
+      text: output with standard error, cut in the middle and marked; then, in brackets, what happened to the call.
+      seconds: seconds that the call took.
       lost: what of the session went with it: nothing (""), the interpreter's "state", or "all", its files included.
       broken: the sandbox itself ended, fell silent or answered nonsense, which is no doing of the code's as far as
         anyone can tell.

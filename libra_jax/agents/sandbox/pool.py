@@ -75,8 +75,8 @@ class Sandbox:
           backend: "bubblewrap", "container" or "none".
           allow_unsafe: permits "none", which contains nothing.
           warm: sandboxes kept ready, so that a call needs to wait for none.
-          most: sandboxes in use at once, besides those kept ready; whoever needs one more waits; of the sessions
-            that take theirs beforehand (`Session.ready`) only one is in line at a time.
+          most: sandboxes in use at once, besides those kept ready; further calls wait. Of the sessions that take
+            theirs beforehand (`Session.ready`), only one waits in line at a time.
           workspace: a directory of the host; each session starts with a copy of its files. Empty: with none.
           packages: directories of Python modules that code may import, read-only.
           image: with Python 3.11 and bash, for the backend "container".
@@ -346,11 +346,11 @@ class Session:
         return await self._call("python", code, seconds)
 
     async def shell(self, command: str, seconds: float | None = None) -> limits_module.Outcome:
-        """Runs a command in the session's shell. What it leaves running ends with the call. Raises likewise."""
+        """Runs a command in the session's shell. Its leftover processes end with the call. Raises as `Sandbox.run`."""
         return await self._call("shell", command, seconds)
 
     async def edit(self, request: Mapping[str, Any], seconds: float | None = None) -> limits_module.Outcome:
-        """Views, creates or changes a file; `tools/workspace.py` has the request's fields. Raises likewise."""
+        """Views, creates or changes a file; `tools/workspace.py` has the fields. Raises as `Sandbox.run`."""
         return await self._call("edit", json.dumps(dict(request)), seconds)
 
     async def ready(self) -> None:
@@ -374,11 +374,10 @@ class Session:
                 await self._unpack(self._worker)
 
     async def save(self, most_bytes: int) -> limits_module.Outcome:
-        """The workspace's regular files, as they are now: the outcome's `archive`, a tar.
+        """Returns the workspace's regular files, as they are now, in the outcome's `archive`, a tar.
 
-        What a tar holds besides them (links, pipes, devices) is left out here, and where no call was made yet it is
-        the archive that the workspace begins with. It is a failure if they take more than `most_bytes`. Whoever reads
-        the archive must not trust it.
+        Links, pipes and devices are left out. Before the first call, the archive is the one that the workspace begins
+        with. More than `most_bytes` are a failure. The archive's reader must not trust it.
         """
         async with self._turn:
             if self._worker is None:

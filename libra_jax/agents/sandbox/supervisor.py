@@ -1,4 +1,4 @@
-"""The first process of a sandbox: carries out one call at a time for the host, and outlives whatever the call does.
+"""The first process of a sandbox: carries out one call at a time for the host, and outlives the call.
 
 It is handed to the sandbox's interpreter as text, together with `children.py`, so both know the standard library only.
 Each call runs in a child, forked from here: afresh, or in an interpreter or shell that lives on from call to call and
@@ -39,7 +39,7 @@ PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
 
 
 class Output:
-    """What a call writes: its beginning and its end, within so many bytes."""
+    """The beginning and the end of what a call writes, within a number of bytes."""
 
     def __init__(self, most: int) -> None:
         self.head, self.tail = bytearray((most + 1) // 2), bytearray(most // 2)
@@ -269,7 +269,7 @@ class Supervisor:
         return Verdict("timeout", lost="" if channel is None else "state")
 
     def _ended(self, child: Child) -> Verdict:
-        """Says how an interpreter ended, which is a failure whatever its status."""
+        """Says how an interpreter ended, which is a failure with any status."""
         how = "'s channel was closed"
         if select.select([child.pidfd], [], [], WATCH_SECONDS)[0]:
             how = " ended"

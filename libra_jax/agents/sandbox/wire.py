@@ -1,6 +1,6 @@
 """Frames between the host and the first process of a sandbox: a JSON head and a body of plain bytes, both bounded.
 
-Whoever sits in the sandbox may send anything at all; what is not a well-formed reply is `Malformed` and ends it.
+Code in the sandbox may send anything. A reply that is not well-formed is `Malformed`, and ends the sandbox.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Reply:
     Attributes:
       status: as the sandbox saw it.
       lost: what of its state went: "", "state" or "all".
-      note: what befell the call, in a few words; empty where nothing did.
+      note: what happened to the call, in a few words; empty: nothing.
       left_out: bytes of output that were dropped between `head` and `tail`.
       head: the output's beginning, or all of it.
       tail: its end.

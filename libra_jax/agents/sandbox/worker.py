@@ -130,7 +130,7 @@ class Worker:
           most: bytes of the archive that "save" may answer with, which is then the outcome's and no text of it.
 
         Returns:
-          What came of it. `alive` is then False if it took the sandbox with it. A cancelled call kills the sandbox.
+          The outcome. `alive` is then False if the call ended the sandbox. A cancelled call kills the sandbox.
         """
         assert self.process.stdin is not None
         loop = asyncio.get_running_loop()

@@ -1,7 +1,7 @@
 """The tools of an MCP server (Model Context Protocol, modelcontextprotocol.io), through the official `mcp` package.
 
-A server is started or reached once a run, and all attempts share it, with whatever it keeps. Its tools have the names,
-descriptions and schemas that it lists, in front of the names its own where its entry says "prefix":
+A server is started or reached once a run, and all attempts share it and its state. Its tools have the names,
+descriptions and schemas that it lists:
 
     config.tools.mcp = {"mcpServers": {"time": {"command": "mcp-server-time", "args": ["--local-timezone=UTC"]}}}
     config.tools.use = ("time",)
@@ -123,7 +123,7 @@ class Server:
             problem = await self._live(opened)
             if not opened.done():
                 opened.set_exception(protocols.ConfigError(f"config.{self._where}: {problem}"))
-                opened.exception()  # who opens may be gone: it is no error to be told of then
+                opened.exception()  # the opener may be gone, and then the error is nobody's
                 return
             if self._ended:
                 return
@@ -150,7 +150,7 @@ class Server:
                 self._changed.set()
                 await self._broken.wait()
                 self._disconnected()
-        except Exception as error:  # whatever transport, server or package raise
+        except Exception as error:  # transport, server and package raise errors of any type
             return f"{_reason(error, self._spec)}{': ' * bool(str(connection.stderr))}{connection.stderr}"
         finally:
             self._connecting = False
@@ -289,7 +289,7 @@ def _shown(block: Any) -> str:
 
 
 async def _settled(task: asyncio.Task[Any]) -> None:
-    """The task is done, whatever came of it; unlike awaiting it, this can be cancelled without it."""
+    """Waits until the task is done, in any way. Unlike awaiting the task, this can be cancelled without it."""
     await asyncio.wait({task})
 
 

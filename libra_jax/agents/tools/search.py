@@ -3,7 +3,7 @@
 config.tools.use = ("search",)
 config.tools.arguments = {"search": {"path": "wiki.jsonl", "title_column": "", "text_column": "contents"}}
 
-The index (`search_index`) is built when a run first opens the corpus, and kept beside it for later runs.
+The index (`bm25`) is built when a run first opens the corpus, and kept beside it for later runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, cast
 
 from libra_jax import config, protocols
 from libra_jax.agents import deadlines, resolving, tables
-from libra_jax.agents.tools import bm25, dense, search_index, toolbox
+from libra_jax.agents.tools import bm25, dense, toolbox
 
 FIELD = "tools.arguments.search"
 
@@ -51,7 +51,7 @@ class Search:
       title_column: of a passage's title, searched as well; empty: there are none.
       text_column: of its text.
       index: where the index of a file is kept; empty: beside the file or, where nothing may be written there, in the
-        user's cache folder. One of another corpus, or of what this file held before, is built anew.
+        user's cache folder. An index of another corpus, or of an earlier content of the file, is replaced.
       results: passages a page.
       snippet_words: words of a text that are shown, from around the matches; 64 at most.
       template: how a passage is shown; may have {place}, {id}, {title} and {snippet}. Empty: it has them all.
@@ -65,7 +65,7 @@ class Search:
       build_seconds: the index may take to build.
 
     Attributes:
-      open_seconds: likewise, for the toolkit.
+      open_seconds: `build_seconds`, for the toolkit.
       eager: a call changes nothing, so it may run before the output that holds it has ended.
 
     Raises:
@@ -174,7 +174,7 @@ class Search:
                     embed = resolving.call(make, self._embed, self._embed_arguments, f"{FIELD}.embed_arguments")
                     with resolving.named(self._embed, f"{FIELD}.embed", "embedding a query"):
                         self._vectors = dense.Vectors(Path(self._vectors_path), embed, self._index.passages)
-            except search_index.Stopped:
+            except bm25.Stopped:
                 return
             except (sqlite3.Error, OSError) as error:
                 raise protocols.ConfigError(
@@ -220,12 +220,12 @@ class Search:
                 raise protocols.DataError(f"config.{FIELD}.path: {error}") from error
         state = file.stat()
         about = {
-            "version": search_index.VERSION,
+            "version": bm25.VERSION,
             "columns": json.dumps(self._columns),
             "size": str(state.st_size),
             "time": str(state.st_mtime_ns),
         }
-        there = search_index.about(place) if place.exists() else None
+        there = bm25.about(place) if place.exists() else None
         if there is not None and about.items() <= there.items():
             return
         with file.open("rb") as content:
@@ -234,13 +234,13 @@ class Search:
         if there is None or any(there.get(key) != about[key] for key in lasting):
             self._build(place, _passages_in(self._path, self._columns), about)
 
-    def _build(self, place: Path, passages: Iterable[search_index.Passage], about: Mapping[str, str]) -> None:
+    def _build(self, place: Path, passages: Iterable[bm25.Passage], about: Mapping[str, str]) -> None:
         corpus, field = (self._path, "path") if self._path else (self._source, "source")
         first = next(iterated := iter(passages), None)
         if first is None:
             raise protocols.DataError(f"config.{FIELD}.{field}: {corpus} holds no passages: nothing could be found")
         passages = itertools.chain([first], iterated)
-        search_index.build(place, passages, about, stopped=self._stopped.is_set, progress=_teller(corpus))
+        bm25.build(place, passages, about, stopped=self._stopped.is_set, progress=_teller(corpus))
 
     # As a `toolbox.Tool` --------------------------------------------------------------------------------------------
 
@@ -312,7 +312,7 @@ def _shown(template: str, place: int, hit: bm25.Hit) -> str:
         ) from error
 
 
-def _passages_in(path: str, columns: Mapping[str, str]) -> Iterator[search_index.Passage]:
+def _passages_in(path: str, columns: Mapping[str, str]) -> Iterator[bm25.Passage]:
     """Of a file."""
     hint = f" (name its columns in config.{FIELD}.text_column and the like)"
     for row in tables.rows(path, [column for column in columns.values() if column], of="passages"):
@@ -321,7 +321,7 @@ def _passages_in(path: str, columns: Mapping[str, str]) -> Iterator[search_index
         yield _passage(name, title, tables.value(row, columns["text"], hint), row.where)
 
 
-def _passages_of(source: str, arguments: Mapping[str, Any]) -> Iterator[search_index.Passage]:
+def _passages_of(source: str, arguments: Mapping[str, Any]) -> Iterator[bm25.Passage]:
     """Of a factory."""
     factory = resolving.resolve(source, f"{FIELD}.source")
     made = resolving.call(factory, source, arguments, f"{FIELD}.source_arguments")
@@ -330,12 +330,12 @@ def _passages_of(source: str, arguments: Mapping[str, Any]) -> Iterator[search_i
             yield _passage(row["id"], row["title"], row["text"], f"{source}, passage {number}")
 
 
-def _passage(name: object, title: object, text: object, where: str) -> search_index.Passage:
+def _passage(name: object, title: object, text: object, where: str) -> bm25.Passage:
     if not isinstance(text, str) or not isinstance(title, str):
         raise protocols.DataError(f"{where}: title and text of a passage must be texts, not {title!r} and {text!r}")
     if not isinstance(name, str | int):
         raise protocols.DataError(f"{where}: the id of a passage must be a text or a number, not {name!r}")
-    return search_index.Passage(str(name), title, text)
+    return bm25.Passage(str(name), title, text)
 
 
 def _teller(corpus: str) -> Callable[[int], None]:

@@ -1,4 +1,4 @@
-"""Tools by name: what the policy is told of them, and calls that never break the attempt, whatever it writes."""
+"""Tools by name: their schemas for the policy, and calls that never break the attempt, with any text of the policy."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class Toolkit:
     Attributes:
       names: of the tools, as the config has them.
       format: how the policy writes calls.
-      describe: whether it is told of the tools.
+      describe: whether the system message describes the tools.
       parallel: calls of one output that run.
       call_seconds: as given.
       schemas: of the tools, as chat templates take them, once it is open.

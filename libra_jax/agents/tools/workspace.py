@@ -62,7 +62,7 @@ class Edit:
     name = "edit"
     description = (
         f"Works on a file below {backends.WORKSPACE}. view shows its lines with their numbers (or a folder's entries), "
-        "create writes it anew, replace changes a text that is in it exactly once."
+        "create writes it whole, replace changes a text that is in it exactly once."
     )
     parameters = _schema(
         ("command", "path"),

@@ -1,0 +1,317 @@
+"""Trains, simulates and plans from a Python program: what `import libra_jax` offers, and launch/train.py's core."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent import futures
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from libra_jax import config as libra_config
+from libra_jax import protocols
+from libra_jax.agents import datasets, factories, resolving
+from libra_jax.agents.rewards import scoring
+from libra_jax.agents.tools import toolkit
+from libra_jax.coordinator import run as coordinator
+from libra_jax.coordinator import signals
+from libra_jax.planning import search
+from libra_jax.runs import curve, planned, preflight, wiring, workdirs
+from libra_jax.models import hub
+from libra_jax.simulator import comparison, lengths, settings
+
+MakeEnvironment = Callable[..., protocols.Environment]
+"""An environment's class, or a function that returns a fresh environment."""
+
+RewardFunction = Callable[[protocols.Task, str], Any] | Callable[[protocols.Task, scoring.Transcript], Any]
+"""Scores an attempt: takes its task and its text, or its `transcript` if the parameter is named so."""
+
+Tasks = protocols.TaskSource | Sequence[Mapping[str, Any]]
+"""A source of tasks, or their payloads: mappings with a `prompt`."""
+
+LOOK_SECONDS = 1.0
+"""Seconds between two looks at the metrics for the live curve."""
+
+END_SECONDS = 120.0
+"""Seconds that an interrupted run may take to end its workers."""
+
+QUESTIONS = "libra_jax.agents.question:environment"
+"""The environment of tasks that are given without one."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a finished run leaves.
+
+    Attributes:
+      workdir: the run's directory: `metrics.jsonl`, `samples.jsonl`, `report.html`, checkpoints.
+      model: directory of the trained weights in Hugging Face's format.
+      summary: steps, rewards by step, held-out accuracies, groups replaced.
+    """
+
+    workdir: Path
+    model: Path
+    summary: coordinator.RunSummary
+
+    @property
+    def rewards(self) -> dict[int, float]:
+        """Mean reward of each training step of this session."""
+        return self.summary.rewards
+
+
+def with_objects(
+    config: libra_config.RunConfig,
+    environment: MakeEnvironment | None = None,
+    reward: RewardFunction | None = None,
+    tasks: Tasks | None = None,
+) -> libra_config.RunConfig:
+    """Returns a checked, frozen copy of a config in which names stand for the given objects.
+
+    Args:
+      config: the run's configuration; it stays as it is.
+      environment: replaces `task.environment`. Without it, given tasks are questions with an `answer`.
+      reward: is added to `reward.functions` as "reward"; the environment's own reward then counts no more.
+      tasks: replaces `task.source`.
+
+    Raises:
+      ConfigError: a value is out of range, an object is not callable, or the run's workers are in other processes,
+        which cannot see the caller's objects.
+      DataError: the tasks are empty or malformed.
+    """
+    values = libra_config.to_dict(config)
+    task = values["task"]
+    if tasks is not None:
+        task["source"], task["path"] = _source(tasks, values["seed"]), ""
+        if environment is None and task["environment"] == libra_config.TaskConfig().environment:
+            task["environment"] = QUESTIONS
+    if environment is not None:
+        task["environment"] = resolving.give(environment, "task.environment")
+    if reward is not None:
+        named = {"name": resolving.give(reward, "reward.functions")}
+        function = {"factory": "libra_jax.agents.resolving:itself", "arguments": named}
+        values["reward"]["functions"] = {**values["reward"]["functions"], "reward": function}
+        values["reward"]["environment_weight"] = 0.0
+    made = libra_config.parse(type(config), values)
+    alone = [name for name in (task["source"], task["environment"]) if name.startswith(f"{resolving.GIVEN}:")]
+    if reward is not None and named["name"].startswith(f"{resolving.GIVEN}:"):
+        alone.append(named["name"])
+    libra_config.check(
+        not alone or made.cluster.backend == "inprocess",
+        "cluster.backend",
+        f"{made.cluster.backend} runs workers in other processes, which cannot see {', '.join(alone)} of this program; "
+        "put them into a module, or set cluster.backend=inprocess",
+    )
+    return made
+
+
+def _source(tasks: Tasks, seed: int) -> str:
+    """Returns the name of a factory of the tasks."""
+    if not isinstance(tasks, Sequence):
+        source = tasks
+        libra_config.check(
+            callable(getattr(source, "task", None)), "task.source", f"{source!r:.80} has no method task(index)"
+        )
+        kind = f"{type(source).__module__}.{type(source).__qualname__}"
+        return resolving.give(lambda seed: source, "task.source", name="tasks", text=kind)
+    rows = list(tasks)
+    datasets.of_rows(rows, seed)  # what is wrong with them is found before anything is written
+
+    def made(seed: int, holdout: float = 0.05) -> protocols.TaskSource:
+        return datasets.of_rows(rows, seed, holdout)
+
+    return resolving.give(made, "task.source", name="tasks", text=json.dumps(rows, sort_keys=True, default=str))
+
+
+async def start(
+    named: libra_config.RunConfig,
+    config: libra_config.RunConfig,
+    *,
+    workdir: str | None = None,
+    take_over: bool = False,
+    allow_changes: Sequence[str] = (),
+    opened: Callable[[Path], None] = lambda _: None,
+    at_signal: signals.AtOnce = lambda _: None,
+) -> coordinator.RunSummary:
+    """Opens the workdir and trains on the running event loop.
+
+    Args:
+      named: the config as given, which the workdir keeps.
+      config: the same with paths in the place of Hugging Face ids (`hub.resolved`).
+      workdir: the run's directory; None: the config's own.
+      take_over: whether a run that lives in the workdir is ended.
+      allow_changes: settings in which a run may go on otherwise than it began (`changes.allowed_names`).
+      opened: is told the workdir.
+      at_signal: is told of SIGINT and SIGTERM at once.
+
+    Raises:
+      LibraError: something is wrong with the run; one sentence names the field, file or worker.
+    """
+    # An environment that cannot be made is found out before anything is written.
+    async with (
+        toolkit.Toolkit(config.tools, config.sandbox, config.task.call_seconds) as tools,
+        factories.demonstrator(config.task, tools, needed=config.warm_start.steps > 0) as demonstrator,
+    ):
+        folder = workdirs.open_workdir(named, workdir, take_over=take_over, allow_changes=allow_changes)
+        opened(folder)
+        return await wiring.train(
+            config,
+            folder,
+            tools,
+            demonstrator,
+            take_epoch=functools.partial(workdirs.take_epoch, folder, take_over=take_over),
+            at_signal=at_signal,
+        )
+
+
+async def train_async(
+    config: libra_config.RunConfig,
+    *,
+    environment: MakeEnvironment | None = None,
+    reward: RewardFunction | None = None,
+    tasks: Tasks | None = None,
+    workdir: str | Path | None = None,
+    allow_changes: Sequence[str] = (),
+    opened: Callable[[Path], None] = lambda _: None,
+) -> Trained:
+    """Trains on the running event loop: `libra_jax.train_async`."""
+    named = with_objects(config, environment, reward, tasks)
+    found = hub.resolved(named, download=True)
+    if found.problems:
+        raise protocols.DataError("; ".join(found.problems))
+    preflight.validate(found.config, need_weights=True)
+    preflight.warn(found.config)
+    folders: list[Path] = []
+
+    def note(folder: Path) -> None:
+        folders.append(folder)
+        opened(folder)
+
+    place = None if workdir is None else str(workdir)
+    try:
+        summary = await start(named, found.config, workdir=place, allow_changes=tuple(allow_changes), opened=note)
+    finally:
+        for folder in folders or [Path(place) if place else workdirs.default(named)]:
+            workdirs.release(folder)  # the same program may go on with the run
+    return Trained(folders[0], folders[0] / "model", summary)
+
+
+def train(
+    config: libra_config.RunConfig,
+    *,
+    environment: MakeEnvironment | None = None,
+    reward: RewardFunction | None = None,
+    tasks: Tasks | None = None,
+    workdir: str | Path | None = None,
+    allow_changes: Sequence[str] = (),
+) -> Trained:
+    """Trains and returns when the run has ended: `libra_jax.train`."""
+
+    def run(opened: Callable[[Path], None]) -> Coroutine[Any, Any, Trained]:
+        return train_async(
+            config,
+            environment=environment,
+            reward=reward,
+            tasks=tasks,
+            workdir=workdir,
+            allow_changes=allow_changes,
+            opened=opened,
+        )
+
+    if threading.current_thread() is threading.main_thread() and not _loop_runs():
+        return asyncio.run(run(lambda _: None))
+    return _beside_a_loop(run)
+
+
+def _loop_runs() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _beside_a_loop(run: Callable[[Callable[[Path], None]], Coroutine[Any, Any, Trained]]) -> Trained:
+    """Trains on a thread with an event loop of its own, as a notebook's thread has one already; shows the curve."""
+    loop = asyncio.new_event_loop()
+    folders: list[Path] = []
+    training: list[asyncio.Task[Trained]] = []
+
+    def work() -> Trained:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+
+            async def noted() -> Trained:
+                task = asyncio.current_task()
+                assert task is not None
+                training.append(task)
+                return await run(folders.append)
+
+            return runner.run(noted())
+
+    drawn = curve.Curve()
+    with futures.ThreadPoolExecutor(1, thread_name_prefix="libra-train") as pool:
+        ended = pool.submit(work)
+        try:
+            while not ended.done():
+                futures.wait([ended], timeout=LOOK_SECONDS)
+                if folders:
+                    drawn.look(folders[0])
+        except KeyboardInterrupt:
+            print("interrupted: the run's workers are being ended; call train again to go on.", file=sys.stderr)
+            if training:
+                loop.call_soon_threadsafe(training[0].cancel)
+            futures.wait([ended], timeout=END_SECONDS)
+            raise
+        return ended.result()
+
+
+def simulate(
+    config: settings.SimulatedRun, *, policies: Sequence[str] = ("cmlfq",), seeds: Sequence[int] = (0,), jobs: int = 1
+) -> comparison.Comparison:
+    """Simulates a cluster under scheduling policies: `libra_jax.simulate`."""
+    run = comparison.prepare(libra_config.checked(config), policies)
+    return comparison.compare(run, policies, seeds, jobs=jobs, progress=lambda _: None)
+
+
+def plan(
+    *,
+    hardware: str,
+    model: str,
+    accelerators: int,
+    workload: str | None = None,
+    generated_tokens: float | tuple[float, float] | None = None,
+    turns: int | None = None,
+    payload_tokens: int | None = None,
+    prompt_tokens: int | None = None,
+    config: libra_config.RunConfig | None = None,
+) -> search.Split:
+    """Plans a split of accelerators: `libra_jax.plan`."""
+    run = _batches() if config is None else config
+    generated: lengths.LogNormal | float | None
+    if isinstance(generated_tokens, tuple):
+        generated = lengths.LogNormal.fitted(*generated_tokens)
+    else:
+        generated = generated_tokens
+    asked = planned.Asked(
+        hardware=hardware,
+        model=model,
+        accelerators=accelerators,
+        workload=workload,
+        wanted=lengths.Wanted(generated, turns, payload_tokens, prompt_tokens),
+    )
+    case = planned.case(libra_config.to_dict(run), asked)
+    return case.searched().best(case.devices)
+
+
+def _batches() -> settings.SimulatedRun:
+    """Batches and limits of a plan without a config: those of configs/simulate.py."""
+    run = settings.SimulatedRun()
+    run.model.remat = "full"  # a row of the longest context fits no device otherwise
+    run.rollout.max_context, run.rollout.max_tokens = 131_072, 65_536
+    run.trainer.row_tokens, run.trainer.rows_per_micro_batch = 131_072, 1
+    run.coordinator.groups_per_step, run.coordinator.group_size, run.coordinator.staleness = 32, 16, 1
+    return run

@@ -1,0 +1,52 @@
+"""The live reward curve of a notebook; elsewhere it draws nothing."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from libra_jax.telemetry import metrics
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell is not None and type(shell).__name__ == "ZMQInteractiveShell"
+
+
+class Curve:
+    """Draws a run's mean reward by step below the notebook's cell and draws it again after each step."""
+
+    def __init__(self) -> None:
+        self._draws = in_notebook()
+        self._handle: Any = None
+        self._steps = 0
+
+    def look(self, workdir: Path) -> None:
+        """Reads the run's metrics and draws them if there are new ones.
+
+        Args:
+          workdir: the run's directory.
+        """
+        if not self._draws:
+            return
+        rows = metrics.read(workdir / metrics.METRICS_FILE)
+        rewards = {step: row["reward/mean"] for step, row in rows.items() if "reward/mean" in row}
+        if len(rewards) == self._steps:
+            return
+        self._steps = len(rewards)
+        self._show(rewards)
+
+    def _show(self, rewards: dict[int, float]) -> None:
+        from IPython import display  # imported where it is known to be there
+        from matplotlib.figure import Figure  # without pyplot: it would choose a backend for the whole notebook
+
+        figure = Figure(figsize=(6, 2.5), layout="constrained")
+        axes = figure.add_subplot(xlabel="training step", ylabel="mean reward")
+        axes.plot(list(rewards), list(rewards.values()), marker=".")
+        if self._handle is None:
+            self._handle = display.display(figure, display_id=True)
+        else:
+            self._handle.update(figure)

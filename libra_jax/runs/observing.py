@@ -1,0 +1,104 @@
+"""The watch over a run beside its coordinator: heartbeat, health page, and the end of a process that hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from libra_jax import config as libra_config
+from libra_jax import deadlines, protocols
+from libra_jax.coordinator import checkpoints, fencing, signals
+from libra_jax.telemetry import endpoint, files, heartbeat, status
+
+END = 0.9
+"""Share of `deadlines.grace` after which a process that SIGTERM has not ended ends all the same."""
+
+LOOK_SECONDS = 0.5
+
+
+class LastResort:
+    """Ends this process where a scheduler's SIGTERM did not: with the status that asks for the same command again.
+
+    A trainer that compiles, an engine that starts and a library that is imported cannot be told to end, and what
+    libraries tidy up at a process's exit may hang: it looks until the process has ended. As at any kill, workers end
+    with this process (tests/launch/test_killed_runs.py), and the newest checkpoint counts.
+
+    Args:
+      grace: `deadlines.grace`, seconds.
+    """
+
+    def __init__(self, grace: float) -> None:
+        self._grace = grace
+        self._began = float("inf")
+        threading.Thread(target=self._look, name="libra-last-resort", daemon=True).start()
+
+    def begin(self, number: signal.Signals) -> None:
+        """Starts the countdown at a signal. A signal interrupts anything, so this only sets a variable."""
+        if number in signals.ENDS:
+            self._began = min(self._began, time.monotonic())
+
+    def _look(self) -> None:
+        while time.monotonic() < self._began + END * self._grace:
+            time.sleep(LOOK_SECONDS)
+        with contextlib.suppress(OSError, ValueError):
+            print("Not everything ended within config.deadlines.grace, and is killed.", file=sys.stderr)
+        end_process()
+
+
+def end_process() -> NoReturn:
+    """Ends this process at once, with exit status 75: what libraries tidy up at their exit may take many seconds."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(os.EX_TEMPFAIL)
+
+
+@contextlib.contextmanager
+def observed(config: libra_config.RunConfig, workdir: Path, epoch: fencing.Epoch | None) -> Iterator[status.RunStatus]:
+    """Writes `status.json` while the block runs and serves the health page; yields the state that both show.
+
+    Args:
+      config: the run's configuration (`telemetry`).
+      workdir: the run's directory.
+      epoch: the run's fencing token in there; None disables fencing.
+
+    Raises:
+      ConfigError: the health page cannot be served as `telemetry` says.
+    """
+    loop = asyncio.get_running_loop()
+
+    def waits() -> Sequence[status.Waiting]:
+        now = loop.time()
+        return [
+            status.Waiting(wait.subject, now - wait.began, wait.seconds, wait.turn.queued) for wait in deadlines.waits()
+        ]
+
+    try:
+        earlier = status.read(workdir)
+    except protocols.DataError:  # it is replaced at once
+        earlier = None
+    step = max(0, checkpoints.newest_step(workdir))
+    number = epoch.number if epoch else 0
+    run = status.RunStatus(config.name, config.steps, number, loop.time, waits, earlier=earlier, step=step)
+    guard = files.always if epoch is None else epoch.may_write
+    with contextlib.ExitStack() as closing:
+        if config.telemetry.port:
+            page = endpoint.Endpoint(config.telemetry, run)
+            closing.callback(page.close)
+            run.endpoint = page.url
+            print(f"Health page: {page.url}/health, and {page.url}/metrics for Prometheus")
+        beat = heartbeat.Heartbeat(workdir, run, guard=guard)
+        closing.callback(beat.close)
+        try:
+            yield run
+        except BaseException as error:
+            run.end("failed", str(error) or type(error).__name__)
+            raise

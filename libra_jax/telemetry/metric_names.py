@@ -1,0 +1,225 @@
+"""Every name that a run writes to `metrics.jsonl`, TensorBoard, Weights & Biases and `/metrics`, with unit and meaning.
+
+The documentation's page of metrics is generated from `METRICS`. A recorder that is `strict`, as all are in the tests,
+refuses any other name. Numbers of a user's environment and reward functions have names of their own: they come under
+`agent/` and `reward/`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+STRICT_VARIABLE = "LIBRA_JAX_STRICT_METRICS"
+"""Environment variable that makes recorders strict if it is not empty. It reaches the processes that tests start."""
+
+METRIC = "<metric>"
+"""Stands for another registered name."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number of a training step.
+
+    Attributes:
+      name: as in `metrics.jsonl`; `<...>` stands for any text, and `<metric>` for another registered name.
+      unit: of the number; "share" is from 0 to 1.
+      meaning: what the number says, a noun phrase.
+      source: part of Libra-JAX that emits the number.
+    """
+
+    name: str
+    unit: str
+    meaning: str
+    source: str
+
+    def covers(self, name: str) -> bool:
+        """Returns whether a name is this metric's, or fits its pattern."""
+        if self.name.endswith(METRIC):
+            prefix = self.name.removesuffix(METRIC)
+            return name.startswith(prefix) and find(name.removeprefix(prefix)) is not None
+        return _pattern(self.name).fullmatch(name) is not None
+
+
+def find(name: str) -> Metric | None:
+    """Returns the metric of a name; None if the name is not registered."""
+    return _BY_NAME.get(name) or next((metric for metric in _PATTERNS if metric.covers(name)), None)
+
+
+def strict() -> bool:
+    """Returns whether recorders refuse names that are not registered."""
+    return bool(os.environ.get(STRICT_VARIABLE))
+
+
+def check(names: Iterable[str]) -> None:
+    """Refuses names that are not registered.
+
+    Raises:
+      ValueError: a name is not in `METRICS`.
+    """
+    for name in names:
+        if find(name) is None:
+            raise ValueError(f"{name!r} is no metric of {__name__}: add a row with its unit and meaning there.")
+
+
+@functools.cache
+def _pattern(name: str) -> re.Pattern[str]:
+    return re.compile(re.sub(r"<\w+>", ".+", re.escape(name)), re.DOTALL)
+
+
+def _table(source: str, *rows: tuple[str, str, str]) -> tuple[Metric, ...]:
+    return tuple(Metric(name, unit, meaning, source) for name, unit, meaning in rows)
+
+
+_STEP = _table(
+    "coordinator",
+    ("policy_version", "version", "version of the weights that the step made; evaluations use these weights"),
+    ("step/seconds", "seconds", "time from the end of the step before, an evaluation after this step included"),
+    ("rollout/seconds", "seconds", "time in which at least one group ran"),
+    ("rollout/wait_seconds", "seconds", "time in which training waited for its batch"),
+    ("train/seconds", "seconds", "time of the trainer's step"),
+    ("sync/seconds", "seconds", "time of the weight sync to all engines"),
+    ("checkpoint/seconds", "seconds", "time spent in checkpoints since the step before"),
+    ("coordinator/seconds_per_request", "seconds", "coordinator's own time for a request, a mean"),
+    ("tokens_per_second", "tokens/second", "tokens generated for training since the step before, over `step/seconds`"),
+    ("tokens/generated", "tokens", "tokens generated for training since the step before"),
+    ("tokens/trained", "tokens", "generated tokens of the batch that are not masked"),
+    ("tokens/mean", "tokens", "generated tokens of a rollout, mean over the batch"),
+    ("tokens/replaced", "tokens", "generated tokens of groups that were replaced"),
+    ("turns/mean", "turns", "turns of a rollout, mean over the batch"),
+    ("staleness/mean", "versions", "versions between a group's first dispatch and its training step, mean"),
+    ("staleness/max", "versions", "the same of the oldest group"),
+    ("rollout/masked", "share", "rollouts of the batch that the trainer masks because a limit cut them off"),
+    ("rollout/resumed", "count", "generations that failed and went on from their retained tokens"),
+    ("groups/replaced", "groups", "groups that were replaced instead of trained"),
+    (
+        "groups/replaced_<reason>",
+        "groups",
+        "those of one reason: environment, reward, zero_variance, stale, redundant",
+    ),
+    ("voids/attempts", "rollouts", "rollouts that a crash of their environment voided"),
+    ("voids/most_of_a_prompt", "rollouts", "most of them that one prompt had"),
+    ("finish/<reason>", "share", "rollouts that ended so: answered, length, max_turns, max_tokens, ..."),
+)
+
+_ROUTING = _table(
+    "dispatcher",
+    ("routing/moves", "requests", "requests that went on on another engine"),
+    ("routing/moved_tokens", "tokens", "tokens of context of the requests that moved"),
+    ("routing/transferred", "requests", "requests that moved with their KV cache"),
+    ("routing/judged", "rollouts", "finished rollouts with a routing decision after their first tool return"),
+    ("routing/one_shot_accuracy", "share", "judged rollouts whose decision named the bucket of their true length"),
+    ("routing/move_seconds", "seconds", "wait for the first token after a move, mean; prefill of the context included"),
+    ("routing/stay_seconds", "seconds", "wait for the first token without a move, mean"),
+)
+
+_TRAINER = _table(
+    "trainer",
+    ("loss", "1", "loss of the step"),
+    ("loss/policy", "1", "policy's part of the loss"),
+    ("loss/kl", "1", "KL penalty's part of the loss"),
+    ("loss/entropy", "1", "entropy bonus's part of the loss"),
+    ("grad_norm", "1", "norm of the gradient before clipping"),
+    ("skipped", "0 or 1", "1 if the step was skipped because its loss or gradient was not finite"),
+    ("learning_rate", "1", "learning rate of the step"),
+    ("entropy", "nats/token", "entropy of the policy, mean over trained tokens"),
+    ("kl/reference", "nats/token", "KL to the reference policy"),
+    ("kl/behaviour", "nats/token", "KL to the policy that sampled, over all trained tokens"),
+    ("clip/low_fraction", "share", "trained tokens whose ratio is clipped from below"),
+    ("clip/high_fraction", "share", "trained tokens whose ratio is clipped from above"),
+    ("clip/dual_fraction", "share", "trained tokens on which dual clipping acts"),
+    ("ratio/max", "1", "largest importance ratio of a trained token"),
+    ("correction/weight", "1", "off-policy correction's weight, mean over trained tokens"),
+    ("correction/weight_squared", "1", "its square, mean over trained tokens"),
+    ("correction/capped_fraction", "share", "trained tokens whose ratio is above the correction's cap"),
+    ("mismatch/kl", "nats/token", "KL between engine and trainer over tokens of the scoring version"),
+    ("mismatch/ratio_max", "1", "largest ratio between trainer and engine over tokens of the scoring version"),
+    ("mismatch/moved_kl", "nats/token", "`mismatch/kl` of rollouts that several engines served"),
+    ("mismatch/moved_log_prob_max", "nats", "largest difference of log-probabilities in those rollouts"),
+    ("offpolicy/kl", "nats/token", "KL over the tokens that older versions sampled"),
+    ("advantage/mean", "1", "advantage, mean over trained tokens"),
+    ("advantage/std", "1", "standard deviation of the advantage"),
+    ("advantage/min", "1", "smallest advantage"),
+    ("advantage/max", "1", "largest advantage"),
+    ("groups/without_gradient", "share", "groups whose trained tokens have no advantage"),
+    ("tokens/processed", "tokens", "tokens of the packed batch, prompts and tool returns included"),
+    ("padding_fraction", "share", "padding of the packed batch"),
+    ("micro_batches", "count", "micro-batches of the step"),
+    ("compiled_shapes", "count", "micro-batch programs compiled so far"),
+    ("target_probability", "share", "probability of a demonstration's token, mean; in `warm_start/` alone"),
+    (f"warm_start/{METRIC}", "", "trainer's number of the last warm-start step"),
+    ("trainer/restarts", "count", "restarts of the trainer in this session; only if there were any"),
+    ("trainer/replayed_steps", "steps", "training steps taken again after a restart of the trainer"),
+)
+
+_SHARES = _table(
+    "hybrid workers",
+    ("shares/micro_batches", "count", "micro-batches that hybrid workers computed in time"),
+    ("shares/late", "count", "micro-batches that came too late, so that the core computed them"),
+    ("shares/late/<worker>", "0 or 1", "1 if this worker's channel was closed for being late"),
+    ("shares/refused", "count", "micro-batches whose sums did not fit the step"),
+    ("shares/wait_seconds", "seconds", "time in which the core waited for hybrid workers"),
+    ("shares/bytes", "bytes", "gradient sums received from hybrid workers"),
+    ("hybrid/training", "workers", "hybrid workers that train"),
+    ("hybrid/epoch", "count", "membership generation of the hybrid pool"),
+    ("hybrid/now_seconds", "seconds", "step time predicted for the pool as it is"),
+    ("hybrid/then_seconds", "seconds", "step time predicted for the best other split of the pool"),
+)
+
+_PLANNER = _table(
+    "planner",
+    ("plan/step_seconds", "seconds", "step time that the planner predicted"),
+    ("plan/train_seconds", "seconds", "training time in it"),
+    ("plan/rollout_seconds", "seconds", "rollout time in it"),
+    ("plan/step_error", "share", "relative error of `plan/step_seconds`"),
+    ("plan/saved_seconds", "seconds", "step time predicted for the plan before the last move, less the measured one"),
+)
+
+_AGENTS = _table(
+    "rollouts",
+    ("agent/turns", "turns", "turns of a rollout"),
+    ("agent/tool_calls", "calls", "tool calls of a rollout"),
+    ("agent/tool_timeouts", "calls", "tool calls of a rollout that timed out"),
+    ("agent/tool_success", "share", "rollouts whose last tool call succeeded"),
+    ("agent/rewarded_after_tool", "share", "rollouts that were rewarded and had a successful tool call"),
+    ("agent/answered", "share", "rollouts that ended with an answer"),
+    ("agent/replay_differs", "share", "rollouts that dropped retained tokens because their replay differed"),
+    ("agent/returns_cut", "count", "tool returns of a rollout that were cut to leave room for an answer"),
+    ("agent/moves", "count", "moves of a rollout between engines"),
+    ("agent/close_failures", "share", "1 for each rollout whose environment failed to close"),
+    ("agent/<number>", "", "number that the environment reported, mean over the rollouts that have it"),
+    ("tool/<tool>/calls", "calls", "calls of a tool in the batch; the rarest tools are counted as `(other)`"),
+    ("tool/<tool>/failures", "calls", "calls of the tool that failed"),
+    ("tool/<tool>/timeouts", "calls", "calls of the tool that timed out"),
+    ("tool/<tool>/seconds", "seconds", "duration of a call, mean"),
+    ("tool/<tool>/payload_tokens", "tokens", "tokens that a call returned, mean"),
+)
+
+_REWARDS = _table(
+    "rewards",
+    ("reward/mean", "1", "reward, mean over the batch"),
+    ("reward/std", "1", "standard deviation of the reward over the batch"),
+    ("reward/environment", "1", "environment's own reward before its weight, mean"),
+    ("reward/<function>", "1", "value of a reward function before its weight, mean"),
+    ("reward/<function>/<number>", "", "number that the reward function reported, mean"),
+    ("reward_seconds/<function>", "seconds", "duration of a call of the reward function, mean"),
+    ("reward_cached/<function>", "share", "rollouts whose value was known from an earlier call"),
+)
+
+_EVALUATION = _table(
+    "evaluation",
+    ("evaluation/accuracy", "1", "reward on held-out tasks, mean"),
+    ("evaluation/unscored", "rollouts", "held-out rollouts whose environment crashed"),
+    ("evaluation/seconds", "seconds", "time of the evaluation"),
+    (f"evaluation/{METRIC}", "", "number of rollouts or rewards, over held-out rollouts"),
+)
+
+METRICS = (*_STEP, *_ROUTING, *_TRAINER, *_SHARES, *_PLANNER, *_AGENTS, *_REWARDS, *_EVALUATION)
+"""All metrics, in the order of the documentation."""
+
+_BY_NAME = {metric.name: metric for metric in METRICS if "<" not in metric.name}
+# A longer pattern first: `reward/<function>` would cover `reward/<function>/<number>`, too.
+_PATTERNS = sorted((metric for metric in METRICS if "<" in metric.name), key=lambda metric: -metric.name.count("/"))

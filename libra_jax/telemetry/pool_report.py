@@ -1,0 +1,336 @@
+"""The report on pools: how many devices each had when, and what each transition of a worker or mesh cost.
+
+It takes plain data, so that a simulated run, whose recorder keeps lists and writes no files, is drawn like a real one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from libra_jax import protocols
+from libra_jax.telemetry import figures, page, timeline
+
+SIDES = ("rollout", "training")
+"""Sides between which hybrid workers change."""
+
+MESH = "another mesh"
+"""The way of every other transition."""
+
+DONE = "done"
+"""Outcome of a transition that was carried out; the others are "failed" and "cancelled"."""
+
+NOTE = (
+    "Devices of each pool over the time that the run ran. A symbol stands where a transition ended, its line where it "
+    "began. The trainer's core keeps its program: a hybrid worker helps it as a whole replica."
+)
+
+COST_NOTE = (
+    "Medians of the transitions that were done. A stall is what the side lost, over all of them, those that failed or "
+    "were cancelled included."
+)
+
+MOST_REASONS = 3
+"""Reasons that a row names, the commonest first."""
+
+MOST_ROWS = 500
+"""Transitions that are listed one by one, the last ones."""
+
+_STALLS = {"training stalled": "training", "rollout stalled": "rollout"}
+"""Side of each column of stalls, by its head."""
+
+_LOOKS = dict(
+    zip(
+        protocols.POOLS,
+        ((figures.GREEN, 0.9), (figures.GREEN, 0.45), (figures.MUTED, 0.3), (figures.BLUE, 0.45), (figures.BLUE, 0.9)),
+        strict=True,
+    )
+)
+"""Colour and opacity of each pool: that of the side where it works, paler where workers change sides."""
+
+_FURTHER = (figures.TEAL, figures.ORANGE, figures.PURPLE)
+"""Colours of pools that have other names."""
+
+_MARKS = {
+    "to training": ("^", figures.GREEN),
+    "to rollout": ("v", figures.BLUE),
+    MESH: ("D", figures.PURPLE),
+    "failed": ("X", figures.ORANGE),
+    "cancelled": ("X", figures.MUTED),
+}
+"""Symbol and colour at the end of a transition."""
+
+_UNITS = ((3 * 3600.0, 3600.0, "hours"), (600.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
+"""Shortest picture in seconds, seconds of a unit and its name, for each unit of the time axis."""
+
+
+@dataclass(frozen=True)
+class Transition:
+    """A worker that changed sides or a mesh that changed its size, or tried to.
+
+    Attributes:
+      worker: a hybrid worker, or the trainer.
+      source: the side it left, or the mesh.
+      target: the side it went to, or the mesh.
+      reason: why it was to change.
+      start: seconds, on the axis of the pools it is shown with; NaN if unknown.
+      end: seconds on the same axis; NaN if unknown.
+      step: the training step in which it ended; None if unknown.
+      outcome: "done", "failed" or "cancelled".
+      why: what made it fail; empty if it is done.
+      phases: seconds of each phase, in order.
+      bytes: bytes that were moved; NaN if unknown.
+      stall: seconds that each side lost.
+    """
+
+    worker: str
+    source: str
+    target: str
+    reason: str
+    start: float
+    end: float
+    step: int | None
+    outcome: str
+    why: str
+    phases: Mapping[str, float]
+    bytes: float
+    stall: Mapping[str, float]
+
+    @property
+    def way(self) -> str:
+        """Kind of the transition: "rollout to training", say, or `MESH`."""
+        return f"{self.source} to {self.target}" if self.source in SIDES and self.target in SIDES else MESH
+
+    @property
+    def seconds(self) -> float:
+        """Duration in seconds; NaN if unknown."""
+        return self.end - self.start
+
+
+def parse(record: Mapping[str, Any]) -> Transition:
+    """Reads a line of `transitions.jsonl`; a value that is missing or no number is left open, never refused."""
+    text = {name: "" if record.get(name) is None else str(record[name]) for name in _TEXTS}
+    step = record.get("step")
+    return Transition(
+        worker=text["worker"],
+        source=text["from"],
+        target=text["to"],
+        reason=text["reason"],
+        start=_number(record.get("start")),
+        end=_number(record.get("end")),
+        step=step if isinstance(step, int) else None,
+        outcome=text["outcome"],
+        why=text["why"],
+        phases=_numbers(record.get("phases")),
+        bytes=_number(record.get("bytes")),
+        stall=_numbers(record.get("stall")),
+    )
+
+
+_TEXTS = ("worker", "from", "to", "reason", "outcome", "why")
+
+
+def _number(value: Any) -> float:
+    return value if isinstance(value, int | float) and math.isfinite(value) else math.nan
+
+
+def _numbers(value: Any) -> dict[str, float]:
+    pairs = value.items() if isinstance(value, Mapping) else ()
+    return {name: number for name, number in pairs if not math.isnan(_number(number))}
+
+
+# Picture --------------------------------------------------------------------------------------------------------
+
+
+def stacked(sizes: Sequence[timeline.PoolSizes], end: float) -> tuple[list[float], dict[str, list[float]]]:
+    """Returns the data of the picture: times, and the devices that each pool has from each time on.
+
+    Pools are in the order in which they are stacked; pools that never had a device are left out. The last time is the
+    end. Changes at a time that is no number are dropped. Of more than `figures.MOST_POINTS` changes, the last one in
+    each of as many stretches of time is kept.
+
+    Args:
+      sizes: in any order.
+      end: seconds at which the picture ends, if the last change was not later.
+    """
+    changes = sorted((size for size in sizes if math.isfinite(size.start)), key=lambda size: size.start)
+    if not changes:
+        return [], {}
+    if len(changes) > figures.MOST_POINTS:
+        begin = changes[0].start
+        stretch = (changes[-1].start - begin) / figures.MOST_POINTS or 1.0
+        changes = list({int((change.start - begin) / stretch): change for change in changes}.values())
+    named = dict.fromkeys(itertools.chain.from_iterable(change.devices for change in changes))
+    order = [*protocols.POOLS, *(name for name in named if name not in protocols.POOLS)]
+    times = [change.start for change in changes]
+    times.append(max(end, times[-1]))
+    columns = {name: [change.devices.get(name, 0) for change in (*changes, changes[-1])] for name in order}
+    return times, {name: column for name, column in columns.items() if any(column)}
+
+
+def marks(changes: Sequence[Transition]) -> dict[str, list[tuple[float, float]]]:
+    """Returns start and end of the transitions of each kind, in the order of the legend.
+
+    Transitions that end at no time are dropped. A transition whose start is unknown starts at its end.
+    """
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in _MARKS}
+    for change in changes:
+        name = change.outcome
+        if name == DONE:
+            name = change.way if change.way == MESH else f"to {change.target}"
+        if name in found and math.isfinite(change.end):
+            found[name].append((change.start if math.isfinite(change.start) else change.end, change.end))
+    return {name: times for name, times in found.items() if times}
+
+
+def draw(sizes: Sequence[timeline.PoolSizes], changes: Sequence[Transition] = (), end: float = 0.0) -> str:
+    """Draws devices by pool over time, with a mark above them where a transition ended; `figures.standalone` saves it.
+
+    The picture is empty if there is nothing to see: no pool was recorded, or no time went by.
+
+    Args:
+      sizes: of the pools, when they changed.
+      changes: transitions, on the same clock.
+      end: seconds at which the picture ends, if the last change was not later.
+    """
+    shown = marks(changes)
+    times, columns = stacked(sizes, max((end, *(time for pairs in shown.values() for _, time in pairs))))
+    if not columns or times[-1] <= times[0]:
+        return ""
+    _, unit_seconds, unit = next(row for row in _UNITS if times[-1] - times[0] >= row[0])
+    moments = [time / unit_seconds for time in times]
+
+    def picture(axes: Any) -> None:
+        further, low = itertools.cycle(_FURTHER), [0.0] * len(moments)
+        for name, column in columns.items():
+            colour, opacity = _LOOKS.get(name) or (next(further), 0.7)
+            high = [below + size for below, size in zip(low, column, strict=True)]
+            axes.fill_between(moments, low, high, step="post", color=colour, alpha=opacity, lw=0, label=name)
+            low = high
+        top = max(low)
+        for name, pairs in shown.items():
+            symbol, colour = _MARKS[name]
+            spans = [time / unit_seconds for start, end in pairs for time in (start, end, math.nan)]
+            axes.plot(spans, [1.07 * top] * len(spans), color=colour, linewidth=1.4)
+            ends = spans[1::3]
+            style = {"marker": symbol, "markersize": 6, "linestyle": "", "label": name}
+            axes.plot(ends, [1.07 * top] * len(ends), color=colour, **style)
+        axes.set(xlim=(moments[0], moments[-1]), ylim=(0, 1.14 * top), xlabel=unit, ylabel="devices")
+        figures.whole_ticks(axes.yaxis)
+        figures.legend_above(axes, 5)
+
+    return figures.figure(picture, 3.4, wide=True)
+
+
+# Section --------------------------------------------------------------------------------------------------------
+
+
+def sections(sizes: Sequence[timeline.PoolSizes], changes: Sequence[Transition], end: float) -> list[page.Section]:
+    """Returns the picture if pools ever changed, and tables of the transitions if there were any.
+
+    Args:
+      sizes: of the pools, when they changed.
+      changes: transitions, in the order in which they ended.
+      end: of the run, in seconds.
+    """
+    out = []
+    moved = bool(changes) or any(change.devices != sizes[0].devices for change in sizes)
+    if moved and (picture := draw(sizes, changes, end)):
+        out.append(page.Section("Pools", picture, note=NOTE, wide=True))
+    if not changes:
+        return out
+    heads = ("way", "done", "failed", "cancelled", "took", "phases", "moved", *_STALLS, "commonest reasons")
+    ways = dict.fromkeys(change.way for change in changes)
+    costs = page.Table(heads, [_cost(way, [change for change in changes if change.way == way]) for way in ways])
+    out.append(page.Section("Transitions", table=costs, note=COST_NOTE, wide=True))
+    if lost := [change for change in changes if change.outcome != DONE]:
+        out.append(_listed("Transitions that came to nothing", lost))
+    return [*out, _listed("Every transition", changes, folded=True)]
+
+
+def sentence(changes: Sequence[Transition]) -> str:
+    """Returns how many transitions there were and what they cost; empty if there were none."""
+    if not changes:
+        return ""
+    ways = Counter(change.way for change in changes if change.outcome == DONE)
+    done, lost = ways.total(), len(changes) - ways.total()
+    counted = ", ".join(f"{count:,} {way}" for way, count in ways.items())
+    text = f"**{done:,} transition{'' if done == 1 else 's'}** came about" + (f" ({counted})" if counted else "")
+    text += f" and {lost:,} came to nothing" if lost else ""
+    stalls = " and ".join(f"{side} for {_seconds(_stalled(changes, side))}" for side in _STALLS.values())
+    return f"{text}; together they stalled {stalls}."
+
+
+def _cost(way: str, changes: Sequence[Transition]) -> tuple[str, ...]:
+    done = [change for change in changes if change.outcome == DONE]
+    counts = Counter(change.outcome for change in changes)
+    names = dict.fromkeys(name for change in done for name in change.phases)
+    phases = {name: _median(change.phases.get(name, math.nan) for change in done) for name in names}
+    reasons = Counter(change.reason for change in changes if change.reason).most_common()
+    named = [f"{reason} ({count:,})" for reason, count in reasons[:MOST_REASONS]]
+    further = len(reasons) - len(named)
+    return (
+        way,
+        *(f"{counts[outcome]:,}" for outcome in (DONE, "failed", "cancelled")),
+        _seconds(_median(change.seconds for change in done)),
+        _phases(phases),
+        _size(_median(change.bytes for change in done)),
+        *(_seconds(_stalled(changes, side)) for side in _STALLS.values()),
+        "; ".join(named) + (f"; {further:,} more" if further else ""),
+    )
+
+
+def _listed(title: str, changes: Sequence[Transition], *, folded: bool = False) -> page.Section:
+    heads = ("step", "worker", "from", "to", "outcome", "reason", "took", "phases", "moved", *_STALLS)
+    table = page.Table(heads, [_row(change) for change in changes[-MOST_ROWS:]])
+    note = f"The last {MOST_ROWS:,} of {len(changes):,}." if len(changes) > MOST_ROWS else ""
+    return page.Section(title, table=table, note=note, wide=True, folded=folded)
+
+
+def _row(change: Transition) -> tuple[str, ...]:
+    return (
+        "-" if change.step is None else str(change.step),
+        change.worker,
+        change.source,
+        change.target,
+        f"{change.outcome}: {change.why}" if change.why else change.outcome,
+        change.reason,
+        _seconds(change.seconds),
+        _phases(change.phases),
+        _size(change.bytes),
+        *(_seconds(change.stall.get(side, math.nan)) for side in _STALLS.values()),
+    )
+
+
+def _median(values: Iterable[float]) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return statistics.median(known) if known else math.nan
+
+
+def _stalled(changes: Iterable[Transition], side: str) -> float:
+    return sum(change.stall.get(side, 0.0) for change in changes)
+
+
+def _phases(seconds: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {_seconds(value)}" for name, value in seconds.items())
+
+
+def _seconds(seconds: float) -> str:
+    """Returns seconds to three digits or so: what a phase takes may be milliseconds or minutes."""
+    return "-" if math.isnan(seconds) else f"{seconds:,.2f} s" if seconds < 10 else f"{seconds:,.1f} s"
+
+
+def _size(count: float) -> str:
+    """Returns bytes in the largest decimal unit of which there is one."""
+    if math.isnan(count):
+        return "-"
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:,.3g} {unit}"
+        count /= 1000
+    return f"{count:,.1f} TB"
