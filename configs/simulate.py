@@ -17,7 +17,7 @@ middle of the software-engineering run, before any policy was compared:
 * Slots: 32 requests, which is what the cache of a degree-1 instance (235k tokens) holds of contexts of 7k; the one wide
   instance, whose cache is 13 times as large and whose requests are the longest (50k), has 64.
 
-Expected: the table in README.md; one to two minutes a policy and seed on one core.
+Expected: the table in docs/results/routing.md; one to two minutes a policy and seed on one core.
 """
 
 from libra_jax.simulator import settings

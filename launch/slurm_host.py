@@ -28,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -109,7 +110,10 @@ def run(arguments: argparse.Namespace) -> int:
     name, attempt = os.environ["SLURMD_NODENAME"], arguments.attempt
     is_head = name == arguments.head
     os.environ.update(settings.environment())
-    directory = Path(tempfile.mkdtemp(prefix=f"libra-{arguments.job}-", dir="/tmp"))  # Ray's sockets need a short one
+    prefix = f"libra-{arguments.job}-{zlib.crc32(name.encode()):x}-"  # Ray's sockets need a short one
+    for left in Path("/tmp").glob(f"{prefix}*"):  # by an attempt of this job that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    directory = Path(tempfile.mkdtemp(prefix=prefix, dir="/tmp"))
     why = "Ray did not start here"
     try:
         with _stop_on_sigterm(attempt if is_head else None):

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint, types, import rules, tests: what CI runs. Where bubblewrap cannot run, tests of sandboxes are skipped;
+# Lint, types, import rules, documentation, tests: what CI runs. Where bubblewrap cannot run, tests of sandboxes are skipped;
 # LIBRA_JAX_REQUIRE_SANDBOX=1 makes that a failure. Further arguments go to pytest:
 #   bash launch/test.sh -m "not slow"
 #   bash launch/test.sh --drills        # the longer whole runs, too, of which something is killed or cut off
@@ -15,4 +15,6 @@ ruff check .  # a line of its own: inside && a failure would not end the script
 ruff format --check .
 echo "== mypy" && mypy
 echo "== import-linter" && lint-imports --no-cache
+# -n warns of links that lead nowhere, -W ends on any warning, -E reads pages that did not change as well.
+echo "== documentation" && sphinx-build -E -W --keep-going -n -q -b html docs build/docs
 echo "== pytest" && exec python -m pytest -n 2 --dist loadgroup "$@"

@@ -20,7 +20,8 @@ ROOT = Path(__file__).parent.parent
 
 IMPORTS = """
 from libra_jax import protocols
-from libra_jax.coordinator import elasticity, hybrid, instances, parts, saving, transitions, workers
+from libra_jax.coordinator import elasticity, hybrid, instances, parts, saving, workers
+from libra_jax.elastic import transitions
 from libra_jax.engines import client as engines_client
 from libra_jax.trainer_control import client, handover, recovery, resize
 from libra_jax.weights import relay_client, relay_tree, sync

@@ -54,7 +54,7 @@ class EvaluationConfig:
     """Held-out tasks, attempted once each at the given version."""
 
     every: int = 0  # training steps between evaluations; also before the first and after the last; 0 is off
-    tasks: int = 128
+    tasks: int = 128  # held-out tasks of an evaluation
     temperature: float = 0.0  # 0 is greedy; else 0.01 to 2
 
     def __post_init__(self) -> None:

@@ -26,7 +26,7 @@ class TaskConfig:
     environment: str = "libra_jax.agents.calculator:environment"  # factory(**environment_arguments) -> Environment
     path: str = ""  # JSONL, Parquet or CSV file, folder of them, or Hugging Face id, for sources that read one
     arguments: Mapping[str, Any] = field(default_factory=dict)  # further keyword arguments of the source
-    environment_arguments: Mapping[str, Any] = field(default_factory=dict)
+    environment_arguments: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of the environment
     tokenizer: str = "character"  # "character", or a Hugging Face directory or id; empty: model.path
     max_turns: int = 4  # model outputs an attempt may have
     max_tokens: int = 0  # generated tokens an attempt may have, over all its outputs; 0: as many as its context holds

@@ -42,7 +42,7 @@ class TelemetryConfig:
     """Where a run reports."""
 
     console: bool = True  # live progress on a terminal; plain lines elsewhere
-    tensorboard: bool = True
+    tensorboard: bool = True  # write TensorBoard files
     wandb_project: str = ""  # empty is off
     report: bool = True  # report.html at the end
     samples: int = 8  # rollouts a step, and an evaluation, written out as text (agents/samples.py); 0: off
@@ -72,17 +72,17 @@ class TelemetryConfig:
 class DeadlineConfig:
     """Longest waits, in seconds; passing one ends in an error that names the worker."""
 
-    engine_start: float = 300.0
-    trainer_start: float = 600.0
+    engine_start: float = 300.0  # of a rollout engine, until it serves
+    trainer_start: float = 600.0  # of the trainer's processes, until the model is loaded
     cluster_start: float = 60.0  # Ray: it comes up or is joined, has room for the run's hosts, places an actor
     reward_start: float = 300.0  # of an actor that holds reward functions: its factories may load models
     first_token: float = 300.0  # between two deltas of a request that holds a slot
     placement: float = 300.0  # a request waits while a slot is free, beyond scheduler.ageing_seconds
-    train_step: float = 1800.0
+    train_step: float = 1800.0  # a training step, its compilation included
     publish: float = 300.0  # each verb of a weight update
-    checkpoint: float = 1800.0
+    checkpoint: float = 1800.0  # one checkpoint, written or verified
     transition: float = 120.0  # each state of a hybrid worker's way between rollout and training
-    shutdown: float = 60.0
+    shutdown: float = 60.0  # each worker's end when the run ends
     grace: float = 60.0  # from SIGTERM to the end: what the scheduler gives before it kills (coordinator/stopping.py)
 
     def __post_init__(self) -> None:

@@ -61,7 +61,7 @@ class AlgorithmConfig:
     advantage: str = "grpo"
     loss: str = "clipped"  # clipped (PPO's), gspo (ratio of a sequence), cispo (clipped importance weight)
     clip_low: float = 0.2  # ratio is clipped to [1 - clip_low, 1 + clip_high]
-    clip_high: float = 0.2
+    clip_high: float = 0.2  # see clip_low; DAPO uses 0.28
     dual_clip: float = 0.0  # clipped loss: lower bound factor for negative advantages; 0 is off (else above 1)
     aggregation: str = "token_mean"  # token_mean, sequence_mean, sequence_sum (see sequence_length_constant)
     sequence_length_constant: float = 1.0  # divisor of sequence_sum
@@ -101,11 +101,11 @@ class OptimizerConfig:
     name: str = "adamw"  # adamw, adam, sgd
     learning_rate: float = 1e-3  # peak
     schedule: str = "constant"  # constant, cosine, linear (the last two decay to 0 at config.steps: see there)
-    warmup_steps: int = 0
-    weight_decay: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.99
-    eps: float = 1e-8
+    warmup_steps: int = 0  # first steps, in which the learning rate rises linearly from 0
+    weight_decay: float = 0.0  # of adamw
+    beta1: float = 0.9  # decay of the first moment (adam, adamw)
+    beta2: float = 0.99  # decay of the second moment
+    eps: float = 1e-8  # added to the root of the second moment
     clip_norm: float = 1.0  # global gradient norm; 0 is off
 
     def __post_init__(self) -> None:
@@ -183,7 +183,7 @@ class WarmStartConfig:
 
     steps: int = 0  # at most
     batch_size: int = 64  # demonstrations a step
-    learning_rate: float = 3e-3
+    learning_rate: float = 3e-3  # of the supervised steps, constant
     target_loss: float = 0.0  # ends it early, at the first step whose mean token loss is no higher; 0 is off
     # Arguments of task.source that demonstrations have instead of those in task.arguments: shorter or easier tasks.
     arguments: Mapping[str, Any] = field(default_factory=dict)

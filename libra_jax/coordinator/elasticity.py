@@ -17,9 +17,9 @@ from libra_jax.coordinator import (
     hybrid,
     instances,
     plan_follower,
-    replicas,
     reports,
 )
+from libra_jax.elastic import training_sides
 from libra_jax.trainer_control import resize
 from libra_jax.weights import sync
 
@@ -49,7 +49,7 @@ class Elasticity:
         resizing: resize.Resizing,
         engines: instances.Instances,
         publisher: sync.WeightSync,
-        members: replicas.Replicas | None,
+        members: training_sides.TrainingSides | None,
         dispatcher: dispatch.Dispatcher,
         planner: plan_follower.Planner | None,
         recorder: protocols.Recorder,

@@ -19,13 +19,9 @@ from libra_jax.coordinator import (
     failure,
     instances,
     measured_steps,
-    member_shares,
-    replicas,
     reports,
-    transition_log,
-    transitions,
 )
-from libra_jax.elastic import borrowing, pool, states
+from libra_jax.elastic import borrowing, pool, states, training_sides, transition_log, transitions, worker_shares
 from libra_jax.elastic.states import State
 
 READY_MARGIN, READY_SHARE = 1.5, 0.1
@@ -69,7 +65,7 @@ class HybridWorkers:
         config: configuration.RunConfig,
         *,
         engines: instances.Instances,
-        members: replicas.Replicas,
+        members: training_sides.TrainingSides,
         trainer: protocols.TrainerClient,
         core_devices: int,
         recorder: protocols.Recorder,
@@ -91,7 +87,7 @@ class HybridWorkers:
         self._borrowing = borrowing.Borrowing(
             config.elastic, horizon=config.planner.horizon, synchronous=self._synchronous
         )
-        self._shares = member_shares.Shares(
+        self._shares = worker_shares.Shares(
             members, {name: engines.engines[name].devices / core_devices for name in self._names}
         )
         self._log = transition_log.TransitionLog(recorder)

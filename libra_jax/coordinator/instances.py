@@ -304,6 +304,10 @@ class Instances:
         self.engines.update({engine.name: engine for engine in added})
         await deadlines.together(*(self._start_and_load(engine) for engine in added))
 
+    def await_first_token(self, name: str) -> None:
+        """Notes when the engine's next token comes, in `Engine.answered`."""
+        self.engines[name].answered = None
+
     def trainer_holds(self, devices: int) -> None:
         """The first so many of the run's devices are the trainer's: engines that are added leave them free."""
         self._trainer = dataclasses.replace(self._trainer, devices=tuple(range(devices)))

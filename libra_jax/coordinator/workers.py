@@ -15,8 +15,8 @@ from libra_jax.coordinator import (
     failure,
     instances,
     plan_follower,
-    replicas,
 )
+from libra_jax.elastic import training_sides
 from libra_jax.trainer_control import client
 from libra_jax.weights import relay_tree
 
@@ -47,7 +47,7 @@ class Workers:
     trainer: client.TrainerClient
     sizes: protocols.MeshSizes
     engines: instances.Instances
-    members: replicas.Replicas | None = None
+    members: training_sides.TrainingSides | None = None
     hosts: relay_tree.RelayTree | None = None
 
     def __init__(
@@ -128,7 +128,7 @@ class Workers:
         self.engines.trainer_holds(len(self._trainer_spec.devices))
         starting = [self._start_trainer(), self.engines.start()]
         if self._replica_specs:
-            self.members = replicas.Replicas(
+            self.members = training_sides.TrainingSides(
                 self._config, cluster=self._cluster, specs=self._replica_specs, recorder=self._recorder
             )
             starting.append(self.members.start())

@@ -156,16 +156,19 @@ async def start(
         toolkit.Toolkit(config.tools, config.sandbox, config.task.call_seconds) as tools,
         factories.demonstrator(config.task, tools, needed=config.warm_start.steps > 0) as demonstrator,
     ):
-        folder = workdirs.open_workdir(named, workdir, take_over=take_over, allow_changes=allow_changes)
-        opened(folder)
-        return await wiring.train(
-            config,
-            folder,
-            tools,
-            demonstrator,
-            take_epoch=functools.partial(workdirs.take_epoch, folder, take_over=take_over),
-            at_signal=at_signal,
-        )
+        try:
+            folder = workdirs.open_workdir(named, workdir, take_over=take_over, allow_changes=allow_changes)
+            opened(folder)
+            return await wiring.train(
+                config,
+                folder,
+                tools,
+                demonstrator,
+                take_epoch=functools.partial(workdirs.take_epoch, folder, take_over=take_over),
+                at_signal=at_signal,
+            )
+        finally:  # the next run may use it, while libraries still tidy up at this process's exit
+            workdirs.release(Path(workdir) if workdir else workdirs.default(named))
 
 
 async def train_async(
@@ -192,11 +195,7 @@ async def train_async(
         opened(folder)
 
     place = None if workdir is None else str(workdir)
-    try:
-        summary = await start(named, found.config, workdir=place, allow_changes=tuple(allow_changes), opened=note)
-    finally:
-        for folder in folders or [Path(place) if place else workdirs.default(named)]:
-            workdirs.release(folder)  # the same program may go on with the run
+    summary = await start(named, found.config, workdir=place, allow_changes=tuple(allow_changes), opened=note)
     return Trained(folders[0], folders[0] / "model", summary)
 
 

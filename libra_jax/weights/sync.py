@@ -19,7 +19,8 @@ from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import deadlines, protocols, turns
-from libra_jax.coordinator import instances, replicas
+from libra_jax.coordinator import instances
+from libra_jax.elastic import training_sides
 from libra_jax.weights import relay_tree
 
 
@@ -48,7 +49,7 @@ class WeightSync:
         trainer: protocols.WeightSource,
         engines: instances.Instances,
         recorder: protocols.Recorder,
-        members: replicas.Replicas | None = None,
+        members: training_sides.TrainingSides | None = None,
         hosts: relay_tree.RelayTree | None = None,
     ) -> None:
         self._members = members
@@ -131,7 +132,7 @@ class WeightSync:
         if updates[0].going:
             self._engines.serve([engine])
         if self._members is not None:
-            self._members.copied(version, copies)
+            self._members.add_copies(version, copies)
 
     async def _send(self, version: int, engines: Sequence[instances.Engine]) -> None:
         """Opens a new snapshot, gives it to the engines, and offers it to the replicas. Call with the lock held."""
@@ -142,11 +143,11 @@ class WeightSync:
         async with self._engines.weights:
             staged, copies = await self._load_snapshot(version, engines)
         if self._members is not None:
-            self._members.published(version, staged, copies)
+            self._members.offer(version, staged, copies)
 
     async def _load_snapshot(
         self, version: int, engines: Sequence[instances.Engine]
-    ) -> tuple[Sequence[protocols.WeightChunk], replicas.Copies]:
+    ) -> tuple[Sequence[protocols.WeightChunk], training_sides.Copies]:
         self._staged = protocols.NO_VERSION, ()
         # Made before the first await: an engine that is lost meanwhile has another life, and its update is dropped.
         up = [engine for engine in engines if engine.state in ("loaded", "serving")]
@@ -177,7 +178,7 @@ class WeightSync:
 
     async def _spread(
         self, updates: Sequence[_Update], staged: relay_tree.Chunks, *staging: Coroutine[Any, Any, None]
-    ) -> replicas.Copies:
+    ) -> training_sides.Copies:
         """Brings a version to the hosts of engines and replicas and loads it into the engines; returns the copies.
 
         Args:

@@ -16,7 +16,7 @@ import numpy as np
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.cluster import create as cluster_create
-from libra_jax.coordinator import replicas
+from libra_jax.elastic import training_sides
 from libra_jax.models import config as model_config
 from libra_jax.telemetry import memory
 from libra_jax.trainer_control import client, handover
@@ -159,7 +159,7 @@ class _Bench:
             },
             environment=_cpu_environment(),
         )
-        members = replicas.Replicas(
+        members = training_sides.TrainingSides(
             self._config, cluster=self._cluster, specs={MEMBER: spec}, recorder=memory.MemoryRecorder()
         )
         began, gaps = time.perf_counter(), []
@@ -185,7 +185,7 @@ class _Bench:
             "replica_join_s": joined,
         }
 
-    async def _ready(self, members: replicas.Replicas) -> float:
+    async def _ready(self, members: training_sides.TrainingSides) -> float:
         """Its process, beside training: up and compiled."""
         began = time.perf_counter()
         await members.ensure(MEMBER)
@@ -205,12 +205,12 @@ class _Bench:
         await self._step()
         return time.perf_counter() - began
 
-    async def _shared_step(self, members: replicas.Replicas) -> float:
+    async def _shared_step(self, members: training_sides.TrainingSides) -> float:
         """Publishes the version to the replica, and takes a step with it."""
         began = time.perf_counter()
         await members.settle()
         buckets = await self._publish()
-        members.published(self._version, buckets)
+        members.offer(self._version, buckets)
         await members.fetch(MEMBER)
         share = protocols.Share(MEMBER, 1, 0.5)
         batch = _batch(self._version)

@@ -42,6 +42,9 @@ class Engines:
     async def wake(self, name: str) -> None:
         self.engines[name].state = "serving"
 
+    def await_first_token(self, name: str) -> None:
+        self.engines[name].answered = None
+
     def fail(self, *names: str) -> None:
         for name in names:
             self.engines[name].state = "lost"

@@ -14,7 +14,7 @@ from relay_doubles import Hosts, on_clock
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.coordinator import replicas
+from libra_jax.elastic import training_sides
 from libra_jax.scheduling import registry
 from libra_jax.weights import relay_tree
 
@@ -234,7 +234,7 @@ class Reader(protocols.Replica):
 def test_a_replica_on_another_host_reads_its_hosts_copy_though_no_engine_there_takes_part():
     async def body(hosts: Hosts) -> None:
         spec = protocols.ActorSpec("replica-2", f"{__name__}:Reader", {}, host=2)
-        members = replicas.Replicas(
+        members = training_sides.TrainingSides(
             hosts.config, cluster=hosts.cluster, specs={"engine-2.0": spec}, recorder=hosts.recorder
         )
         await members.ensure("engine-2.0")
@@ -275,7 +275,7 @@ def test_an_engine_that_is_being_started_again_is_not_blamed_for_its_hosts_relay
 def test_a_relay_that_died_where_an_engine_sleeps_costs_its_replica_nothing_if_it_can_be_made_soon(making):
     async def body(hosts: Hosts) -> None:
         spec = protocols.ActorSpec("replica-2", f"{__name__}:Reader", {}, host=2)
-        members = replicas.Replicas(
+        members = training_sides.TrainingSides(
             hosts.config, cluster=hosts.cluster, specs={"engine-2.0": spec}, recorder=hosts.recorder
         )
         await members.ensure("engine-2.0")
@@ -347,7 +347,7 @@ def test_a_host_that_is_being_replaced_keeps_nobody_elsewhere_from_the_version_n
 def test_a_host_that_is_being_replaced_and_has_no_engine_to_load_does_not_hold_up_a_publication():
     async def body(hosts: Hosts) -> None:
         spec = protocols.ActorSpec("replica-2", f"{__name__}:Reader", {}, host=2)
-        members = replicas.Replicas(
+        members = training_sides.TrainingSides(
             hosts.config, cluster=hosts.cluster, specs={"engine-2.0": spec}, recorder=hosts.recorder
         )
         hosts.publisher = hosts.make_publisher(members=members)

@@ -21,8 +21,7 @@ from configs import quickstart
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.agents.tools import toolkit
-from libra_jax.coordinator import transitions
-from libra_jax.elastic import borrowing, pool
+from libra_jax.elastic import borrowing, pool, transitions
 from libra_jax.elastic.states import State
 from libra_jax.runs import preflight, wiring, workdirs
 

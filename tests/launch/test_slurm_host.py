@@ -152,7 +152,7 @@ class TestAHostWhoseRay:
             address = f"127.0.0.1:{head.getsockname()[1]}"
             job = f"--job={self.JOB}", "--head=n1", f"--address={address}", f"--hosts={hosts}"
             started.append(start("run", *job, f"--attempt={attempt}", command=[sys.executable, "-c", "print('drove')"]))
-            return started[0]
+            return started[-1]
 
         with socket.create_server(("127.0.0.1", 0)) as head:
             yield run
@@ -186,6 +186,17 @@ class TestAHostWhoseRay:
         assert process.returncode == 1
         assert "is taken (Address already in use), maybe by another run; submit with --exclusive" in said
         assert (attempt / "ended").read_text() == "failed 1\n"
+
+    def test_was_killed_has_its_folder_removed_by_the_next_attempt(self, run, attempt):
+        process = run("exec sleep 600", "n1", hosts=1)
+        deadline = time.monotonic() + 60
+        while not (found := list(pathlib.Path("/tmp").glob(f"libra-{self.JOB}-*"))):
+            assert time.monotonic() < deadline, "no folder"
+            time.sleep(0.05)
+        process.kill()
+        process.wait(60)
+        assert run("exit 0", "n1", hosts=1).wait(60) == 0
+        assert not found[0].exists()
 
     def test_has_no_driver_yet_ends_when_another_host_has_failed(self, run, attempt):
         (attempt / "ended").write_text("failed 1\n")

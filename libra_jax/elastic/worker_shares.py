@@ -1,4 +1,4 @@
-"""The shares of training steps that hybrid workers compute: who gets how much, and what became of it."""
+"""The shares of training steps that hybrid workers compute: their sizes, and their outcomes."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from dataclasses import dataclass
 from typing import Any
 
 from libra_jax import deadlines, protocols
-from libra_jax.coordinator import replicas
+from libra_jax.elastic import training_sides
 
 SMOOTHING = 0.5
-"""Weight of the last step in what is known of a replica's speed."""
+"""Weight of the last step in the running mean of a worker's speed."""
 
 ANSWER_SECONDS = 0.2
-"""For a member's answer to come in after the trainer's."""
+"""Seconds to wait for workers' answers after the trainer's answer."""
 
 LEAST_SPEED, MOST_SPEED = 0.05, 20.0
-"""Of a replica, as a multiple of the core's: beyond, a measurement is taken for an accident."""
+"""Plausible range of a worker's speed relative to the core. Measurements are clamped to it."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a member's share.
+    """The outcome of a worker's share.
 
     Attributes:
       member: the worker's name.
       counted: its sums are in the step.
-      error: why they are not, if the member said so; None: they were late.
+      error: the worker's error; None if its sums counted, or were late.
     """
 
     member: str
@@ -37,7 +37,7 @@ class Outcome:
 
 
 class Shares:
-    """Shares under way, and the speed of each member. Made inside the event loop it serves.
+    """Shares under way, and the speed of each worker. Made inside the event loop it serves.
 
     Args:
       members: the workers' replicas.
@@ -47,13 +47,13 @@ class Shares:
       speed: as measured.
     """
 
-    def __init__(self, members: replicas.Replicas, speed: Mapping[str, float]) -> None:
+    def __init__(self, members: training_sides.TrainingSides, speed: Mapping[str, float]) -> None:
         self.speed = dict(speed)
         self._members = members
         self._work: dict[str, asyncio.Task[Mapping[str, float]]] = {}  # shares that are being computed
 
     def split(self, training: Mapping[str, int], version: int) -> tuple[protocols.Share, ...]:
-        """Who computes which part of the step of this version: the members that hold it, by their speed.
+        """Splits a step, by speed, among the workers that hold its parameters; the core takes the rest.
 
         Args:
           training: the workers that train, and the epoch of each.
@@ -65,7 +65,7 @@ class Shares:
         return tuple(protocols.Share(name, epoch, self.speed[name] / whole) for name, epoch in ready.items())
 
     def begin(self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share]) -> None:
-        """The members begin to compute."""
+        """Lets the workers begin to compute."""
         for share in shares:
             work = asyncio.get_running_loop().create_task(self._members.contribute(share.member, batch, shares))
             work.add_done_callback(_looked_at)
@@ -74,7 +74,7 @@ class Shares:
     async def finish(
         self, shares: Sequence[protocols.Share], metrics: Mapping[str, float], seconds: float
     ) -> list[Outcome]:
-        """The step is over: what became of each share; where all counted, speeds are measured.
+        """Returns the outcome of each share of a step that is over; measures speeds if all shares counted.
 
         Args:
           shares: of the step.
@@ -107,7 +107,7 @@ class Shares:
             await asyncio.wait({share})
 
     def close(self) -> None:
-        """The run ends."""
+        """Abandons all shares, because the run ends."""
         for share in self._work.values():
             deadlines.abandon(share)
 
@@ -115,7 +115,7 @@ class Shares:
         self._work.pop(name, None)
 
     def _measure(self, told: Mapping[str, Mapping[str, float]], metrics: Mapping[str, float], seconds: float) -> None:
-        """Speeds: micro-batches a second of each member, over those of the core in the same step."""
+        """Updates the speeds: micro-batches a second of each worker, over those of the core in the same step."""
         core = metrics.get("micro_batches", 0.0) - metrics.get("shares/micro_batches", 0.0)
         taken = seconds - metrics.get("shares/wait_seconds", 0.0)
         for name, said in told.items():

@@ -1,4 +1,4 @@
-"""Transitions of hybrid workers: `elastic.pool` says what has to be done next, and a task for each worker does it.
+"""Transitions of hybrid workers: `elastic.pool` decides the next state, and one task a worker does its work.
 
 Each state has its deadline, and each wait inside it one of its own. Whatever breaks leads back to rollout.
 """
@@ -9,18 +9,34 @@ import asyncio
 import collections
 import contextlib
 from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 from libra_jax import config as configuration
 from libra_jax import deadlines, protocols, turns
-from libra_jax.coordinator import failure, instances, member_shares, replicas, transition_log
-from libra_jax.elastic import pool
+from libra_jax.elastic import pool, training_sides, transition_log, worker_shares
 from libra_jax.elastic.states import State
 
 KNOWN_CHANGES = 3
-"""Changes of sides by which the next one is judged."""
+"""Number of past switches by which the next one is judged."""
 
 MARGIN_SECONDS = 10.0
-"""By which a state's deadline exceeds those of what is done in it."""
+"""Seconds by which a state's deadline exceeds the sum of the deadlines inside it."""
+
+
+class Engines(Protocol):
+    """The rollout engines, as transitions call them."""
+
+    async def sleep(self, name: str) -> None:
+        """Takes a serving engine out of service and puts it to sleep."""
+        ...
+
+    async def wake(self, name: str) -> None:
+        """Brings a sleeping engine back to service, with current weights."""
+        ...
+
+    def await_first_token(self, name: str) -> None:
+        """Notes when the engine's next token comes (`transitions.jsonl`)."""
+        ...
 
 
 class Transitions:
@@ -48,13 +64,13 @@ class Transitions:
         limits: configuration.DeadlineConfig,
         *,
         pool: pool.Pool,
-        engines: instances.Instances,
-        members: replicas.Replicas,
-        shares: member_shares.Shares,
+        engines: Engines,
+        members: training_sides.TrainingSides,
+        shares: worker_shares.Shares,
         trainer: protocols.TrainerClient,
         recorder: protocols.Recorder,
         log: transition_log.TransitionLog,
-        ending: failure.Ending,
+        ending: protocols.Scope,
         changed: Callable[[], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
@@ -75,11 +91,11 @@ class Transitions:
 
     @property
     def idle_seconds(self) -> float:
-        """In which a worker that changes sides serves neither: the shortest of the last ones, which nothing held up."""
+        """Seconds in which a worker that switches serves neither side: the shortest of the last switches."""
         return min(self._idle, default=0.0)
 
     def begin(self, worker: pool.Worker) -> None:
-        """A transition begins; one that the worker turns round from is given up, whatever it waits for."""
+        """Begins a transition, and aborts the one that the worker turns round from."""
         before = self._drivers.get(worker.name)
         if before is not None and before is not asyncio.current_task():
             deadlines.abandon(before)
@@ -132,7 +148,7 @@ class Transitions:
         await self._members.warm(worker.name)
 
     async def _join(self, worker: pool.Worker) -> None:
-        """Opens the channel; what was published while the replica compiled, it reads meanwhile."""
+        """Opens the gradient channel, while the worker reads a version that came while it compiled."""
         self._members.follow(worker.name)
         address = await self._trainer.listen(worker.name, worker.epoch)
         await self._trainer.connect(worker.name, worker.epoch, address)
@@ -145,7 +161,7 @@ class Transitions:
         await self._members.leave(worker.name)
 
     async def _activate(self, worker: pool.Worker) -> None:
-        if worker.origin is State.FAILED:  # nothing is known of the replica, so it goes before its devices are used
+        if worker.origin is State.FAILED:  # the training side may still hold the devices
             await self._dismiss(worker.name)
             await self._members.end(worker.name)
         await self._engines.wake(worker.name)
@@ -157,11 +173,11 @@ class Transitions:
     # Failures ---------------------------------------------------------------------------------------------------
 
     def failed(self, ticket: pool.Ticket, why: str) -> None:
-        """The worker broke in the state of the ticket; nothing happens if it is in that no more."""
+        """Fails the worker if it is still in the state of the ticket."""
         self._ending.start(self._broken(ticket, protocols.WorkerLost(why)), f"failure of {ticket.worker}")
 
     async def _broken(self, ticket: pool.Ticket, error: protocols.LibraError) -> None:
-        """The worker failed in the state of the ticket: it is brought back to rollout, as often as it may be."""
+        """Fails the worker, and brings it back to rollout unless `elastic.restarts` is used up."""
         worker = self._pool.fail(ticket, str(error), self._loop.time())
         if worker is None:
             return
@@ -204,15 +220,15 @@ class Transitions:
         if outcome == "done" and {worker.origin, worker.state} == {State.ROLLOUT, State.TRAINING}:
             self._idle.append(worker.idle_seconds)
         if worker.state is State.ROLLOUT:
-            self._engines.engines[worker.name].answered = None
+            self._engines.await_first_token(worker.name)
 
 
 def limits(deadline: configuration.DeadlineConfig) -> dict[State, float]:
-    """Of each state's work: longer than the waits inside it take together, so that those say what was late."""
+    """Returns each state's deadline: longer than the waits inside it together, so that their errors come first."""
     replica = 2 * deadline.trainer_start + deadline.publish + deadline.shutdown  # made anew
     return {
         State.DRAINING: replica + 2 * deadline.transition + MARGIN_SECONDS,
-        State.FETCHING: replicas.LOAD_VERBS * deadline.publish + deadline.train_step + MARGIN_SECONDS,
+        State.FETCHING: training_sides.LOAD_VERBS * deadline.publish + deadline.train_step + MARGIN_SECONDS,
         State.WARMING: deadline.trainer_start + MARGIN_SECONDS,
         State.JOINING: 2 * deadline.publish + deadline.transition + MARGIN_SECONDS,
         State.LEAVING: deadline.publish + deadline.transition + deadline.shutdown + MARGIN_SECONDS,

@@ -7,7 +7,7 @@ import asyncio
 import coordinator_doubles as doubles
 
 from libra_jax import deadlines, protocols
-from libra_jax.coordinator import replicas
+from libra_jax.elastic import training_sides
 from libra_jax.telemetry import memory
 
 
@@ -36,7 +36,9 @@ def test_a_replica_that_is_given_up_while_it_starts_is_gone_when_it_has_left():
     async def main():
         cluster = Cluster()
         specs = {"rollout-1": protocols.ActorSpec("replica-1", "", {})}
-        made = replicas.Replicas(doubles.make_config(), cluster=cluster, specs=specs, recorder=memory.MemoryRecorder())
+        made = training_sides.TrainingSides(
+            doubles.make_config(), cluster=cluster, specs=specs, recorder=memory.MemoryRecorder()
+        )
         starting = asyncio.ensure_future(made.ensure("rollout-1"))
         await asyncio.sleep(1.0)
         deadlines.abandon(starting)

@@ -1,4 +1,4 @@
-"""What transitions of hybrid workers cost: a line of `transitions.jsonl` for each, once it has been of use."""
+"""The cost of each transition of a hybrid worker: a line of `transitions.jsonl`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from libra_jax.elastic.states import State
 
 
 class TransitionLog:
-    """Collects what is known of each worker's transition, and writes it.
+    """Collects the facts of each worker's transition, and writes them.
 
-    A line waits for the first step or token that came of the transition; the worker's next one, a failure or the end of
-    the run does not wait for that.
+    A line is written at the first training step or token after the transition, and earlier if the worker fails or sets
+    out again, or if the run ends.
     """
 
     def __init__(self, recorder: protocols.Recorder) -> None:
@@ -22,16 +22,16 @@ class TransitionLog:
         self._bytes: dict[str, int] = {}
 
     def begin(self, name: str) -> None:
-        """The worker sets out."""
+        """Begins the record of a worker that sets out."""
         self._write(name)
         self._bytes[name] = 0
 
     def moved(self, name: str, nbytes: int) -> None:
-        """The worker got so many bytes on its way."""
+        """Adds bytes of parameters that the worker received on its way."""
         self._bytes[name] += nbytes
 
     def rested(self, worker: pool.Worker, step: int, outcome: str, why: str) -> float:
-        """The worker is at rest; returns the seconds that its way took.
+        """Records that the worker is at rest; returns the seconds of its transition.
 
         Args:
           worker: at rest.
@@ -57,11 +57,11 @@ class TransitionLog:
         return end - start
 
     def waiting(self, state: State) -> list[str]:
-        """Workers that have come to this state and have not been of use there."""
+        """Returns the workers in this state whose first step or token has not come yet."""
         return [name for name, record in self._pending.items() if record["to"] == state]
 
     def useful(self, name: str, what: str, now: float, stall: float = 0.0) -> None:
-        """The worker's first step or token since it came to rest.
+        """Records the worker's first step or token after its transition.
 
         Args:
           name: the worker's.
@@ -76,7 +76,7 @@ class TransitionLog:
             self._write(name)
 
     def close(self) -> None:
-        """The run ends."""
+        """Writes all lines that still wait, because the run ends."""
         for name in list(self._pending):
             self._write(name)
 

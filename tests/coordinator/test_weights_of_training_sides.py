@@ -1,4 +1,4 @@
-"""Replicas and the versions they are given: what is given up leaves no actor with two weight updates at once."""
+"""The parameters of training sides: an aborted weight update leaves no actor with two updates at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import coordinator_doubles as doubles
 import pytest
 
 from libra_jax import protocols
-from libra_jax.coordinator import replicas
+from libra_jax.elastic import training_sides
 from libra_jax.telemetry import memory
 
 WORKER, OTHER = "rollout-1", "rollout-2"
@@ -91,7 +91,7 @@ class Bench:
             worker: protocols.ActorSpec(f"replica-{number}", f"{__name__}:Actor", {"verb_seconds": verb_seconds})
             for number, worker in enumerate((WORKER, OTHER), start=1)
         }
-        self.members = replicas.Replicas(config, cluster=self.cluster, specs=specs, recorder=self.recorder)
+        self.members = training_sides.TrainingSides(config, cluster=self.cluster, specs=specs, recorder=self.recorder)
 
     @property
     def actor(self) -> Actor:
@@ -99,7 +99,7 @@ class Bench:
 
     def publish(self, version: int, chunks: int = 2) -> None:
         staged = [protocols.WeightChunk(version, index, chunks, (), 10, {}) for index in range(chunks)]
-        self.members.published(version, staged)
+        self.members.offer(version, staged)
 
     async def contribute(self, version: int) -> Mapping[str, float]:
         return await self.members.contribute(WORKER, protocols.TrainBatch(version, ()), ())
@@ -145,9 +145,9 @@ def test_one_whose_load_was_given_up_is_given_no_other_before_it_has_answered():
             await fetching
         bench.publish(2)
         assert not bench.members.holds(WORKER, 2)
-        with pytest.raises(protocols.WorkerLost, match="replica-1 may still be in a weight update that was given up"):
+        with pytest.raises(protocols.WorkerLost, match="replica-1 may still be in a weight update that was aborted"):
             bench.members.follow(WORKER)
-        with pytest.raises(protocols.WorkerLost, match="replica-1 may still be in a weight update that was given up"):
+        with pytest.raises(protocols.WorkerLost, match="replica-1 may still be in a weight update that was aborted"):
             await bench.members.fetch(WORKER)
         await bench.members.ensure(WORKER)
         assert seconds() == pytest.approx(10)

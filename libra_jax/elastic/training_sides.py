@@ -1,0 +1,328 @@
+"""The training sides of hybrid workers: their processes, the parameters they hold, and the shares they compute.
+
+A training side reads each version from the snapshot of a weight sync, after the engines and while the trainer goes on.
+The snapshot's memory is written again only after every training side has let go of it (`settle`).
+
+An actor takes one call at a time, and an aborted call goes on in the actor. So a training side whose weight update was
+aborted gets no further call before `ensure`, which waits until the old call is over, or restarts the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from libra_jax import config as configuration
+from libra_jax import deadlines, protocols
+from libra_jax.trainer_control import client as hybrid_client
+
+Copies = Mapping[int, Sequence[protocols.WeightChunk]]
+"""Host to the chunks of a version on that host; no chunks if the host's relay failed. Workers of a host that is not
+in here read the trainer's memory."""
+
+LOAD_VERBS = 3
+"""Deadline of a whole weight update, in `deadlines.publish`: its start, its chunks together, and its end."""
+
+
+@dataclass
+class TrainingSide:
+    """One worker's training side, over all its processes.
+
+    Attributes:
+      spec: how its actor is made.
+      client: calls the process; None while there is none.
+      version: version of the parameters that it holds; `NO_VERSION` for none.
+      follows: whether it gets every version.
+      loading: the weight update under way.
+      aborted: a weight update was aborted, and the actor may still be busy with it.
+      load_seconds: seconds of the last weight update.
+    """
+
+    spec: protocols.ActorSpec
+    client: hybrid_client.HybridClient | None = None
+    version: int = protocols.NO_VERSION
+    follows: bool = False
+    loading: asyncio.Task[None] | None = None
+    aborted: bool = False
+    load_seconds: float = 0.0
+
+
+class TrainingSides:
+    """The training sides of all hybrid workers, by the worker's name. Made inside the event loop it serves.
+
+    Args:
+      config: the run's configuration (`deadlines`, `elastic`, `rollout`).
+      cluster: makes and ends the actors.
+      specs: worker to how its training side is made.
+      recorder: gets a span for each weight update and each share.
+    """
+
+    def __init__(
+        self,
+        config: configuration.RunConfig,
+        *,
+        cluster: protocols.Cluster,
+        specs: Mapping[str, protocols.ActorSpec],
+        recorder: protocols.Recorder,
+    ) -> None:
+        self._limits = config.deadlines
+        self._late, self._late_seconds = config.elastic.late, config.elastic.late_seconds
+        self._transport = {"kind": config.rollout.transport}
+        self._cluster = cluster
+        self._recorder = recorder
+        self._sides = {worker: TrainingSide(spec) for worker, spec in specs.items()}
+        self._out = asyncio.Event()  # a snapshot may be read
+        self._held: tuple[int, Sequence[protocols.WeightChunk]] = protocols.NO_VERSION, ()
+        self._copies: dict[int, Sequence[protocols.WeightChunk]] = {}
+
+    @property
+    def hosts(self) -> set[int]:
+        """The hosts of training sides, if the run is laid out over several hosts."""
+        return {side.spec.host for side in self._sides.values() if side.spec.host is not None}
+
+    async def start(self) -> None:
+        """Starts and warms every process; a process that fails is tried again at its first switch to training."""
+
+        async def guarded(worker: str) -> None:
+            try:
+                await self.ensure(worker)
+                await self.warm(worker)
+            except protocols.ConfigError:
+                raise
+            except protocols.LibraError as error:
+                self._recorder.note(f"The replica of {worker} is not ready, and is tried again when needed: {error}")
+                await self.end(worker)
+
+        await deadlines.together(*(guarded(worker) for worker in self._sides))
+
+    async def ensure(self, worker: str) -> None:
+        """Makes sure that the worker's process answers: restarts it if it has died unnoticed."""
+        side = self._sides[worker]
+        _forget(side)
+        if side.client is not None:
+            try:
+                await side.client.leave()
+                side.aborted = False
+                return
+            except protocols.LibraError:
+                side.client = None
+        await self._stop(side)  # what is left of a lost process
+        name, client = side.spec.name, self._client(side)
+        self._recorder.status(name, "starting its process")
+        await client.make()
+        self._recorder.status(name, "loading the model")
+        await client.start()
+        await client.init_weight_transfer(self._transport)
+        side.client, side.aborted = client, False
+        self._recorder.status(name, "idle")
+
+    def _client(self, side: TrainingSide) -> hybrid_client.HybridClient:
+        return hybrid_client.HybridClient(self._cluster, side.spec, self._limits)
+
+    def offer(self, version: int, chunks: Sequence[protocols.WeightChunk], copies: Copies | None = None) -> None:
+        """Offers a new snapshot. Training sides that follow begin to read it, or their host's copy of it."""
+        self._held = version, chunks
+        self._copies = dict(copies or {})
+        self._out.set()
+        for side in self._sides.values():
+            if side.follows and side.version != version:
+                self._load(side)
+
+    def add_copies(self, version: int, copies: Copies) -> None:
+        """Adds copies of the offered snapshot on further hosts."""
+        if version == self._held[0]:
+            self._copies.update(copies)
+
+    async def settle(self) -> None:
+        """Withdraws the present snapshot, and returns when no training side reads it.
+
+        An update that takes much longer than the last one is aborted; that training side then follows no version.
+        """
+        self._out.clear()
+        self._held = protocols.NO_VERSION, ()
+        reading = [side for side in self._sides.values() if side.loading is not None]
+        loads = {side.loading for side in reading if side.loading is not None}
+        if loads:
+            slowest = max(side.load_seconds for side in reading)
+            await asyncio.wait(loads, timeout=max(self._late_seconds, self._late * slowest))
+        for side in reading:
+            if side.loading is not None:
+                self._abort(side, "it was still reading a version when the next one came")
+
+    def _abort(self, side: TrainingSide, why: str) -> None:
+        """Aborts an update: the training side holds no parameters until `fetch` gives it some."""
+        _forget(side)
+        self._recorder.note(f"{side.spec.name} holds no parameters: {why}")
+
+    async def fetch(self, worker: str) -> int:
+        """Gives the worker the offered version, or the next one; returns its bytes.
+
+        Raises:
+          LibraError: it could not be loaded, or none came.
+        """
+        side = self._sides[worker]
+        while self._held[0] == protocols.NO_VERSION:  # an offer may be withdrawn before this task wakes
+            what = f"{side.spec.name}'s wait for a version to come out"
+            await deadlines.within(self._limits.train_step, self._out.wait(), what, "train_step")
+        nbytes = sum(chunk.nbytes for chunk in self._held[1])
+        _check_ready(side)
+        self._load(side)
+        await self._loaded(side)
+        if side.version == protocols.NO_VERSION:
+            raise protocols.WorkerLost(f"{side.spec.name} could not be given the parameters that are out")
+        return nbytes
+
+    def follow(self, worker: str) -> None:
+        """Gives the worker every version from now on, the offered one included.
+
+        Raises:
+          WorkerLost: the training side is not ready.
+        """
+        side = self._sides[worker]
+        _check_ready(side)
+        side.follows = True
+        if self._held[0] not in (protocols.NO_VERSION, side.version):
+            self._load(side)
+
+    def _load(self, side: TrainingSide) -> None:
+        """Begins a weight update with the offered version, unless one is under way."""
+        version, chunks = self._held
+        assert version != protocols.NO_VERSION, f"nothing is out that {side.spec.name} could be given"
+        if side.spec.host is not None:
+            chunks = self._copies.get(side.spec.host, chunks)
+        if side.loading is None:
+            loading = asyncio.get_running_loop().create_task(self._update(side, version, chunks))
+            side.loading = loading
+            loading.add_done_callback(functools.partial(_ended, side))
+
+    async def _loaded(self, side: TrainingSide) -> None:
+        """Returns when no weight update is under way.
+
+        Raises:
+          DeadlineMissed: the update took too long, and was aborted.
+        """
+        if side.loading is None:
+            return
+        what = f"{side.spec.name}'s whole weight update"
+        try:
+            await deadlines.within(LOAD_VERBS * self._limits.publish, asyncio.wait({side.loading}), what, "publish")
+        except protocols.DeadlineMissed as error:
+            self._abort(side, str(error))
+            raise
+
+    async def _update(self, side: TrainingSide, version: int, chunks: Sequence[protocols.WeightChunk]) -> None:
+        """Runs the weight verbs; a failure leaves the training side without a version."""
+        side.version = protocols.NO_VERSION
+        begin, client = asyncio.get_running_loop().time(), _up(side)
+        try:
+            if not chunks:
+                raise protocols.WorkerLost(f"version {version} could not be brought to its host")
+            await client.start_weight_update(version)
+            for chunk in chunks:
+                await client.update_weights(chunk)
+            await client.finish_weight_update(version)
+        except protocols.LibraError as error:
+            self._abort(side, str(error))
+            return
+        side.version = version
+        end = asyncio.get_running_loop().time()
+        side.load_seconds = end - begin
+        self._recorder.span("weights", f"sync {side.spec.name}", begin, end, {"policy_version": version})
+
+    def follows(self, worker: str) -> bool:
+        """Returns whether the worker gets every version."""
+        return self._sides[worker].follows
+
+    def holds(self, worker: str, version: int) -> bool:
+        """Returns whether the worker holds this version, or is reading it."""
+        side = self._sides[worker]
+        return side.version == version or (side.loading is not None and self._held[0] == version)
+
+    async def warm(self, worker: str) -> None:
+        """Compiles the worker's gradient steps, if they are not compiled yet."""
+        await _up(self._sides[worker]).warm()
+
+    async def join(self, worker: str, epoch: int, address: Mapping[str, Any]) -> None:
+        """Connects the worker to the trainer's gradient channel."""
+        await _up(self._sides[worker]).join(epoch, address)
+
+    async def leave(self, worker: str) -> None:
+        """Takes channel and parameters from the worker; ends its process if it does not let go of them."""
+        side = self._sides[worker]
+        _forget(side)
+        if side.client is None:  # perhaps its process is still being made by an aborted call
+            await self._stop(side)
+            return
+        try:
+            await side.client.leave()
+            side.aborted = False
+        except protocols.LibraError as error:
+            self._recorder.note(f"{side.spec.name} is ended: {error}")
+            await self.end(worker)
+
+    async def end(self, worker: str) -> None:
+        """Ends the worker's process; a later `ensure` makes another."""
+        side = self._sides[worker]
+        _forget(side)
+        side.client = None
+        await self._stop(side)
+
+    async def contribute(
+        self, worker: str, batch: protocols.TrainBatch, shares: Sequence[protocols.Share]
+    ) -> Mapping[str, float]:
+        """Lets the worker compute its share of a step, as soon as it has the parameters; returns its figures.
+
+        Raises:
+          LibraError: it could not; sums that it has sent do not count.
+        """
+        side = self._sides[worker]
+        await self._loaded(side)
+        if side.version != batch.policy_version:
+            raise protocols.LibraError(f"{side.spec.name} could not be given version {batch.policy_version}")
+        begin = asyncio.get_running_loop().time()
+        self._recorder.status(side.spec.name, f"training step {batch.policy_version + 1}")
+        told = await _up(side).contribute(batch, shares)
+        end = asyncio.get_running_loop().time()
+        self._recorder.span(side.spec.name, "share", begin, end, {"step": batch.policy_version + 1, **told})
+        self._recorder.status(side.spec.name, "idle")
+        return told
+
+    async def _stop(self, side: TrainingSide) -> None:
+        try:
+            await self._client(side).stop()
+        except protocols.LibraError as error:
+            self._recorder.note(f"{side.spec.name} could not be stopped cleanly: {error}")
+
+
+def _forget(side: TrainingSide) -> None:
+    """Clears what the training side holds and follows, and aborts a weight update under way."""
+    side.follows, side.version = False, protocols.NO_VERSION
+    if (loading := side.loading) is not None:
+        side.loading, side.aborted = None, True
+        if loading is not asyncio.current_task():
+            loading.cancel()
+
+
+def _up(side: TrainingSide) -> hybrid_client.HybridClient:
+    """Returns the training side's client. Raises WorkerLost if it has no process."""
+    if side.client is None:
+        raise protocols.WorkerLost(f"{side.spec.name} has no process")
+    return side.client
+
+
+def _check_ready(side: TrainingSide) -> None:
+    """Raises WorkerLost if the training side is not ready for parameters; `ensure` makes it ready."""
+    if side.client is None:
+        raise protocols.WorkerLost(f"{side.spec.name} has no process, and cannot be given parameters")
+    if side.aborted:
+        raise protocols.WorkerLost(
+            f"{side.spec.name} may still be in a weight update that was aborted, and cannot be given another"
+        )
+
+
+def _ended(side: TrainingSide, loading: asyncio.Task[None]) -> None:
+    if side.loading is loading:  # else it was aborted
+        side.loading = None

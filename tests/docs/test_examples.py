@@ -1,0 +1,157 @@
+"""The examples of README and docs/ run as a reader would run them."""
+
+import asyncio
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import types
+
+import pages
+import pytest
+
+from libra_jax import config, protocols
+from libra_jax.agents.rewards import scoring
+from libra_jax.agents.tools import toolkit
+
+WAREHOUSES = ("README.md", "docs/guides/environments.md")
+
+
+def load(page: str, name: str, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts an example where a reader would: into a file of the folder that runs are launched from."""
+    (folder / name).write_text(pages.example(page, name))
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
+
+
+def test_the_dice_environment_rolls_and_scores(tmp_path, monkeypatch):
+    load("docs/guides/environments.md", "dice.py", tmp_path, monkeypatch)
+    import dice
+
+    async def attempt() -> tuple[protocols.StepResult, protocols.StepResult]:
+        environment = dice.make()
+        first = await environment.reset(protocols.Task("t", {"prompt": "roll", "answer": "3"}))
+        assert [message.content for message in first] == ["roll"]
+        called, ended = await environment.step("<tool_call>"), await environment.step(" 3 ")
+        await environment.close()
+        return called, ended
+
+    called, ended = asyncio.run(attempt())
+    assert called.tool_returns[0].content in "123456"
+    assert (ended.done, ended.reward) == (True, 1.0)
+
+
+@pytest.mark.parametrize("page", WAREHOUSES)
+def test_the_environment_with_two_tools_calls_them_and_scores(page, tmp_path, monkeypatch):
+    load(page, "warehouse.py", tmp_path, monkeypatch)
+    import warehouse
+
+    def call(name: str, item: str) -> str:
+        asked = json.dumps({"name": name, "arguments": {"item": item}})
+        return f"<tool_call>{asked}</tool_call>"
+
+    async def attempt() -> list[protocols.StepResult]:
+        tools = config.ToolsConfig(use=("warehouse:stock", "warehouse:price"))
+        async with toolkit.Toolkit(tools, config.SandboxConfig()) as opened:
+            environment = warehouse.environment(opened)
+            task = protocols.Task("t", {"prompt": "How many gears?", "answer": "5"})
+            told = await environment.reset(task)
+            assert "stock" in told[0].content
+            assert told[-1].content == "How many gears?"
+            outputs = (call("stock", "gear") + call("price", "gear"), call("stock", "nut"), "5")
+            steps = [await environment.step(output) for output in outputs]
+            await environment.close()
+        return steps
+
+    both, failed, ended = asyncio.run(attempt())
+    assert [(back.tool, back.content) for back in both.tool_returns] == [("stock", "5"), ("price", "20")]
+    assert failed.tool_returns[0].status == "failure"
+    assert (ended.done, ended.reward) == (True, 1.0)
+
+
+def test_the_two_pages_show_the_same_environment():
+    first, second = (pages.example(page, "warehouse.py") for page in WAREHOUSES)
+    assert first == second
+
+
+def test_the_reward_functions_score(tmp_path, monkeypatch):
+    load("docs/guides/rewards.md", "shaping.py", tmp_path, monkeypatch)
+    import shaping
+
+    task = protocols.Task("t", {})
+    assert shaping.brevity(characters=2)(task, "four") == 0.5
+    used = scoring.Transcript("text", tools=(protocols.CausalState("python", 0, "success"),))
+    assert shaping.tool_use()(task, used) == (1.0, {"calls": 1})
+    assert shaping.tool_use()(task, scoring.Transcript("text")) == (0.0, {"calls": 0})
+
+
+@pytest.mark.slow
+def test_the_sandbox_example_contains_its_code(tmp_path):
+    script = tmp_path / "try_sandbox.py"
+    script.write_text(pages.example("docs/guides/sandbox.md", "try_sandbox.py"))
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": str(pages.ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    if done.returncode and not (shutil.which("bwrap") or os.environ.get("LIBRA_JAX_REQUIRE_SANDBOX")):
+        pytest.skip("no bubblewrap here")
+    assert done.returncode == 0, done.stderr
+    first, shell, bomb, after = done.stdout.split("ToolReturn(")[1:]
+    assert "42" in first
+    assert "/etc/shadow: No such file" in shell
+    assert "status='success'" not in bomb
+    assert "42" in after
+
+
+def test_the_config_file_is_accepted(tmp_path, monkeypatch):
+    load("docs/guides/configs.md", "mine.py", tmp_path, monkeypatch)
+    import mine
+
+    assert config.checked(mine.get_config("elsewhere")).model.path == "elsewhere"
+
+
+@pytest.mark.slow
+def test_the_agent_from_start_to_end_passes_its_dry_run(tmp_path):
+    page = "docs/getting_started/own_agent.md"
+    written = [
+        (page, "agent.py"),
+        ("docs/guides/environments.md", "warehouse.py"),
+        ("docs/guides/rewards.md", "shaping.py"),
+    ]
+    for source, name in written:
+        (tmp_path / name).write_text(pages.example(source, name))
+    questions = pages.blocks(pages.ROOT / page, "bash")[0]
+    subprocess.run(["bash", "-c", questions], cwd=tmp_path, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, str(pages.ROOT / "launch/train.py"), "--config=agent.py", "--dry_run"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(pages.ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "questions.jsonl, 3 to train on" in done.stdout
+    assert "brevity" in done.stdout
+
+
+def test_the_python_example_trains_with_a_config_that_is_accepted(tmp_path, monkeypatch):
+    load("docs/getting_started/python_api.md", "sums.py", tmp_path, monkeypatch)
+    import sums
+
+    import libra_jax
+
+    asked = {}
+    monkeypatch.setattr(
+        libra_jax, "train", lambda run, **objects: asked.update(run=run, **objects) or types.SimpleNamespace(rewards={})
+    )
+    sums.main()
+    assert config.checked(asked["run"]).name == "sums"
+    assert asked["reward"](protocols.Task("t", asked["tasks"][12]), "3") == 1.0

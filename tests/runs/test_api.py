@@ -1,0 +1,117 @@
+"""`libra_jax.train`, `simulate` and `plan` from a Python program, with its own objects in the place of names."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+
+import pytest
+
+import libra_jax
+from configs import simulate
+from libra_jax import config, protocols
+from libra_jax.runs import api
+from libra_jax.simulator import report
+
+QUESTIONS = [{"prompt": f"say {number}", "answer": str(number)} for number in range(20)]
+
+
+def small(steps: int = 2) -> config.RunConfig:
+    """Returns a run with the fake engine, which takes seconds."""
+    run = config.RunConfig(name="mine", steps=steps)
+    run.rollout.engine, run.rollout.max_context, run.rollout.max_tokens = "fake", 128, 16
+    run.trainer.platform, run.trainer.row_tokens = "cpu", 128
+    run.coordinator.groups_per_step, run.coordinator.group_size = 2, 4
+    run.evaluation.every, run.telemetry.tensorboard, run.telemetry.report = 0, False, False
+    return run
+
+
+def test_a_run_trains_on_objects_of_the_program_and_goes_on(tmp_path):
+    class Once:
+        """Ends each attempt after one output."""
+
+        async def reset(self, task):
+            return [protocols.Message("user", task.payload["prompt"])]
+
+        async def step(self, output):
+            return protocols.StepResult(done=True, reward=0.0)
+
+        async def close(self):
+            pass
+
+    scored = []
+
+    def reward(task, text):
+        scored.append(task.payload["answer"])
+        return 0.25
+
+    given = {"environment": Once, "reward": reward, "tasks": QUESTIONS, "workdir": tmp_path / "run"}
+    trained = libra_jax.train(small(2), **given)
+    assert trained.rewards == {1: 0.25, 2: 0.25}
+    assert len(scored) == 2 * 2 * 4, "two steps of two groups of four"
+    assert {answer for answer in scored} <= {task["answer"] for task in QUESTIONS}
+    assert (trained.model / "config.json").exists()
+    assert libra_jax.train(small(3), **given).rewards == {3: 0.25}, "it goes on from its checkpoint"
+
+
+def test_a_thread_with_an_event_loop_of_its_own_can_train(tmp_path):
+    async def notebook():
+        assert threading.current_thread() is threading.main_thread()
+        return libra_jax.train(small(1), tasks=QUESTIONS, workdir=tmp_path / "run")
+
+    assert list(asyncio.run(notebook()).rewards) == [1]
+
+
+def test_the_awaited_form_trains_on_the_callers_loop(tmp_path):
+    trained = asyncio.run(libra_jax.train_async(small(1), tasks=QUESTIONS, workdir=tmp_path / "run"))
+    assert list(trained.rewards) == [1]
+
+
+def test_an_edited_object_begins_another_run_and_an_importable_one_keeps_its_name():
+    first = api.with_objects(small(), reward=lambda task, text: 1.0)
+    second = api.with_objects(small(), reward=lambda task, text: 2.0)
+    assert config.digest(first) != config.digest(second)
+    named = api.with_objects(small(), environment=json.JSONDecoder)  # any class that a module holds
+    assert named.task.environment == "json.decoder:JSONDecoder"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"tasks": []}, r"tasks: is empty"),
+        ({"tasks": [{"question": 1}]}, r"tasks\[0\]: column 'prompt' must be a text"),
+        ({"tasks": [{"prompt": "a"}, {"prompt": 3}]}, r"tasks\[1\]: column 'prompt' must be a text"),
+        ({"tasks": 3}, r"config\.task\.source: 3 has no method task"),
+        ({"environment": 3}, r"config\.task\.environment: 3 is not callable"),
+        ({"reward": "mine"}, r"config\.reward\.functions: 'mine' is not callable"),
+    ],
+)
+def test_an_object_that_cannot_stand_for_a_name_is_refused(given, message):
+    with pytest.raises(protocols.LibraError, match=message):
+        api.with_objects(small(), **given)
+
+
+def test_objects_of_the_program_are_refused_where_workers_are_other_processes():
+    run = small()
+    run.cluster.backend = "ray"
+    with pytest.raises(protocols.ConfigError, match=r"config\.cluster\.backend: ray runs workers in other processes"):
+        api.with_objects(run, reward=lambda task, text: 1.0)
+
+
+def test_a_plan_and_a_simulation_answer_as_the_scripts_do():
+    split = libra_jax.plan(hardware="h100", model="Qwen3-8B", accelerators=16, workload="search", generated_tokens=4000)
+    assert (split.train.devices, split.plan.rollout_devices) == (4, 12)
+    run = simulate.get_config("search")
+    run.steps, run.coordinator.groups_per_step = 1, 2
+    compared = libra_jax.simulate(run, policies=("cmlfq", "sticky"))
+    assert [entry["policy"] for entry in compared.entries] == ["cmlfq", "sticky"]
+    assert all(
+        report.mean_step_seconds([entry], entry["policy"]) >= compared.bound_seconds > 0 for entry in compared.entries
+    )
+
+
+def test_the_package_loads_no_accelerator_library():
+    code = "import sys, libra_jax; print(sorted({'jax', 'torch', 'vllm', 'ray', 'numpy'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
