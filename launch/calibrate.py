@@ -159,8 +159,8 @@ def _recorded(folder: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
         command = [
             sys.executable,
-            "launch/train.py",
-            f"--config=configs/calibrate.py:{variant}",
+            str(cli.REPOSITORY / "launch" / "train.py"),
+            f"--config={cli.REPOSITORY / 'configs' / 'calibrate.py'}:{variant}",
             f"--workdir={partial}",
         ]
         print(f"recording {workdir}", flush=True)

@@ -55,6 +55,9 @@ defaults have it spend a quarter of a busy scheduler's time looking for those.""
 FAILED, MISTAKEN = 1, 2
 """Exit statuses of work that fails, and of a command that has to change first: its flags, its config, a setting."""
 
+REPOSITORY = Path(__file__).resolve().parents[1]
+"""Folder that holds `launch/` and `configs/`. Scripts may be started from any folder."""
+
 HELP_FLAG = "config_help"
 """Flag that lists settings; its value, a word to look for, may be left out."""
 
@@ -70,6 +73,7 @@ def run(
     interrupted: str = "interrupted",
     lost: int = FAILED,
     needs_config: bool = False,
+    positional: str = "",
 ) -> None:
     """Runs `main` under absl. A LibraError becomes `error: <sentence>`, any other error `error: <Type>: <text>`.
 
@@ -81,9 +85,10 @@ def run(
       config_type: dataclass of the script's config file, for the nearest field to a mistyped `--config.` flag.
       interrupted: what Ctrl-C is answered with.
       lost: exit status of a WorkerLost, where that differs from other errors.
-      default_config: config file where no --config is given. As the flag's own default it would be read before
-        anything here could turn its errors into a sentence.
+      default_config: config file of the repository if no --config is given, such as "configs/simulate.py". As the
+        flag's own default it would be read before anything here could turn its errors into a sentence.
       needs_config: whether the script prints its usage and ends with status `MISTAKEN` where no --config is given.
+      positional: flag whose value may stand first, without the flag's name.
     """
     gc.set_threshold(*GARBAGE_THRESHOLDS)
     sys.path.append(os.getcwd())  # where a user's own "module:factory" lives; last, so that it shadows nothing
@@ -95,10 +100,12 @@ def run(
             module_name=sys.argv[0],  # as the script's own, so that --help shows it beside --config
         )
     logging.set_verbosity(logging.WARNING)  # libraries' own progress is not for the terminal; -v=0 brings it back
+    # A config file without `return` is answered in a sentence, which needs no log lines of ml_collections above it.
+    python_logging.getLogger("absl").addFilter(lambda record: "get_config() returned None" not in str(record.msg))
     logging.get_absl_handler().setFormatter(_Visible(logging.PythonFormatter()))
     app.run(
         lambda _: sys.exit(_guarded(main, interrupted, lost)),
-        flags_parser=functools.partial(_parse_flags, config_type, default_config, needs_config),
+        flags_parser=functools.partial(_parse_flags, config_type, default_config, needs_config, positional),
     )
 
 
@@ -189,11 +196,13 @@ def _sentence(error: Exception, traced: bool) -> str:
     return text if traced else f"{text} (unforeseen: LIBRA_JAX_TRACEBACK=1 in the environment shows where)"
 
 
-def _parse_flags(config_type: type[Any], default_config: str | None, needs_config: bool, argv: Sequence[str]) -> Any:
+def _parse_flags(
+    config_type: type[Any], default_config: str | None, needs_config: bool, positional: str, argv: Sequence[str]
+) -> Any:
     """Parses the flags; ends the process silently where the reader of --help has left, as `head` does."""
     try:
         try:
-            return _parsed(config_type, default_config, needs_config, argv)
+            return _parsed(config_type, default_config, needs_config, positional, argv)
         finally:
             sys.stdout.flush()  # else the interpreter would meet the closed pipe as it ends
     except BrokenPipeError:
@@ -201,14 +210,20 @@ def _parse_flags(config_type: type[Any], default_config: str | None, needs_confi
         sys.exit(128 + signal.SIGPIPE)
 
 
-def _parsed(config_type: type[Any], default_config: str | None, needs_config: bool, argv: Sequence[str]) -> Any:
+def _parsed(
+    config_type: type[Any], default_config: str | None, needs_config: bool, positional: str, argv: Sequence[str]
+) -> Any:
+    if positional and len(argv) > 1 and not argv[1].startswith("-"):
+        argv = [argv[0], f"--{positional}={argv[1]}", *argv[2:]]
     _help(config_type, argv)
     named = {argument.lstrip("-").split("=")[0] for argument in argv[1:] if argument.startswith("-")}
     if needs_config and not named & _WITHOUT_CONFIG:
-        print(_usage(argv[0]), file=sys.stderr)
+        mistyped = [name for name in sorted(named) if name and not name.startswith("config.") and not _is_flag(name)]
+        said = _unknown_flag(config_type, mistyped[0]) if mistyped else "no --config is given"
+        print(f"error: {escapes.visible(said, lines=True)}\n{_usage(argv[0])}", file=sys.stderr)
         sys.exit(MISTAKEN)
     if default_config and "config" not in named:
-        argv = [argv[0], f"--config={default_config}", *argv[1:]]
+        argv = [argv[0], f"--config={REPOSITORY / default_config}", *argv[1:]]
     file = _config_file(argv).partition(":")[0] if "config" in flags.FLAGS else ""
     try:
         with config_files.watched(file):
@@ -227,26 +242,51 @@ def _parsed(config_type: type[Any], default_config: str | None, needs_config: bo
             raise
         if os.environ.get("LIBRA_JAX_TRACEBACK"):
             traceback.print_exc()
-        said = raised or _flag_sentence(config_type, argv, error)
+        said = raised or _missing_flag(argv[0], positional, error) or _flag_sentence(config_type, argv, error)
         print(f"error: {escapes.visible(said, lines=True)}", file=sys.stderr)
         sys.exit(MISTAKEN)
 
 
+def _is_flag(name: str) -> bool:
+    return name in flags.FLAGS or name.removeprefix("no") in flags.FLAGS
+
+
+def _unknown_flag(config_type: type[Any], name: str) -> str:
+    """Says that a flag does not exist, with the setting of that name, or with the nearest flag."""
+    named = [field for field in _fields(config_type) if f".{field}".endswith(f".{name}")]
+    if named and "config" in flags.FLAGS:
+        offered = [name] if name in named else named
+        return f"there is no flag --{name}; did you mean --config.{' or --config.'.join(offered)}?"
+    near = difflib.get_close_matches(name.partition(".")[0], list(flags.FLAGS), n=1)
+    hint = f"did you mean --{near[0]}?" if near else "--help shows the flags"
+    return f"there is no flag --{name}; {hint}"
+
+
+def _missing_flag(script: str, positional: str, error: BaseException) -> str | None:
+    """Says which flag has to be given; None if the error is another one."""
+    missing = re.search(r"^flag --(\w+)=None: Flag --\1 must have a value", str(error))
+    if missing is None:
+        return None
+    command = f"python {os.path.relpath(script)}"
+    if missing[1] == positional:
+        word = positional.upper()
+        return f"no {word} is given; usage: {command} {word} [FLAG ...]; {command} --help shows the flags"
+    return f"no --{missing[1]} is given; {command} --help shows the flags"
+
+
 def _usage(script: str) -> str:
     """Says how a script is given its config, and which configs ship with the repository."""
-    folder = Path(__file__).resolve().parents[1] / "configs"
-    shown = []
+    shown, folder = [], REPOSITORY / "configs"
     for file in sorted(folder.glob("*.py")):
         with contextlib.suppress(OSError, SyntaxError):
             about = ast.get_docstring(ast.parse(file.read_text())) or ""
             if not {Path(script).name, "quickstart.sh"} & set(re.findall(r"[\w.]+", about)):
                 continue
-            shown.append(f"  configs/{file.name:24} {textwrap.shorten(about.split('. ')[0], 90)}")
-    command = f"python {os.path.relpath(script)}"
+            shown.append(f"  {os.path.relpath(file):32} {textwrap.shorten(about.split('. ')[0], 90)}")
+    command, quickstart = f"python {os.path.relpath(script)}", os.path.relpath(folder / "quickstart.py")
     return "\n".join(
         [
-            "error: no --config is given",
-            f"usage: {command} --config=configs/quickstart.py [--config.FIELD=VALUE ...] [FLAG ...]",
+            f"usage: {command} --config={quickstart} [--config.FIELD=VALUE ...] [FLAG ...]",
             *shown,
             f"{command} --help shows the flags, and --{HELP_FLAG} every FIELD with default and meaning.",
         ]
@@ -296,11 +336,13 @@ def _flag_sentence(config_type: type[Any], argv: Sequence[str], error: BaseExcep
             sentence = _unknown_field(config_type, path, value) or _unknown_key(config_type, path, value, error)
             if sentence:
                 return sentence
-    if isinstance(error, flags.UnrecognizedFlagError) and "config" in flags.FLAGS:
-        named = [field for field in _fields(config_type) if f".{field}".endswith(f".{error.flagname}")]
-        if named:
-            offered = [error.flagname] if error.flagname in named else named
-            return f"there is no flag --{error.flagname}; did you mean --config.{' or --config.'.join(offered)}?"
+    if isinstance(error, protocols.ConfigError):  # a group that refuses a value knows its own name, and no other's
+        for name in (argument.removeprefix("--").partition("=")[0] for argument in argv[1:]):
+            refused = re.match(rf"\w+\.{re.escape(name.rpartition('.')[2])}: ", str(error))
+            if name.startswith("config.") and refused:
+                return f"{name}: {str(error)[refused.end() :]}"
+    if isinstance(error, flags.UnrecognizedFlagError):
+        return _unknown_flag(config_type, error.flagname)
     file, _, variant = _config_file(argv).partition(":")
     if isinstance(error, OSError) and not Path(file).exists():
         near = difflib.get_close_matches(Path(file).name, [item.name for item in Path(file).parent.glob("*.py")], n=1)

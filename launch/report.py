@@ -1,6 +1,6 @@
 """Writes report.html from the files of a run, an interrupted one's too.
 
-python launch/report.py --workdir=runs/quickstart-0123abcd
+python launch/report.py runs/quickstart-0123abcd
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from absl import flags
 import cli
 from libra_jax.telemetry import report
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "The run's folder.", required=True)
+_WORKDIR = flags.DEFINE_string("workdir", None, "The run's folder; the flag's name may be left out.", required=True)
 
 
 def main() -> None:
@@ -21,4 +21,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, positional="workdir")

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -98,7 +97,4 @@ def picture(sample: samples.Sample) -> RenderableType:
 
 
 if __name__ == "__main__":
-    # As with launch/status.py, the workdir needs no flag.
-    if len(sys.argv) > 1 and not sys.argv[1].startswith("-"):
-        sys.argv[1] = f"--workdir={sys.argv[1]}"
-    cli.run(main)
+    cli.run(main, positional="workdir")

@@ -9,7 +9,6 @@ it failed, or is dead without having said so.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -82,7 +81,4 @@ def _read(workdir: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    # As with `git status`, the folder needs no flag.
-    if len(sys.argv) > 1 and not sys.argv[1].startswith("-"):
-        sys.argv[1] = f"--workdir={sys.argv[1]}"
-    cli.run(main)
+    cli.run(main, positional="workdir")

@@ -89,9 +89,9 @@ def _describe(named: libra_config.RunConfig, found: hub.Found) -> None:
     """
     preflight.validate(found.config, need_weights=False)
     composition.try_factories(found.config.reward)
-    preflight.warn(found.config)
     said = dry_run.describe(found.config, found.notes, named)
-    print(escapes.visible(said, lines=True))  # it quotes a task, which may be anybody's
+    print(escapes.visible(said, lines=True), flush=True)  # it quotes a task, which may be anybody's
+    preflight.warn(found.config)  # last, because the config above fills several screens
     missing = [*found.problems, *preflight.missing(found.config, found.fields)]
     if missing:
         known = wiring.known_shape(found.config) is not None

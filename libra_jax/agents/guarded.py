@@ -57,7 +57,10 @@ class Environment:
 
     async def reset(self) -> Sequence[protocols.Message]:
         """The messages in which the task is posed."""
-        return await self._call("reset", self._reset_seconds, self._task)
+        messages = await self._call("reset", self._reset_seconds, self._task)
+        if problem := messages_problem(messages):
+            raise self.crash("reset", f"returned {problem}")
+        return list(messages)
 
     async def restore(self, state: Mapping[str, Any]) -> None:
         """Takes up a snapshot."""
@@ -100,6 +103,8 @@ class Environment:
             raise self.crash("step", f"returned {type(result).__name__} instead of a StepResult")
         if not (isinstance(result.metrics, Mapping) and all(map(_is_number, result.metrics.values()))):
             raise self.crash("step", f"gave the metrics {result.metrics!r}, which are not all numbers")
+        if problem := messages_problem(result.messages):
+            raise self.crash("step", f"gave the StepResult.messages {problem}")
         return result
 
     async def close(self, metrics: dict[str, float]) -> None:
@@ -142,6 +147,23 @@ class Environment:
             raise
         except Exception as error:
             raise self.crash(verb, resolving.raised(error)) from error
+
+
+def messages_problem(messages: object) -> str:
+    """Returns what keeps an object from being a list of messages, and what one is; empty if it is one."""
+    wanted = "instead of a list of protocols.Message(role, content)"
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        return f"{type(messages).__name__} {wanted}"
+    for message in messages:
+        if not (hasattr(message, "role") and hasattr(message, "content")):
+            return f"a list of {type(message).__name__} {wanted}"
+        if not isinstance(message.role, str):
+            return f"a message with the role {message.role!r}; a role is a string, such as 'user'"
+        if not isinstance(message.content, str):
+            chat = "; if the data set's prompt is a chat, return a Message for each of its entries"
+            hint = chat if isinstance(message.content, list) else ""
+            return f"a message whose content is of type {type(message.content).__name__} and not a string{hint}"
+    return ""
 
 
 def _is_number(value: object) -> bool:

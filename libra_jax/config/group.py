@@ -1,11 +1,13 @@
-"""Groups of settings: dataclasses that a config file fills in and that the run then holds frozen."""
+"""Groups of settings: dataclasses that a config file fills in, with types checked, and that the run holds frozen."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-from typing import Any, TypeVar, get_type_hints
+from collections.abc import Mapping
+from typing import Any, TypeVar, cast, get_type_hints
 
+from libra_jax.config.checks import require
 from libra_jax.protocols import ConfigError
 
 T = TypeVar("T")
@@ -21,7 +23,7 @@ def group(cls: type[T]) -> type[T]:
     `__setattr__` it can see. So a mistyped field of a config file is an error for mypy and at run time.
 
     Raises (when a field is set):
-      ConfigError: the group has no such field; the message offers the nearest name.
+      ConfigError: the group has no such field (the message offers the nearest name), or the value is of the wrong type.
       dataclasses.FrozenInstanceError: the run has begun with these settings.
     """
     hints = get_type_hints(cls)
@@ -36,10 +38,41 @@ def group(cls: type[T]) -> type[T]:
             raise ConfigError(f"{cls.__name__} has no field {name!r}; {hint}")
         if self.__dict__.get(_FROZEN):
             raise dataclasses.FrozenInstanceError(f"{cls.__name__}.{name}: settings are frozen once they are read")
-        object.__setattr__(self, name, value)
+        object.__setattr__(self, name, coerced(value, hints[name], f"{cls.__name__}.{name}"))
 
     cls.__setattr__ = set_field  # type: ignore[method-assign]
     return cls
+
+
+def coerced(value: Any, kind: Any, name: str) -> Any:
+    """Returns a field's value in the field's type: an integer becomes a float if the field is one, a list a tuple.
+
+    Args:
+      value: what a config file, a flag or a program gives.
+      kind: the field's type.
+      name: the field's name in the error.
+
+    Raises:
+      ConfigError: the value is of another type.
+    """
+    if dataclasses.is_dataclass(kind):
+        require(
+            isinstance(value, cast(type, kind)), name, f"must be of type {cast(type, kind).__name__}, not {value!r}"
+        )
+        return value
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if kind in (bool, int, float, str):
+        right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+        require(right, name, f"must be of type {kind.__name__}, not {value!r}")
+        return value
+    if "tuple" in str(kind):
+        require(isinstance(value, list | tuple), name, f"must be a tuple, not {value!r}")
+        holds, called = (str, "strings") if "str" in str(kind) else (int, "integers")
+        require(all(isinstance(item, holds) for item in value), name, f"must hold {called}, not {value!r}")
+        return tuple(value)
+    require(isinstance(value, Mapping), name, f"must be a mapping, not {value!r}")
+    return value  # the caller's own, which a config file may go on to fill
 
 
 def freeze(config: T) -> T:

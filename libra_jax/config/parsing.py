@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar, get_type_hints
 
 from libra_jax.config.checks import check
-from libra_jax.config.group import freeze
+from libra_jax.config.group import coerced, freeze
 from libra_jax.protocols import ConfigError
 
 MOVED = {
@@ -58,21 +58,6 @@ def parse(cls: type[T], values: Mapping[str, Any], prefix: str = "") -> T:
             check(isinstance(value, Mapping), f"{prefix}{name}", "must be a group of fields")
             arguments[name] = parse(kind, value, f"{prefix}{name}.")  # type: ignore[arg-type]
         else:
-            arguments[name] = _coerce(value, kind, f"{prefix}{name}")
+            value = coerced(value, kind, f"config.{prefix}{name}")
+            arguments[name] = dict(value) if isinstance(value, Mapping) else value  # a frozen config shares nothing
     return freeze(cls(**arguments))
-
-
-def _coerce(value: Any, kind: Any, name: str) -> Any:
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if kind in (bool, int, float, str):
-        right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-        check(right, name, f"must be of type {kind.__name__}, not {value!r}")
-        return value
-    if "tuple" in str(kind):
-        check(isinstance(value, list | tuple), name, f"must be a tuple, not {value!r}")
-        holds, called = (str, "strings") if "str" in str(kind) else (int, "integers")
-        check(all(isinstance(item, holds) for item in value), name, f"must hold {called}, not {value!r}")
-        return tuple(value)
-    check(isinstance(value, Mapping), name, f"must be a mapping, not {value!r}")
-    return dict(value)

@@ -208,9 +208,9 @@ class Groups:
         unscored = f" (the environment scored attempts of {self.scored} groups)" if crashes else ""
         allowed = self._cap(self.scored, "scored") if crashes else self._cap(self.trained, "trained")
         raise protocols.LibraError(
+            f"{self._first_replacement}. This was the first of too many such groups: "
             f"{_sum(crashed if crashes else counted)} and {self.trained} trained{unscored}, more than {allowed}; "
-            f"environment {self._config.task.environment}{self._reward_functions()}; the first: "
-            f"{self._first_replacement}"
+            f"environment {self._config.task.environment}{self._reward_functions()}"
         )
 
     def told(self) -> str:

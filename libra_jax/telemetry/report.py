@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 from collections import Counter, deque
@@ -36,6 +37,9 @@ KEPT_ROLLOUTS = 20_000
 """Trajectories at the trace's end on which predictions from tool returns are judged."""
 
 WINDOW = 5
+
+STUDENT = {2: 4.303, 4: 2.776, 6: 2.447, 8: 2.306}
+"""Student's t at 95% (two-sided), by degrees of freedom: those of two windows of 2 to `WINDOW` steps."""
 """Steps, at most, whose mean reward is compared at either end of the run."""
 
 OUTCOMES = {"failure": "failed", "timeout": "timed out"}
@@ -220,9 +224,9 @@ def _learning(run: Run) -> list[str]:
     if rewards := list(run.curve("reward/mean").values()):
         size = min(WINDOW, len(rewards) // 2)  # two windows that share no step
         if size:
-            means = f" (means of the first and the last {size} steps)" if size > 1 else ""
-            first, last = statistics.fmean(rewards[:size]), statistics.fmean(rewards[-size:])
-            out.append(_change("The training reward", first, last) + f"{means}.")
+            ends = rewards[:size], rewards[-size:]
+            means = f" (means of the first and the last {size} steps{_noise(*ends)})" if size > 1 else ""
+            out.append(_change("The training reward", *map(statistics.fmean, ends)) + f"{means}.")
         else:
             out.append(f"The training reward was **{rewards[0]:z.2f}**.")
     if scores := list(run.curve("evaluation/accuracy").items()):
@@ -238,6 +242,19 @@ def _change(name: str, first: float, last: float) -> str:
     if abs(last - first) < 0.005:
         return f"{name} stayed at {first:z.2f}"
     return f"{name} {'rose' if last > first else 'fell'} from {first:z.2f} to **{last:z.2f}**"
+
+
+def _noise(before: Sequence[float], after: Sequence[float]) -> str:
+    """Says that two windows of equal size, of two steps or more, differ by no more than their steps' own noise.
+
+    The difference is compared with its standard error by Student's t at 95%. Windows of 2 steps need 4.3 errors.
+    """
+    size = len(before)
+    error = math.sqrt((statistics.variance(before) + statistics.variance(after)) / size)
+    difference = abs(statistics.fmean(after) - statistics.fmean(before))
+    if difference < 0.005 or difference > STUDENT[2 * (size - 1)] * error:
+        return ""
+    return f"; steps vary by {math.sqrt(size) * error / math.sqrt(2):.2f}, so the difference is within the noise"
 
 
 def _outcome(run: Run, calls: int) -> str:

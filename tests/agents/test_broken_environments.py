@@ -261,3 +261,34 @@ def test_a_sandbox_or_a_server_that_is_lost_is_a_crash_of_the_environment(error)
 
     with pytest.raises(protocols.EnvironmentCrashed, match="Probe, task t: step lost a worker: the sandbox"):
         doubles.attempt(["x"], environment=doubles.Probe(step))
+
+
+def chat(content):
+    return [protocols.Message("user", content)]
+
+
+WRONG_MESSAGES = {
+    "text": ("What is 2+2?", r"str instead of a list of protocols\.Message"),
+    "nothing": (None, r"NoneType instead of a list of protocols\.Message"),
+    "dicts": ([{"role": "user", "content": "q"}], r"a list of dict instead of a list of protocols\.Message"),
+    "chat": (
+        chat([{"role": "user"}]),
+        "a message whose content is of type list and not a string; if the data set's prompt is a chat",
+    ),
+    "number": (chat(7), "a message whose content is of type int and not a string$"),
+    "role": ([protocols.Message(1, "q")], "a message with the role 1; a role is a string"),
+}
+
+
+@pytest.mark.parametrize(("messages", "problem"), WRONG_MESSAGES.values(), ids=WRONG_MESSAGES)
+def test_messages_that_are_none_are_a_crash_that_says_what_to_return(messages, problem):
+    async def reset(task):
+        return messages
+
+    async def step(output):
+        return protocols.StepResult(messages=messages)
+
+    with pytest.raises(protocols.EnvironmentCrashed, match=f":Probe, task t: reset returned {problem}"):
+        doubles.attempt(["x"], environment=doubles.Probe(reset=reset))
+    with pytest.raises(protocols.EnvironmentCrashed, match=rf"task t: step gave the StepResult\.messages {problem}"):
+        doubles.attempt(["x"], environment=doubles.Probe(step))

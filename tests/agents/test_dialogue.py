@@ -166,3 +166,39 @@ def test_a_turn_has_all_its_tools_names_and_the_worst_of_what_came_of_them(outpu
     assert (trajectory.turns[0].tool, trajectory.turns[0].status) == (tool, status)
     assert (causal.tool, causal.status) == (tool, status)
     assert trajectory.reward == 1.0
+
+
+def scored(pose, score):
+    async def body():
+        async with toolkit.Toolkit(config.ToolsConfig(), config.SandboxConfig()) as tools:
+            environment = dialogue.Dialogue(tools, pose, score)
+            await environment.reset(TASK)
+            return await environment.step("42")
+
+    return asyncio.run(body())
+
+
+async def bare(task, output, box):
+    return 0.5
+
+
+async def unscored(task, output, box):
+    return "right"
+
+
+async def text_posed(task, box):
+    return task.payload["question"]
+
+
+def test_a_score_may_be_a_bare_number_of_an_async_or_a_plain_function():
+    assert scored(pose, bare).reward == 0.5
+    assert scored(pose, lambda task, output, box: 1).reward == 1.0
+
+
+def test_a_wrong_score_or_question_names_the_users_function():
+    with pytest.raises(
+        protocols.EnvironmentCrashed, match=r":unscored, task one: returned 'right'; return dialogue\.V"
+    ):
+        scored(pose, unscored)
+    with pytest.raises(protocols.EnvironmentCrashed, match=r":text_posed, task one: returned str instead of a list"):
+        scored(text_posed, bare)

@@ -233,3 +233,34 @@ def test_an_edit_keeps_what_is_no_text_and_line_ends_as_they_are():
 def test_a_timeout_is_the_tools_status():
     (answer,) = in_workspace(("shell", {"command": "sleep 60"}))
     assert (answer.tool, answer.status) == ("shell", "timeout")
+
+
+def tool_with(call):
+    return type("Mine", (), {"name": "mine", "description": "d", "parameters": SCHEMA, "call": call})
+
+
+def test_a_tool_whose_call_is_not_async_is_refused_when_it_is_made():
+    with pytest.raises(
+        protocols.ConfigError, match=r"call of the tool 'mine' \(\S*Mine\) is no async method; write async def"
+    ):
+        toolbox.Toolbox([tool_with(lambda self, arguments: "text")()])
+    with pytest.raises(protocols.ConfigError, match=r"call of the tool 'mine' .* is no async method"):
+        toolbox.Toolbox([tool_with("text")()])
+
+
+def returning(answer):
+    async def call(self, arguments):
+        return answer
+
+    return asyncio.run(toolbox.Toolbox([tool_with(call)()]).call("mine", {"text": "a"}))
+
+
+def test_a_tool_may_return_its_text_and_nothing_else_than_a_return():
+    answer = returning("found it")
+    assert (answer.tool, answer.status, answer.content) == ("mine", "success", "found it")
+    with pytest.raises(
+        protocols.EnvironmentCrashed, match="call of the tool 'mine' returned int; write async def call"
+    ):
+        returning(3)
+    with pytest.raises(protocols.EnvironmentCrashed, match="a ToolReturn whose content is of type int; write async"):
+        returning(protocols.ToolReturn("mine", "success", 3))

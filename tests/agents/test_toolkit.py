@@ -155,3 +155,22 @@ def test_tools_that_no_environment_offers_are_refused():
     task = config.TaskConfig(environment="my_tools:text_only", environment_arguments={"tools": 1})
     with pytest.raises(protocols.ConfigError, match=r"environment_arguments: must not hold 'tools'"):
         factories.environment_factory(task, made)
+
+
+class PlainCall(Echo):
+    def call(self, arguments):
+        return arguments["text"]
+
+
+class PlainInSandbox(PlainCall):
+    def __init__(self, session):
+        self.session = session
+
+
+@pytest.mark.parametrize("kind", [PlainCall, PlainInSandbox])
+def test_a_plain_call_is_refused_when_the_toolkit_is_made_as_a_dry_run_does(kind):
+    sys.modules["my_tools"].Plain = kind
+    with pytest.raises(
+        protocols.ConfigError, match=r"call of the tool '.*'.* is no async method; write async def call"
+    ):
+        toolkit.Toolkit(*settings(use=("my_tools:Plain",)))

@@ -212,3 +212,17 @@ def test_work_that_fails_has_exit_status_1(script):
     result = scripts.run(script, *FAILURES[script], environment={"HF_HUB_OFFLINE": "1"})
     scripts.assert_one_sentence(result)
     assert result.returncode == 1, result.stderr
+
+
+def test_a_default_config_is_found_from_any_folder(tmp_path):
+    """The setting is refused after the config was read."""
+    result = subprocess.run(
+        [sys.executable, scripts.ROOT / "launch" / "plan.py", "--config.steps=0"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(scripts.ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    scripts.assert_one_sentence(result, "error: config.steps: ")

@@ -128,3 +128,35 @@ def test_help_names_the_flag_that_lists_settings():
     assert "--config_help: List the settings" in scripts.run("simulate.py", "--helpfull").stdout
     result = scripts.run("train.py", "--config_help=nosuchword")
     assert (result.returncode, "no setting's name" in result.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("steps = 'ten'", "RunConfig.steps: must be of type int, not 'ten'"),
+        ("optimizer.learning_rate = '1e-4'", "OptimizerConfig.learning_rate: must be of type float, not '1e-4'"),
+        ("optimizer = {}", "RunConfig.optimizer: must be of type OptimizerConfig, not {}"),
+        ("tools.use = 'python'", "ToolsConfig.use: must be a tuple, not 'python'"),
+        ("task.arguments = 3", "TaskConfig.arguments: must be a mapping, not 3"),
+    ],
+)
+def test_a_setting_of_the_wrong_type_is_told_with_its_line(tmp_path, setting, expected):
+    file = tmp_path / "mine.py"
+    file.write_text(f"from libra_jax import config\ndef get_config():\n    c = config.RunConfig()\n    c.{setting}\n")
+    assert config_files.sentence(error_of(file), str(file)) == f"--config={file}, line 4: {expected}"
+
+
+def test_a_setting_takes_the_type_of_its_field():
+    run = config.RunConfig()
+    run.optimizer.learning_rate, run.tools.use = 1, ["python"]
+    assert isinstance(run.optimizer.learning_rate, float)
+    assert run.tools.use == ("python",)
+
+
+def test_a_config_file_without_return_is_answered_in_one_sentence_alone(tmp_path):
+    (tmp_path / "mine.py").write_text("def get_config():\n    pass\n")
+    result = scripts.run("train.py", f"--config={tmp_path / 'mine.py'}")
+    assert result.stderr.startswith(
+        f"error: --config={tmp_path}/mine.py: get_config() returned nothing; it has to return"
+    )
+    assert result.stderr.count("\n") == 1

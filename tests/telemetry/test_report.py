@@ -296,6 +296,21 @@ def test_the_ends_that_are_compared_share_no_step(tmp_path, steps, told):
     assert re.sub(r"\s", "", told) in re.sub(r"\s", "", text)
 
 
+@pytest.mark.parametrize(
+    ("rewards", "told"),
+    [
+        ([0.51, 0.47, 0.48, 0.45, 0.49], "(means of the first and the last 2 steps; steps vary by 0.03, so the "),
+        ([0.1, 0.9, 0.2, 0.8, 0.4, 0.95], "steps vary by 0.37, so the difference is within the noise)"),
+        ([0.1, 0.12, 0.11, 0.6, 0.62, 0.61], "rose from 0.11 to 0.61 (means of the first and the last 3 steps)."),
+        ([0.5, 0.5, 0.5, 0.5], "stayed at 0.50 (means of the first and the last 2 steps)."),
+    ],
+)
+def test_a_difference_within_the_noise_is_told_as_such(tmp_path, rewards, told):
+    values = {"reward/mean": lambda step: rewards[step - 1]}
+    _, text = parsed(report.write_report(recorded(tmp_path, len(rewards), **values)))
+    assert re.sub(r"\s", "", told) in re.sub(r"\s", "", text)
+
+
 def drawn(monkeypatch, make):
     """The matplotlib figure of a picture, laid out."""
     found = []

@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from libra_jax import protocols
-from libra_jax.agents import deadlines
+from libra_jax.agents import deadlines, guarded
 from libra_jax.agents.tools import formats, toolbox, toolkit
 
 
@@ -34,8 +35,8 @@ class Verdict:
 Pose = Callable[[protocols.Task, toolbox.Toolbox], Awaitable[Sequence[protocols.Message]]]
 """Returns the first messages of an attempt, and puts the files that it needs into its sandbox."""
 
-Score = Callable[[protocols.Task, str, toolbox.Toolbox], Awaitable[Verdict]]
-"""Returns the verdict on the whole text of the output that called no tool."""
+Score = Callable[[protocols.Task, str, toolbox.Toolbox], Awaitable[Verdict | float]]
+"""Returns the verdict on the whole text of the output that called no tool; a number is a verdict of that reward."""
 
 NO_CALL = "call"
 """Name of the tool in a return if the policy's text is no call."""
@@ -125,7 +126,10 @@ class Dialogue:
         told = self._tools.format.instructions(schemas) if schemas and self._tools.describe else ""
         system = "\n\n".join(part for part in (self._system, told) if part)
         opening = [protocols.Message("system", system)] if system else []
-        return [*opening, *await self._pose(task, self._toolbox)]
+        posed = await deadlines.call(self._pose, task, self._toolbox)
+        if problem := guarded.messages_problem(posed):
+            raise protocols.EnvironmentCrashed(f"{_name(self._pose)}, task {task.prompt_id}: returned {problem}")
+        return [*opening, *posed]
 
     @property
     def hear(self) -> Callable[[str], None] | None:
@@ -157,7 +161,14 @@ class Dialogue:
         finally:
             if early is not None:
                 await early.close()
-        verdict = await self._score(self._task, output, self._toolbox)
+        verdict = await deadlines.call(self._score, self._task, output, self._toolbox)
+        if guarded.is_finite(verdict):
+            verdict = Verdict(float(verdict))
+        if not isinstance(verdict, Verdict):
+            raise protocols.EnvironmentCrashed(
+                f"{_name(self._score)}, task {self._task.prompt_id}: returned {verdict!r}; return "
+                "dialogue.Verdict(reward), or a finite number"
+            )
         return protocols.StepResult(done=True, reward=verdict.reward, metrics={**self._metrics(), **verdict.metrics})
 
     def _metrics(self) -> Mapping[str, float]:
@@ -238,6 +249,11 @@ class Dialogue:
         finally:
             if held is not None:
                 await held.close()
+
+
+def _name(function: Callable[..., Any]) -> str:
+    named = inspect.unwrap(function)
+    return f"{named.__module__}:{getattr(named, '__qualname__', type(named).__qualname__)}"
 
 
 async def _settled(running: Sequence[asyncio.Task[Any]]) -> None:

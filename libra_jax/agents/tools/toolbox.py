@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import inspect
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -37,21 +38,48 @@ class Tool(Protocol):
     description: str
     parameters: Mapping[str, Any]
 
-    async def call(self, arguments: Mapping[str, Any]) -> protocols.ToolReturn:
-        """Does it. What the policy got wrong is a return with status "failure"; what is raised is infrastructure."""
+    async def call(self, arguments: Mapping[str, Any]) -> protocols.ToolReturn | str:
+        """Does it. What the policy got wrong is a return with status "failure"; what is raised is infrastructure.
+
+        A string is a return with status "success".
+        """
         ...
 
 
-def _check_kind(tool: Any) -> None:
-    """Whether an object is a `Tool`; what its attributes hold is looked at later."""
+CALL = "async def call(self, arguments), which returns a protocols.ToolReturn or a string"
+"""What the method of a tool has to be."""
+
+
+def check_kind(tool: Any) -> None:
+    """Refuses an object that is no `Tool`; what its other attributes hold is looked at later.
+
+    Raises:
+      ConfigError: an attribute is missing, or `call` is no async method.
+    """
     lacking = [name for name in ("name", "description", "parameters", "call") if not hasattr(tool, name)]
     whose = f"{type(tool).__module__}.{type(tool).__qualname__}"
     config.check(
         not lacking,
         "tools.use",
         f"a tool of type {whose} has no {' and no '.join(lacking)}; tools have name, description, parameters (a JSON "
-        "schema) and an async call(arguments)",
+        f"schema) and {CALL}",
     )
+    check_call(tool.call, f"{tool.name!r} ({whose})")
+
+
+def check_call(call: Any, tool: str) -> None:
+    """Refuses a tool's `call` that is no async function.
+
+    Args:
+      call: the tool's attribute, or that of its class.
+      tool: the tool, for the error.
+
+    Raises:
+      ConfigError: it is a plain function, or cannot be called.
+    """
+    inner = inspect.unwrap(call) if callable(call) else call
+    awaited = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
+    config.check(awaited, "tools.use", f"call of the tool {tool} is no async method; write {CALL}")
 
 
 class Toolbox:
@@ -84,7 +112,7 @@ class Toolbox:
         self._tools: dict[str, Tool] = {}
         self._most_characters = most_characters
         for tool in tools:
-            _check_kind(tool)
+            check_kind(tool)
             config.check(
                 tool.name not in self._tools,
                 "tools",
@@ -145,6 +173,13 @@ class Toolbox:
         loop = asyncio.get_running_loop()
         began = loop.time()
         answer = await tool.call(values)
+        if isinstance(answer, str):
+            answer = protocols.ToolReturn(tool.name, "success", answer)
+        if not isinstance(answer, protocols.ToolReturn) or not isinstance(answer.content, str):
+            what = type(answer).__name__
+            if isinstance(answer, protocols.ToolReturn):
+                what = f"a ToolReturn whose content is of type {type(answer.content).__name__}"
+            raise protocols.EnvironmentCrashed(f"call of the tool {tool.name!r} returned {what}; write {CALL}")
         seconds = answer.seconds or loop.time() - began
         return dataclasses.replace(answer, content=self._cut(answer.content), seconds=seconds)
 

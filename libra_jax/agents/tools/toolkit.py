@@ -118,8 +118,13 @@ class Toolkit:
         full = SHORT_NAMES.get(name, name)
         factory = resolving.resolve(full, "tools.use")
         if "session" not in inspect.signature(factory).parameters:
-            self._shared.append((name, resolving.call(factory, full, arguments, field)))
+            made = resolving.call(factory, full, arguments, field)
+            if not isinstance(made, Shared):
+                toolbox.check_kind(made)
+            self._shared.append((name, made))
             return
+        if inspect.isclass(factory):  # its tools are made with the first sandbox, and a dry run starts none
+            toolbox.check_call(getattr(factory, "call", None), repr(name))
         resolving.check_arguments(factory, full, {"session": None, **arguments}, field)
 
         def make(session: pool.Session) -> toolbox.Tool:
