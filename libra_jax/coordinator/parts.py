@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.agents.rewards import scoring
 from libra_jax.coordinator import (
     attempts,
+    context,
     dispatch,
     elasticity,
     failure,
-    fencing,
     instances,
     plan_follower,
     saving,
@@ -58,20 +55,12 @@ class Parts:
 
 
 def wire(
-    config: configuration.RunConfig,
-    *,
-    cluster: protocols.Cluster,
-    tasks: protocols.TaskSource,
-    make_environment: Callable[[], protocols.Environment],
-    tokenizer: protocols.Tokenizer,
+    run: context.RunContext,
+    agent: context.Agent,
     scheduler: protocols.Scheduler,
-    recorder: protocols.Recorder,
-    workdir: Path,
-    reward: scoring.Scorer | None,
-    make_trajectory: attempts.MakeTrajectory,
     planner: plan_follower.Planner | None,
+    *,
     make_trainer: client.MakeTrainer | None,
-    epoch: fencing.Epoch | None,
     workers: workers_lib.Workers,
     ending: failure.Ending,
     state: Callable[[], dict[str, Any]],
@@ -79,16 +68,20 @@ def wire(
     """Makes the parts of a run, inside the event loop they serve.
 
     Args:
-      config, cluster, tasks, make_environment, tokenizer, scheduler, recorder, workdir, reward, make_trajectory,
-        planner, make_trainer, epoch: as the coordinator was given them.
+      run: the run's surroundings.
+      agent: what the policy is asked to do.
+      scheduler: decides which instance serves a request.
+      planner: decides who trains and who rolls out; None leaves everything as it is.
+      make_trainer: makes the processes of a trainer that may move to others.
       workers: they have started.
       ending: ends with what goes on beside the run.
       state: the coordinator's part of a checkpoint.
     """
+    config, recorder, workdir = run.config, run.recorder, run.workdir
     trainer, engines, members = workers.trainer, workers.engines, workers.members
     events = protocols.Events()
     saver = saving.Saver(
-        config, trainer=trainer, workdir=workdir, recorder=recorder, events=events, state=state, epoch=epoch
+        config, trainer=trainer, workdir=workdir, recorder=recorder, events=events, state=state, epoch=run.fencing
     )
     publisher = sync.WeightSync(
         config,
@@ -101,7 +94,7 @@ def wire(
     successors = None
     if make_trainer is not None:
         successors = handover.successors(
-            cluster, make_trainer, serving=trainer, limits=config.deadlines, workdir=workdir
+            run.cluster, make_trainer, serving=trainer, limits=config.deadlines, workdir=workdir
         )
     resizing = resize.Resizing(
         config,
@@ -121,16 +114,16 @@ def wire(
         recorder=recorder,
         events=events,
         scope=ending,
-        fencing=epoch,
+        fencing=run.fencing,
     )
     dispatcher = dispatch.Dispatcher(config, scheduler=scheduler, engines=engines, recorder=recorder, ending=ending)
     runner = attempts.Attempts(
         config,
         dispatcher=dispatcher,
-        make_environment=make_environment,
-        tokenizer=tokenizer,
-        reward=reward,
-        make_trajectory=make_trajectory,
+        make_environment=agent.make_environment,
+        tokenizer=agent.tokenizer,
+        reward=agent.reward,
+        make_trajectory=agent.make_trajectory,
         note=recorder.note,
     )
     groups = groups_lib.Groups(
@@ -138,7 +131,7 @@ def wire(
     )
     batches = batches_lib.Batches(
         config,
-        tasks=tasks,
+        tasks=agent.tasks,
         groups=groups,
         publisher=publisher,
         saver=saver,

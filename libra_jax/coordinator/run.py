@@ -8,25 +8,18 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from libra_jax import config as configuration
 from libra_jax import deadlines, protocols
 from libra_jax.agents import factories
-from libra_jax.agents import samples as samples_lib
-from libra_jax.agents.rewards import scoring
 from libra_jax.coordinator import (
-    attempts,
     checkpoint_store,
     checkpoints,
     evaluation,
     failure,
     fencing,
-    instances,
     learning,
     parts,
     plan_follower,
@@ -36,7 +29,8 @@ from libra_jax.coordinator import (
     warm_start,
     workers,
 )
-from libra_jax.trainer_control import client, handover
+from libra_jax.coordinator import context as context_lib
+from libra_jax.trainer_control import handover
 
 OLDER = "verify older checkpoints"
 """Name of the task that does so."""
@@ -70,104 +64,37 @@ class RunSummary:
 
 
 class Coordinator:
-    """Runs the whole training of `config`; made once, run once.
+    """Runs the whole training of a config; made once, run once.
 
     Args:
-      config: the run's configuration.
-      cluster: makes the actors; shut down at the end of `run`.
-      trainer_spec: makes a `protocols.Trainer`.
-      engine_specs: each makes a `protocols.RolloutEngine`.
-      tasks: training and held-out tasks.
-      make_environment: a fresh environment a call.
-      demonstrator: solved attempts; needed for a warm start only.
-      tokenizer: the policy's.
+      context: the run's surroundings.
+      specs: what its workers are made from.
+      agent: what the policy is asked to do.
       scheduler: decides which instance serves a request.
-      recorder: where the run writes what happened.
-      workdir: the run's folder; checkpoints go there and are resumed from there.
-      reward: scores attempts; None leaves them the environments' own rewards.
-      samples: writes rollouts out as text; None saves none.
-      export: where the trained parameters are written at the end as a Hugging Face directory; None is nowhere.
-      make_trajectory: an empty trajectory (the simulator's hold no token lists).
       planner: decides who trains and who rolls out; None leaves everything as it is.
-      make_engine: makes the engines that a plan adds; needed with a planner.
-      make_trainer: the trainer's processes on a mesh (None: the config's), where it may have several or move to others;
-        without it there is `trainer_spec` alone.
-      replica_specs: each makes a `protocols.Replica`: the training side of the hybrid workers (`elastic.hybrid`), which
-        are the last engines, in their order.
-      relay_specs: host to what makes its `protocols.Relay`, where the run is laid out over several.
-      epoch: the run's own in its workdir; it ends once a later one has been taken. None: nobody else can be in there.
-      at_signal: told of SIGINT and SIGTERM at once (`signals.AtOnce`).
     """
 
     def __init__(
         self,
-        config: configuration.RunConfig,
-        *,
-        cluster: protocols.Cluster,
-        trainer_spec: protocols.ActorSpec,
-        engine_specs: Sequence[protocols.ActorSpec],
-        tasks: protocols.TaskSource,
-        make_environment: Callable[[], protocols.Environment],
-        demonstrator: protocols.Demonstrator | None,
-        tokenizer: protocols.Tokenizer,
+        context: context_lib.RunContext,
+        specs: context_lib.WorkerSpecs,
+        agent: context_lib.Agent,
         scheduler: protocols.Scheduler,
-        recorder: protocols.Recorder,
-        workdir: Path,
-        reward: scoring.Scorer | None = None,
-        samples: samples_lib.Samples | None = None,
-        export: Path | None = None,
-        make_trajectory: attempts.MakeTrajectory = attempts.make_trajectory,
         planner: plan_follower.Planner | None = None,
-        make_engine: instances.MakeSpec | None = None,
-        make_trainer: client.MakeTrainer | None = None,
-        replica_specs: Sequence[protocols.ActorSpec] = (),
-        relay_specs: Mapping[int, protocols.ActorSpec] | None = None,
-        epoch: fencing.Epoch | None = None,
-        at_signal: signals.AtOnce = lambda _: None,
     ) -> None:
-        self._at_signal = at_signal
-        self._epoch = epoch
-        self._config = config
-        self._trainer_name = trainer_spec.name
-        self._tasks = tasks
+        self._context = context
+        self._specs = specs
+        self._agent = agent
         self._scheduler = scheduler
-        self._recorder = recorder
-        self._workdir = workdir
-        self._samples = samples
-        self._export = export
         self._planner = planner
-        hybrid = [spec.name for spec in engine_specs[len(engine_specs) - len(replica_specs) :]]
-        self._make_workers = functools.partial(
-            workers.Workers,
-            config,
-            cluster=cluster,
-            trainer_spec=trainer_spec,
-            engine_specs=engine_specs,
-            replica_specs=dict(zip(hybrid, replica_specs, strict=True)),
-            relay_specs=relay_specs or {},
-            make_engine=make_engine,
-            make_trainer=make_trainer,
-            recorder=recorder,
-        )
-        self._wire = functools.partial(
-            parts.wire,
-            config,
-            cluster=cluster,
-            tasks=tasks,
-            make_environment=make_environment,
-            tokenizer=tokenizer,
-            scheduler=scheduler,
-            recorder=recorder,
-            workdir=workdir,
-            reward=reward,
-            make_trajectory=make_trajectory,
-            planner=planner,
-            make_trainer=make_trainer,
-            epoch=epoch,
-        )
-        demonstrated = factories.demonstrated_tasks(config, tasks)
+        self._epoch = context.fencing
+        self._config = config = context.config
+        self._recorder = recorder = context.recorder
+        self._workdir = context.workdir
+        self._trainer_name = specs.trainer.name
+        demonstrated = factories.demonstrated_tasks(config, agent.tasks)
         self._warm_start = warm_start.WarmStart(
-            config, tasks=demonstrated, demonstrator=demonstrator, tokenizer=tokenizer
+            config, tasks=demonstrated, demonstrator=agent.demonstrator, tokenizer=agent.tokenizer
         )
         self._summary = RunSummary()
         self._ready = False  # workers are up, and a checkpoint has been restored if there was one
@@ -180,17 +107,20 @@ class Coordinator:
 
     # The life of a run ------------------------------------------------------------------------------------------
 
-    async def run(self) -> RunSummary:
+    async def run(self, at_signal: signals.AtOnce = lambda _: None) -> RunSummary:
         """Trains from the newest checkpoint, or from the start, to the last step, and closes everything it opened.
 
         SIGINT stops it after the training step under way, with a checkpoint; SIGTERM within `deadlines.grace`.
+
+        Args:
+          at_signal: is told of SIGINT and SIGTERM at once.
 
         Raises:
           LibraError: what ended the run, in one sentence.
         """
         self._loop = asyncio.get_running_loop()
         self._ending = failure.Ending()
-        self._workers = self._make_workers(ending=self._ending)
+        self._workers = workers.Workers(self._context, self._specs, self._ending)
         self._stopping = stopping.Stopping(
             self._config.deadlines.grace,
             ending=self._ending,
@@ -211,7 +141,7 @@ class Coordinator:
         if newest >= 0:
             self._recorder.note(found.sentence())
         if newest >= self._config.steps and (
-            self._export is None or checkpoints.is_exported(self._workdir, newest, self._export)
+            self._context.export is None or checkpoints.is_exported(self._workdir, newest, self._context.export)
         ):
             self._step = newest
             self._summarise(
@@ -219,7 +149,7 @@ class Coordinator:
                 "there."
             )
             return self._summary
-        with signals.caught(self._stopping.by_signal, self._at_signal) as catch_again:
+        with signals.caught(self._stopping.by_signal, at_signal) as catch_again:
             try:
                 if self._epoch is not None:
                     self._ending.start(fencing.watch(self._epoch), "epoch")
@@ -249,7 +179,16 @@ class Coordinator:
             replanned = newest is not None and self._workers.take_up_plan(self._planner, self._workdir, newest)
             await self._ending.race(self._workers.start())
             catch_again()
-            self._parts = self._wire(workers=self._workers, ending=self._ending, state=self._state)
+            self._parts = parts.wire(
+                self._context,
+                self._agent,
+                self._scheduler,
+                self._planner,
+                make_trainer=self._specs.make_trainer,
+                workers=self._workers,
+                ending=self._ending,
+                state=self._state,
+            )
             if newest is not None:
                 self._ending.start(self._verify_older(newest.step), OLDER)
                 await self._restore(newest)
@@ -388,14 +327,14 @@ class Coordinator:
             return {}
         begin = self._loop.time()
         self._recorder.status("rollout", f"evaluating version {self._step}")
-        work = evaluation.evaluate(self._config, runner=self._parts.runner, tasks=self._tasks, version=self._step)
+        work = evaluation.evaluate(self._config, runner=self._parts.runner, tasks=self._agent.tasks, version=self._step)
         result = await self._ending.race(work)
         end = self._loop.time()
         self._evaluated = self._step
         self._summary.accuracies[self._step] = result.metrics["evaluation/accuracy"]
         self._recorder.span("coordinator", "evaluation", begin, end, {"policy_version": self._step})
-        if self._samples is not None:
-            for record in self._samples.of_evaluation(self._step, result.rollouts):
+        if self._context.samples is not None:
+            for record in self._context.samples.of_evaluation(self._step, result.rollouts):
                 self._recorder.sample(record)
         return {**result.metrics, "evaluation/seconds": end - begin}
 
@@ -415,8 +354,8 @@ class Coordinator:
         metrics = {**report.metrics(), **self._parts.recovery.take_metrics()}
         for record in report.trace():
             self._recorder.trajectory(record)
-        if self._samples is not None:
-            for record in self._samples.of_step(self._step, report.groups):
+        if self._context.samples is not None:
+            for record in self._context.samples.of_step(self._step, report.groups):
                 self._recorder.sample(record)
         self._recorder.metrics(self._step, metrics)
         self._learning.look(self._step, metrics)
@@ -427,10 +366,10 @@ class Coordinator:
 
     async def _finish(self) -> None:
         await self._save()
-        if self._export is not None:
+        if self._context.export is not None:
             if self._epoch is not None:
                 self._epoch.check()
-            await self._parts.recovery.through(lambda: self._write(str(self._export)))
+            await self._parts.recovery.through(lambda: self._write(str(self._context.export)))
         plural = "" if self._step == 1 else "s"
         replaced = self._parts.groups.told()
         self._summarise(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from libra_jax import config as configuration
 from libra_jax import deadlines, protocols
 from libra_jax.coordinator import (
     checkpoint_store,
     checkpoints,
+    context,
     failure,
     instances,
     plan_follower,
@@ -25,15 +24,8 @@ class Workers:
     """Made inside the event loop it serves; `start` brings the attributes.
 
     Args:
-      config: the run's configuration.
-      cluster: makes the actors.
-      trainer_spec: makes a `protocols.Trainer`.
-      engine_specs: each makes a `protocols.RolloutEngine`.
-      replica_specs: worker to what makes its `protocols.Replica`.
-      relay_specs: host to what makes its `protocols.Relay`, where the run is laid out over several.
-      make_engine: makes the engines that a plan adds.
-      make_trainer: makes the trainer's processes; None: there is `trainer_spec` alone.
-      recorder: told of starts and ends.
+      run: the run's surroundings.
+      specs: what the workers are made from.
       ending: ends with what goes on beside the run.
 
     Attributes:
@@ -50,29 +42,16 @@ class Workers:
     members: training_sides.TrainingSides | None = None
     hosts: relay_tree.RelayTree | None = None
 
-    def __init__(
-        self,
-        config: configuration.RunConfig,
-        *,
-        cluster: protocols.Cluster,
-        trainer_spec: protocols.ActorSpec,
-        engine_specs: Sequence[protocols.ActorSpec],
-        replica_specs: Mapping[str, protocols.ActorSpec],
-        relay_specs: Mapping[int, protocols.ActorSpec],
-        make_engine: instances.MakeSpec | None,
-        make_trainer: client.MakeTrainer | None,
-        recorder: protocols.Recorder,
-        ending: failure.Ending,
-    ) -> None:
-        self._config = config
-        self._cluster = cluster
-        self._trainer_spec = trainer_spec
-        self._engine_specs = engine_specs
-        self._replica_specs = replica_specs
-        self._relay_specs = relay_specs
-        self._make_engine = make_engine
-        self._make_trainer = make_trainer
-        self._recorder = recorder
+    def __init__(self, run: context.RunContext, specs: context.WorkerSpecs, ending: failure.Ending) -> None:
+        self._config = run.config
+        self._cluster = run.cluster
+        self._recorder = run.recorder
+        self._trainer_spec = specs.trainer
+        self._engine_specs = specs.engines
+        self._replica_specs = specs.hybrid
+        self._relay_specs = specs.relays
+        self._make_engine = specs.make_engine
+        self._make_trainer = specs.make_trainer
         self._ending = ending
 
     @property

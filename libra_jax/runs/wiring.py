@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from libra_jax.agents.rewards import composition
 from libra_jax.agents.tools import toolkit
 from libra_jax.cluster import create as cluster
 from libra_jax.cluster import hosts, placement
-from libra_jax.coordinator import checkpoint_store, checkpoints, fencing, signals
+from libra_jax.coordinator import checkpoint_store, checkpoints, context, fencing, signals
 from libra_jax.coordinator import run as coordinator
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, forecast, planner, plans, profiles
@@ -254,11 +255,10 @@ async def train(
         with this one, and that can be known without workers, is known. None: nobody else can be in there.
       at_signal: told of SIGINT and SIGTERM at once.
     """
-    parts = _parts(config, workdir, tools)
+    parts = _parts(config, workdir, tools, demonstrator)
     epoch = take_epoch()
     with observing.observed(config, workdir, epoch) as watcher:
-        make = functools.partial(coordinator.Coordinator, **parts, demonstrator=demonstrator, at_signal=at_signal)
-        summary = await _train(config, workdir, make, epoch, watcher)
+        summary = await _train(config, workdir, parts, epoch, watcher, at_signal)
         watcher.end("stopped" if summary.stopped else "done", summary.sentence)
     if config.telemetry.report and not summary.terminated:  # a scheduler leaves no time for it
         with signals.caught(lambda *_: None, at_signal):  # the run is over: one signal more does not lose its report
@@ -269,35 +269,56 @@ async def train(
     return summary
 
 
-def _parts(config: libra_config.RunConfig, workdir: Path, tools: toolkit.Toolkit) -> dict[str, Any]:
-    """What the run's coordinator is made of, as far as making it changes nothing in the workdir."""
+@dataclass(frozen=True)
+class _Parts:
+    """What a run's coordinator is given, as far as making it changes nothing in the workdir.
+
+    Attributes:
+      specs: what the workers are made from.
+      agent: what the policy is asked to do; its reward is opened later.
+      scheduler: decides which instance serves a request.
+      planner: decides who trains and who rolls out; None if `planner.period` is 0.
+    """
+
+    specs: context.WorkerSpecs
+    agent: context.Agent
+    scheduler: protocols.Scheduler
+    planner: planner.GlobalPlanner | None
+
+
+def _parts(
+    config: libra_config.RunConfig,
+    workdir: Path,
+    tools: toolkit.Toolkit,
+    demonstrator: protocols.Demonstrator | None,
+) -> _Parts:
     shape = policy_shape(config, need_weights=True)
     engines = placement.Engines(config, shape, workdir)
     on_ray = config.cluster.backend == "ray"
-    tokenizer = tokenizers.create(config.task, config.model.path)
-    return {
-        "trainer_spec": trainer_spec(config, workdir),
-        "make_trainer": functools.partial(trainer_processes, config, workdir) if on_ray else None,
-        "replica_specs": replica_specs(config, workdir),
-        "relay_specs": relay_specs(config),
-        "engine_specs": engines.specs(),
-        "make_engine": engines.add,
-        "tasks": factories.task_source(config.task, config.seed),
-        "make_environment": factories.environment_factory(config.task, tools),
-        "tokenizer": tokenizer,
-        "samples": samples.Samples(config.telemetry.samples, config.seed, tokenizer),
-        "scheduler": scheduler(config),
-        "planner": global_planner(_by_kept_profile(config, workdir), shape),
-        "export": workdir / "model",
-    }
+    specs = context.WorkerSpecs(
+        trainer=trainer_spec(config, workdir),
+        engines=engines.specs(),
+        training_sides=replica_specs(config, workdir),
+        relays=relay_specs(config),
+        make_engine=engines.add,
+        make_trainer=functools.partial(trainer_processes, config, workdir) if on_ray else None,
+    )
+    agent = context.Agent(
+        tasks=factories.task_source(config.task, config.seed),
+        make_environment=factories.environment_factory(config.task, tools),
+        tokenizer=tokenizers.create(config.task, config.model.path),
+        demonstrator=demonstrator,
+    )
+    return _Parts(specs, agent, scheduler(config), global_planner(_by_kept_profile(config, workdir), shape))
 
 
 async def _train(
     config: libra_config.RunConfig,
     workdir: Path,
-    make: Callable[..., coordinator.Coordinator],
+    parts: _Parts,
     epoch: fencing.Epoch | None,
     watcher: status.RunStatus,
+    at_signal: signals.AtOnce,
 ) -> coordinator.RunSummary:
     loop = asyncio.get_running_loop()
     if epoch is not None:
@@ -323,8 +344,11 @@ async def _train(
     try:
         composed = composition.opened(config.reward, actors, note=recorder.note, start_seconds=limits.reward_start)
         reward = await rewards.enter_async_context(composed)
-        run = make(config, cluster=actors, recorder=recorder, workdir=workdir, reward=reward, epoch=epoch)
-        summary = await run.run()
+        texts = samples.Samples(config.telemetry.samples, config.seed, parts.agent.tokenizer)
+        around = context.RunContext(config, actors, recorder, workdir, epoch, texts, export=workdir / "model")
+        agent = dataclasses.replace(parts.agent, reward=reward)
+        run = coordinator.Coordinator(around, parts.specs, agent, parts.scheduler, parts.planner)
+        summary = await run.run(at_signal)
         _add_files(config, workdir / "model")
     finally:
         await rewards.aclose()

@@ -18,6 +18,7 @@ from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
+from libra_jax.coordinator import context
 from libra_jax.coordinator import run as coordinator
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, forecast, hardware, meshes, planner, plans
@@ -183,35 +184,31 @@ def run(
         else []
     )
     makers = parts.environment
+    spec = protocols.ActorSpec(
+        "trainer",
+        "libra_jax.simulator.trainer:Trainer",
+        {
+            "model": model,
+            "devices": simulation.train_devices,
+            "log": log,
+            "mesh": mesh,
+            "channels": channels,
+            "late": elastic.late,
+            "late_seconds": elastic.late_seconds,
+            "masks": config.task.masks,
+        },
+    )
     made = coordinator.Coordinator(
-        config,
-        cluster=Cluster(parts),
-        trainer_spec=protocols.ActorSpec(
-            "trainer",
-            "libra_jax.simulator.trainer:Trainer",
-            {
-                "model": model,
-                "devices": simulation.train_devices,
-                "log": log,
-                "mesh": mesh,
-                "channels": channels,
-                "late": elastic.late,
-                "late_seconds": elastic.late_seconds,
-                "masks": config.task.masks,
-            },
+        context.RunContext(config, Cluster(parts), recorder, pathlib.Path("simulated")),  # where nothing is saved
+        context.WorkerSpecs(spec, specs, replicas, make_engine=fleet.add),
+        context.Agent(
+            environment.NumberedTasks(),
+            lambda: makers(environment.ScriptedEnvironment(book)),
+            trajectory.CountedText(),
+            make_trajectory=book.make,
         ),
-        engine_specs=specs,
-        tasks=environment.NumberedTasks(),
-        make_environment=lambda: makers(environment.ScriptedEnvironment(book)),
-        demonstrator=None,
-        tokenizer=trajectory.CountedText(),
-        scheduler=make_scheduler(costs.SchedulingCosts(model), book.remaining),
-        recorder=recorder,
-        workdir=pathlib.Path("simulated"),  # never written to: nothing is saved
-        make_trajectory=book.make,
-        planner=planned,
-        make_engine=fleet.add,
-        replica_specs=replicas,
+        make_scheduler(costs.SchedulingCosts(model), book.remaining),
+        planned,
     )
     began = time.perf_counter()
     with _seldom_collected():

@@ -12,7 +12,6 @@ from libra_jax import protocols
 from libra_jax.cluster import create
 from libra_jax.config import ClusterConfig
 from libra_jax.coordinator import run as run_module
-from libra_jax.scheduling import registry
 from libra_jax.telemetry import memory
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "coordinator"))
@@ -33,21 +32,16 @@ def test_a_run_on_ray_trains_and_publishes_through_shared_memory_across_processe
         protocols.ActorSpec(name, "publishing_actors:Engine", {"name": name, "log": str(tmp_path / name)})
         for name in ("engine-0", "engine-1")
     ]
-    recorder, tasks = memory.MemoryRecorder(), doubles.Tasks()
+    recorder = memory.MemoryRecorder()
 
     async def body() -> run_module.RunSummary:
-        coordinator = run_module.Coordinator(
+        coordinator = doubles.make_coordinator(
             config,
             cluster=create.create(ClusterConfig(backend="ray"), shutdown_seconds=30, start_seconds=120),
             trainer_spec=protocols.ActorSpec(
                 "trainer", "publishing_actors:trainer", {"log": str(tmp_path / "trainer.json")}
             ),
             engine_specs=engines,
-            tasks=tasks,
-            make_environment=doubles.TwoTurns,
-            demonstrator=tasks,
-            tokenizer=doubles.TokenText(),
-            scheduler=registry.create(config.scheduler),
             recorder=recorder,
             workdir=tmp_path,
         )

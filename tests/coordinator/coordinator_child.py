@@ -11,8 +11,6 @@ import coordinator_doubles as doubles
 from libra_jax import protocols
 from libra_jax.cluster import inprocess
 from libra_jax.coordinator import checkpoints
-from libra_jax.coordinator import run as run_module
-from libra_jax.scheduling import registry
 from libra_jax.telemetry import recorder, resume
 
 CONFIG = doubles.make_config(
@@ -26,19 +24,13 @@ CONFIG = doubles.make_config(
 async def main(workdir: Path) -> None:
     resume.cut_back(workdir, checkpoints.newest_step(workdir))
     record = recorder.create(CONFIG, workdir, asyncio.get_running_loop().time)
-    tasks = doubles.Tasks()
-    coordinator = run_module.Coordinator(
+    coordinator = doubles.make_coordinator(
         CONFIG,
         cluster=inprocess.InProcessCluster(shutdown_seconds=5.0),
         trainer_spec=protocols.ActorSpec(
             "trainer", "coordinator_doubles:make_trainer", {"seconds": 0.04, "log": str(workdir / "trainer.json")}
         ),
         engine_specs=doubles.engine_specs(CONFIG, tokens_per_second=500.0),
-        tasks=tasks,
-        make_environment=doubles.TwoTurns,
-        demonstrator=tasks,
-        tokenizer=doubles.TokenText(),
-        scheduler=registry.create(CONFIG.scheduler),
         recorder=record,
         workdir=workdir,
     )

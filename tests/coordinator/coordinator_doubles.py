@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import importlib
 import json
 import zlib
@@ -12,6 +13,7 @@ from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
+from libra_jax.coordinator import context
 from libra_jax.coordinator import run as run_module
 from libra_jax.engines import client as engines_client
 from libra_jax.scheduling import registry
@@ -328,6 +330,40 @@ def engine_specs(config: configuration.RunConfig, count: int = 2, **arguments: A
     ]
 
 
+def make_coordinator(
+    config: configuration.RunConfig,
+    *,
+    cluster: protocols.Cluster,
+    trainer_spec: protocols.ActorSpec,
+    engine_specs: Sequence[protocols.ActorSpec],
+    recorder: protocols.Recorder,
+    workdir: Path,
+    make_environment: Callable[[], protocols.Environment] = TwoTurns,
+    **further: Any,
+) -> run_module.Coordinator:
+    """Returns a coordinator over doubles; `further` are fields of its context, its specs and its agent, by their names.
+
+    Also: `scheduler` and `planner`.
+    """
+    tasks = Tasks()
+    chosen = {"tasks": tasks, "demonstrator": tasks, "tokenizer": TokenText(), **further}
+    scheduler = chosen.pop("scheduler", None) or registry.create(config.scheduler)
+    planner = chosen.pop("planner", None)
+
+    def given(kind: type) -> dict[str, Any]:
+        return {item.name: chosen.pop(item.name) for item in dataclasses.fields(kind) if item.name in chosen}
+
+    made = run_module.Coordinator(
+        context.RunContext(config, cluster, recorder, workdir, **given(context.RunContext)),
+        context.WorkerSpecs(trainer_spec, engine_specs, **given(context.WorkerSpecs)),
+        context.Agent(make_environment=make_environment, **given(context.Agent)),
+        scheduler,
+        planner,
+    )
+    assert not chosen, f"no such field: {', '.join(chosen)}"
+    return made
+
+
 class Bench:
     """A coordinator on doubles, and what it left behind."""
 
@@ -347,17 +383,17 @@ class Bench:
         self.recorder: Any = recorder or memory.MemoryRecorder()
         self.cluster = DirectCluster()
         log = workdir / "trainer.json"
-        tasks = Tasks()
-        self.coordinator = run_module.Coordinator(
+        spec = protocols.ActorSpec("trainer", trainer_factory, {"log": str(log), **(trainer or {})})
+        engines = engine_specs(config) if specs is None else specs
+        self.coordinator = make_coordinator(
             config,
             cluster=self.cluster,
-            trainer_spec=protocols.ActorSpec("trainer", trainer_factory, {"log": str(log), **(trainer or {})}),
-            engine_specs=engine_specs(config) if specs is None else specs,
-            make_environment=make_environment,
-            scheduler=registry.create(config.scheduler),
+            trainer_spec=spec,
+            engine_specs=engines,
             recorder=self.recorder,
             workdir=workdir,
-            **{"demonstrator": tasks, "tasks": tasks, "tokenizer": TokenText(), **further},
+            make_environment=make_environment,
+            **further,
         )
 
     def run(self) -> run_module.RunSummary:

@@ -196,12 +196,12 @@ def test_a_run_that_is_taken_over_stops_with_a_sentence_and_its_successor_trains
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(doubles, "make_trainer", lambda log: TakenOver(0.05, 3, log))
-        bench = doubles.Bench(CONFIG, tmp_path, epoch=epoch)
+        bench = doubles.Bench(CONFIG, tmp_path, fencing=epoch)
         with pytest.raises(fencing.Superseded, match="this one stops and writes nothing more; nothing is lost"):
             bench.run()
     newest = checkpoints.newest_step(tmp_path)
     assert newest in (2, 3)
-    successor = doubles.Bench(CONFIG, tmp_path, epoch=take(tmp_path), recorder=memory.MemoryRecorder())
+    successor = doubles.Bench(CONFIG, tmp_path, fencing=take(tmp_path), recorder=memory.MemoryRecorder())
     assert successor.run().steps == 6
     assert [step for step, _ in successor.recorder.steps] == list(range(newest + 1, 7))
     assert sorted(successor.trained["prompts"]) == sorted(f"task-{index}" for index in range(18))
