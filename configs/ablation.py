@@ -150,7 +150,7 @@ def _halves(config: settings.SimulatedRun) -> None:
 
 
 def _instances(config: settings.SimulatedRun, count: int) -> None:
-    config.rollout.slots = config.simulation.slots[0]  # all instances get the slots of the first, whatever its degree
+    config.rollout.slots = config.simulation.slots[0]  # every instance gets the slots of the first one
     config.simulation.slots = ()
     config.rollout.tensor_parallel = (DEGREE,) * count
     config.scheduler.max_remaining_tokens = ()

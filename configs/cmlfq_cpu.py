@@ -11,9 +11,9 @@ On two cores the wide instance is no faster, and both instances share the cores 
 request stays on its instance unless its remaining tokens are worth the move. Under the published rule a request goes to
 the bucket of its length.
 
-Expected: reward from 0.40 to 0.55 or more in 16 steps; 20 to 64 moves a step of 256 rollouts; half of the first
-decisions name the bucket of the true length; log-probabilities of moved trajectories within 2e-5 of the trainer's
-(`mismatch/moved_log_prob_max`). It took 6 minutes on 2 cores that others used as well.
+Expected: the reward rises from 0.40 to 0.55 or more in 16 steps. A step of 256 rollouts has 20 to 64 moves. Half of the
+first decisions name the bucket of the true length. Log-probabilities of moved trajectories are within 2e-5 of the
+trainer's (`mismatch/moved_log_prob_max`). It took 6 minutes on 2 cores that others used as well.
 
   python launch/train.py --config=configs/cmlfq_cpu.py
   python launch/train.py --config=configs/cmlfq_cpu.py:cmlfq_paper  # the published rule, or any other policy

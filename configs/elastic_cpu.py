@@ -1,10 +1,11 @@
 """Runs a hybrid worker on two CPU cores: it rolls out while answers are long, and helps to train while they are short.
 
 The core trainer has both cores, and an instance has core 0. The hybrid worker has core 1, for one of two sides: its
-instance decodes there, or its replica computes a part of every training step. The other side sleeps. The tasks follow a
-curriculum. For thirteen steps they are expressions that one call solves, after a long preamble, so training costs more
-than rollout. For the next thirteen they are nested expressions without a preamble, which take several calls. A step
-takes longer if the worker is on the wrong side for the phase. The worker switches once two steps have shown that.
+instance decodes there, or its training side computes a part of every training step. The other side sleeps. The tasks
+follow a curriculum. For thirteen steps they are expressions that one call solves, after a long preamble, so training
+costs more than rollout. For the next thirteen they are nested expressions without a preamble, which take several calls.
+A step takes longer if the worker is on the wrong side for the phase. The worker switches once two steps have shown
+that.
 
 Expected (seed 7, alone on two cores, 2026-11-23): 4 min 45 s in all, two of them the warm start. The worker switches to
 training at step 3, back to rollout at step 17, and to training again at step 28, in 0.1 s each. In the last phase it
@@ -58,7 +59,7 @@ def get_config(variant: str = "elastic") -> libra_config.RunConfig:
     config.rollout.kv_cache_gib = 0.25
     config.rollout.cores = (0, 1)
 
-    config.cluster.backend = "ray"  # replicas need processes of their own
+    config.cluster.backend = "ray"  # the training side needs a process of its own
     config.elastic.hybrid = 1
     config.elastic.cores = (1,)
     config.elastic.cooldown = 3

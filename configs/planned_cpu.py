@@ -5,9 +5,9 @@ trajectories are and how long the stages take. A model of 0.4 million parameters
 narrow instances decode twice as many requests at a time. So the planner ends the wide instance and starts two narrow
 ones in the background. Requests of the wide instance wait for the narrow ones, and go on from their tokens.
 
-Expected: a move to two instances of degree 1 at step 5 of 16, after which a step generates about twice as many tokens a
-second (530 before, 920 to 1,120 after). plans.jsonl in the run's folder has every look, and report.html shows the
-predictions beside the measurements. It took about 6 minutes on 2 cores.
+Expected: the planner moves to two instances of degree 1 at step 5 of 16. After the move a step generates about twice as
+many tokens a second (530 before, 920 to 1,120 after). In the run's folder, plans.jsonl has every look, and report.html
+shows the predictions beside the measurements. It took about 6 minutes on 2 cores.
 
   python launch/train.py --config=configs/planned_cpu.py
   python launch/train.py --config=configs/planned_cpu.py --config.planner.shadow  # decides, logs, and never moves

@@ -7,8 +7,8 @@ short supervised warm start leaves the policy right in about two fifths of its r
 rest.
 
 Expected (seed 0, 24 steps): the reward's mean rises from 0.47 in the first five steps to 0.80 in the last five
-(2026-11-22, light work beside it) and from 0.47 to 0.84 in another run (2026-11-24). It takes 9.7 minutes in all, one
-of them the warm start. A step takes 20 s, most of which goes into starting its 384 sandboxes.
+(2026-11-22, light work beside it). In another run it rose from 0.47 to 0.84 (2026-11-24). It takes 9.7 minutes in all,
+one of them the warm start. A step takes 20 s, most of which goes into starting its 384 sandboxes.
 
   python launch/train.py --config=configs/python_cpu.py
 """

@@ -4,11 +4,11 @@ The policy reads an issue ("f(x) must be x+45-8") and looks at the file in its s
 says that it is done. Hidden tests then judge the file in another sandbox. A short supervised warm start teaches the
 policy to copy; reinforcement learning has to remove most of its slips.
 
-Expected (seed 0, 30 steps, other work beside it): the reward's mean rises from the first five steps to the last five by
-0.17 in one run (0.43 to 0.60, 2026-11-22) and by 0.06 in another (0.46 to 0.52, 2026-11-24). 128 rollouts a step are a
-noisy estimate, so run more steps for a clearer result. 10 to 11 minutes in all, one of them the warm start. A step
-takes 16 to 20 s, nearly all of it for the sandboxes of its rollouts and of their hidden tests. At a learning rate of
-1e-3 the reward falls to 0.
+Expected (seed 0, 30 steps, other work beside it): the reward's mean rises from the first five steps to the last five.
+It rose by 0.17 in one run (0.43 to 0.60, 2026-11-22) and by 0.06 in another (0.46 to 0.52, 2026-11-24). The mean of 128
+rollouts a step is noisy, so run more steps for a clearer result. The run takes 10 to 11 minutes in all, one of them the
+warm start. A step takes 16 to 20 s, nearly all of it for the sandboxes of its rollouts and of their hidden tests. At a
+learning rate of 1e-3 the reward falls to 0.
 
   python launch/train.py --config=configs/repo_repair_cpu.py
 """

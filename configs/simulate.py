@@ -11,9 +11,10 @@ model (planning/costs.py) at the middle of the software-engineering run:
 * Split: 20 devices train and 28 roll out. At the middle of the run a batch of 512 trajectories has 4.1 M generated
   tokens and 10 M tokens of context. That is 555 s of training on 20 devices and, at 32 requests an instance, about 660
   s of rollout on 28: neither stage hides the other. (24 and 24 would be 463 s and 790 s.)
-* Layout: each degree gets the devices that its range of lengths asks for. Of the device-seconds at the middle of the
-  run, tokens of requests with at most 3k still to generate take 25%, to 8k 22%, to 20k 30%, beyond 23%. Of 28 devices
-  that is 6.9, 6.2, 8.5 and 6.5. So six instances of degree 1, three of degree 2, two of degree 4 and one of degree 8.
+* Layout: each degree gets the devices that its range of lengths asks for. At the middle of the run, tokens of requests
+  with at most 3k still to generate take 25% of the device-seconds. Up to 8k they take 22%, up to 20k 30%, and beyond
+  23%. Of 28 devices that is 6.9, 6.2, 8.5 and 6.5. So six instances of degree 1, three of degree 2, two of degree 4 and
+  one of degree 8.
 * Slots: 32 requests, because the cache of a degree-1 instance (235k tokens) holds 32 contexts of 7k. The one wide
   instance has 64: its cache is 13 times as large and its requests are the longest (50k).
 

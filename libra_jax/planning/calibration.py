@@ -1,9 +1,9 @@
 """Costs fitted to a run's measurements: engine steps and prefill, training steps, weight updates.
 
 An engine step of n decoding requests with C tokens of context in all takes `step + request n + context C`. Prefill that
-shares the step adds `prefill_token` for each token that is new to the instance, `cached_token` for each token that the
-instance has seen, and `prefill_request` for each request. `cached_token` is 0 if the prefix cache finds all seen
-tokens, and as large as `prefill_token` if it finds none. Every coefficient is a time, so none is negative.
+shares the step adds `prefill_request` for each request. It also adds `prefill_token` for each token that is new to the
+instance, and `cached_token` for each token that the instance has seen. `cached_token` is 0 if the prefix cache finds
+all seen tokens, and as large as `prefill_token` if it finds none. Every coefficient is a time, so none is negative.
 
 The coefficients are fitted to streams. A stream of g tokens goes through g steps, so its duration is
 

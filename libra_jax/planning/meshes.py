@@ -7,9 +7,9 @@ parameters twice and scatter gradients over `fsdp`, and reduce gradients over `d
 on top, because nothing hides them. Devices that are parts of one CPU take turns, and nothing hides behind anything. A
 device has to hold its part of the state, its rows' activations and one chunk of logits.
 
-The tree of meshes is pruned from above: tensor degrees inside a node that divide the model, then the sizes of `fsdp`
-with which the state fits, then `data`. Of the remaining meshes, those that no other beats in both devices and time
-are kept.
+The tree of meshes is pruned from above. Tensor degrees must stay inside a node and divide the model. Then come the
+sizes of `fsdp` with which the state fits, then `data`. Of the remaining meshes, those that no other beats in both
+devices and time are kept.
 """
 
 from __future__ import annotations

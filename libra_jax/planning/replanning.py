@@ -1,7 +1,7 @@
 """Decides when to look for a better plan, and when to take it: a move has to pay for itself before the next one.
 
-The planner looks every `period` steps. It looks early if requests wait for more slots than there are, if one stage
-has come to take much longer than the other, or if an instance is lost. A found plan is taken under three conditions.
+The planner looks every `period` steps. It looks early if more requests wait than `queue_pressure` allows, if one
+stage has become much slower than the other, or if an instance is lost. A found plan is taken under three conditions.
 It saves more over the next `horizon` steps than the move costs. It shortens a step by at least `least_gain`, because
 a smaller gain is within the error of the predictions. And the last move is at least `cooldown` steps ago. Every look
 leaves a line in the log.

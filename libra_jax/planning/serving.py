@@ -2,11 +2,11 @@
 
 The number of steps is estimated from a run's sums (`demand`). It is the largest of three: the longest request's tokens,
 all tokens over the slots, and all context over the tokens that the cache holds. With max staleness eta above 0, the
-requests of eta + 1 training steps overlap, so only that part of the longest request's tokens counts for each step. All
+requests of eta + 1 training steps overlap, so each step counts only 1 / (eta + 1) of the longest request's tokens. All
 tokens over the steps give the mean number of decoding requests, which gives the time of a step. Prefill comes on top,
-and so does prefilling live contexts again at each weight update. The result is at least the longest path. That is the
-longest request at the pace of this mean batch with its prefill and its tools, or another request, with slower tools,
-alone on the instance. The path is divided by eta + 1.
+and so does prefilling live contexts again at each weight update. The result is at least the longest path. One candidate
+is the longest request at the pace of this mean batch, with its prefill and its tools. The other candidate is any
+request with slower tools, alone on the instance. The path is divided by eta + 1.
 
 The time grows with every added request if longer requests have no shorter contexts and tools; the search relies on
 this. Otherwise the growth may not hold exactly.

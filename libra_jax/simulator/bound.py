@@ -1,7 +1,7 @@
 """Computes a lower bound on a run's mean step time that no scheduling policy can beat, from its work and longest paths.
 
 Letters: B groups a step, eta the max staleness, N steps. Block b is the groups b*B .. b*B + B - 1 in the order of their
-dispatch, and t_b is the moment at which training step b begins.
+dispatch. t_b is the moment at which training step b begins.
 
 Admission (scheduling/admission.py) dispatches block b when version b - eta exists, and at once if b <= eta. Selection
 trains the earliest deadline first. So batch b is block b for every b > eta, and the first eta + 1 batches divide the
@@ -17,7 +17,7 @@ and the bound is (t_(N-1) + train_(N-1)) / N, with every t_b at the largest of i
 adds rollout and training. In the limit of many steps it is max(work / capacity, longest path / (eta + 1)). A policy may
 choose the groups of the first eta + 1 batches, so for them only what holds for every choice is used.
 
-Work is a lower bound on device-seconds. An engine step with b requests, p prefilled tokens and C tokens of context
+Work is a lower bound on device-seconds. An engine step has b requests, p prefilled tokens and C tokens of context. It
 lasts `max(R, k (b + p)) + collectives + overhead + c C` (costs.py), where R is the time to read the weights and k the
 arithmetic of a token. Slots bound b by S, and the key-value cache bounds C by K. So for all theta and phi in [0, 1] the
 step lasts at least `b x + p z + C y` with

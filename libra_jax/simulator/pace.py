@@ -1,7 +1,8 @@
 """Closed-form times of an engine's steps between two changes of its batch; a step's time is linear in context.
 
-With n requests decoding and C tokens of context at the start, the j-th step (from 0) takes `fixed + per_context * (C
-+ n * j)`, so k steps take `T(k) = k * (fixed + per_context * C) + per_context * n * k * (k - 1) / 2`.
+A batch has n decoding requests, and C tokens of context at the start. The j-th step (from 0) takes `fixed +
+per_context * (C + n * j)`. So k steps take `T(k) = k * (fixed + per_context * C) + per_context * n * k * (k - 1) /
+2`.
 """
 
 from __future__ import annotations

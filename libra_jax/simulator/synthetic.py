@@ -1,8 +1,8 @@
 """Synthetic workloads, shaped like the figures that Libra's authors publish of theirs (arXiv 2606.03077).
 
-* `swe`, software engineering. Published: the mean of generated tokens drifts from 2.5k to 11.5k over a run, and the
-  longest tenth of a batch takes more than half of its rollout time. Tool returns of about 1k tokens lead to
-  trajectories of under 8k, returns of 12.5k to about 21k, and repeated failures to more than 40k.
+* `swe`, software engineering. Published: the mean of generated tokens drifts from 2.5k to 11.5k over a run. The longest
+  tenth of a batch takes more than half of its rollout time. Tool returns of about 1k tokens lead to trajectories of
+  under 8k, returns of 12.5k to about 21k, and repeated failures to more than 40k.
 * `search`. Published: short trajectories, and 91% of requests sent to the right bucket at their first tool return.
 * `math`. Published: long outputs without tools. Nothing tells a long output from a short one before it ends.
 

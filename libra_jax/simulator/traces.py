@@ -1,7 +1,7 @@
 """Trace replay: recorded trajectories as a workload, in groups.
 
 A task is a prompt of the trace. Its first samples are the prompt's recorded trajectories, turn by turn. Further
-siblings are made from them. The whole rollout gets longer or shorter by a log-normal factor of mean 1, which is
+siblings are made from them. The whole rollout gets longer or shorter by a log-normal factor of mean 1. The factor is
 split between the number of turns and the tokens of each turn. A longer sibling tries again more often: its added
 turns repeat a recorded turn, and half of them fail.
 """
