@@ -68,6 +68,7 @@ def get_config(variant: str = "swe") -> settings.SimulatedRun:
         lay_out(config, SEARCH_LAYOUT, SEARCH_SLOTS)
         config.scheduler.max_remaining_tokens = (2_000,)
     if variant == "large":
+        # 21 times the layout of 28 devices: 588.
         lay_out(config, {degree: 21 * count for degree, count in LAYOUT.items()}, SLOTS)
         config.simulation.train_devices = 436  # with 588 that roll out, 1,024
         config.coordinator.groups_per_step = 625

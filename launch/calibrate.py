@@ -171,6 +171,7 @@ def _recorded(folder: Path) -> Iterator[Path]:
             ) from None
         if ended.returncode:
             raise protocols.DataError(f"{partial}: the run did not end well; see above")
+        # Renamed only when complete, so that an interrupted recording does not count as a run.
         partial.rename(workdir)
         yield workdir
 

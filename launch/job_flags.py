@@ -131,6 +131,7 @@ def run() -> Run:
             f"config.cluster.address: {values['cluster']['address']!r} is another cluster's, and a job starts a Ray of "
             "its own; leave it empty"
         )
+    # The job starts a Ray of its own, which the driver finds by itself.
     ours = {"backend": "ray", "address": "auto"}
     values["cluster"].update(ours)
     settings = [argument for argument in given if not argument.startswith("--config.cluster.backend=")]

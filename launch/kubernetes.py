@@ -241,6 +241,7 @@ def _slug(name: str) -> str:
     """Returns a name as Kubernetes wants it. A long name loses its middle, not the hash at its end."""
     plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     plain = plain if plain[:1].isalpha() else f"run-{plain}"
+    # A hyphen and the eight characters of the hash.
     ending = plain[-9:]
     return plain if len(plain) <= manifests.LONGEST_NAME else plain[: manifests.LONGEST_NAME - 9].rstrip("-") + ending
 

@@ -86,6 +86,7 @@ def _run(command: Sequence[str], hosts: emulated.EmulatedHosts) -> int:
     it reaches this script.
     """
     running = subprocess.Popen(command, env={**os.environ, **hosts.environment})
+    # Ends the command even if this script is killed.
     watching = guard.Guard([running.pid])
     before = {
         signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: running.terminate()),

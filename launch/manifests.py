@@ -124,6 +124,7 @@ class Job:
         plain |= settings.environment()
         secret = dict(self.secrets)
         if group.name == "head":
+            # An argument a line, as templates/run_driver.sh reads them.
             plain["LIBRA_JAX_COMMAND"] = "\n".join(self.command)
         if not operated:
             plain |= {"LIBRA_JAX_HEAD": f"{self.name}-head-0-0.{self.name}", "RAY_AUTH_MODE": "token"}

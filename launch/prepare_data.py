@@ -90,6 +90,7 @@ def _write_parquet(records: Iterable[published.Record], file: Path) -> None:
     writer: Any = None
     try:
         for batch in _batches(records):
+            # Every batch must have the first one's schema: a file has one.
             table = pyarrow.Table.from_pylist(batch, schema=None if writer is None else writer.schema)
             if writer is None:
                 writer = pyarrow.parquet.ParquetWriter(file, table.schema)

@@ -173,6 +173,7 @@ def _draw(path: Path, outcomes: Sequence[Outcome]) -> None:
 def _curves(axes: Any, settings: Mapping[str, Sequence[Outcome]]) -> None:
     names = [name.replace("\n", " ") for name in pictures.short(list(settings))]
     for colour, name, done in zip(COLOURS, names, settings.values(), strict=False):
+        # Only the steps that every seed has recorded.
         steps = sorted(set.intersection(*(set(one.rewards) for one in done)))
         means = [statistics.fmean(one.rewards[step] for one in done) for step in steps]
         spreads = [_spread([one.rewards[step] for one in done]) for step in steps]

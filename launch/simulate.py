@@ -125,6 +125,7 @@ def _write(
     picture = output.with_suffix(".svg")
     try:
         shared = libra_config.to_dict(run)
+        # The entries differ in these.
         del shared["seed"], shared["scheduler"]["policy"]
         output.write_text(report.to_json(result.entries, result.bound_seconds, about.as_json(), shared))
         title = [run.name, about.machine, about.work]

@@ -211,6 +211,7 @@ def _ray(arguments: argparse.Namespace, name: str, directory: Path, *options: st
         *("--min-worker-port=0", "--max-worker-port=0", "--node-manager-port=0", "--object-manager-port=0"),
         *(f"--{flag}={port}" for flag, port in mine.items()),
     ]
+    # A process group of its own, which the guard can end as a whole.
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     ending = guard.Guard([-process.pid])
     try:

@@ -277,6 +277,7 @@ def parse_partitions(shown: str) -> tuple[Partition, ...]:
     default = ""
     for line in shown.split():
         name, count, gres = line.split("|")
+        # sinfo marks the default partition with an asterisk.
         if name.endswith("*"):
             default = name = name[:-1]
         found.setdefault(name, []).append((int(count), sum(map(int, _GPUS.findall(gres)))))

@@ -42,6 +42,7 @@ def measure(rounds: int) -> dict[str, Any]:
     publisher = snapshot.HostSnapshot(SHAPE, "float32", 256 * 2**20, checksum=False)
     source = np.ones(publisher.nbytes // 4, np.float32)
     target = np.empty_like(source)
+    # Spawned: a fork of a process with JAX's threads may deadlock.
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     reader = context.Process(target=_read, args=(theirs,), daemon=True)

@@ -259,5 +259,6 @@ def fit_update(publications: Sequence[float], loads: Sequence[float]) -> UpdateC
       loads: seconds of each instance's part in a sync, from its pause to its resumption; may be empty.
     """
     whole = statistics.median(publications)
+    # Medians of noisy times could make a part longer than the whole.
     load = min(statistics.median(loads), whole) if loads else whole
     return UpdateCosts(whole - load, load)

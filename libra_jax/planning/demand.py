@@ -62,6 +62,7 @@ class Demand:
         if len(self) <= most:
             return np.arange(len(self) + 1)
         counts, tokens = np.arange(len(self) + 1), self.sums["tokens"]
+        # Half by requests and half by tokens.
         along = (counts / counts[-1] + tokens / tokens[-1]) / 2
         return np.unique(np.searchsorted(along, np.linspace(0.0, 1.0, most + 1), side="left").clip(0, len(self)))
 

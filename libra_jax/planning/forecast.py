@@ -235,6 +235,7 @@ class Work:
         train = levels.train * self.training.seconds(plan.data, plan.fsdp, plan.tensor)
         rollout = levels.rollout * self.search.rollout_seconds(plan.rollout)
         cycle = train + levels.besides
+        # Stages side by side take the longer time; stages in turn take the sum.
         return Prediction(train, rollout, max(cycle, rollout) if self._setting.staleness else cycle + rollout)
 
     def drawn_anew(self, plan: protocols.Plan) -> protocols.Plan:

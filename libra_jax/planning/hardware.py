@@ -117,6 +117,7 @@ def measured() -> HardwareSheet:
     Raises:
       ConfigError: the measuring process failed.
     """
+    # One thread, because the sheet describes one core.
     environment = {**os.environ, **dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")}
     command = [sys.executable, "-m", "libra_jax.planning.hardware"]
     try:

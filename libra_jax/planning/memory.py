@@ -34,6 +34,7 @@ def trainer_bytes(config: libra_config.RunConfig, shape: model_config.Transforme
     model."""
     sheet = hardware.SHEETS[0]  # sizes do not depend on the accelerator
     cost, trainer = costs.CostModel(sheet, shape), config.trainer
+    # Memory depends on the rows alone, so one short sequence is enough.
     made = meshes.Training(cost, [2], meshes.Trainer.of_run(config, sheet))
     needed = made.memory_bytes(trainer.data, trainer.fsdp, trainer.tensor)
     if config.algorithm.kl_coefficient:

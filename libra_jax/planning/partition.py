@@ -68,7 +68,9 @@ def shortest(
         return None
     high = seconds(best)
     while high > max(low, MOMENT) * (1.0 + PRECISION):
+        # The geometric mean, because times span orders of magnitude.
         middle = math.sqrt(low * high) if low else high / 2
+        # No float is left in between.
         if not low < middle < high:
             break
         found = attempt(middle)

@@ -101,6 +101,7 @@ def applied(values: Mapping[str, Any], plan: protocols.Plan) -> dict[str, Any]:
     if simulation:
         sizes = {"train_devices": plan.train_devices, "train_mesh": tuple(mesh.values()), "slots": slots}
         return {**laid_out, "simulation": {**simulation, **sizes}}
+    # A micro-batch needs the same rows on every shard.
     shards, rows = plan.data * plan.fsdp, values["trainer"]["rows_per_micro_batch"]
     trainer = {**values["trainer"], **mesh, "rows_per_micro_batch": -(-rows // shards) * shards}
     return {**laid_out, "trainer": trainer}

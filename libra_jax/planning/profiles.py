@@ -220,12 +220,14 @@ def fit_training(model: costs.CostModel, steps: Sequence[Measured]) -> costs.Coe
     def ratios(values: robust.Values) -> robust.Values:
         changed = dataclasses.replace(model, coefficients=_coefficients(model.coefficients, values))
         seconds = [one.costing(changed).seconds(*step.mesh) for one, step in zip(made, steps, strict=True)]
+        # Ratios, so that short steps count as much as long ones.
         return np.array(seconds) / measured
 
     values = _values(model.coefficients)
     for _ in range(ROUNDS):
         here, before = ratios(values), values
         slopes = np.stack([(ratios(values + nudge) - here) / NUDGE for nudge in NUDGE * np.eye(len(values))], axis=1)
+        # A coefficient without effect would make the fit singular, so it keeps its value.
         told = np.abs(slopes).max(axis=0) > 0.0
         values = np.where(told, 0.0, before)
         values[told] = robust.fit(slopes[:, told], 1.0 - here + slopes[:, told] @ before[told])

@@ -39,6 +39,7 @@ def fit(rows: Values, measured: Values) -> Values:
         before, coefficients = coefficients, non_negative(rows * weights[:, None], measured * weights)
         residuals = np.abs(measured - rows @ coefficients)
         scale = float(np.median(residuals))
+        # A perfect fit has no scale to weigh residuals by.
         if scale <= 1e-12 * float(np.abs(measured).max(initial=0.0)) or np.allclose(before, coefficients, 1e-9, 0.0):
             break
         weights = (1.0 + (residuals / scale) ** 2) ** -0.25  # square roots: the loss squares them again
@@ -51,6 +52,7 @@ def non_negative(rows: Values, measured: Values) -> Values:
     It equals the unconstrained solution over its positive coefficients. With few coefficients, trying every subset
     finds the best feasible one.
     """
+    # Columns of unit length keep the digits if coefficients differ by orders of magnitude.
     sizes = np.sqrt((rows**2).sum(axis=0))
     used = [column for column in range(rows.shape[1]) if sizes[column] > 0]
     scaled = rows[:, used] / sizes[used]

@@ -286,6 +286,7 @@ def _coordinator(
     turns, requests = rates["turns"], rates["requests"]
     alone = rates["deltas"] / engines
     news = rates["deltas"] / (1.0 + settings.gather_seconds * alone)  # news within `gather_seconds` travel together
+    # `turn` already includes the decisions of a single request.
     waiting = max(0.0, grown(costs.decisions, live) - grown(costs.decisions, 1))
     workers = engines + hosts(work, settings, engines / work.engines)
     return {
@@ -308,11 +309,13 @@ def _deltas(work: Work, settings: Settings) -> float:
 def _publication(costs: Costs, work: Work, settings: Settings, times: float) -> dict[str, float]:
     targets, engines = hosts(work, settings, times), times * work.engines
     count = buckets(work, settings)
+    # Levels of the broadcast tree that reaches all hosts.
     depth = math.ceil(math.log(targets + 1.0, FAN_OUT))
     copies = min(FAN_OUT, targets)  # copies that the trainer's host sends
     calls = engines * (costs.engine_update + PUBLICATION_CALLS * costs.call)
     calls += engines * count * (costs.engine_bucket + costs.call)
     calls += targets * count * (costs.host_bucket + RELAY_CALLS * costs.call)
+    # Chunks follow each other down the tree, so only the last one pays for all levels.
     return {
         "bytes": copies * work.weight_bytes / settings.link_bytes_per_second * (1.0 + depth / count),
         "calls": calls,

@@ -157,6 +157,7 @@ class Search:
         seconds *= 1.0 + partition.PRECISION
         best: Split | None = None
         for mesh in self._front:
+            # Side by side, rollout has the whole time; in turn, it has what training leaves.
             left = seconds if self._staleness else seconds - mesh.seconds
             if mesh.seconds > seconds or left <= 0 or mesh.devices >= devices:
                 continue
@@ -223,6 +224,7 @@ class Search:
     def _in_turn(self, devices: int) -> Split:
         best: Split | None = None
         for mesh in self._front:
+            # Rollout may take only as long as would still beat the best step.
             below = math.inf if best is None else best.step_seconds - mesh.seconds
             if mesh.devices >= devices or below <= 0:
                 continue

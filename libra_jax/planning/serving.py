@@ -60,6 +60,7 @@ class Serving:
         room, slots = max(1.0, float(self._model.kv_tokens(degree))), self._slots[degree]
         spans = {name: values[last] - values[first] for name, values in sums.items()}
         tokens, context = spans["tokens"], spans["context"]
+        # The first request is the longest; an empty run may begin past the end.
         head = np.minimum(first, len(self.demand) - 1)
         longest, per_context = self.demand.tokens[head], self._model.context_seconds(degree)
         overlapping = self._staleness + 1

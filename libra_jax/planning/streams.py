@@ -97,6 +97,7 @@ def _of_record(spans: Sequence[Span], prompt: int, turns: Sequence[Mapping[str, 
     context, seen, instance = prompt, 0, ""
     found = []
     for span in spans:
+        # An output may take several spans, if its request moved.
         while output <= 0 and left:
             context += payload
             output, payload = left.popleft()

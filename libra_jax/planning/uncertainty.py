@@ -34,6 +34,7 @@ def relative(
       turns: turns of each trajectory.
       plan: the plan.
     """
+    # Every n-th trajectory keeps the distribution of lengths.
     every = -(-len(prompts) // SAMPLES)
     prompts, turns = prompts[::every], turns[::every]
     base = _seconds(setting, prompts, turns, plan)
@@ -46,6 +47,7 @@ def relative(
         if other is None:  # the plan no longer fits into the memory, so there is no time to compare
             continue
         changes = [abs(after / before - 1.0) for before, after in zip(base, other, strict=True)]
+        # The larger effect of the move down and the move up.
         effects[name] = [max(pair) for pair in zip(changes, effects.get(name, changes), strict=True)]
     return forecast.Prediction(*(math.hypot(*one) for one in zip(*effects.values(), strict=True)))
 

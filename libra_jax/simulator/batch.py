@@ -112,6 +112,7 @@ class Batch:
         request.since = step
 
     def _sample(self, request: records.Request, count: int) -> None:
+        # Spans of one version merge, so that thousands of tokens stay a few spans.
         if request.spans and request.spans[-1][0] == self._version:
             count_before = request.spans.pop()[1]
             request.spans.append((self._version, count_before + count))
@@ -125,6 +126,7 @@ class Batch:
         """Streams the tokens sampled since the last delta; adds the finish reason to the last token."""
         done = request.left <= 0
         count, stops = request.unstreamed, done and request.reason == "stop"
+        # The stop token counts as a sampled one; it is the last.
         runs = [(trajectory.SAMPLED, count - 1), (trajectory.STOP, 1)] if stops else [(trajectory.SAMPLED, count)]
         delta = protocols.TokenDelta(
             cast(Any, trajectory.Runs(runs)),
@@ -214,6 +216,7 @@ class Batch:
         if not decoding and self._prefill is None:
             return
         if self._prefill is None:
+            # Without prefill the fixed time depends only on the number of requests, so it is cached.
             fixed = self._fixed.get(decoding) or self._fixed.setdefault(
                 decoding, self._model.fixed_seconds(self._degree, decoding)
             )
@@ -230,6 +233,7 @@ class Batch:
             self._make_due(request)
 
     def _make_due(self, request: records.Request) -> None:
+        # At least one step: the boundary that has just passed cannot be due again.
         request.due = self._steps + max(1, min(request.left, self._interval - request.unstreamed))
         self._pushes += 1
         heapq.heappush(self._due, (request.due, request.number, self._pushes, request))
@@ -243,8 +247,10 @@ class Batch:
         while self._waiting and len(self._decoding) + len(requests) < self._slots:
             request = self._waiting[0]
             held = min(self._held.get(request.key, 0), request.length)
+            # Even a fully cached context computes its last token again, to sample the next one.
             new = max(1, request.length - held)
             idle = not self._decoding and not requests
+            # An idle instance must take any request that fits, or a long one would wait for ever.
             spare = 0 if idle else int(WATERMARK * self._capacity)
             if (requests and tokens + new > chunk) or self._used + request.length + spare > self._capacity:
                 break
@@ -260,6 +266,7 @@ class Batch:
             tokens += new
             seconds += self._model.attention_seconds(self._degree, new, request.length - new)
         if requests:
+            # Tokens and attention are spread evenly over the chunks.
             steps = -(-tokens // chunk)
             self._prefill = records.Prefill(requests, steps, tokens / steps, seconds / steps)
 
@@ -330,6 +337,7 @@ class Batch:
                 self._prefill = None
         self._used -= request.length
         request.state, request.due = "waiting", -1
+        # To the front, because it arrived before all requests that wait.
         self._waiting.appendleft(request)
 
     def _hold(self, request: records.Request) -> None:

@@ -109,6 +109,7 @@ def run_seconds(groups: Groups, size: int, eta: int) -> float:
     for step in range(steps):
         bounds = [ends[-1] if ends else 0.0]
         if step < eta:
+            # A policy may choose any groups of the pool, so the cheapest ones bound it.
             done = (step + 1) * size
             bounds += [float(least["path"][done - 1]), float(least["work"][:done].sum())]
         else:

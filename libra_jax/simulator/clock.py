@@ -89,6 +89,7 @@ class Clock(asyncio.SelectorEventLoop):
             while timers and timers[0][2]._cancelled:
                 heapq.heappop(timers)
                 self._timer_cancelled_count -= 1
+            # Time moves only if no callback is ready.
             if not ready and not self._stopping:  # type: ignore[attr-defined]
                 self._advance(timers[0][0] if timers else None)
             due = self.now + MOMENT

@@ -71,6 +71,7 @@ def prepare(run: settings.SimulatedRun, policies: Sequence[str]) -> settings.Sim
     if run.workload.fit_buckets and isinstance(work, traces.Replay):
         bounds = workloads.fitted_bounds(work, run.rollout.tensor_parallel)
         run = dataclasses.replace(run, scheduler=dataclasses.replace(run.scheduler, max_remaining_tokens=bounds))
+    # Making each scheduler checks its settings.
     for policy in policies:
         _scheduler(with_policy(run, policy), costs.SchedulingCosts(run.simulation.cost_model()), lambda request: 0)
     steps = workloads.planned_steps(run.workload, work, run.coordinator.groups_per_step, run.steps)

@@ -47,6 +47,7 @@ class Engine(batch.Batch, protocols.RolloutEngine):
         """Dies as a process would: every running and later call raises `WorkerLost`."""
         if not self._alive:
             return
+        # Counts the tokens of complete steps, from which the next engine continues.
         self._settle_now(list(self._decoding))
         self._alive = False
         if not self._asleep:

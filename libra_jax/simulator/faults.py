@@ -60,6 +60,7 @@ def parts(config: FaultConfig, seed: int) -> world.Parts:
         # Without faults, no wrapper slows the simulation.
         return world.Parts()
     attempts = itertools.count()
+    # Engines and hybrid workers draw by name and life, so every policy meets the same faults there.
     return world.Parts(
         engine=lambda made, life: Engine(made, config, random.Random(f"{seed}/{made.name}/{life}")),
         environment=lambda made: Environment(made, config, random.Random(f"{seed}/environment/{next(attempts)}")),
@@ -136,6 +137,7 @@ class Environment(_Wrapped):
         if self._rng.random() < self._config.environment_crash:
             raise protocols.EnvironmentCrashed(f"the environment of {output} was made to crash (config.faults)")
         result = await self._inner.step(output)
+        # Only a step that called a tool can hang, which is known only now.
         if self._rng.random() < self._config.tool_hang and result.tool_returns:
             await asyncio.get_running_loop().create_future()  # until the step's deadline cancels it
         return result

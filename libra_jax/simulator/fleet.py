@@ -31,6 +31,7 @@ class Fleet:
     def spec(self, number: int, degree: int, start_seconds: float = 0.0) -> protocols.ActorSpec:
         """Returns the spec of an instance; its slots are those of the config's instance, or of its degree."""
         rollout, at_first = self._config.rollout, number < len(self._slots)
+        # Counters are kept here, because an engine's restarts make new engines.
         self.counters.append(engine.Counters())
         self.degrees.append(degree)
         arguments = {

@@ -74,6 +74,7 @@ class LogNormal:
         if self.spread == 0.0:
             return [round(self.mean)] * count
         edges = [-math.inf, *(_NORMAL.inv_cdf(index / count) for index in range(1, count)), math.inf]
+        # The partial expectation of a log-normal, in closed form.
         below = [_NORMAL.cdf(edge - self.spread) if math.isfinite(edge) else float(edge > 0) for edge in edges]
         return [max(1, round(self.mean * count * (high - low))) for low, high in itertools.pairwise(below)]
 

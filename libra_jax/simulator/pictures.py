@@ -68,6 +68,7 @@ def short(names: Sequence[str]) -> list[str]:
     """Returns the names without the words that all of them begin with, broken into lines of `LABEL` characters."""
     words = [name.split() for name in names]
     shared = 0
+    # At least one word of each name must stay.
     while len(names) > 1 and all(len(each) > shared + 1 and each[shared] == words[0][shared] for each in words):
         shared += 1
     plain = [" ".join(each[shared:]) for each in words]

@@ -28,6 +28,7 @@ def pool(workers: int) -> Iterator[concurrent.futures.ProcessPoolExecutor]:
 
     The processes are spawned, because event loops and threads that a fork inherits would break the simulation.
     """
+    # Other code may have children, too; only this pool's are killed.
     before = set(multiprocessing.active_children())
     executor = concurrent.futures.ProcessPoolExecutor(
         workers, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(os.getpid(),)

@@ -151,10 +151,12 @@ def of_run(
     seconds = sum(step_seconds)
     generated = int(sum(step["tokens/generated"] for step in steps))
     moved = int(sum(step["routing/moved_tokens"] for step in steps))
+    # Each step's accuracy counts by the number of its judged decisions.
     judged = sum(step.get("routing/judged", 0.0) for step in steps)
     right = sum(step.get("routing/judged", 0.0) * step.get("routing/one_shot_accuracy", 0.0) for step in steps)
     counters = fleet.counters
     prefilled = sum(count.prefilled for count in counters)
+    # The summary counts groups, not rollouts.
     replaced = sum(summary.replaced.values()) * config.coordinator.group_size
     return Result(
         seconds=seconds,

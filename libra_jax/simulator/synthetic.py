@@ -64,6 +64,7 @@ class _Draw:
 
     def share_below(self) -> float:
         """Returns a uniform number on (0, 1); siblings share a fifth of its variance (at `variation` 1)."""
+        # A fifth at variation 1; less if samples vary more.
         between = 1.0 / (1.0 + 4.0 * self.variation**2)
         normal = math.sqrt(between) * self.prompt.gauss(0.0, 1.0)
         normal += math.sqrt(1.0 - between) * self.sample.gauss(0.0, 1.0)
@@ -73,6 +74,7 @@ class _Draw:
         """Returns a log-normal factor of mean 1."""
         within *= self.variation
         normal = between * self.prompt.gauss(0.0, 1.0) + within * self.sample.gauss(0.0, 1.0)
+        # Minus half the variance, so that the mean of the factor is 1.
         return math.exp(normal - (between**2 + within**2) / 2.0)
 
 

@@ -122,6 +122,7 @@ def _row(path: Path, number: int, record: Mapping[str, Any]) -> tuple[str, scrip
     return record["prompt_id"], scripts.Script(max(1, record["prompt_tokens"]), turns, limit)
 
 
+# Cached, because each script is asked for alone, and a shuffle costs the whole order.
 @functools.lru_cache(maxsize=8)
 def _order(count: int, name: str) -> tuple[int, ...]:
     order = list(range(count))

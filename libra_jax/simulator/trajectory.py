@@ -201,6 +201,7 @@ class Trajectory(protocols.Trajectory):
         self._segments.append((protocols.TokenSource.MODEL, count, delta))
         self._generated += count
         self.fresh = 0
+        # A stop token ends the output; the next tokens belong to the next one.
         if delta.token_ids[-1] == STOP:
             self.outputs, self.sampled = self.outputs + 1, 0
         else:

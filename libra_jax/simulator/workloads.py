@@ -132,9 +132,11 @@ def fitted_bounds(workload: traces.Replay, degrees: Sequence[int]) -> tuple[int,
     for level in sorted(set(degrees))[:-1]:
         share = sum(degree for degree in degrees if degree <= level) / sum(degrees)
         length = bounds[-1]
+        # The shortest trajectories go to the narrowest degree, until it has its share of the tokens.
         while taken < share * tokens:
             length = next(longer)
             taken += length
+        # Bounds must ascend strictly.
         bounds.append(max(length, bounds[-1] + 1))
     return tuple(bounds[1:])
 
@@ -157,6 +159,7 @@ def check_fits(workload: scripts.Workload, config: configuration.RunConfig, simu
       ConfigError: a rollout would be cut short, or there are more slots than memory; the message names the field.
     """
     tasks = config.steps * config.coordinator.groups_per_step
+    # Spread over the whole run, because lengths drift.
     sampled = range(0, tasks, max(1, tasks // 64))
     summary = summarise(workload, sampled, min(16, config.coordinator.group_size))
     for field, limit, needed in (

@@ -111,6 +111,7 @@ class Cluster:
         """Makes the actor in place."""
         module, _, name = spec.factory.partition(":")
         made = getattr(importlib.import_module(module), name)(**spec.arguments)
+        # A restarted actor begins another life, with faults of its own.
         life = self._lives[spec.name] = self._lives.get(spec.name, -1) + 1
         if isinstance(made, engine.Engine):
             made = self._parts.engine(made, life)
