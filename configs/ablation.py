@@ -1,40 +1,41 @@
-"""What each mechanism adds, and other frameworks' ways, on the simulated 48 A800s of configs/simulate.py.
+"""Compares Libra's mechanisms, and other frameworks' ways of working, on the 48 simulated A800s of configs/simulate.py.
 
-The steps of the published ablation (arXiv 2606.03077), each with what the one before it has. Its authors' controls
-balance by the number of connections, and move no accelerator while a run goes on unless they have the elastic pool
-(configs/*homogeneous_lb.yaml and *no_ehp.yaml of github.com/NetX-lab/Libra); so do these:
+The first five variants are the steps of the published ablation (arXiv 2606.03077). Each variant keeps everything that
+the variant before it has. In its authors' configurations, only the elastic pool moves accelerators during a run, and
+the controls balance by the number of connections (configs/*homogeneous_lb.yaml and *no_ehp.yaml of
+github.com/NetX-lab/Libra). These variants do the same:
 
-* static: half of the accelerators train, half roll out, instances of one degree; each request goes to the instance with
-  the fewest for its slots (least_loaded).
-* homogeneous: the planner splits the accelerators, once, when it first pays; instances keep one degree. Ranges of
-  lengths may still be drawn anew.
-* heterogeneous: the planner also chooses degrees.
-* cmlfq: requests go to the degrees by what tools returned.
-* elastic: the planner may move again, every five steps, as a pool of hybrid workers lets it. A move costs what it
-  costs in the rows above.
+* static: half of the accelerators train and half roll out. All instances have one degree. Each request goes to the
+  instance with the fewest requests relative to its slots (least_loaded).
+* homogeneous: the planner splits the accelerators once, as soon as a split pays. Instances keep one degree. The planner
+  may still redraw the length ranges of the instances.
+* heterogeneous: the planner also chooses the degrees.
+* cmlfq: requests go to the degrees according to the tool returns.
+* elastic: the planner may move again, every five steps, as a pool of hybrid workers lets it. Moves cost the same as in
+  the variants above.
 
-Peers' ways, with the same hardware and the same costs. A request stays with the instance that holds its context unless
-loads differ (sticky), as conversations do in verl's agent loop:
+The next variants work as other frameworks do, with the same hardware and the same costs. A request stays with the
+instance that holds its context unless loads differ (sticky), as conversations do in verl's agent loop:
 
 * colocated: all accelerators roll out, then all train (synchronous).
-* one_step_off: a fixed split in halves, rollout one version ahead.
-* static_optimal: a fixed split and layout, the best for the whole run's lengths, up to four versions ahead.
-* greedy: after every step the plan that is best for the last one, whatever the move costs.
-* libra: what stands against them, as its authors run it (configs/*production_base.yaml): begins with the planner's
-  layout for the lengths that static_optimal's was made for, may be as far ahead as that, routes by what tools
-  returned, and the planner may move.
+* one_step_off: a fixed split in halves; rollout is one version ahead.
+* static_optimal: a fixed split and layout, the best for the whole run's lengths; up to four versions ahead.
+* greedy: after every step, moves to the plan that is best for the last step, and ignores the cost of the move.
+* libra: Libra as its authors run it (configs/*production_base.yaml), to compare with the four above. It begins with the
+  planner's layout for the same lengths as static_optimal, and may be as many versions ahead. It routes by tool returns,
+  and the planner may move.
 
-What a pool of hybrid workers adds to splits that stay:
+These variants show what a pool of hybrid workers adds to fixed splits:
 
-* planned: the layout of libra, which never changes: 24 train.
+* planned: the layout of libra, which never changes: 24 accelerators train.
 * train16, train20, train32: other splits that never change; 2 instances of degree 2, the others of degree 4.
-* pool: of the same 48, 16 train, 16 roll out, and 16 are four hybrid workers of degree 4, which train as data-parallel
-  replicas while rollout is ahead.
+* pool: 16 of the 48 accelerators train, 16 roll out, and 16 form four hybrid workers of degree 4. The hybrid workers
+  train as data-parallel replicas while rollout is ahead.
 
-What to measure against: free looks after every step, and its moves cost nothing. Lengths drift over the whole run, so
-over 100 steps the planner has to follow: --configs=cmlfq,elastic,free --steps=100.
+The variant free is the reference: it looks after every step, and its moves cost nothing. Lengths drift over the whole
+run, so over 100 steps the planner has to follow: --configs=cmlfq,elastic,free --steps=100.
 
-A name may be followed by a workload: static-search, cmlfq-math; without, it is software engineering.
+A workload may follow a name, as in static-search or cmlfq-math. The default workload is software engineering.
 
   python launch/sweep.py --of=configs/ablation.py --configs=static,homogeneous,heterogeneous,cmlfq,elastic --steps=48
   python launch/sweep.py --of=configs/ablation.py --configs=static_optimal-search,libra-search --steps=48
@@ -46,37 +47,39 @@ from configs import simulate
 from libra_jax.simulator import settings
 
 DEGREE = 2
-"""Of all instances where they have one: the narrowest with room for several of the longest contexts."""
+"""Degree of all instances in variants with one degree: the narrowest that has room for several of the longest
+contexts."""
 
 LONGEST = {"swe": (131_072, 65_536), "search": (24_576, 12_288), "math": (40_960, 32_768)}
-"""Tokens of a context (and of a row of the trainer) and of a turn, by workload."""
+"""Most tokens of a context (and of a row of the trainer), and most tokens of a turn, by workload."""
 
 BEST = {"swe": ((1, 5, 4), 14), "search": ((3, 10, 1), 9), "math": ((1, 20, 1), 14)}
-"""(data, fsdp, tensor) and instances: what launch/plan.py finds best for homogeneous-<workload> at eta 4."""
+"""(data, fsdp, tensor) and number of instances: the best that launch/plan.py finds for homogeneous-<workload> at max
+staleness 4."""
 
 PLANNED = {
     "swe": ((3, 2, 4), {2: (2, 8_360), 4: (5, None)}),
     "search": ((3, 10, 1), {2: (3, 3_600), 4: (3, None)}),
     "math": ((1, 20, 1), {1: (8, 8_877), 2: (6, 20_556), 4: (2, None)}),
 }
-"""(data, fsdp, tensor), and of each degree the instances and the most tokens that a request of theirs has still to
-generate (None: any): what launch/plan.py finds best for libra-<workload>."""
+"""(data, fsdp, tensor), then for each degree the number of instances and the most tokens that their requests may
+have left to generate (None: no limit). This is the best that launch/plan.py finds for libra-<workload>."""
 
 AHEAD = 4
-"""Versions that a trajectory may be behind where asynchronous systems are compared: AReaL's for code (arXiv
-2505.24298), and max_head_offpolicyness of the production runs of Libra's authors."""
+"""Max staleness, in versions, where asynchronous systems are compared. AReaL's value for code (arXiv 2505.24298),
+and max_head_offpolicyness in the production runs of Libra's authors."""
 
 SPLITS = {"train16": (2, 2, 4), "train20": (1, 5, 4), "train32": (2, 4, 4)}
-"""(data, fsdp, tensor) of those that stay beside `planned`."""
+"""(data, fsdp, tensor) of the fixed splits beside `planned`."""
 
 HALVES = (3, 2, 4)
 """(data, fsdp, tensor) of the 24 accelerators that train in a split in halves."""
 
 ALL = (3, 4, 4)
-"""Of all 48."""
+"""(data, fsdp, tensor) of all 48 accelerators."""
 
 NEVER = 1_000_000
-"""Steps until a planner whose workers keep their stage may move a second time."""
+"""Steps until the planner may move a second time, in variants without an elastic pool; longer than any run."""
 
 WORKLOADS = ("swe", "search", "math")
 NAMES = (
@@ -98,7 +101,7 @@ NAMES = (
 
 
 def get_config(variant: str = "cmlfq") -> settings.SimulatedRun:
-    """The run of `variant`: a name, or a name and a workload with a dash between."""
+    """Returns the run of `variant`: a name, or a name and a workload with a dash between."""
     name, _, workload = variant.partition("-")
     workload = workload or "swe"
     if name not in NAMES or workload not in WORKLOADS:
@@ -109,6 +112,7 @@ def get_config(variant: str = "cmlfq") -> settings.SimulatedRun:
     config.name = f"ablation-{variant}"
     config.rollout.max_context, config.rollout.max_tokens = LONGEST[workload]
     config.trainer.row_tokens = config.rollout.max_context
+    # Every variant begins as the split in halves; the branches below change it.
     _halves(config)
     if name in ("static", "homogeneous", "heterogeneous"):
         config.scheduler.policy = "least_loaded"
@@ -139,28 +143,28 @@ def get_config(variant: str = "cmlfq") -> settings.SimulatedRun:
 
 
 def _halves(config: settings.SimulatedRun) -> None:
-    """24 accelerators train, 24 roll out on instances of one degree."""
+    """Lets 24 accelerators train and 24 roll out, on instances of one degree."""
     config.simulation.train_devices, config.simulation.train_mesh = 24, HALVES
     _instances(config, 24 // DEGREE)
     config.scheduler.policy = "sticky"
 
 
 def _instances(config: settings.SimulatedRun, count: int) -> None:
-    config.rollout.slots = config.simulation.slots[0]  # of whatever degree
+    config.rollout.slots = config.simulation.slots[0]  # every instance gets the slots of the first one
     config.simulation.slots = ()
     config.rollout.tensor_parallel = (DEGREE,) * count
     config.scheduler.max_remaining_tokens = ()
 
 
 def _colocated(config: settings.SimulatedRun) -> None:
-    """Both stages have everything, one after the other."""
+    """Gives all accelerators to both stages, which take turns."""
     config.simulation.train_devices, config.simulation.train_mesh = 48, ALL
     config.rollout.tensor_parallel = (DEGREE,) * (48 // DEGREE)
     config.coordinator.staleness = 0
 
 
 def _static_optimal(config: settings.SimulatedRun, workload: str) -> None:
-    """The best split by `launch/plan.py` of the whole run's lengths, of one degree."""
+    """Uses the best split with one degree that `launch/plan.py` finds for the whole run's lengths."""
     mesh, instances = BEST[workload]
     config.simulation.train_devices, config.simulation.train_mesh = math.prod(mesh), mesh
     config.rollout.tensor_parallel = (DEGREE,) * instances
@@ -168,7 +172,7 @@ def _static_optimal(config: settings.SimulatedRun, workload: str) -> None:
 
 
 def _libra(config: settings.SimulatedRun, workload: str) -> None:
-    """The best split by `launch/plan.py` of the same lengths, of any degrees."""
+    """Uses the best split with any degrees that `launch/plan.py` finds for the lengths of `static_optimal`."""
     mesh, instances = PLANNED[workload]
     config.simulation.train_devices, config.simulation.train_mesh = math.prod(mesh), mesh
     config.rollout.tensor_parallel = tuple(degree for degree, (count, _) in instances.items() for _ in range(count))
@@ -177,16 +181,18 @@ def _libra(config: settings.SimulatedRun, workload: str) -> None:
 
 
 def _split(config: settings.SimulatedRun, mesh: tuple[int, int, int]) -> None:
-    """Two instances of degree 2, and as many of degree 4 as the mesh leaves devices for."""
+    """Adds two instances of degree 2, and as many of degree 4 as the mesh leaves devices for."""
     config.simulation.train_devices, config.simulation.train_mesh = math.prod(mesh), mesh
+    # 44 = 48 devices less the 4 of the two instances of degree 2.
     config.rollout.tensor_parallel = (2, 2) + (4,) * ((44 - math.prod(mesh)) // 4)
     config.scheduler.max_remaining_tokens = (8_360,)
     config.coordinator.staleness = AHEAD
 
 
 def _pool(config: settings.SimulatedRun) -> None:
-    """A third each for training, for rollout, and for those who change sides."""
+    """Gives a third of the accelerators each to training, to rollout, and to hybrid workers."""
     config.simulation.train_devices, config.simulation.train_mesh = 16, (2, 2, 4)
+    # The last `elastic.hybrid` instances are the hybrid workers.
     config.rollout.tensor_parallel = (2, 2) + (4,) * 3 + (4,) * 4
     config.scheduler.max_remaining_tokens = (8_360,)
     config.coordinator.staleness = AHEAD

@@ -1,8 +1,9 @@
-"""Runs by which plans are calibrated (launch/calibrate.py): four meshes, instances of two degrees, stages apart.
+"""Records the runs that launch/calibrate.py calibrates plans by: four meshes, and instances of two degrees.
 
-Each is configs/twin.py's synchronous run, whose steps come again, with the trainer's threads on the first core and
-vLLM's worker on the second; of an instance of degree 2, the other worker is on the first, where the trainer waits
-meanwhile. Devices of a mesh are parts of a CPU: two of them take turns on the trainer's core.
+Each run is the synchronous run of configs/twin.py, whose steps repeat. The two stages are kept apart: the trainer's
+threads have the first core, and vLLM's worker has the second. An instance of degree 2 has its other worker on the first
+core, where the trainer waits meanwhile. The devices of a mesh are parts of one CPU, so two of them take turns on the
+trainer's core.
 
 Expected: about four minutes each on 2 cores, the start and the warm start included.
 
@@ -13,15 +14,15 @@ from configs import twin
 from libra_jax import config as libra_config
 
 VARIANTS = {"single": ((1, 1, 1), 1), "fsdp": ((1, 2, 1), 2), "tensor": ((1, 1, 2), 1), "data": ((2, 1, 1), 2)}
-"""(data, fsdp, tensor) and the instance's degree. All take micro-batches of eight rows: of four, which fit a CPU's
-caches, a row costs a fifth less, and the evaluator has no term for that."""
+"""(data, fsdp, tensor) and the instance's degree. All use micro-batches of eight rows. A row costs a fifth less in a
+micro-batch of four, which fits a CPU's caches, and the evaluator has no term for that."""
 
 CYCLES, DISTINCT_STEPS = 6, 4
-"""Half of the cycles are fitted to, the others predicted."""
+"""Cycles of a run, and steps in a cycle. The first half of the cycles is fitted to; the other half is predicted."""
 
 
 def get_config(variant: str = "single") -> libra_config.RunConfig:
-    """The run of `variant`, one of `VARIANTS`."""
+    """Returns the run of `variant`, one of `VARIANTS`."""
     if variant not in VARIANTS:
         raise ValueError(f"configs/calibrate.py has {', '.join(VARIANTS)}, not {variant!r}")
     mesh, degree = VARIANTS[variant]

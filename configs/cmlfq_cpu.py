@@ -1,18 +1,19 @@
-"""C-MLFQ over real vLLM engines on two CPU cores: one instance of tensor-parallel degree 1 and one of degree 2.
+"""Runs C-MLFQ over real vLLM engines on two CPU cores: an instance of tensor-parallel degree 1 and one of degree 2.
 
-The calculator carries out one operation a call. While several are left, what comes back is the rest of the expression,
-from the tool `simplifier`, and further calls follow; once the `calculator` returns the value or an error, only the
-answer does. So a tool return tells how much is still to be generated, and C-MLFQ moves requests by it: after a
-`simplifier` towards the wide instance, after a `calculator` to the narrow one. A request that moves goes on from its
-own tokens: the new instance prefills them again.
+The calculator carries out one operation a call. If several operations are left, the tool `simplifier` returns the rest
+of the expression, and further calls follow. Once the `calculator` returns the value or an error, only the answer
+follows. So a tool return tells how much is still to be generated, and C-MLFQ moves requests by it. After a
+`simplifier`, a request moves towards the wide instance; after a `calculator`, to the narrow one. The new instance
+prefills the tokens of a moved request again, and the request goes on from there.
 
-On two cores the wide instance is no faster, and both share the cores with the trainer. What the scheduler reckons with
-(`scheduler.costs`) is therefore a layout on devices of its own. The default policy goes by expected cost: a request
-stays where it is unless what is left of it is worth the move. Under the published rule it goes to its length's bucket.
+On two cores the wide instance is no faster, and both instances share the cores with the trainer. The scheduler's costs
+(`scheduler.costs`) therefore describe instances with devices of their own. The default policy goes by expected cost: a
+request stays on its instance unless its remaining tokens are worth the move. Under the published rule a request goes to
+the bucket of its length.
 
-Expected: reward from 0.40 to 0.55 or more in 16 steps; 20 to 64 moves a step of 256 attempts; half of the first
-decisions name the bucket of the true length; log-probabilities of moved trajectories within 2e-5 of the trainer's
-(`mismatch/moved_log_prob_max`). It took 6 minutes on 2 cores that others used as well.
+Expected: the reward rises from 0.40 to 0.55 or more in 16 steps. A step of 256 rollouts has 20 to 64 moves. Half of the
+first decisions name the bucket of the true length. Log-probabilities of moved trajectories are within 2e-5 of the
+trainer's (`mismatch/moved_log_prob_max`). It took 6 minutes on 2 cores that others used as well.
 
   python launch/train.py --config=configs/cmlfq_cpu.py
   python launch/train.py --config=configs/cmlfq_cpu.py:cmlfq_paper  # the published rule, or any other policy
@@ -22,7 +23,7 @@ from libra_jax import config as libra_config
 
 
 def get_config(policy: str = "cmlfq") -> libra_config.RunConfig:
-    """The run under a scheduling policy (`scheduler.policy`)."""
+    """Returns the run under a scheduling policy (`scheduler.policy`)."""
     config = libra_config.RunConfig()
     config.name = f"{policy}_cpu"
     config.steps = 16
@@ -33,8 +34,8 @@ def get_config(policy: str = "cmlfq") -> libra_config.RunConfig:
     config.task.source = "libra_jax.agents.calculator:task_source"
     config.task.environment = "libra_jax.agents.calculator:environment"
     config.task.arguments = {"levels": ("plain", "nested")}  # one operation, or two and three
-    # Returns are expressions too, so they are as wide as prompts: what is copied lies at one distance in every turn.
-    # A tool that takes its time lets others have the slot meanwhile.
+    # Tool returns are expressions too, so they are as wide as prompts: the model copies from the same distance in every
+    # turn. During a tool's delay another request may have the slot.
     config.task.environment_arguments = {"stepwise": True, "return_width": 20, "delay": 0.05}
     config.task.max_turns = 5
 
@@ -45,9 +46,9 @@ def get_config(policy: str = "cmlfq") -> libra_config.RunConfig:
     config.rollout.kv_cache_gib = 0.25
 
     config.scheduler.policy = policy
-    config.scheduler.max_remaining_tokens = (12,)  # an answer has 2 to 9 tokens, a call and an answer 12 and more
-    config.scheduler.costs.request_seconds = 1e-3  # beside 20e-3 for the step itself: a full batch takes its time
-    config.scheduler.move_margin = 1.0  # contexts of a hundred tokens are soon prefilled
+    config.scheduler.max_remaining_tokens = (12,)  # an answer has 2 to 9 tokens, a call and an answer 12 or more
+    config.scheduler.costs.request_seconds = 1e-3  # beside 20e-3 for the step itself: a full batch costs more
+    config.scheduler.move_margin = 1.0  # contexts of a hundred tokens are soon prefilled again
 
     config.optimizer.learning_rate = 4e-4
     config.optimizer.warmup_steps = 5

@@ -1,10 +1,11 @@
-"""A hybrid worker on two CPU cores: it rolls out while answers are long, and helps to train while they are short.
+"""Runs a hybrid worker on two CPU cores: it rolls out while answers are long, and helps to train while they are short.
 
-The core is the trainer, on both cores, and an instance, on core 0. The hybrid worker has core 1: its instance decodes
-there, or its replica computes a part of every training step, and the other of the two sleeps. Tasks drift by a
-curriculum: for thirteen steps, expressions that one call solves, after a long preamble, which costs training more than
-rollout; then thirteen of nested ones without, which take several calls. A step of a phase that does not suit the
-worker's side takes longer, and once that shows in two steps it changes.
+The core trainer has both cores, and an instance has core 0. The hybrid worker has core 1, for one of two sides: its
+instance decodes there, or its training side computes a part of every training step. The other side sleeps. The tasks
+follow a curriculum. For thirteen steps they are expressions that one call solves, after a long preamble, so training
+costs more than rollout. For the next thirteen they are nested expressions without a preamble, which take several calls.
+A step takes longer if the worker is on the wrong side for the phase. The worker switches once two steps have shown
+that.
 
 Expected (seed 7, alone on two cores, 2026-11-23): 4 min 45 s in all, two of them the warm start. The worker switches to
 training at step 3, back to rollout at step 17, and to training again at step 28, in 0.1 s each. In the last phase it
@@ -28,7 +29,7 @@ PHASE_STEPS = 13
 
 
 def get_config(variant: str = "elastic") -> libra_config.RunConfig:
-    """The run with the hybrid worker, or one of the splits that stay."""
+    """Returns the run with the hybrid worker, or one of the layouts that never switch."""
     if variant not in VARIANTS:
         raise ValueError(f"configs/elastic_cpu.py has {', '.join(VARIANTS)}, not {variant!r}")
     config = libra_config.RunConfig()
@@ -52,19 +53,19 @@ def get_config(variant: str = "elastic") -> libra_config.RunConfig:
     config.task.max_turns = 5
 
     config.rollout.tensor_parallel = (1, 1)
-    config.rollout.slots = 16  # few at a time: decoding costs as much as training
+    config.rollout.slots = 16  # few requests at a time, so that decoding costs as much as training
     config.rollout.max_context = 448
     config.rollout.max_tokens = 24
     config.rollout.kv_cache_gib = 0.25
     config.rollout.cores = (0, 1)
 
-    config.cluster.backend = "ray"  # replicas are processes of their own
+    config.cluster.backend = "ray"  # the training side needs a process of its own
     config.elastic.hybrid = 1
     config.elastic.cores = (1,)
     config.elastic.cooldown = 3
     config.elastic.patience = 1  # a phase is short, and each look sees two steps
-    config.elastic.late_seconds = 5.0  # the cores are busy with others' work at times
-    config.planner.horizon = 10  # steps over which a change has to pay
+    config.elastic.late_seconds = 5.0  # other work keeps the cores busy at times
+    config.planner.horizon = 10  # steps over which a switch has to pay
 
     config.optimizer.learning_rate = 4e-4
     config.optimizer.warmup_steps = 5
@@ -73,8 +74,8 @@ def get_config(variant: str = "elastic") -> libra_config.RunConfig:
     config.trainer.row_tokens = 448
     config.trainer.rows_per_micro_batch = 4
 
-    # Copying is learned on short dialogues, at a fifth of the tokens; a third of them has the preamble, so that the
-    # policy knows it. A batch has all three kinds alike.
+    # Copying is learned on short dialogues, which have a fifth of the tokens. A third of the dialogues has the
+    # preamble, so that the policy knows it. Every batch has equal parts of all three kinds.
     config.warm_start.arguments = {"phases": (("plain", 0), ("nested", 0), ("plain", 300)), "phase_tasks": 8}
     config.warm_start.steps = 80
     config.warm_start.batch_size = 64
@@ -88,8 +89,9 @@ def get_config(variant: str = "elastic") -> libra_config.RunConfig:
 
 
 def _stay(config: libra_config.RunConfig, variant: str) -> None:
-    """Without a hybrid worker."""
+    """Removes the hybrid worker and fixes the layout of `variant`."""
     config.elastic.hybrid, config.elastic.cores = 0, ()
+    # `rollout` keeps both instances; the second is now a plain one.
     if variant == "rollout":
         return
     config.rollout.tensor_parallel = (1,)

@@ -1,7 +1,7 @@
-"""An environment that others wrote, by config alone: FrozenLake, of gymnasium's toy texts, played move by move.
+"""Trains in an environment by config alone: FrozenLake, of gymnasium's toy texts, played move by move.
 
-A few supervised steps on random episodes teach the 0.41 M-parameter character model how moves are written. It takes
-about a minute on 2 cores. The set-up command installs gymnasium.
+The 0.41 M-parameter character model learns how moves are written from a few supervised steps on random episodes. It
+takes about a minute on 2 cores. The set-up command installs gymnasium.
 
   python launch/train.py --config=configs/environments_cpu.py
 """

@@ -1,9 +1,11 @@
-"""A tool of an MCP server that nobody here wrote: `convert_time` of the public package mcp-server-time.
+"""Trains with a tool of a public MCP server: `convert_time` of the package mcp-server-time.
 
-The 0.41 M-parameter character model reads a time and a zone, calls the server's tool, and answers with the time there.
-A short supervised warm start teaches it how calls are written. A few steps show that all of it works together; more of
-both (`--config.steps`, `--config.warm_start.steps`) teach it the task. Expected: 1.5 minutes on 2 cores; about nine in
-ten calls succeed right after the warm start (`agent/tool_success` in metrics.jsonl, turn by turn in trace.jsonl).
+The 0.41 M-parameter character model reads a time and a zone, calls the server's tool, and answers with the time in that
+zone. A short supervised warm start teaches it how calls are written. The few steps show that everything works together.
+More steps of both kinds (`--config.steps`, `--config.warm_start.steps`) teach the model the task.
+
+Expected: 1.5 minutes on 2 cores; about nine in ten calls succeed right after the warm start (`agent/tool_success` in
+metrics.jsonl, turn by turn in trace.jsonl).
 
   python launch/train.py --config=configs/mcp_cpu.py
 """
@@ -20,11 +22,12 @@ def get_config() -> libra_config.RunConfig:
     config.task.environment = "libra_jax.agents.environments.time_zones:environment"
     config.task.max_turns = 3
 
-    # The form of Claude's and VS Code's files, which tools.mcp_file names: a command, or the url of a running server.
+    # The same form as in Claude's and VS Code's files, which tools.mcp_file names: a command, or the url of a running
+    # server.
     config.tools.mcp = {"mcpServers": {"time": {"command": "mcp-server-time", "args": ["--local-timezone=UTC"]}}}
     config.tools.arguments = {"time": {"only": ["convert_time"]}}
     config.tools.use = ("time",)
-    config.tools.describe = False  # the warm start tells the character model of it
+    config.tools.describe = False  # the character model learns the tool in the warm start
 
     config.model.attention_chunk = 128
     config.rollout.slots = 32
@@ -32,7 +35,7 @@ def get_config() -> libra_config.RunConfig:
     config.rollout.max_tokens = 160
 
     config.optimizer.learning_rate = 3e-4
-    config.optimizer.warmup_steps = 4  # Adam's first steps are full ones, and what is right is rare yet
+    config.optimizer.warmup_steps = 4  # Adam's first steps have full size, and right answers are still rare
     config.trainer.platform = "cpu"
     config.trainer.row_tokens = 768
     config.trainer.rows_per_micro_batch = 8

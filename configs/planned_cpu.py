@@ -1,13 +1,13 @@
-"""Plans over real vLLM engines on two CPU cores: the rollout devices are laid out anew while the run goes on.
+"""Plans over real vLLM engines on two CPU cores: the planner changes the rollout layout during the run.
 
-It begins with one instance of tensor-parallel degree 2. After a few steps the planner has seen how long trajectories
-are and how long the stages take: a model of 0.4 million parameters gains nothing from being split, and two narrow
-instances decode twice as many requests at a time. So the wide one ends and two narrow ones are started, in the
-background; requests that it served wait for them, and go on from their tokens.
+The run begins with one instance of tensor-parallel degree 2. After a few steps the planner has measured how long
+trajectories are and how long the stages take. A model of 0.4 million parameters gains nothing from being split, and two
+narrow instances decode twice as many requests at a time. So the planner ends the wide instance and starts two narrow
+ones in the background. Requests of the wide instance wait for the narrow ones, and go on from their tokens.
 
-Expected: a move to two instances of degree 1 at step 5 of 16, after which a step generates about twice as many tokens a
-second (530 before, 920 to 1,120 after), each look in plans.jsonl in the run's folder, and in report.html what was
-predicted beside what was measured. It took about 6 minutes on 2 cores.
+Expected: the planner moves to two instances of degree 1 at step 5 of 16. After the move a step generates about twice as
+many tokens a second (530 before, 920 to 1,120 after). In the run's folder, plans.jsonl has every look, and report.html
+shows the predictions beside the measurements. It took about 6 minutes on 2 cores.
 
   python launch/train.py --config=configs/planned_cpu.py
   python launch/train.py --config=configs/planned_cpu.py --config.planner.shadow  # decides, logs, and never moves
@@ -18,7 +18,7 @@ from libra_jax import config as libra_config
 
 
 def get_config() -> libra_config.RunConfig:
-    """The run."""
+    """Returns the run."""
     config = cmlfq_cpu.get_config()
     config.name = "planned_cpu"
     config.rollout.tensor_parallel = (2,)
@@ -28,6 +28,6 @@ def get_config() -> libra_config.RunConfig:
     config.planner.period = 2
     config.planner.degrees = (1, 2)
     config.planner.horizon = 50
-    config.planner.start_seconds = 30.0  # a cold vLLM, on cores that are busy
+    config.planner.start_seconds = 30.0  # a cold start of vLLM, on busy cores
     config.checkpoint.every = 4
     return config

@@ -1,13 +1,14 @@
-"""A 0.41 M-parameter character model learns to compute with a Python interpreter in a sandbox, on two CPU cores.
+"""Trains a 0.41 M-parameter character model to compute with a sandboxed Python interpreter, on two CPU cores.
 
-The policy reads one or two operations on integers in words ("846 xor 357 minus 120"), writes
-`<python>846^357</python>`, reads what the interpreter returns, goes on with `<python>_-120</python>` where there is a
-second operation, and answers. Every attempt has a sandbox (bubblewrap) and an interpreter of its own. A short
-supervised warm start leaves it right in about two fifths of its attempts; reinforcement learning does the rest.
+The policy reads one or two operations on integers in words ("846 xor 357 minus 120"). It writes
+`<python>846^357</python>` and reads what the interpreter returns. If there is a second operation, it goes on with
+`<python>_-120</python>`; then it answers. Every rollout has a sandbox (bubblewrap) and an interpreter of its own. A
+short supervised warm start leaves the policy right in about two fifths of its rollouts; reinforcement learning does the
+rest.
 
 Expected (seed 0, 24 steps): the reward's mean rises from 0.47 in the first five steps to 0.80 in the last five
-(2026-11-22, light work beside it) and from 0.47 to 0.84 in another run (2026-11-24). It takes 9.7 minutes in all, one
-of them the warm start. A step takes 20 s, most of which goes into starting its 384 sandboxes.
+(2026-11-22, light work beside it). In another run it rose from 0.47 to 0.84 (2026-11-24). It takes 9.7 minutes in all,
+one of them the warm start. A step takes 20 s, most of which goes into starting its 384 sandboxes.
 
   python launch/train.py --config=configs/python_cpu.py
 """
@@ -26,15 +27,15 @@ def get_config() -> libra_config.RunConfig:
     config.task.source = "libra_jax.agents.environments.integers:task_source"
     config.task.environment = "libra_jax.agents.environments.math:environment"
     config.task.max_turns = 4
-    config.task.tool_seconds = 60.0  # answers wait for the verifier, too, when a whole batch gives them at once
+    config.task.tool_seconds = 60.0  # answers wait for the verifier, too, if a whole batch answers at once
 
     config.tools.use = ("python",)
     config.tools.format = "tags"
-    config.tools.describe = False  # the warm start tells of the tool
+    config.tools.describe = False  # the warm start teaches the tool
     config.sandbox.seconds = 2.0
     config.sandbox.cpu_seconds = 1.0
     config.sandbox.memory_mib = 128
-    config.sandbox.warm = 32  # a batch takes one an attempt, and they start while the trainer works
+    config.sandbox.warm = 32  # a batch takes one sandbox a rollout, and sandboxes start while the trainer works
     config.sandbox.start_seconds = 50.0
 
     config.rollout.slots = 128
@@ -52,7 +53,7 @@ def get_config() -> libra_config.RunConfig:
     config.warm_start.steps = 200
     config.warm_start.batch_size = 64
     config.warm_start.learning_rate = 1e-3
-    config.warm_start.target_loss = 0.04  # leaves the policy right in about two fifths of its attempts
+    config.warm_start.target_loss = 0.04  # leaves the policy right in about two fifths of its rollouts
 
     config.coordinator.groups_per_step = 48
     config.coordinator.group_size = 8

@@ -1,9 +1,11 @@
-"""Your own questions: a JSONL or Parquet file with a `prompt` and an `answer` a row, scored by exact match.
+"""Trains on your own questions: a JSONL or Parquet file with a `prompt` and an `answer` a row, scored by exact match.
 
-Without weights it starts from the shipped character model, which has everything to learn. With a model's directory
-after the colon it trains that model, with its own tokenizer and the settings that pretrained weights survive: learning
-rate, bfloat16, recomputed activations, longer outputs. The policy may call a calculator. Where there are several GPUs,
-add `--config.trainer.platform=cuda`. Expected result: depends on the questions and the model.
+Without weights, the run starts from the shipped character model, which has everything to learn. A model's directory
+after the colon trains that model, with its own tokenizer. The run then uses settings that pretrained weights survive:
+learning rate, bfloat16, recomputed activations, longer outputs. The policy may call a calculator. On a machine with
+several GPUs, add `--config.trainer.platform=cuda`.
+
+Expected result: depends on the questions and the model.
 
   python launch/train.py --config=configs/questions.py --config.task.path=questions.jsonl
   python launch/train.py --config=configs/questions.py:models/Qwen3-1.7B --config.task.path=questions.jsonl
@@ -32,7 +34,7 @@ def get_config(weights: str = "") -> libra_config.RunConfig:
 
 
 def _pretrained(config: libra_config.RunConfig, weights: str) -> None:
-    """Changes what differs between pretrained weights and the character model."""
+    """Changes the settings that differ between pretrained weights and the character model."""
     config.model.path = weights
     config.model.compute_dtype = "bfloat16"
     config.model.remat = "dots"

@@ -1,7 +1,9 @@
-"""Qwen3-1.7B on your own questions (a JSONL file), 8 GPUs of one host: 4 train, 4 roll out.
+"""Trains Qwen3-1.7B on your own questions (a JSONL file) on one host with 8 GPUs: 4 train, 4 roll out.
 
-Each line of the file has a `prompt` and an `answer`; the policy may call a calculator and is scored by exact match.
-Expected on 8 x H100: not run by us yet; `--dry_run` checks it anywhere, and names the weights and data that lack.
+Each line of the file has a `prompt` and an `answer`. The policy may call a calculator and is scored by exact match.
+
+Expected on 8 x H100: not run by us yet. `--dry_run` checks the configuration on any machine, and names missing weights
+and data.
 
   python launch/train.py --config=configs/qwen3_1p7b_8gpu.py \
       --config.model.path=models/Qwen3-1.7B --config.task.path=data/questions.jsonl
@@ -16,7 +18,7 @@ def get_config() -> libra_config.RunConfig:
     config.steps = 200
 
     config.model.path = "models/Qwen3-1.7B"
-    config.model.preset = "Qwen3-1.7B"  # the shape --dry_run checks where the weights are not there
+    config.model.preset = "Qwen3-1.7B"  # the shape that --dry_run checks if the weights are missing
     config.model.compute_dtype = "bfloat16"
     config.model.remat = "dots"
 

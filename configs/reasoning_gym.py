@@ -1,8 +1,9 @@
-"""A reasoning-gym task by name, scored by the package's own scorer: `--config=configs/reasoning_gym.py:leg_counting`.
+"""Trains on one reasoning-gym task, named after the colon, as in `--config=configs/reasoning_gym.py:leg_counting`.
 
-Starts from the quickstart's character model, which has to learn the task from its rewards alone; for a pretrained model
-set `--config.model.path=DIR --config.task.tokenizer=`. Expected result: depends on task and model; what is promised is
-that every task of the package poses, scores and trains.
+The package's own scorer gives the reward. The run starts from the quickstart's character model, which has to learn the
+task from its rewards alone. For a pretrained model, set `--config.model.path=DIR --config.task.tokenizer=`.
+
+Expected result: depends on task and model. Every task of the package can be posed, scored and trained on.
 
   python launch/train.py --config=configs/reasoning_gym.py:leg_counting --config.model.path=models/Qwen3-0.6B \
       --config.task.tokenizer=
@@ -22,7 +23,7 @@ def get_config(name: str = "basic_arithmetic") -> libra_config.RunConfig:
     config.task.arguments = {"name": name}
     config.task.max_turns = 1
 
-    config.rollout.max_context = 1024  # prompts of the package run to a few hundred tokens
+    config.rollout.max_context = 1024  # the package's prompts have up to a few hundred tokens
     config.rollout.max_tokens = 256
     config.trainer.platform = "cpu"
     config.trainer.row_tokens = 1024

@@ -1,13 +1,14 @@
-"""A 0.41 M-parameter character model learns to repair code with a planted bug, on two CPU cores.
+"""Trains a 0.41 M-parameter character model to repair code with a planted bug, on two CPU cores.
 
-The policy reads an issue ("f(x) must be x+45-8"), looks at the file in its sandbox, replaces what is wrong and says
-that it is done; hidden tests then judge the file in another sandbox. A short supervised warm start teaches it to copy,
-and leaves most of its slips to reinforcement learning.
+The policy reads an issue ("f(x) must be x+45-8") and looks at the file in its sandbox. It replaces the wrong part and
+says that it is done. Hidden tests then judge the file in another sandbox. A short supervised warm start teaches the
+policy to copy; reinforcement learning has to remove most of its slips.
 
-Expected (seed 0, 30 steps, other work beside it): the reward's mean rises from the first five steps to the last five by
-0.17 in one run (0.43 to 0.60, 2026-11-22) and by 0.06 in another (0.46 to 0.52, 2026-11-24). 128 attempts a step say
-little, so more steps tell more. 10 to 11 minutes in all, one of them the warm start. A step takes 16 to 20 s, nearly
-all of it for the sandboxes of its attempts and of their hidden tests. At a learning rate of 1e-3 the reward falls to 0.
+Expected (seed 0, 30 steps, other work beside it): the reward's mean rises from the first five steps to the last five.
+It rose by 0.17 in one run (0.43 to 0.60, 2026-11-22) and by 0.06 in another (0.46 to 0.52, 2026-11-24). The mean of 128
+rollouts a step is noisy, so run more steps for a clearer result. The run takes 10 to 11 minutes in all, one of them the
+warm start. A step takes 16 to 20 s, nearly all of it for the sandboxes of its rollouts and of their hidden tests. At a
+learning rate of 1e-3 the reward falls to 0.
 
   python launch/train.py --config=configs/repo_repair_cpu.py
 """
@@ -28,14 +29,14 @@ def get_config() -> libra_config.RunConfig:
     config.task.environment = "libra_jax.agents.environments.repo_repair:environment"
     config.task.environment_arguments = {"prompt": "{issue}", "test_seconds": 20.0}
     config.task.max_turns = 4
-    config.task.tool_seconds = 60.0  # a step also scores, which takes a sandbox of its own
+    config.task.tool_seconds = 60.0  # a step also scores, which takes another sandbox
 
     config.tools.use = ("shell", "edit")
     config.tools.format = "tags"
     config.tools.describe = False
 
     config.sandbox.warm = 8
-    config.sandbox.most = 128  # each attempt holds one, from its first call on
+    config.sandbox.most = 128  # each rollout holds one sandbox from its first call on
 
     config.rollout.slots = 128
     config.rollout.max_context = 256
@@ -45,7 +46,7 @@ def get_config() -> libra_config.RunConfig:
     config.algorithm.advantage = "grpo"
     config.algorithm.loss = "clipped"
 
-    config.optimizer.learning_rate = 2.5e-4  # 128 attempts a step say little: at 1e-3 a few steps undo the warm start
+    config.optimizer.learning_rate = 2.5e-4  # 128 rollouts a step are noisy: at 1e-3 a few steps undo the warm start
     config.optimizer.warmup_steps = 3
 
     config.trainer.platform = "cpu"
@@ -55,7 +56,7 @@ def get_config() -> libra_config.RunConfig:
     config.warm_start.steps = 300
     config.warm_start.batch_size = 32
     config.warm_start.learning_rate = 1e-3
-    config.warm_start.target_loss = 0.009  # leaves the policy right in a third of its attempts
+    config.warm_start.target_loss = 0.009  # leaves the policy right in a third of its rollouts
 
     config.coordinator.groups_per_step = 16
     config.coordinator.group_size = 8

@@ -1,13 +1,14 @@
-"""A 0.41 M-parameter character model learns to answer by searching, one search or two, on two CPU cores.
+"""Trains a 0.41 M-parameter character model to answer with one or two searches, on two CPU cores.
 
-The corpus is a made-up society of 2,000 people in SQLite FTS5. A question names one of them and asks for the city, of
-that person or of that person's friend; the policy searches for the name, reads the passage, for a friend searches once
-more, and answers with a word of the last passage. The reward is exact match. A short supervised warm start leaves it
-right in a third to a half of its attempts; reinforcement learning does the rest.
+The corpus is a made-up society of 2,000 people in SQLite FTS5. A question names a person and asks for the city of that
+person or of that person's friend. The policy searches for the name and reads the passage. If the question is about the
+friend, it searches once more. Then it answers with a word of the last passage. The reward is exact match. A short
+supervised warm start leaves the policy right in a third to a half of its rollouts; reinforcement learning does the
+rest.
 
-Expected (seed 0, from a fresh clone, 2026-11-22): reward from 0.40 (mean of the first five steps) to 0.66 (of the last
-five) and held-out accuracy from 0.33 over 0.51 to 0.62, in 30 steps; 4.4 minutes in all, of which the warm start takes
-about half.
+Expected (seed 0, from a fresh clone, 2026-11-22), in 30 steps: the reward rises from 0.40 (mean of the first five
+steps) to 0.66 (of the last five). The held-out accuracy rises from 0.33 over 0.51 to 0.62. It takes 4.4 minutes in all,
+of which the warm start takes about half.
 
   python launch/train.py --config=configs/search_cpu.py
 """
@@ -26,7 +27,7 @@ def get_config() -> libra_config.RunConfig:
     config.model.attention_chunk = 64  # dialogues are short: small blocks skip most of a packed row
 
     config.task.source = "libra_jax.agents.environments.acquaintances:task_source"
-    config.task.arguments = {**WORLD, "asked": ("City",)}  # copied letter by letter; a job is one of twelve words
+    config.task.arguments = {**WORLD, "asked": ("City",)}  # copied letter by letter; a job is one of only twelve words
     config.task.environment = "libra_jax.agents.environments.search_qa:environment"
     config.task.environment_arguments = {"match": "em"}
     config.task.max_turns = 4
@@ -39,7 +40,7 @@ def get_config() -> libra_config.RunConfig:
             "source": "libra_jax.agents.environments.acquaintances:corpus",
             "source_arguments": WORLD,
             "results": 1,
-            "template": "{snippet}",  # all passages have one length, so what is copied lies at one distance
+            "template": "{snippet}",  # all passages have one length, so the model always copies from the same distance
             "paging": False,
         }
     }
@@ -53,7 +54,7 @@ def get_config() -> libra_config.RunConfig:
     config.algorithm.loss = "clipped"
 
     config.optimizer.learning_rate = 5e-4
-    config.optimizer.warmup_steps = 5  # Adam's first steps are full ones in every parameter, however small its gradient
+    config.optimizer.warmup_steps = 5  # Adam's first steps have full size even at tiny gradients
 
     config.trainer.platform = "cpu"
     config.trainer.row_tokens = 256
@@ -62,7 +63,7 @@ def get_config() -> libra_config.RunConfig:
     config.warm_start.steps = 400
     config.warm_start.batch_size = 64
     config.warm_start.learning_rate = 1e-3
-    config.warm_start.target_loss = 0.04  # leaves the policy right in a third to a half of its attempts
+    config.warm_start.target_loss = 0.04  # leaves the policy right in a third to a half of its rollouts
 
     config.coordinator.groups_per_step = 32
     config.coordinator.group_size = 8

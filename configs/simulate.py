@@ -5,17 +5,18 @@
   python launch/simulate.py --config=configs/simulate.py --trace=trace.jsonl --output=runs/trace.json
   python launch/simulate.py --config=configs/simulate.py:trace --trace=trace.jsonl   # buckets that fit its lengths
 
-Batch, split and layout are the same for every policy and were fixed from the cost model (planning/costs.py) at the
-middle of the software-engineering run, before any policy was compared:
+Batch, split and layout are the same for every policy. They were fixed before any policy was compared, from the cost
+model (planning/costs.py) at the middle of the software-engineering run:
 
-* Split: 20 devices train and 28 roll out. There a batch of 512 trajectories has 4.1 M generated tokens and 10 M tokens
-  of context, which is 555 s of training on 20 devices and, at 32 requests an instance, about 660 s of rollout on 28:
-  neither stage hides the other. (24 and 24 would be 463 s and 790 s.)
-* Layout: each degree gets the devices that its range of lengths asks for. Of the device-seconds at the middle of the
-  run, tokens of requests with at most 3k still to generate take 25%, to 8k 22%, to 20k 30%, beyond 23%: of 28 devices
-  6.9, 6.2, 8.5 and 6.5. So six instances of degree 1, three of degree 2, two of degree 4 and one of degree 8.
-* Slots: 32 requests, which is what the cache of a degree-1 instance (235k tokens) holds of contexts of 7k; the one wide
-  instance, whose cache is 13 times as large and whose requests are the longest (50k), has 64.
+* Split: 20 devices train and 28 roll out. At the middle of the run a batch of 512 trajectories has 4.1 M generated
+  tokens and 10 M tokens of context. That is 555 s of training on 20 devices and, at 32 requests an instance, about 660
+  s of rollout on 28: neither stage hides the other. (24 and 24 would be 463 s and 790 s.)
+* Layout: each degree gets the devices that its range of lengths asks for. At the middle of the run, tokens of requests
+  with at most 3k still to generate take 25% of the device-seconds. Up to 8k they take 22%, up to 20k 30%, and beyond
+  23%. Of 28 devices that is 6.9, 6.2, 8.5 and 6.5. So six instances of degree 1, three of degree 2, two of degree 4 and
+  one of degree 8.
+* Slots: 32 requests, because the cache of a degree-1 instance (235k tokens) holds 32 contexts of 7k. The one wide
+  instance has 64: its cache is 13 times as large and its requests are the longest (50k).
 
 Expected: the table in docs/results/routing.md; one to two minutes a policy and seed on one core.
 """
@@ -26,14 +27,15 @@ LAYOUT = {1: 6, 2: 3, 4: 2, 8: 1}
 """Instances of each tensor-parallel degree: 28 devices."""
 
 SLOTS = {1: 32, 2: 32, 4: 32, 8: 64}
-"""Of an instance of each degree."""
+"""Slots of an instance of each degree."""
 
 SEARCH_LAYOUT = {1: 16, 2: 6}
 SEARCH_SLOTS = {1: 96, 2: 96}
 
 
 def get_config(variant: str = "swe") -> settings.SimulatedRun:
-    """The run of `variant`: swe, search or math (synthetic), trace (with --trace), or large (swe on 1,024 devices)."""
+    """Returns the run of `variant`: swe, search or math (synthetic), trace (with --trace), or large (swe, 1,024
+    devices)."""
     if variant not in ("swe", "search", "math", "trace", "large"):
         raise ValueError(f"configs/simulate.py has swe, search, math, trace and large, not {variant!r}")
     config = settings.SimulatedRun()
@@ -47,11 +49,11 @@ def get_config(variant: str = "swe") -> settings.SimulatedRun:
 
     config.rollout.max_context = 131_072  # Qwen3-14B's 40,960 stretched by YaRN, as for the published workload
     config.rollout.max_tokens = 65_536
-    config.rollout.health_seconds = 60.0  # a dead instance is noticed by its streams at once, an idle one by this
+    config.rollout.health_seconds = 60.0  # streams show a dead instance at once; this check finds an idle one
     config.rollout.stream_interval = 1_000  # tokens between two looks at a request that outruns its budget
 
     config.trainer.row_tokens = 131_072  # holds a whole context
-    config.trainer.rows_per_micro_batch = 1  # one a shard
+    config.trainer.rows_per_micro_batch = 1  # one row a shard
     config.model.remat = "full"  # a row of that length fits no device otherwise
     config.task.max_turns = 10_000  # scripts end by themselves
     config.task.tool_seconds = 3_600.0  # a hanging tool's deadline; scripted time-outs are shorter
@@ -66,6 +68,7 @@ def get_config(variant: str = "swe") -> settings.SimulatedRun:
         lay_out(config, SEARCH_LAYOUT, SEARCH_SLOTS)
         config.scheduler.max_remaining_tokens = (2_000,)
     if variant == "large":
+        # 21 times the layout of 28 devices: 588.
         lay_out(config, {degree: 21 * count for degree, count in LAYOUT.items()}, SLOTS)
         config.simulation.train_devices = 436  # with 588 that roll out, 1,024
         config.coordinator.groups_per_step = 625
@@ -79,7 +82,7 @@ def get_config(variant: str = "swe") -> settings.SimulatedRun:
 
 
 def lay_out(config: settings.SimulatedRun, layout: dict[int, int], slots: dict[int, int]) -> None:
-    """Gives the run so many instances of each degree, and each instance its degree's slots."""
+    """Gives the run the instances of each degree that `layout` counts, and each instance the slots of its degree."""
     degrees = [degree for degree, count in layout.items() for _ in range(count)]
     config.rollout.tensor_parallel = tuple(degrees)
     config.simulation.slots = tuple(slots[degree] for degree in degrees)

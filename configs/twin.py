@@ -1,9 +1,9 @@
-"""A run recorded for its twin: the simulator, calibrated on the first half of its steps, predicts the second half.
+"""Records a run for its twin: the simulator, calibrated on the first half of its steps, predicts the second half.
 
-Every step can be repeated: the learning rate is 0, sampling is as good as greedy, and the tasks come again after eight
-steps. The steps of a cycle differ, because one asks for one call of the calculator where another asks for three. The
-trainer's threads have one core and vLLM's worker the other, so that neither disturbs the other; the coordinator is
-where there is room.
+Every step can be repeated: the learning rate is 0, sampling is as good as greedy, and the tasks repeat after eight
+steps. The steps of a cycle differ, because one asks for one call of the calculator and another for three. The trainer's
+threads have one core and vLLM's worker the other, so neither disturbs the other. The coordinator is not bound to a
+core.
 
 Expected: 40 steps in 3 to 4 minutes on 2 cores, the start and the warm start included.
 
@@ -14,11 +14,13 @@ Expected: 40 steps in 3 to 4 minutes on 2 cores, the start and the warm start in
 
 from libra_jax import config as libra_config
 
+# Steps of a cycle: the same tasks come again after these.
 DISTINCT_STEPS = 8
 
 
 def get_config(variant: str = "synchronous") -> libra_config.RunConfig:
-    """The run of `variant`: synchronous (eta 0), or overlapped (eta 1: rollout while the trainer trains)."""
+    """Returns the run of `variant`: synchronous (max staleness 0) or overlapped (1: rollout while the trainer
+    trains)."""
     if variant not in ("synchronous", "overlapped"):
         raise ValueError(f"configs/twin.py has synchronous and overlapped, not {variant!r}")
     config = libra_config.RunConfig()
@@ -42,9 +44,9 @@ def get_config(variant: str = "synchronous") -> libra_config.RunConfig:
     config.rollout.slots = 64
     config.rollout.max_context = 192
     config.rollout.max_tokens = 32
-    config.rollout.temperature = 0.01  # vLLM's least above greedy
+    config.rollout.temperature = 0.01  # the lowest temperature above greedy that vLLM accepts
 
-    config.optimizer.learning_rate = 0.0  # every step is taken by the same policy
+    config.optimizer.learning_rate = 0.0  # the policy must not change, or a repeated step would differ
 
     config.trainer.platform = "cpu"
     config.trainer.cores = (0,)

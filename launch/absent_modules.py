@@ -1,6 +1,6 @@
-"""Says in one sentence which module a script lacks, and with what Python to run it.
+"""Explains in one sentence which module a script lacks, and with what Python to run it.
 
-Each script imports this module before all that may be absent.
+Each script imports this module before any module that may be missing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _usual = sys.excepthook
 
 
 def _explain(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-    """Answers what no one catches; Python ends with exit status 1 afterwards."""
+    """Handles an uncaught exception; Python ends with exit status 1 afterwards."""
     if not isinstance(error, ModuleNotFoundError):
         _usual(kind, error, trace)
         return

@@ -7,9 +7,9 @@
   publication  seconds of a whole weight sync, vLLM's reload included
   train        tokens a second of the train step; with --peer_python also over google-tunix's
 
-The two sides of a ratio take turns, in one process or in two, so that a machine whose speed drifts slows both. Medians
-are compared. `--peer_python` is an interpreter with google-tunix, in an environment of its own. Benchmarks of single
-parts, like the scheduler or the planner, are in tests/benchmarks (`python -m tests.benchmarks`).
+The two sides of a ratio take turns, in one process or in two, so that a machine whose speed drifts slows both.
+Medians are compared. `--peer_python` is an interpreter with google-tunix, in an environment of its own. Benchmarks
+of single parts, such as the scheduler or the planner, are in tests/benchmarks (`python -m tests.benchmarks`).
 """
 
 from __future__ import annotations

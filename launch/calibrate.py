@@ -1,12 +1,12 @@
-"""Calibrates plans by finished runs: a table of their errors on steps that were not fitted to, a profile, a picture.
+"""Calibrates plans by finished runs: writes a table of their errors on held-out steps, a profile and a picture.
 
   python launch/calibrate.py                           # records configs/calibrate.py's runs first: a quarter of an hour
   python launch/calibrate.py --workdirs=runs/a,runs/b  # finished runs of your own; writes runs/a/profile.json
   python launch/plan.py --config=configs/calibrate.py --trace=runs/calibration/single/trace.jsonl \\
     --config.planner.profile=runs/calibration/profile.json
 
-The first half of each run's steps is fitted to, the other half predicted. Runs need coordinator.staleness=0, so that
-their stages follow each other, and one rollout instance. `planner.profile` makes plans go by the profile.
+The first half of each run's steps is fitted to, the other half is predicted. Runs need coordinator.staleness=0, so
+that their stages follow each other, and one rollout instance. `planner.profile` makes plans use the profile.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _OUTPUT = flags.DEFINE_string(
 )
 
 FOLDER = Path("runs/calibration")
-"""Of what is recorded here."""
+"""Folder of the runs that are recorded here."""
 
 RECORDING_SECONDS = 1800.0
-"""Deadline of a recorded run, which takes about four minutes on 2 cores."""
+"""Deadline of a recorded run in seconds; a run takes about four minutes on 2 cores."""
 
 STAGES = ("rollout", "train", "total")
-"""What has a target."""
+"""Stages with a target."""
 
 COMPOUND = 1.5
-"""Of a stage's target, what the whole step may be off by."""
+"""Target of the whole step's error, as a multiple of a stage's target."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class Run:
     """A recorded run.
 
     Attributes:
-      name: of its folder.
-      model: its model, on its machine.
-      steps: as they were.
-      work: of each step; equal for steps that did the same.
-      streams: of its instance, in the steps that are fitted to.
+      name: name of its folder.
+      model: cost model of its model on its machine.
+      steps: measured steps.
+      work: work of each step; equal for steps that did the same.
+      streams: streams of its instance, in the steps that are fitted to.
     """
 
     name: str
@@ -74,19 +74,19 @@ class Run:
 
     @property
     def fitted(self) -> int:
-        """The first so many steps."""
+        """Number of steps, from the first, that are fitted to."""
         return len(self.steps) // 2
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How well a stage of the held-out steps is predicted.
+    """Prediction quality of a stage of the held-out steps.
 
     Attributes:
       error: mean of |predicted - measured| / measured.
-      constant: likewise of who predicts the mean of a run's fitted steps for all others.
-      spread: of steps that did the same work, relative; None where no two did.
-      target: what the error must not exceed.
+      constant: error of predicting the mean of a run's fitted steps for all others.
+      spread: relative spread of steps that did the same work; None if no two did.
+      target: largest error that meets the target.
     """
 
     error: float
@@ -98,7 +98,7 @@ class Verdict:
 def main() -> None:
     folders = _folders()
     output = Path(_OUTPUT.value) if _OUTPUT.value else (folders[0] if folders else FOLDER) / "profile.json"
-    if folders:  # read first: the profile's folder is one of them, and is not to be made where it is missing
+    if folders:  # read first: the profile's folder is one of them, and must not be created if it is missing
         runs = [_read(folder) for folder in folders]
         cli.check_output(output)
     else:
@@ -131,7 +131,7 @@ def main() -> None:
 
 
 def _folders() -> list[Path]:
-    """Those of --workdirs, each once."""
+    """Returns the folders of --workdirs, each once."""
     if _WORKDIRS.value is None:
         return []
     named = [Path(name.strip()) for name in _WORKDIRS.value.split(",") if name.strip()]
@@ -141,10 +141,9 @@ def _folders() -> list[Path]:
 
 
 def _recorded(folder: Path) -> Iterator[Path]:
-    """The folders of configs/calibrate.py's runs. What has not been recorded whole is recorded anew: a timeline has to
-    be of one piece.
-    """
-    from configs import calibrate  # found once cli.run has put the working directory on the path
+    """Yields the folders of configs/calibrate.py's runs. Records an incomplete run from its start again, because a
+    timeline has to be uninterrupted."""
+    from configs import calibrate  # cli.run has put the working directory on the path only now
 
     for variant in calibrate.VARIANTS:
         workdir, partial = folder / variant, folder / f"{variant}.partial"
@@ -172,12 +171,13 @@ def _recorded(folder: Path) -> Iterator[Path]:
             ) from None
         if ended.returncode:
             raise protocols.DataError(f"{partial}: the run did not end well; see above")
+        # Renamed only when complete, so that an interrupted recording does not count as a run.
         partial.rename(workdir)
         yield workdir
 
 
 def _read(folder: Path) -> Run:
-    """A run's steps, each stage measured apart from the others.
+    """Reads a run's steps, each stage measured apart from the others.
 
     Raises:
       DataError: the run is not finished, or cannot be used; the message says why.
@@ -225,7 +225,7 @@ def _measured(config: libra_config.RunConfig, trainer: meshes.Trainer, step: rec
 
 
 def _fit(runs: Sequence[Run]) -> profiles.Profile:
-    """The profile of the first halves."""
+    """Fits the profile to the first halves."""
     by_degree: dict[int, list[Sequence[streams.Stream]]] = collections.defaultdict(list)
     for run in runs:
         by_degree[run.steps[0].degree].append(run.streams)
@@ -235,7 +235,7 @@ def _fit(runs: Sequence[Run]) -> profiles.Profile:
 def _held_out(
     stage: str, runs: Sequence[Run], predicted: dict[str, list[profiles.Stages]]
 ) -> Iterator[tuple[float, float]]:
-    """Measured and predicted seconds of the steps that were not fitted to."""
+    """Yields measured and predicted seconds of the steps that were not fitted to."""
     for run in runs:
         for step, guess in list(zip(run.steps, predicted[run.name], strict=True))[run.fitted :]:
             yield getattr(step.seconds, stage), getattr(guess, stage)
@@ -306,7 +306,7 @@ def _sentence(stage: str, verdict: Verdict) -> str:
 
 
 def _elsewhere(runs: Sequence[Run]) -> str:
-    """How well training is predicted on a mesh of which no step was fitted to."""
+    """Describes how well training is predicted on a mesh of which no step was fitted to."""
     told = []
     for mesh in dict.fromkeys(step.mesh for run in runs for step in run.steps):
         steps = [step for run in runs for step in run.steps]
@@ -324,7 +324,7 @@ def _elsewhere(runs: Sequence[Run]) -> str:
 
 
 def _draw(path: Path, runs: Sequence[Run], predicted: dict[str, list[profiles.Stages]]) -> None:
-    """Predicted against measured seconds of the held-out steps, a panel a stage."""
+    """Draws predicted against measured seconds of the held-out steps, a panel a stage."""
     from matplotlib import figure, rc_context
 
     with rc_context({"svg.hashsalt": "libra-jax", "font.size": 10}):

@@ -1,4 +1,4 @@
-"""Keeps secrets out of what others can read: manifests, scripts, command lines."""
+"""Keeps secrets out of files and command lines that others can read: manifests, scripts, command lines."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from libra_jax.telemetry import redaction
 
 
 def refuse(flag: str, name: str, value: Any, instead: str) -> None:
-    """Refuses a value that looks like a secret, by its name or by itself; the error does not repeat it.
+    """Refuses a value that looks like a secret, by its name or its content; the error does not repeat the value.
 
     Args:
-      flag: it was given with.
-      name: of the variable or field.
-      value: its value; of a mapping, each entry's.
-      instead: what to do, for the error.
+      flag: flag that gave the value.
+      name: name of the variable or field.
+      value: the value; of a mapping, each entry is checked.
+      instead: advice for the error message.
 
     Raises:
-      ConfigError: it does.
+      ConfigError: the value looks like a secret.
     """
     if isinstance(value, Mapping):
         for key, entry in value.items():

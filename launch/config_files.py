@@ -17,7 +17,7 @@ NOTICE_SECONDS = 10.0
 """Seconds of evaluation after which a notice says which file is being evaluated."""
 
 LIMIT_SECONDS = 120.0
-"""Seconds of evaluation after which the process ends. A config may import JAX from a slow file system."""
+"""Seconds of evaluation after which the process ends; long, because a config may import JAX from a slow file system."""
 
 LIMIT_VARIABLE = "LIBRA_JAX_CONFIG_SECONDS"
 """Environment variable that replaces `LIMIT_SECONDS`."""
@@ -30,7 +30,7 @@ _GIL_SECONDS = 5.0
 def watched(file: str) -> Iterator[None]:
     """Says which config file is being evaluated if the block takes long, and ends the process at the limit.
 
-    The process ends with exit status 2, because no exception can be raised in code that catches them all.
+    The process ends with exit status 2, because the file's code may catch every exception.
 
     Args:
       file: path of the config file; empty watches nothing.
@@ -80,13 +80,14 @@ def _is_of(error: BaseException, file: str) -> bool:
 
 
 def _line(error: BaseException, file: str) -> int:
-    """Line of the file on which the error was raised, by the innermost frame of the file; 0 without one."""
+    """Returns the file's line at which the error was raised, by the innermost frame of the file; 0 without one."""
     if isinstance(error, SyntaxError) and _is_of(error, file):
         return error.lineno or 1
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _same(frame.filename, file)]
     return (frames[-1].lineno or 1) if frames else 0
 
 
+# Comparing names first avoids a look at the file system for most frames.
 def _same(one: str, other: str) -> bool:
     return Path(one).name == Path(other).name and os.path.realpath(one) == os.path.realpath(other)
 
@@ -111,11 +112,12 @@ def _watch(file: str, limit: float, thread: int, returned: threading.Event) -> N
         file=sys.stderr,
         flush=True,
     )
+    # `sys.exit` would only end this thread.
     os._exit(2)
 
 
 def _place(file: str, thread: int) -> str:
-    """The line of the file at which a thread is."""
+    """Describes the file's line at which a thread is."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         if _same(frame.f_code.co_filename, file):

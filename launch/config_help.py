@@ -1,4 +1,4 @@
-"""Lists a config's settings for `--config_help`: name, default and meaning, read off the dataclasses' own comments."""
+"""Lists a config's settings for `--config_help`: name, default and meaning, from the dataclasses' own comments."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def settings(config_type: type[Any], prefix: str = "") -> Iterator[Setting]:
 
 
 def _meanings(config_type: type[Any]) -> dict[str, str]:
-    """Meaning of each field: the comment beside or above the field, or the field's entry under `Attributes:`."""
+    """Returns the meaning of each field: the comment beside or above the field, or its entry under `Attributes:`."""
     found: dict[str, str] = {}
     for base in reversed(config_type.__mro__[:-1]):
         if dataclasses.is_dataclass(base):

@@ -1,4 +1,4 @@
-"""What a run would be, for `--dry_run`: nothing is started."""
+"""Describes what a run would be, for `--dry_run`; starts nothing."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ PROMPT_CHARACTERS = 60
 def describe(
     config: libra_config.RunConfig, notes: Sequence[str] = (), named: libra_config.RunConfig | None = None
 ) -> str:
-    """The resolved config, the policy, the tasks, the objective, the device mesh, the partition and the memory.
+    """Returns the resolved config, the policy, the tasks, the objective, the device mesh, the partition and the memory.
 
     Args:
       config: the run's configuration.
-      notes: sentences about what stands for Hugging Face ids.
-      named: the configuration as it was given, with the ids; None is `config`.
+      notes: sentences about the replacements of Hugging Face ids.
+      named: the configuration as it was given, with the ids; None takes `config`.
     """
     shape = wiring.known_shape(config)
     parts = placement.partition(config)
@@ -66,7 +66,7 @@ def describe(
 
 
 def _trainer_memory(config: libra_config.RunConfig, shape: model_config.TransformerConfig | None) -> str:
-    """What one of the trainer's devices holds; empty where the shape is not known."""
+    """Describes the memory of one of the trainer's devices; empty if the shape is not known."""
     if shape is None:
         return ""
     state = memory.VALUE_BYTES[config.model.param_dtype] * model_config.parameter_count(shape)
@@ -79,7 +79,7 @@ def _trainer_memory(config: libra_config.RunConfig, shape: model_config.Transfor
 
 
 def _policy(config: libra_config.RunConfig, shape: model_config.TransformerConfig | None) -> str:
-    """Architecture and size; without the model's directory, where they come from."""
+    """Describes architecture and size; without the model's directory, also their source."""
     if shape is None:
         return (
             f"not known: no model at {config.model.path}, so what depends on its shape was not checked "
@@ -93,7 +93,7 @@ def _policy(config: libra_config.RunConfig, shape: model_config.TransformerConfi
 
 
 def _learning(config: libra_config.RunConfig) -> list[str]:
-    """The objective, the reference policy and the optimizer."""
+    """Describes the objective, the reference policy and the optimizer."""
     algorithm, optimizer = config.algorithm, config.optimizer
     bounds = f"[{1 - algorithm.clip_low:g}, {1 + algorithm.clip_high:g}]"
     ratio = "ratio 1, no clip" if algorithm.objective == "decoupled" else f"ratio in {bounds}"  # one update a batch
@@ -113,14 +113,14 @@ def _learning(config: libra_config.RunConfig) -> list[str]:
 
 
 def _reward(reward: libra_config.RewardConfig) -> str:
-    """The terms of the sum."""
+    """Describes the terms of the reward's sum."""
     terms = [(reward.environment_weight, "the environment's own")] if reward.environment_weight else []
     terms += [(function.weight, f"{name} ({function.factory})") for name, function in reward.parsed().items()]
     return " + ".join(what if weight == 1 else f"{weight:g} x {what}" for weight, what in terms)
 
 
 def _hosts(config: libra_config.RunConfig) -> list[str]:
-    """What is on which host, where a run is laid out over several."""
+    """Lists the processes of each host if the run is laid out over several hosts."""
     layout = hosts.layout(config)
     if layout is None:
         return []
@@ -133,7 +133,7 @@ def _hosts(config: libra_config.RunConfig) -> list[str]:
 
 
 def _elastic(config: libra_config.RunConfig) -> list[str]:
-    """What may change sides or size while the run goes on."""
+    """Lists the workers that may switch sides or change size during the run."""
     elastic, lines = config.elastic, []
     if elastic.hybrid:
         count = len(config.rollout.tensor_parallel)
@@ -152,7 +152,7 @@ def _ordinals(devices: tuple[int, ...]) -> str:
 
 
 def _tasks(config: libra_config.RunConfig) -> str:
-    """Where tasks come from, how many there are, and the first one."""
+    """Describes the source of the tasks, their number, and the first task."""
     task = config.task
     try:
         source = factories.task_source(task, config.seed)
@@ -167,6 +167,7 @@ def _tasks(config: libra_config.RunConfig) -> str:
 
 
 def _prompt(payload: Mapping[str, Any]) -> str:
-    """The question of a task. What the policy sees is the environment's to say, and a dry run starts none."""
+    """Returns a task's question. Only the environment knows what the policy sees, and a dry run starts no
+    environment."""
     text = next((payload[name] for name in ("prompt", "question", "expression") if name in payload), dict(payload))
     return text if isinstance(text, str) else json.dumps(text, default=str)

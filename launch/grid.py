@@ -1,4 +1,4 @@
-"""The runs of a sweep: configs, what the command line changes in all of them, and the values that are tried."""
+"""Expands a sweep into its runs: configs, command-line changes to all runs, and the tried values."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from pathlib import Path
 from libra_jax import protocols
 
 MOST_CELLS = 1_000
-"""Settings, at most, of one sweep, each of them run under every seed."""
+"""Most settings of one sweep; each is run under every seed."""
 
 SEEDED = "say seeds by --seeds=0,1,2, which the mean and the spread are over"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One entry of the table: what is run under every seed.
+    """One entry of the table: a setting that is run under every seed.
 
     Attributes:
-      name: as the table has it.
+      name: name in the table.
       file: the config file, with its variant behind a colon.
       settings: `--config.` flags of every run.
     """
@@ -33,7 +33,7 @@ class Cell:
 
 
 def taken(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Splits a command line into what is the script's own and the `--config.` flags, which are the runs'.
+    """Splits a command line into the script's own arguments and the runs' `--config.` flags.
 
     Args:
       arguments: as `sys.argv`.
@@ -43,11 +43,11 @@ def taken(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def cells(configs: str, of: str | None, overrides: Sequence[str], sweeps: Sequence[str]) -> list[Cell]:
-    """Returns every config with every combination of the values that are tried.
+    """Returns every config with every combination of the tried values.
 
     Args:
       configs: files, or variants of `of`, separated by commas.
-      of: file whose variants these are.
+      of: file that has the variants.
       overrides: `--config.` flags of all runs.
       sweeps: fields with their values, as `optimizer.learning_rate=1e-4,3e-4`; several make a product.
 
@@ -83,7 +83,7 @@ def cells(configs: str, of: str | None, overrides: Sequence[str], sweeps: Sequen
 
 
 def _axis(text: str) -> tuple[str, list[str]]:
-    """A field and its values."""
+    """Returns a field and its values."""
     field, equals, values = text.partition("=")
     field = field.strip().removeprefix("--").removeprefix("config.")
     found = list(dict.fromkeys(_split(values)))
@@ -99,7 +99,7 @@ def _axis(text: str) -> tuple[str, list[str]]:
 
 
 def _split(text: str) -> Iterator[str]:
-    """Values between commas; a comma within brackets or quotation marks belongs to its value."""
+    """Yields values between commas; a comma within brackets or quotation marks belongs to its value."""
     part, depth, quote = "", 0, ""
     for letter in text:
         if quote:
@@ -121,6 +121,6 @@ def _split(text: str) -> Iterator[str]:
 
 
 def _short(field: str, fields: Sequence[str]) -> str:
-    """The field's last part, where no other field ends so."""
+    """Returns the field's last part; returns the whole field if another one has the same last part."""
     last = field.rpartition(".")[2]
     return last if [other.rpartition(".")[2] for other in fields].count(last) == 1 else field

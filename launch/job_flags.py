@@ -1,7 +1,7 @@
-"""Flags that the launchers of jobs share, with one name and one meaning, and the run that they describe.
+"""Defines the flags that the job launchers share, each with one name and one meaning, and the run that they describe.
 
-launch/slurm.py, launch/kubernetes.py and launch/tpu.py all have --config, --plan, --workdir and --dry_run; of the
-others, each has those that its cluster has a use for.
+launch/slurm.py, launch/kubernetes.py and launch/tpu.py all have --config, --plan, --workdir and --dry_run. Of the
+other flags, each launcher has those that its cluster uses.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ _PART = r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*"
 _REFERENCE = re.compile(
     rf"(?:[A-Za-z0-9.-]+(?::\d+)?/)?{_PART}(?:/{_PART})*(?::\w[\w.-]{{0,127}})?(?:@[A-Za-z0-9+._-]+:[0-9a-fA-F]{{32,}})?"
 )
-"""An image's registry, name, tag and digest (github.com/distribution/reference)."""
+"""Pattern of an image's registry, name, tag and digest (github.com/distribution/reference)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The run that is submitted.
+    """The submitted run.
 
     Attributes:
-      config: the driver's config, with the job's own Ray for its cluster; not validated yet.
+      config: the driver's config, with the job's own Ray as its cluster; not validated yet.
       arguments: arguments of launch/train.py, without the workdir.
       allow_changes: names of --allow_changes, for `workdirs.open_workdir`.
     """
@@ -61,12 +61,12 @@ class Run:
     allow_changes: tuple[str, ...] = ()
 
     def validate(self) -> None:
-        """Checks the config as far as this machine can. The hosts may have a model that is not here.
+        """Checks the config as far as this machine can. The hosts may have a model that is missing here.
 
-        The shape of a model that is named by its Hugging Face id is read from its config.json, which the hub has.
+        If the model is named by its Hugging Face id, its shape is read from the config.json in the hub.
 
         Raises:
-          LibraError: with one sentence that names the field or file.
+          LibraError: one sentence that names the field or file.
         """
         config = self.config
         try:
@@ -83,7 +83,7 @@ def grace() -> flags.FlagHolder[int]:
 
 
 def retries(not_counted: str) -> flags.FlagHolder[int]:
-    """Defines --retries; the help text adds what does not count."""
+    """Defines --retries; the help text adds which restarts do not count."""
     text = f"Times that a run is started again after it lost what it needs{not_counted}."
     return flags.DEFINE_integer("retries", 3, text, lower_bound=0)
 
@@ -119,18 +119,19 @@ def run() -> Run:
     """Returns the run that --config, the settings beside it and --plan describe.
 
     Raises:
-      ConfigError: a setting is wrong, looks like a secret, is of several lines, or has the run join another cluster.
+      ConfigError: a setting is wrong, looks like a secret, has several lines, or has the run join another cluster.
       DataError: the plan cannot be read.
     """
     _check_lines()
     flag = flags.FLAGS["config"]
-    given = overrides.arguments(flag)  # first: another error could show a secret
+    given = overrides.arguments(flag)  # first, because another error could show a secret
     values = overrides.values(flag, PLAN.value)
     if values["cluster"]["address"] not in ("", "auto"):
         raise ConfigError(
             f"config.cluster.address: {values['cluster']['address']!r} is another cluster's, and a job starts a Ray of "
             "its own; leave it empty"
         )
+    # The job starts a Ray of its own, which the driver finds by itself.
     ours = {"backend": "ray", "address": "auto"}
     values["cluster"].update(ours)
     settings = [argument for argument in given if not argument.startswith("--config.cluster.backend=")]
@@ -152,7 +153,7 @@ def _check_lines() -> None:
     A line of a job's script ends at a line break, quoted or not: sbatch reads its options line by line.
 
     Raises:
-      ConfigError: a flag holds one.
+      ConfigError: a flag holds a control character.
     """
     found = flags.FLAGS.flag_values_dict() | {"config": config_flags.get_config_filename(flags.FLAGS["config"])}
     for name, value in found.items():
@@ -187,10 +188,10 @@ def check_image(image: str) -> None:
 
 
 def check_text(flag: str, text: str, instead: str) -> None:
-    """Raises ConfigError if a shell's text holds a secret in the clear; `instead` is what to do."""
+    """Raises ConfigError if a shell's text holds a secret in the clear; `instead` is the advice."""
     cleartext.refuse(f"--{flag}", "it", text, instead)
     for name, value in re.findall(r"([\w.-]+)=([^\s,;]+)", text):
-        if not value.lstrip("'\"").startswith(("$", "`")):  # which stands for a value that is elsewhere
+        if not value.lstrip("'\"").startswith(("$", "`")):  # these refer to a value that is elsewhere
             cleartext.refuse(f"--{flag}", name.lstrip("-"), value.strip("'\""), instead)
 
 
@@ -199,10 +200,10 @@ def variables(lines: Sequence[str], instead: str) -> tuple[dict[str, str], list[
 
     Args:
       lines: the flag's values.
-      instead: what to do with a secret; {name} stands for the variable.
+      instead: advice for a secret; {name} stands for the variable.
 
     Raises:
-      ConfigError: one has no name of a variable, or looks like a secret.
+      ConfigError: a name is not a variable's, or a value looks like a secret.
     """
     values, names = {}, []
     for line in lines:
@@ -218,7 +219,7 @@ def variables(lines: Sequence[str], instead: str) -> tuple[dict[str, str], list[
 
 
 def show(text: str, file: str | None) -> None:
-    """Writes what is submitted to the file of --output. A dry run without --output prints it."""
+    """Writes the submitted text to the file of --output. A dry run without --output prints the text."""
     if file:
         cli.check_output(Path(file))
         Path(file).write_text(text)

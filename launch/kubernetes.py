@@ -1,13 +1,13 @@
-"""Submits a run to Kubernetes as a RayJob (KubeRay) or a JobSet; --dry_run prints it instead.
+"""Submits a run to Kubernetes as a RayJob (KubeRay) or a JobSet; --dry_run prints the manifest instead.
 
   python launch/kubernetes.py --config=configs/mine.py --image=registry.example/libra-jax:1 --dry_run >run.yaml
   kubectl apply --dry-run=server -f run.yaml   # the cluster checks it, and makes nothing
   python launch/kubernetes.py --config=configs/mine.py --image=... --kind=jobset --ray_token_secret=ray-token
 
-Hosts are those of `config.cluster.accelerators_per_host` (libra_jax/cluster/hosts.py): a group that trains, one that
-rolls out, and a head without accelerators for the driver. `--config.` settings go on to launch/train.py. The image
-holds the repository (third_party/Dockerfile), a RayJob's also ray[default]; many hosts may write to the claim. A run
-that fails, or whose hosts are taken away, is started again with the same workdir, from its last checkpoint. The
+The hosts are those of `config.cluster.accelerators_per_host` (libra_jax/cluster/hosts.py): a group that trains, a group
+that rolls out, and a head without accelerators for the driver. `--config.` settings are passed on to launch/train.py.
+The image holds the repository (third_party/Dockerfile), and for a RayJob also ray[default]. The claim must allow many
+hosts to write. If a run fails or loses its hosts, it is restarted with the same workdir, from its last checkpoint. The
 templates are launch/templates/rayjob.yaml, jobset.yaml and pod.yaml.
 
 No cluster has run these yet: not run. Hosts of two kinds (TPU and GPU) are rendered, and not placed yet.
@@ -16,7 +16,8 @@ No cluster has run these yet: not run. Hosts of two kinds (TPU and GPU) are rend
 from __future__ import annotations
 
 if __name__ != "__main__":
-    # Libraries that look for Kubernetes' Python client, by this name, find this folder first: to them, there is none.
+    # This folder comes first on the path, and libraries look for Kubernetes' Python client by this name. The error
+    # tells them that there is none.
     raise ImportError("launch/kubernetes.py is a script; what it renders is in launch/manifests.py")
 
 import math
@@ -237,9 +238,10 @@ def _quantity(flag: str, text: str) -> str:
 
 
 def _slug(name: str) -> str:
-    """Returns a name as Kubernetes wants it. A long one loses its middle, not the hash at its end."""
+    """Returns a name as Kubernetes wants it. A long name loses its middle, not the hash at its end."""
     plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     plain = plain if plain[:1].isalpha() else f"run-{plain}"
+    # A hyphen and the eight characters of the hash.
     ending = plain[-9:]
     return plain if len(plain) <= manifests.LONGEST_NAME else plain[: manifests.LONGEST_NAME - 9].rstrip("-") + ending
 

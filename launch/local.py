@@ -3,10 +3,10 @@
   python launch/local.py --hosts=4 --accelerators_per_host=1 -- launch/train.py --config=configs/quickstart.py \
     --config.trainer.data=2 --config.trainer.processes=2 --config.rollout.tensor_parallel=1,1
 
-Each host is a Ray node with an address of its own on the loopback network. A script after `--` is told where they are
-by flags (`--config.cluster.backend`, `.address` and `.accelerators_per_host`); any other command by RAY_ADDRESS. Hosts
-end with the command or this script, also if these are killed. --kill_host=3 --kill_after=60 cuts a host's power in the
-middle.
+Each host is a Ray node with an address of its own on the loopback network. A script after `--` gets the hosts by
+flags (`--config.cluster.backend`, `.address` and `.accelerators_per_host`); any other command gets them by
+RAY_ADDRESS. Hosts end with the command or this script, even if these are killed. --kill_host=3 --kill_after=60 cuts
+a host's power during the run.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _roles(count: int, train: int | None) -> dict[int, layouts.Role]:
 
 
 def told(command: Sequence[str], address: str, each: int) -> list[str]:
-    """Returns the command. A script gets flags that name the hosts, except those that it has already."""
+    """Returns the command. A script gets flags that name the hosts, except those that it already has."""
     if not command[0].endswith(".py"):
         return list(command)
     settings = {"backend": "ray", "address": address, "accelerators_per_host": each}
@@ -82,9 +82,11 @@ def told(command: Sequence[str], address: str, each: int) -> list[str]:
 def _run(command: Sequence[str], hosts: emulated.EmulatedHosts) -> int:
     """Runs the command to its end; returns its exit status, as a shell does.
 
-    SIGTERM is passed on to it, for it to end as it sees fit. Ctrl-C it gets from the terminal, as this script does.
+    Passes SIGTERM on to the command, which may end in its own way. Ctrl-C reaches the command from the terminal, as
+    it reaches this script.
     """
     running = subprocess.Popen(command, env={**os.environ, **hosts.environment})
+    # Ends the command even if this script is killed.
     watching = guard.Guard([running.pid])
     before = {
         signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: running.terminate()),
@@ -98,7 +100,7 @@ def _run(command: Sequence[str], hosts: emulated.EmulatedHosts) -> int:
         status = running.wait()
     finally:
         timer.cancel()
-        if timer.is_alive():  # a host's end is not to meet that of all of them
+        if timer.is_alive():  # a host must not end while all hosts are being ended
             timer.join()
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -108,7 +110,7 @@ def _run(command: Sequence[str], hosts: emulated.EmulatedHosts) -> int:
 
 def _cut_power(hosts: emulated.EmulatedHosts, number: int, command: subprocess.Popen[bytes]) -> None:
     _say(f"host-{number} loses its power.")
-    if number == 0:  # which the command runs on
+    if number == 0:  # the command runs on host 0
         command.kill()
     hosts.kill(number)
 

@@ -1,12 +1,13 @@
-"""Kubernetes objects for a run: a RayJob of KubeRay or a JobSet, from the templates rayjob.yaml and jobset.yaml.
+"""Makes the Kubernetes objects of a run: a RayJob of KubeRay or a JobSet, from the templates rayjob.yaml and
+jobset.yaml.
 
-Both have a head without accelerators, where the driver (launch/train.py) runs, a group of hosts that train and one of
-hosts that roll out, as `libra_jax.cluster.hosts` lays the run out. All mount one claim, which holds the run's workdir.
-Ray joins the hosts and asks every peer for its token. The scripts that run in the pods, launch/templates/*.sh, are the
-image's, as all the code is.
+Both have a head without accelerators, where the driver (launch/train.py) runs. They also have a group of hosts that
+train and a group of hosts that roll out, as `libra_jax.cluster.hosts` lays the run out. All mount one claim, which
+holds the run's workdir. Ray joins the hosts and asks every peer for its token. The scripts that run in the pods,
+launch/templates/*.sh, are part of the image, as is all code.
 
-No manifest has been applied to a cluster yet: not run. tests/launch/test_manifests.py holds them to the published
-models of Kubernetes and JobSet, and to KubeRay's reference.
+No manifest has been applied to a cluster yet: not run. tests/launch/test_manifests.py checks the manifests against
+the published models of Kubernetes and JobSet, and against KubeRay's reference.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ Kind = Literal["rayjob", "jobset"]
 Accelerator = Literal["gpu", "tpu", "none"]
 
 RESOURCES = {"gpu": "nvidia.com/gpu", "tpu": "google.com/tpu", "none": ""}
-"""Resources of the device plug-ins of NVIDIA and of GKE."""
+"""Resource names of the device plug-ins of NVIDIA and of GKE."""
 
 LONGEST_NAME = 40
-"""Characters of a run's name. KubeRay allows 47; pods have 63, of which a JobSet adds 23 (`-training-10-100-xxxxx`)."""
+"""Most characters of a run's name. KubeRay allows 47. Pods have 63, of which a JobSet adds 23
+(`-training-10-100-xxxxx`)."""
 
 ROLES = ("training", "rollout")
-"""Groups whose hosts have a role of `libra_jax.cluster.hosts`; Ray's nodes are labelled with it."""
+"""Groups whose hosts have a role of `libra_jax.cluster.hosts`; Ray's nodes carry the role as a label."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Group:
       name: training, rollout, cpu or head.
       count: number of hosts.
       accelerators: number of each host's accelerators.
-      accelerator: their kind.
+      accelerator: kind of the accelerators.
       selector: labels that nodes must have.
       slice_hosts: hosts of a TPU slice, which are given out together. Divides `count`.
     """
@@ -67,19 +69,19 @@ class Group:
 
 @dataclass(frozen=True)
 class Job:
-    """A run to submit. Empty text means that the cluster's or the namespace's default holds, or that there is none.
+    """A run to submit. An empty text takes the cluster's or the namespace's default, or means none.
 
     Attributes:
-      name: of the object; what Kubernetes names after it begins with it.
-      image: of all containers; has the repository at `repository`, with `python` and `ray` on its PATH.
+      name: name of the object; names that Kubernetes derives from it begin with it.
+      image: image of all containers; has the repository at `repository`, with `python` and `ray` on its PATH.
       command: the driver's arguments, run in `repository`; `--workdir` is added.
       groups: hosts with work of their own.
       claim: PersistentVolumeClaim that all pods mount, at `mount`.
       workdir: folder of the run, below `mount`.
-      storage: size of the claim (`100Gi`), which is then made, too.
+      storage: size of a claim (`100Gi`) that the job makes; empty makes none.
       shared_memory: size of a host's /dev/shm; counts into its memory.
       grace: seconds from SIGTERM to SIGKILL.
-      retries: new starts of everything after a failure; the run goes on from its workdir.
+      retries: restarts of everything after a failure; the run goes on from its workdir.
       environment: variables of all containers.
       secrets: variables whose values are in secrets: (secret, key) by variable.
       secrets_from: secrets of which each key becomes a variable.
@@ -116,11 +118,13 @@ class Job:
     repository: str = "/libra-jax"
 
     def variables(self, group: Group, operated: bool) -> list[dict[str, Any]]:
-        """Returns the variables of a group's containers by name; `operated`: KubeRay adds Ray's, and its labels."""
+        """Returns the variables of a group's containers by name; `operated`: KubeRay adds Ray's variables and
+        labels."""
         plain = {**self.environment, "LIBRA_JAX_GRACE": str(self.grace), "LIBRA_JAX_WORKDIR": self.workdir}
         plain |= settings.environment()
         secret = dict(self.secrets)
         if group.name == "head":
+            # An argument a line, as templates/run_driver.sh reads them.
             plain["LIBRA_JAX_COMMAND"] = "\n".join(self.command)
         if not operated:
             plain |= {"LIBRA_JAX_HEAD": f"{self.name}-head-0-0.{self.name}", "RAY_AUTH_MODE": "token"}
@@ -129,7 +133,7 @@ class Job:
                 plain["LIBRA_JAX_LABELS"] = f"{granted.ROLE_LABEL}={group.name}"
             if group.name == "head":
                 plain["LIBRA_JAX_HOSTS"] = str(sum(group.count for group in self.groups))
-        # Kubernetes replaces $(NAME) in values; doubled, the dollar stands for itself.
+        # Kubernetes replaces $(NAME) in values; a doubled dollar stays a dollar.
         found: dict[str, dict[str, Any]] = {name: {"value": text.replace("$(", "$$(")} for name, text in plain.items()}
         for name, (of, key) in secret.items():
             found[name] = {"valueFrom": {"secretKeyRef": {"name": of, "key": key}}}
@@ -140,7 +144,7 @@ def documents(job: Job, kind: Kind) -> list[dict[str, Any]]:
     """Returns the objects to apply, in order: the claim, if the job makes it, and the job.
 
     Raises:
-      ConfigError: the name is too long or not one, or a JobSet has no secret with Ray's token.
+      ConfigError: the name is too long or invalid, or a JobSet has no secret with Ray's token.
     """
     if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", job.name) or len(job.name) > LONGEST_NAME:
         raise ConfigError(

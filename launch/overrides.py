@@ -1,4 +1,4 @@
-"""A run's config as a command line gives it: read, or its settings passed on to launch/train.py elsewhere."""
+"""Reads a run's config from a command line, or passes its settings on to launch/train.py elsewhere."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from libra_jax.planning import plans
 from libra_jax.protocols import ConfigError
 
 _OWN = ("cluster.address",)
-"""Settings that a launcher decides."""
+"""Settings that the launcher decides."""
 
 
 def values(flag: Any, plan: str | None = None) -> dict[str, Any]:
-    """The settings of a real run, as `libra_config.parse` takes them.
+    """Returns the settings of a real run, as `libra_config.parse` takes them.
 
     Args:
       flag: the config flag, `flags.FLAGS["config"]`.
-      plan: file of launch/plan.py to lay the run out by; None: as the config says.
+      plan: file of launch/plan.py to lay the run out by; None keeps the config's layout.
 
     Raises:
       ConfigError: the config is a simulation's.
@@ -35,13 +35,13 @@ def values(flag: Any, plan: str | None = None) -> dict[str, Any]:
 
 
 def arguments(flag: Any) -> list[str]:
-    """The settings that were given beside `--config`, an argument each, in their order; without secrets.
+    """Returns the settings that were given beside `--config`, an argument each, in their order.
 
     Args:
       flag: the config flag, `flags.FLAGS["config"]`.
 
     Raises:
-      ConfigError: one looks like a secret, or is of several lines.
+      ConfigError: a setting looks like a secret, or has several lines.
     """
     found = []
     for name, value in config_flags.get_override_values(flag).items():

@@ -1,20 +1,22 @@
-"""Plans a cluster: how many accelerators train, on which mesh, and which instances roll out what lengths.
+"""Plans a cluster: how many accelerators train, on which mesh, and which instances roll out which lengths.
 
-16 H100s and Qwen3-8B, search agents of about 4k tokens: how many train? Neither weights nor a trace are needed:
+How many of 16 H100s should train Qwen3-8B for search agents of about 4k tokens? No weights and no trace are needed:
 
   python launch/plan.py --hardware=h100 --model=Qwen3-8B --accelerators=16 --workload=search --generated_tokens=4000
 
---generated_tokens=4000,7000 gives mean and P90 (a log-normal); --turns, --payload_tokens and --prompt_tokens say the
-rest, and what no flag says is the workload's (swe, search, math). A trace or a config's own workload serve too:
+--generated_tokens=4000,7000 gives mean and P90 (a log-normal). --turns, --payload_tokens and --prompt_tokens set the
+other lengths; lengths without a flag are the workload's (swe, search, math). The lengths may also come from a trace or
+a config's own workload:
 
   python launch/plan.py --config=configs/simulate.py --output=runs/plan.json
   python launch/plan.py --config=configs/simulate.py --trace=runs/mine/trace.jsonl --accelerators=64
   python launch/plan.py --config=configs/simulate.py --sweep=accelerators
   python launch/plan.py --config=configs/planned_cpu.py --trace=runs/mine/trace.jsonl   # a real run's
 
-What steps cost is computed from a hardware sheet and the model's shape. Batch, staleness and limits are the config's
-(configs/simulate.py without --config): --config.coordinator.groups_per_step=64 changes one, and a field that no plan
-reads is refused. launch/train.py and launch/simulate.py take the file by --plan.
+The costs of steps are computed from a hardware sheet and the model's shape. Batch, staleness and limits come from
+the config (configs/simulate.py without --config). --config.coordinator.groups_per_step=64 changes one of these
+settings; a field that no plan reads is refused. launch/train.py and launch/simulate.py take the written plan by
+--plan.
 """
 
 from __future__ import annotations
@@ -105,7 +107,7 @@ def main() -> None:
 
 
 def _asked() -> planned.Asked:
-    """Returns what the flags say; refuses config fields that a plan does not read."""
+    """Returns the flags' content; refuses config fields that a plan does not read."""
     given = unread.given(flags.FLAGS["config"])
     simulated = isinstance(_CONFIG.value, settings.SimulatedRun)
     unread.refuse(
@@ -138,7 +140,7 @@ def _asked() -> planned.Asked:
 
 
 def _timed(searched: search.Search, devices: int) -> tuple[search.Split, float]:
-    """The best by --objective, and the seconds that finding it took."""
+    """Returns the best split by --objective, and the seconds of the search."""
     began = time.perf_counter()
     if _OBJECTIVE.value == "cheapest":
         found = searched.cheapest(_WITHIN.value, devices)
@@ -234,7 +236,7 @@ def _print_sweep(case: planned.Case) -> None:
 def _cases(case: planned.Case) -> Iterator[tuple[str, planned.Case]]:
     work, run = case.work, case.run
     if _SWEEP.value == "accelerators":
-        for count in ACCELERATORS:  # as much work for each accelerator as the config has
+        for count in ACCELERATORS:  # with the config's work for each accelerator
             scaled = dataclasses.replace(work, count=max(1, work.count * count // case.devices))
             yield f"{count:,}", dataclasses.replace(case, work=scaled, devices=count)
     elif _SWEEP.value == "lengths":
@@ -245,22 +247,23 @@ def _cases(case: planned.Case) -> Iterator[tuple[str, planned.Case]]:
     else:
         for name in hardware.names():
             here, there = case.model, costs.of_hardware(name, case.model.shape, "--sweep")
-            keeps = here.coefficients.activation_bytes or there.coefficients.activation_bytes  # but on a CPU
+            keeps = here.coefficients.activation_bytes or there.coefficients.activation_bytes  # 0 only on a CPU
             coefficients = dataclasses.replace(here.coefficients, activation_bytes=keeps)
             model = dataclasses.replace(here, sheet=there.sheet, coefficients=coefficients)
             yield name, dataclasses.replace(case, model=model)
 
 
 def _with_rows_of(trainer: libra_config.TrainerConfig, longest: int) -> libra_config.TrainerConfig:
-    """The trainer with rows that hold a sequence of so many tokens."""
+    """Returns the trainer with rows that hold a sequence of `longest` tokens."""
     if longest <= max((trainer.row_tokens, *trainer.row_buckets)):
         return trainer
+    # A row must divide by the tensor degree.
     whole = -(-longest // trainer.tensor) * trainer.tensor
     return dataclasses.replace(trainer, row_buckets=(*trainer.row_buckets, whole))
 
 
 def as_json(best: search.Split, case: planned.Case, unsure: forecast.Prediction, seconds: float) -> dict[str, Any]:
-    """The plan as its file has it."""
+    """Returns the plan as its file has it."""
     mesh = best.train
     return {
         "for": case.as_json(),

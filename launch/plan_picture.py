@@ -1,4 +1,4 @@
-"""The picture of a plan: what both stages take on each split of the accelerators."""
+"""Draws a plan: the time of both stages on each split of the accelerators."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from libra_jax.simulator import pictures
 
 
 def draw(path: Path, best: search.Split, splits: Sequence[search.Split], case: planned.Case) -> None:
-    """Both stages' times against the number of training devices; of one split alone, a bar for each stage."""
+    """Draws both stages' times against the number of training devices; a single split gets a bar for each stage."""
     stages = [("training", "#54a24b", "train_seconds"), ("rollout", "#4c78a8", "rollout_seconds")]
     sentence = f"Plan: {best.train.devices} train, {best.step_seconds:.0f} s a step"
     degrees = ", ".join(f"{bucket.count} of degree {bucket.tensor_parallel}" for bucket in best.rollout)

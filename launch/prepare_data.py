@@ -4,7 +4,7 @@
   python launch/prepare_data.py --dataset=search_r1 --input=downloads/nq_hotpotqa_train --output=data/search.parquet
   python launch/prepare_data.py --dataset=r2e_gym --input=downloads/R2E-Gym-Subset --output=data/repairs.jsonl
 
-`libra_jax/agents/published.py` says which columns each of them has. The input is a file, or a folder as it was
+`libra_jax/agents/published.py` lists the columns of each dataset. The input is a file, or a folder as it was
 downloaded or saved to disk. Nothing is downloaded.
 """
 
@@ -43,7 +43,8 @@ def main() -> None:
     cli.check_output(output)
     count = published.Count()
     records = _told(published.tasks(dataset, _INPUT.value, _SPLIT.value, count), count)
-    partial = output.with_name(f"{output.name}.partial")  # a conversion cut off leaves no file that looks whole
+    # An interrupted conversion must leave no file that looks whole.
+    partial = output.with_name(f"{output.name}.partial")
     try:
         _write(records, partial, output.suffix)
         if not count.kept:
@@ -64,7 +65,7 @@ def _drops(count: published.Count) -> str:
 
 
 def _told(records: Iterable[published.Record], count: published.Count) -> Iterator[published.Record]:
-    """The records, with a line on standard error now and then."""
+    """Yields the records, with a line on standard error every few seconds."""
     next_line = time.monotonic() + _BETWEEN_LINES
     for record in records:
         if time.monotonic() >= next_line:
@@ -83,12 +84,13 @@ def _write(records: Iterable[published.Record], file: Path, ending: str) -> None
 
 
 def _write_parquet(records: Iterable[published.Record], file: Path) -> None:
-    import pyarrow  # here, so that a conversion to JSONL does not pay for it
+    import pyarrow  # only here, so that a conversion to JSONL does not pay for it
     import pyarrow.parquet
 
     writer: Any = None
     try:
         for batch in _batches(records):
+            # Every batch must have the first one's schema: a file has one.
             table = pyarrow.Table.from_pylist(batch, schema=None if writer is None else writer.schema)
             if writer is None:
                 writer = pyarrow.parquet.ParquetWriter(file, table.schema)

@@ -1,4 +1,4 @@
-"""Tells the results of a sweep's real runs: a row a run, means and spreads over seeds, a JSON file and a picture."""
+"""Reports a sweep's real runs: a row for each run, means and spreads over seeds, a JSON file and a picture."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     import submission
 
 LAST = 10
-"""Training steps, the last ones, whose mean reward a run is judged by."""
+"""Number of last training steps whose mean reward judges a run."""
 
 MOST_CURVES = 6
-"""Settings, at most, whose rewards are drawn step by step; more could not be told apart."""
+"""Most settings whose rewards are drawn step by step; more could not be told apart."""
 
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2")
 
@@ -34,11 +34,11 @@ class Outcome:
     """Result of one run.
 
     Attributes:
-      run: which.
+      run: the run.
       state: done, failed, stopped, submitted or left.
-      sentence: what went wrong, or what it was submitted as.
+      sentence: reason of a failure, or the launcher's answer.
       rewards: mean reward of each recorded training step.
-      accuracy: of its last evaluation; None without one.
+      accuracy: accuracy of its last evaluation; None without one.
     """
 
     run: submission.Run
@@ -66,12 +66,12 @@ class Outcome:
 
 
 def outcome(run: submission.Run, answers: Mapping[str, str], failed: Mapping[str, str]) -> Outcome:
-    """Returns what is known of a run.
+    """Returns the known result of a run.
 
     Args:
-      run: which.
-      answers: what launchers answered, by the name of the workdir.
-      failed: what went wrong when it was started just now, by the same name.
+      run: the run.
+      answers: launchers' answers, by the name of the workdir.
+      failed: errors of starts by this command, by the name of the workdir.
     """
     name = run.workdir.name
     recorded = metrics.read(run.workdir / metrics.METRICS_FILE)
@@ -90,10 +90,10 @@ def outcome(run: submission.Run, answers: Mapping[str, str], failed: Mapping[str
 
 
 def _ended(workdir: Path) -> Mapping[str, str] | None:
-    """How a run says that it ended; None where it does not say."""
+    """Returns how a run says that it ended; None if it does not say."""
     try:
         record = status.read(workdir)
-    except protocols.DataError:  # half of a file: its launcher may be writing it
+    except protocols.DataError:  # the file may be incomplete while its launcher writes it
         return None
     return None if record is None else record["ended"]
 
@@ -151,7 +151,7 @@ def write(folder: Path, outcomes: Sequence[Outcome]) -> list[Path]:
 
 
 def _draw(path: Path, outcomes: Sequence[Outcome]) -> None:
-    """Rewards of each setting: over the steps where settings are few, and at the end."""
+    """Draws the rewards of each setting: over the steps if there are few settings, and at the end."""
     settings = {
         name: done
         for name, mine in by_setting(outcomes).items()
@@ -173,6 +173,7 @@ def _draw(path: Path, outcomes: Sequence[Outcome]) -> None:
 def _curves(axes: Any, settings: Mapping[str, Sequence[Outcome]]) -> None:
     names = [name.replace("\n", " ") for name in pictures.short(list(settings))]
     for colour, name, done in zip(COLOURS, names, settings.values(), strict=False):
+        # Only the steps that every seed has recorded.
         steps = sorted(set.intersection(*(set(one.rewards) for one in done)))
         means = [statistics.fmean(one.rewards[step] for one in done) for step in steps]
         spreads = [_spread([one.rewards[step] for one in done]) for step in steps]
@@ -187,12 +188,12 @@ def _curves(axes: Any, settings: Mapping[str, Sequence[Outcome]]) -> None:
 
 
 def _cells(values: Sequence[float | None]) -> tuple[str, str]:
-    """Mean and spread as a table has them."""
+    """Returns mean and spread as the table shows them."""
     known = [value for value in values if value is not None]
     mean = f"{statistics.fmean(known):.3f}" if known else ""
     return mean, f"{_spread(known):.3f}" if len(known) > 1 else ""
 
 
 def _spread(values: Sequence[float]) -> float:
-    """Sample standard deviation; 0 of fewer than two."""
+    """Returns the sample standard deviation; 0 for fewer than two values."""
     return statistics.stdev(values) if len(values) > 1 else 0.0

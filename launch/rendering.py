@@ -1,4 +1,4 @@
-"""Fills the templates of launch/templates. No value can end the line or the text that it stands in."""
+"""Fills the templates of launch/templates. No value can end its line or its text."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 def shell(template: str, **values: object) -> str:
-    """Returns a script; in its template, `value | quote` stands for one word of a shell's."""
+    """Returns a script; in its template, `value | quote` is one word for a shell."""
     environment = _environment()
     environment.filters["quote"] = lambda value: shlex.quote(str(value))
     return environment.get_template(template).render(values)
 
 
 def manifests(template: str, **values: object) -> list[dict[str, Any]]:
-    """Returns the objects of a YAML template, in which every value is written as JSON, which YAML contains."""
-    # autoescape marks what a macro returns, which has been written already.
+    """Returns the objects of a YAML template, in which every value is written as JSON, a subset of YAML."""
+    # autoescape marks the result of a macro, so that `_as_json` does not write it twice.
     environment = _environment(autoescape=True, finalize=_as_json)
     return [entry for entry in yaml.safe_load_all(environment.get_template(template).render(values)) if entry]
 
@@ -44,12 +44,12 @@ def _as_json(value: object) -> markupsafe.Markup:
 
 
 def dump(objects: list[dict[str, Any]]) -> str:
-    """Returns the objects as YAML, keys sorted, so that two of them differ only where they differ."""
+    """Returns the objects as YAML with sorted keys, so that a diff shows only real differences."""
     return yaml.dump_all(objects, Dumper=_Dumper, sort_keys=True, explicit_start=True, width=120)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes text of several lines as such, and every object in full."""
+    """Writes text of several lines as a block, and every object in full, without aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

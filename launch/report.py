@@ -1,4 +1,4 @@
-"""Writes report.html from the files of a run, an interrupted one's too.
+"""Writes report.html from the files of a run, even of an interrupted one.
 
 python launch/report.py runs/quickstart-0123abcd
 """

@@ -1,12 +1,12 @@
-"""Predicts start-up, weight sync and the load of the one coordinator on many accelerators, and what limits first.
+"""Predicts start-up, weight sync and the load of the one coordinator on many accelerators, and the first bottleneck.
 
   python launch/scale.py [--accelerators=48,1024,10240] [--output=scale.json]
   python -m tests.benchmarks.costs --output=mine.json   # measures the costs of this machine
   python launch/scale.py --costs=mine.json --stream_interval=256
 
 Without --costs, the costs are those of launch/benchmarks/costs.json, with their date. The work is that of
-configs/simulate.py, or of another simulated run by --config. Each accelerator has as many trajectories at any size, so
-that a step takes as long, by its hardware sheet. Nothing here runs on more than this machine.
+configs/simulate.py, or of another simulated run by --config. Each accelerator has the same number of trajectories at
+any size, so a step takes equally long, by the hardware sheet. Nothing here runs on more than this machine.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _sizes() -> list[int]:
 
 
 def _of_run(run: settings.SimulatedRun) -> tuple[scale.Work, scale.Settings]:
-    """The work of a mean step of a simulated run with the layout that the planner finds for it, and its settings."""
+    """Returns the work of a mean step of a simulated run, with the layout that the planner finds, and its settings."""
     workload, groups = comparison.workload(run), run.steps * run.coordinator.groups_per_step
     drawn = [workload.script(task, sample) for task in range(groups) for sample in range(run.coordinator.group_size)]
     model = run.simulation.cost_model()
@@ -102,7 +102,7 @@ def _of_run(run: settings.SimulatedRun) -> tuple[scale.Work, scale.Settings]:
         step_seconds=best.step_seconds,
         weight_bytes=2.0 * model.parameters,
     )
-    usual = libra_config.RolloutConfig()  # a simulation looks at its engines seldom, for its own speed
+    usual = libra_config.RolloutConfig()  # a simulation looks at its engines seldom, to be fast
     by_sheet = model.sheet.network_bytes_per_second * model.coefficients.network_share
     around = scale.Settings(
         stream_interval=usual.stream_interval if _INTERVAL.value is None else _INTERVAL.value,
@@ -120,7 +120,7 @@ def _of_run(run: settings.SimulatedRun) -> tuple[scale.Work, scale.Settings]:
 
 
 def _sent(script: scripts.Script) -> int:
-    """Tokens of context that its turns send, each from the attempt's beginning on."""
+    """Returns the tokens of context that the rollout's turns send; each turn sends the whole context so far."""
     held, sent = script.prompt_tokens, 0
     for turn in script.turns:
         sent += held

@@ -3,9 +3,10 @@
   python launch/simulate.py --config=configs/simulate.py --policies=cmlfq,sticky --seeds=0,1,2 --output=runs/out.json
   python launch/simulate.py --config=configs/simulate.py:trace --trace=runs/mine/trace.jsonl --output=runs/replay.json
 
-A trace is also judged for what its tool returns foretell of the tokens left to generate, which is what C-MLFQ goes by:
-a table, and with --output a JSON file and a picture (`-causes`). configs/simulate.py:trace has buckets that fit it.
-The coordinator, the agent loop and the scheduler are those of a real run, on a virtual clock.
+With a trace, the script also measures how well the tool returns predict the tokens left to generate, which C-MLFQ
+relies on. It prints a table, and with --output it writes a JSON file and a picture (`-causes`).
+configs/simulate.py:trace has buckets that fit the trace. The coordinator, the agent loop and the scheduler are those
+of a real run, on a virtual clock.
 """
 
 from __future__ import annotations
@@ -124,6 +125,7 @@ def _write(
     picture = output.with_suffix(".svg")
     try:
         shared = libra_config.to_dict(run)
+        # The entries differ in these.
         del shared["seed"], shared["scheduler"]["policy"]
         output.write_text(report.to_json(result.entries, result.bound_seconds, about.as_json(), shared))
         title = [run.name, about.machine, about.work]

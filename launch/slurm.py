@@ -1,21 +1,20 @@
-"""Submits a run to Slurm: Ray on each of its hosts, the driver on the first one.
+"""Submits a run to Slurm: Ray on each of its hosts, the driver on the first host.
 
   python launch/slurm.py --config=configs/quickstart.py --workdir=runs/mine --time=1:00:00 --dry_run   # the script
   python launch/slurm.py --config=configs/qwen3_1p7b_8gpu.py --config.cluster.accelerators_per_host=4 \
       --train_partition=h100 --rollout_partition=l40s --time=1-00:00:00
 
-How many hosts, and what of each, comes from the config (`cluster.accelerators_per_host`; 0: one host). The job's number
-goes to standard output, and everything else to standard error. All hosts have to see the workdir, this repository and
-the folder that the job is submitted from.
+The number of hosts, and their resources, come from the config (`cluster.accelerators_per_host`; 0: one host). The job's
+number goes to standard output, and everything else to standard error. All hosts have to see the workdir, this
+repository and the folder that the job is submitted from.
 
 --grace seconds before Slurm ends the job, the run saves a checkpoint, and the job queues up again. If the run lost a
-host that it needs, the job queues up again, too, --retries times. A run that is killed without notice goes on from its
-last checkpoint.
-`<workdir>/logs/latest` has the logs of the last attempt: the driver's in train.log, each host's, and Ray's own where
-the run did not finish.
+host that it needs, the job also queues up again, --retries times. A run that is killed without notice goes on from its
+last checkpoint. `<workdir>/logs/latest` has the logs of the last attempt: the driver's in train.log, each host's, and
+Ray's own if the run did not finish.
 
-Run with Slurm 22.05, without GPUs: on one node, and over two partitions (a heterogeneous job) on two hosts emulated by
-network namespaces. Not run: GPUs, several machines, pyxis.
+Run with Slurm 22.05, without GPUs: on one node, and over two partitions (a heterogeneous job) on two hosts emulated
+by network namespaces. Not run: GPUs, several machines, pyxis.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ def main() -> None:
 
 
 def _submit(run: job_flags.Run, workdir: Path, script: str) -> str:
-    """Submits the script and returns the job's number. A workdir made for a job that Slurm refuses is removed.
+    """Submits the script and returns the job's number. Removes a workdir that was made for a job that Slurm refuses.
 
     Raises:
       ConfigError: another config or a running job has the workdir.
@@ -136,7 +135,8 @@ def _settings() -> slurm_job.Settings:
 
 
 def _check_partitions(job: slurm_job.Job) -> None:
-    """Compares the job with Slurm's partitions, if Slurm can be asked. A dry run may be anywhere; sbatch decides."""
+    """Compares the job with Slurm's partitions, if Slurm can be asked. A dry run may be on any machine; sbatch
+    decides."""
     if not shutil.which("sinfo"):
         return
     try:
@@ -148,7 +148,7 @@ def _check_partitions(job: slurm_job.Job) -> None:
 
 
 def _run(*command: str) -> str:
-    """Runs a command of Slurm's and returns what it prints.
+    """Runs a command of Slurm's and returns its output.
 
     Raises:
       LibraError: it fails, or does not answer.

@@ -1,18 +1,18 @@
-"""One host's part in a run under Slurm. The script that `launch/slurm.py` renders starts it on each host, through srun.
+"""Runs one host's part in a run under Slurm. The script that `launch/slurm.py` renders starts it on each host by srun.
 
 The head starts Ray, waits until all hosts have joined, and runs the driver. The other hosts join and stay until the
 driver has ended. Ray has a folder of its own on each host, ports by the job's number, and a process group that ends
-with this process. (Ray's own `symmetric-run` ends every Ray that it finds on a host, those of other runs too.)
+with this process. (Ray's own `symmetric-run` ends every Ray that it finds on a host, including those of other runs.)
 
 The file `ended` in the attempt's folder says how the run ended:
 
   finished       all steps are done
-  stopped        it was told to stop; started again, it goes on
-  lost           it ended with status 75 without being told: started again, it goes on, too
+  stopped        it was told to stop; a restart continues it
+  lost           it ended with status 75 without being told; a restart continues it, too
   failed STATUS  it failed, or a host failed before the driver began
 
-A host that is lost later is the driver's to handle. If the head is cut off under its driver, nobody writes the file;
-the job's script takes that for `lost`.
+The driver handles hosts that are lost later. If the head is cut off under its driver, no process writes the file;
+the job's script counts that as `lost`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from libra_jax.cluster import granted, guard, settings
 from libra_jax.protocols import LibraError
 
 FIRST_PORT, JOBS = 20_000, 1_000
-"""Jobs whose numbers differ by less than JOBS have other ports, from 20000 to 29999: below those that Linux chooses
-from (32768 on)."""
+"""First port, and number of port ranges. Jobs whose numbers differ by less than JOBS have other ports, from 20000 to
+29999: below those that Linux chooses from (32768 on)."""
 
 PORTS = (
     "port",
@@ -52,20 +52,24 @@ PORTS = (
 """Flags of `ray start` for ports that other processes have to know. The first two are the head's."""
 
 CPUS = 1024
-"""Cores that Ray counts: a host must have room for every actor laid out there. Slurm grants the real ones."""
+"""Cores that Ray counts; high, because a host must have room for every actor laid out there. Slurm grants the real
+cores."""
 
 START_SECONDS, END_SECONDS, LOOK_SECONDS = 300.0, 30.0, 1.0
 
 STARTS = 3
-"""Starts of Ray on a host. Ray 2.60 gives its own processes 30 s, which imports from a busy file system may exceed."""
+"""Most starts of Ray on a host. Ray 2.60 gives its own processes 30 s, and imports from a busy file system may take
+longer."""
 
 AWAIT_HOSTS = Path(__file__).parent / "templates" / "await_hosts.py"
 
 ENDED, STOP, LOG = "ended", "stop", "train.log"
-"""Files of an attempt: how it ended, that it has to stop, and the driver's output, from its start on."""
+"""Files of an attempt: how it ended, the request to stop, and the driver's output, which exists from the driver's
+start on."""
 
 UNREACHABLE = "192.0.2.1"
-"""Of TEST-NET-1 (RFC 5737). A datagram socket that is connected to it sends nothing, and knows this host's address."""
+"""Address of TEST-NET-1 (RFC 5737). A datagram socket that is connected to it sends nothing, and knows this host's
+address."""
 
 
 def ports(job: int) -> dict[str, int]:
@@ -78,7 +82,8 @@ def check_free(job: int) -> None:
     """Raises LibraError if something on this host listens on one of the job's ports."""
     for port in ports(job).values():
         with socket.socket() as tried:
-            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closed connections of an earlier attempt
+            # Closed connections of an earlier attempt must not block the port.
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 tried.bind(("", port))
             except OSError as error:
@@ -89,7 +94,8 @@ def check_free(job: int) -> None:
 
 
 def own_address(other: str) -> str:
-    """Returns this host's IPv4 address towards another host; towards itself, the address on the way out."""
+    """Returns this host's IPv4 address towards another host; if the other host is this one, the address on the way
+    out."""
     here = other in (socket.gethostname(), os.environ.get("SLURMD_NODENAME"))
     for target in (UNREACHABLE,) if here else (other, UNREACHABLE):
         with socket.socket(type=socket.SOCK_DGRAM) as connected, contextlib.suppress(OSError):
@@ -106,12 +112,12 @@ def print_address(arguments: argparse.Namespace) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs Ray on this host from its start to its end, and on the head the driver."""
+    """Runs Ray on this host from its start to its end; the head also runs the driver."""
     name, attempt = os.environ["SLURMD_NODENAME"], arguments.attempt
     is_head = name == arguments.head
     os.environ.update(settings.environment())
-    prefix = f"libra-{arguments.job}-{zlib.crc32(name.encode()):x}-"  # Ray's sockets need a short one
-    for left in Path("/tmp").glob(f"{prefix}*"):  # by an attempt of this job that was killed
+    prefix = f"libra-{arguments.job}-{zlib.crc32(name.encode()):x}-"  # Ray's sockets need a short path
+    for left in Path("/tmp").glob(f"{prefix}*"):  # left by a killed attempt of this job
         shutil.rmtree(left, ignore_errors=True)
     directory = Path(tempfile.mkdtemp(prefix=prefix, dir="/tmp"))
     why = "Ray did not start here"
@@ -121,12 +127,12 @@ def run(arguments: argparse.Namespace) -> int:
                 status = _try(_lead if is_head else _follow, arguments, name, directory)
             except LibraError as error:
                 status, why = 1, str(error)
-        # Until there is a driver, a host that fails ends the attempt.
+        # Until the driver runs, a host that fails ends the attempt.
         if not (attempt / ENDED).exists() and not (attempt / LOG).exists():
             told = is_head and (attempt / STOP).exists()
             _write_end(attempt, "stopped" if told else "failed 1")
             print(f"{name}: {'told to stop before the driver began' if told else f'error: {why}'}", flush=True)
-        # Ray's own status tells nothing: what counts is how the driver did.
+        # Ray's own status says nothing about the run: the driver's end counts.
         return 0 if _how(attempt) in ("finished", "stopped") else status or 1
     finally:
         if _how(attempt) not in ("finished", "stopped"):
@@ -137,7 +143,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _try(
     part: Callable[[argparse.Namespace, str, Path], int], arguments: argparse.Namespace, name: str, directory: Path
 ) -> int:
-    """Runs this host's part, again if Ray ended before there was a driver or a reason to end. Returns its status."""
+    """Runs this host's part, again if Ray ended before the driver began or the attempt was to end. Returns the last
+    status."""
     for left in reversed(range(STARTS)):
         status = part(arguments, name, directory)
         if not left or any((arguments.attempt / file).exists() for file in (ENDED, STOP, LOG)):
@@ -147,7 +154,7 @@ def _try(
 
 
 def _lead(arguments: argparse.Namespace, name: str, directory: Path) -> int:
-    """Starts Ray's head, waits for the hosts, and runs the driver. Returns its status, or 1 if there was none."""
+    """Starts Ray's head, waits for the hosts, and runs the driver. Returns the driver's status, or 1 if none ran."""
     attempt, others = arguments.attempt, arguments.hosts - 1
 
     def over() -> bool:
@@ -174,7 +181,7 @@ def _follow(arguments: argparse.Namespace, name: str, directory: Path) -> int:
     """Joins the head's Ray and stays until the attempt has ended. Returns the status of Ray's start."""
     ended, deadline = arguments.attempt / ENDED, time.monotonic() + START_SECONDS
     address, _, port = arguments.address.rpartition(":")
-    while not ended.exists():  # Ray itself would try for 20 s only
+    while not ended.exists():  # Ray itself would try for only 20 s
         with contextlib.suppress(OSError):
             socket.create_connection((address, int(port)), timeout=LOOK_SECONDS).close()
             break
@@ -187,7 +194,7 @@ def _follow(arguments: argparse.Namespace, name: str, directory: Path) -> int:
 
 @contextlib.contextmanager
 def _ray(arguments: argparse.Namespace, name: str, directory: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs `ray start` inside the block; all that it started ends with the block, or with this process."""
+    """Runs `ray start` inside the block; all processes that it started end with the block, or with this process."""
     check_free(arguments.job)
     mine = ports(arguments.job)
     if "--head" not in options:
@@ -200,10 +207,11 @@ def _ray(arguments: argparse.Namespace, name: str, directory: Path, *options: st
         f"--node-name={name}",
         *_labels(name, arguments.training),
         f"--num-cpus={CPUS}",
-        # Ports that one process binds for itself are chosen by the kernel, so that nobody can come between.
+        # The kernel chooses the ports that one process binds for itself, so no other process can take them before.
         *("--min-worker-port=0", "--max-worker-port=0", "--node-manager-port=0", "--object-manager-port=0"),
         *(f"--{flag}={port}" for flag, port in mine.items()),
     ]
+    # A process group of its own, which the guard can end as a whole.
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     ending = guard.Guard([-process.pid])
     try:
@@ -215,7 +223,7 @@ def _ray(arguments: argparse.Namespace, name: str, directory: Path, *options: st
 
 
 def _labels(name: str, training: str) -> list[str]:
-    """Tells Ray what this host's partition is for; with one partition, any host is for anything."""
+    """Returns the label of this host's role for Ray; without a partition for training, any host may do either."""
     if not training:
         return []
     return [f"--labels={granted.label('training' if name in training.split(',') else 'rollout')}"]
@@ -237,24 +245,26 @@ def _how(attempt: Path) -> str:
 
 
 def _write_end(attempt: Path, how: str) -> None:
+    # Renamed, so that no reader sees a half-written file.
     partial = attempt / f"{ENDED}.partial"
     partial.write_text(f"{how}\n")
     partial.rename(attempt / ENDED)
 
 
 def _keep_logs(directory: Path, kept: Path) -> None:
-    """Copies what Ray wrote, to show why a run did not finish."""
+    """Copies Ray's logs, to show why a run did not finish."""
     for logs in directory.glob("session_2*/logs"):
         with contextlib.suppress(OSError, shutil.Error):
             shutil.copytree(logs, kept, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.sock"))
 
 
 def drive(arguments: argparse.Namespace) -> int:
-    """Runs the driver. Tells it to stop, once, when the attempt's folder says so, and writes down how it ended."""
+    """Runs the driver. Tells it to stop, once, if the attempt's folder asks for it, and records how the driver
+    ended."""
     stop = arguments.attempt / STOP
     told: list[bool] = []
-    # If Slurm tracks processes by cgroups, a signal to a step reaches only what srun started, and comes here by the
-    # file. Otherwise the driver gets the signal as this process does, and a second one would end it at once.
+    # If Slurm tracks processes by cgroups, a signal to a step reaches only the process that srun started; the driver is
+    # then told by the file. Otherwise the driver gets the signal too, and a second signal would end it at once.
     signal.signal(signal.SIGTERM, lambda *_: told.append(True))
     with open(arguments.attempt / LOG, "ab") as log:
         driver = subprocess.Popen(arguments.command, stdout=log, stderr=log)
@@ -264,7 +274,7 @@ def drive(arguments: argparse.Namespace) -> int:
                 driver.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 driver.wait(LOOK_SECONDS)
-    if told and status == -signal.SIGTERM:  # it was still being imported, and heard nothing
+    if told and status == -signal.SIGTERM:  # it was still importing, and did not handle the signal
         status = os.EX_TEMPFAIL
     again = "stopped" if told else "lost"
     how = {0: "finished", os.EX_TEMPFAIL: again}.get(status, f"failed {status if status > 0 else 128 - status}")
@@ -274,7 +284,7 @@ def drive(arguments: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _stop_on_sigterm(attempt: Path | None) -> Iterator[None]:
-    """Has SIGTERM to the step ask the driver to stop. This host stays until the driver has ended, or SIGKILL comes.
+    """Makes SIGTERM to the step ask the driver to stop. This host stays until the driver has ended, or SIGKILL comes.
 
     Args:
       attempt: the attempt's folder, on the head; None on the others, which wait for its file `ended`.

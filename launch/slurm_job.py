@@ -1,4 +1,5 @@
-"""A run as a Slurm job: which hosts it asks for, and its script, rendered from `templates/slurm.sbatch`."""
+"""Describes a run as a Slurm job: the hosts that it asks for, and its script, rendered from
+`templates/slurm.sbatch`."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ _GPUS = re.compile(r"gpu(?::[^:,()]+)?:(\d+)")
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The launcher's flags; an empty one is not given.
+    """The launcher's flags; an empty value means that the flag was not given.
 
     Attributes:
       partition: partition of all hosts.
@@ -34,14 +35,14 @@ class Settings:
       time: longest time, as Slurm writes it.
       options: further options for sbatch, for every kind of host.
       nodelist: hosts to take.
-      cpus_per_host: cores of each host; 0: as the partition has it.
-      exclusive: whether no other job may share the hosts.
-      requeue: whether the job goes on after a pre-emption or the end of its time.
+      cpus_per_host: cores of each host; 0 takes the partition's number.
+      exclusive: no other job may share the hosts.
+      requeue: the job goes on after a pre-emption or the end of its time.
       grace: seconds between the signal to stop and the end.
       retries: times that the job goes on after it lost a host that it needs.
       environment: `NAME=VALUE`, or `NAME` of a variable of the submitting shell.
       image: container image in which pyxis runs each host's part.
-      container_mounts: what pyxis mounts there.
+      container_mounts: folders that pyxis mounts in the container.
       setup: shell line before the run on each host.
       python: Python of every host.
     """
@@ -71,8 +72,8 @@ class Part:
     Attributes:
       partition: their partition; empty is Slurm's default.
       hosts: their number.
-      gpus: GPUs of each.
-      comment: what they do.
+      gpus: GPUs of each host.
+      comment: their task.
       options: options for sbatch.
     """
 
@@ -85,7 +86,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """The values of the template, which shows what each is for."""
+    """The values of the template, which shows the use of each."""
 
     name: str
     folder: str
@@ -100,7 +101,7 @@ class Job:
 
     @property
     def title(self) -> str:
-        """What the hosts do."""
+        """Tasks of the hosts."""
         return "; ".join(part.comment for part in self.parts)
 
     @property
@@ -115,8 +116,8 @@ class Partition:
 
     Attributes:
       name: its name.
-      nodes: for each kind of node, how many there are and how many GPUs each has.
-      is_default: whether a job that names none gets this one.
+      nodes: (number of nodes, GPUs of each) for each kind of node.
+      is_default: a job that names no partition gets this one.
     """
 
     name: str
@@ -144,7 +145,7 @@ def make(
       known: environment of the submitting shell.
 
     Raises:
-      ConfigError: a setting is wrong, or does not go with another or the config; the sentence names the flag.
+      ConfigError: a setting is wrong, or conflicts with another setting or the config; the sentence names the flag.
     """
     _check(config, settings)
     environment, names = _environment(settings.environment, known)
@@ -169,7 +170,8 @@ def render(job: Job) -> str:
 
 
 def parts(config: libra_config.RunConfig, settings: Settings) -> tuple[Part, ...]:
-    """Returns the hosts by kind: those that train first, so that the driver is on one. One partition has one kind."""
+    """Returns the hosts by kind. Training hosts come first, because the driver runs on the first host. One partition
+    is one kind."""
     layout = hosts.layout(config)
     on_gpus = config.trainer.platform == "cuda"
     if layout is None:
@@ -261,20 +263,21 @@ def seconds(time: str) -> int:
     """
     days, dash, rest = time.rpartition("-")
     fields = [int(field) for field in rest.split(":")]
-    if dash:  # hours first
+    if dash:  # days come with hours first
         fields = [*fields, 0, 0][:3]
-    elif len(fields) == 1:  # minutes
+    elif len(fields) == 1:  # a single number is minutes
         fields = [0, *fields, 0]
     fields = [0] * (3 - len(fields)) + fields
     return ((int(days or 0) * 24 + fields[0]) * 60 + fields[1]) * 60 + fields[2]
 
 
 def parse_partitions(shown: str) -> tuple[Partition, ...]:
-    """Reads what `sinfo --noheader --format=%P|%D|%G` prints: a line for each kind of node of a partition."""
+    """Reads the output of `sinfo --noheader --format=%P|%D|%G`: a line for each kind of node of a partition."""
     found: dict[str, list[tuple[int, int]]] = {}
     default = ""
     for line in shown.split():
         name, count, gres = line.split("|")
+        # sinfo marks the default partition with an asterisk.
         if name.endswith("*"):
             default = name = name[:-1]
         found.setdefault(name, []).append((int(count), sum(map(int, _GPUS.findall(gres)))))
@@ -282,10 +285,10 @@ def parse_partitions(shown: str) -> tuple[Partition, ...]:
 
 
 def check_partitions(asked: Sequence[Part], there: Sequence[Partition]) -> None:
-    """Compares what is asked for with what Slurm has.
+    """Compares the requested hosts with Slurm's partitions.
 
     Raises:
-      ConfigError: there is no such partition, or it has too few nodes with as many GPUs.
+      ConfigError: there is no such partition, or it has too few nodes with enough GPUs.
     """
     for part in asked:
         named = [one for one in there if one.name == part.partition or (not part.partition and one.is_default)]

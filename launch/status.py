@@ -1,10 +1,10 @@
-"""One screen of what a run does, or of how it ended: its step, its workers, what it waits for.
+"""Shows a run on one screen: its step, its workers, what it waits for, or how it ended.
 
   python launch/status.py runs/mine
   python launch/status.py --watch            # the run that wrote last under runs/, again and again
 
-It reads `status.json`, from any host that sees the workdir. Exit status 0: the run lives or has ended as it should; 1:
-it failed, or is dead without having said so.
+It reads `status.json`, from any host that sees the workdir. Exit status 0: the run lives or has ended as it should;
+1: it failed, or is dead without having said so.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def newest(runs: Path) -> Path:
     """Returns the workdir whose run wrote last.
 
     Raises:
-      DataError: there is none.
+      DataError: there is no run.
     """
     found = {file.parent: file.stat().st_mtime_ns for file in runs.glob(f"*/{status.STATUS_FILE}")}
     if not found:

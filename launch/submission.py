@@ -1,8 +1,8 @@
-"""Gives the real runs of a sweep to launch/train.py here, or to launch/slurm.py or launch/kubernetes.py.
+"""Submits the real runs of a sweep to launch/train.py here, or to launch/slurm.py or launch/kubernetes.py.
 
-Each run has a workdir of its own in the sweep's folder. A record of what was submitted lies there, so that the same
-command submits nothing twice. Runs on this machine are waited for; the others are looked up in their workdirs, if these
-can be seen from here.
+Each run has a workdir of its own in the sweep's folder. A record of the submitted runs lies there, so that the same
+command submits nothing twice. The command waits for runs on this machine. It looks the other runs up in their
+workdirs, if these are visible from here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SUBMIT_SECONDS = 180.0
 """Deadline for a launcher to submit a run, in seconds."""
 
 LONGEST_TITLE = 120
-"""Characters of a run's name in a file's: a file system takes 255, the seed and the hash included."""
+"""Most characters of a run's name in a file name: a file system takes 255, the seed and the hash included."""
 
 RECORD = "submitted.jsonl"
 
@@ -44,10 +44,10 @@ class Run:
     """One run.
 
     Attributes:
-      name: name of the config, as the table has it.
+      name: name of the config in the table.
       file: the config file, with its variant.
       config: its content, with the seed and steps.
-      steps: training steps that the command asked for; None: the config's.
+      steps: training steps that the command asked for; None takes the config's.
       workdir: folder of the run.
       settings: `--config.` flags besides seed and steps.
     """
@@ -68,12 +68,12 @@ class Run:
 
     @property
     def taken(self) -> int:
-        """Number of training steps that are recorded."""
+        """Number of recorded training steps."""
         return max(metrics.read(self.workdir / metrics.METRICS_FILE), default=0)
 
     @property
     def done(self) -> bool:
-        """Whether it took all its steps."""
+        """True if the run took all its steps."""
         return self.taken >= self.config.steps
 
 
@@ -91,20 +91,20 @@ def workdir(folder: Path, name: str, config: libra_config.RunConfig) -> Path:
 def run(
     runs: Sequence[Run], folder: Path, launcher: str, flags: str, *, jobs: int, again: bool, dry_run: bool = False
 ) -> None:
-    """Submits the runs that neither are done nor were submitted before; prints and writes the results of all.
+    """Submits the runs that are neither done nor submitted before; prints and writes the results of all.
 
     Args:
       runs: the sweep's runs.
       folder: the sweep's folder, which has its record.
       launcher: a key of `LAUNCHERS`.
       flags: further flags for the launcher, in one line as for a shell.
-      jobs: runs at a time on this machine.
-      again: submit what was submitted before, too, unless it is done.
-      dry_run: print the launcher's commands instead.
+      jobs: number of simultaneous runs on this machine.
+      again: also submits runs that were submitted before, unless they are done.
+      dry_run: prints the launcher's commands instead.
 
     Raises:
       ConfigError: the flags cannot be read, or have the launcher submit nothing.
-      LibraError: some could not be submitted, or failed here; the others were.
+      LibraError: some runs could not be submitted, or failed here; the others were submitted.
     """
     try:
         extra = shlex.split(flags)
@@ -158,10 +158,10 @@ def _check_apart(runs: Sequence[Run]) -> None:
 
 
 class _Children:
-    """The processes that launch runs. A signal to stop is passed on to them, and no further one begins.
+    """The processes that launch runs. A signal to stop is passed on to them, and no further process begins.
 
     Attributes:
-      stopped: whether a signal to stop came.
+      stopped: True once a signal to stop came.
     """
 
     def __init__(self) -> None:
@@ -185,12 +185,12 @@ class _Children:
                 signal.signal(number, handler)
 
     def run(self, command: Sequence[str], out: TextIO, *, piped: bool, seconds: float | None) -> tuple[int, str]:
-        """Returns the status of a process that has ended, and what it printed if `piped`.
+        """Returns the status of a process that has ended, and its standard output if `piped`.
 
         Args:
-          command: of the process.
-          out: gets what it prints, on standard error alone if `piped`.
-          piped: keep what it prints on standard output.
+          command: command of the process.
+          out: file for its output; only for standard error if `piped`.
+          piped: returns its standard output.
           seconds: its deadline; None: no deadline.
 
         Raises:
@@ -200,7 +200,7 @@ class _Children:
         with subprocess.Popen(command, stdout=stdout, stderr=out, text=True) as process:
             self._running.add(process)
             try:
-                if self.stopped:  # while it was started
+                if self.stopped:  # the signal came while the process was being started
                     process.terminate()
                 answer, _ = process.communicate(timeout=seconds)
             except BaseException:
@@ -212,7 +212,7 @@ class _Children:
 
 
 def _launch(entry: Run, launcher: str, extra: Sequence[str], children: _Children) -> tuple[str, str]:
-    """Launches a run, and waits for it if it runs here. Returns the answer or the problem; the other is empty."""
+    """Launches a run, and waits for it if it runs here. Returns the answer or the problem; the other one is empty."""
     if children.stopped:
         return "", "not begun, because the sweep was stopped"
     here, script = launcher == "here", LAUNCHERS[launcher]
@@ -239,7 +239,7 @@ def _launch(entry: Run, launcher: str, extra: Sequence[str], children: _Children
 
 
 def _recorded(path: Path) -> Iterator[tuple[str, str]]:
-    """Reads the record: pairs of a workdir's name and the launcher's answer."""
+    """Yields the record's pairs of a workdir's name and the launcher's answer."""
     if path.exists():
         for record in files.whole_json_lines(path):
             yield str(record["run"]), str(record["answer"])

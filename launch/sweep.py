@@ -1,14 +1,14 @@
-"""Runs configs, or a grid of their settings, under several seeds: tables, a picture, and nothing is done twice.
+"""Runs configs, or a grid of their settings, under several seeds: tables, a picture, and no run is done twice.
 
   python launch/sweep.py --configs=configs/quickstart.py --sweep=optimizer.learning_rate=1e-4,3e-4 --seeds=0,1,2
   python launch/sweep.py --of=configs/ablation.py --configs=static,homogeneous,heterogeneous,cmlfq,elastic --seeds=0,1
   python launch/sweep.py --configs=configs/simulate.py,configs/ablation.py:greedy --output=runs/mine
 
-Several --sweep make a product; --config.steps=10 and the like change all runs, as they do with launch/train.py. Real
-runs go one after the other here, or to a --launcher, each into a workdir of its own in the output folder
-(`submission.py`). A simulated run leaves a file there. Both are named by config, settings, seed and a hash: the same
-command goes on where it was stopped, a changed setting is another run, and a run that failed is a row with its reason,
-tried again by the same command.
+Several --sweep make a product. --config.steps=10 and similar flags change all runs, as with launch/train.py. Real runs
+go one after the other on this machine, or to a --launcher, each into a workdir of its own in the output folder
+(`submission.py`). A simulated run leaves a file there. Both are named by config, settings, seed and a hash. So the same
+command goes on where it was stopped, and a changed setting is another run. A failed run is a row with its reason, and
+the same command tries it again.
 
   python launch/sweep.py --launcher=slurm --launcher_flags="--partition=gpu" --configs=... --output=/shared/seeds
 """
@@ -42,7 +42,7 @@ from libra_jax.simulator import comparison, pictures, pools, report, settings
 from libra_jax.telemetry import figures, pool_report, timeline
 
 LAST = 5
-"""The last fifth of a run's steps is told apart: what it ends at, once lengths have drifted."""
+"""Divisor of a run's steps: the last fifth is reported apart, because it shows the run after lengths have drifted."""
 
 _CONFIGS = flags.DEFINE_string("configs", None, "Config files (or variants of --of), separated by commas.")
 _SWEEP = flags.DEFINE_multi_string(
@@ -67,10 +67,10 @@ class Job:
     """One run.
 
     Attributes:
-      name: the config's, as the table has it.
+      name: name of the config in the table.
       run: its settings, the seed included.
-      file: where its result goes.
-      moved: the coefficient that was moved and where to; empty if none was.
+      file: file of its result.
+      moved: the moved coefficient and its value; empty if none was moved.
     """
 
     name: str
@@ -89,7 +89,7 @@ def main(overrides: Sequence[str]) -> None:
             f"--configs: {simulated[0].file} is a simulated run and {other.file} a real one; sweep them apart"
         )
     folder = Path(_OUTPUT.value)
-    if not _DRY_RUN.value:  # which writes nothing, not even the folder
+    if not _DRY_RUN.value:  # a dry run writes nothing, not even the folder
         cli.check_output(folder / "sweep.json")
     if not simulated:
         _submit(cells, read, folder)
@@ -156,7 +156,7 @@ def _values(cell: grid.Cell) -> dict[str, Any]:
 
 
 def _seeded(values: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """The settings of one run."""
+    """Returns the settings of one run."""
     return {**values, "seed": seed, "steps": _STEPS.value or values["steps"]}
 
 
@@ -171,7 +171,7 @@ def _file(name: str, run: settings.SimulatedRun, folder: Path) -> Path:
 
 
 def _moves(job: Job, folder: Path) -> Iterator[Job]:
-    """The same run with each coefficient moved both ways, save where it does not fit the cluster any more."""
+    """Yields the same run with each coefficient moved both ways, if the run still fits the cluster."""
     simulation = job.run.simulation
     for name, value in costs.moved(simulation.coefficients, comparison.MOVE):
         coefficients = dataclasses.replace(simulation.coefficients, **{name: value})  # type: ignore[arg-type]
@@ -186,7 +186,8 @@ def _moves(job: Job, folder: Path) -> Iterator[Job]:
 
 
 def _sensitivity(names: Sequence[str], jobs: Sequence[Job]) -> Iterator[str]:
-    """A line a moved coefficient: tokens a second of each config over the first's, and what changes places."""
+    """Yields a line for each moved coefficient: tokens a second of each config over the first's, and changes of
+    order."""
 
     def rates(moved: str) -> dict[str, float]:
         chosen = {name: [job.file for job in jobs if (job.name, job.moved) == (name, moved)] for name in names}
@@ -216,7 +217,7 @@ def _run(jobs: Sequence[Job]) -> list[str]:
         for number, done in enumerate(concurrent.futures.as_completed(doing), start=1):
             job = doing[done]
             error = done.exception()
-            if job.moved and isinstance(error, protocols.ConfigError):  # the cluster cannot hold it any more
+            if job.moved and isinstance(error, protocols.ConfigError):  # the cluster cannot hold the run any more
                 _say(f"[{number}/{len(jobs)}] {job.name}, {job.moved}: left out ({error})")
                 continue
             if error is not None:
@@ -224,6 +225,7 @@ def _run(jobs: Sequence[Job]) -> list[str]:
                 _say(f"[{number}/{len(jobs)}] {failed[-1]}")
                 continue
             entry = done.result()
+            # Renamed, so that an interrupted sweep leaves no half-written result.
             partial = job.file.with_suffix(".partial")
             partial.write_text(json.dumps(entry) + "\n")
             partial.rename(job.file)
@@ -236,7 +238,7 @@ def _run(jobs: Sequence[Job]) -> list[str]:
 
 
 def result_of(run: settings.SimulatedRun) -> dict[str, Any]:
-    """A run's entry (`simulator.report.KEYS`), with what its planner did."""
+    """Returns a run's entry (`simulator.report.KEYS`), with the actions of its planner."""
     result = comparison.simulate(run)
     entry = comparison.entry_of(run, result)
     moved = [decision for decision in result.decisions if decision["moved"]]
@@ -280,7 +282,7 @@ def _mean(entries: Sequence[Mapping[str, Any]], *path: str) -> float:
 def _print(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     heads = "config", "tokens/s", "+-", "x first", "step, s", "at the end", "train", "rollout"
     rows = table.Table(*heads, "moves", "saved, s", "lost")
-    rows.columns[0].overflow = "fold"  # names that differ at their end alone have to be whole
+    rows.columns[0].overflow = "fold"  # names that differ only at their end must stay whole
     first = _mean(next(iter(results.values())), "tokens_per_second")
     for name, entries in results.items():
         rates = [entry["tokens_per_second"] for entry in entries]
@@ -313,7 +315,7 @@ def _draw(path: Path, results: Mapping[str, Sequence[Mapping[str, Any]]], machin
 
 
 def _draw_pools(job: Job) -> Path | None:
-    """The pools over a run in which workers changed sides, beside its result."""
+    """Draws the pools over a run in which workers switched sides, beside its result."""
     entry = _read(job.file)
     if job.moved or not entry.get("transitions"):
         return None

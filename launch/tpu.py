@@ -4,10 +4,10 @@
       --runtime_version=v2-alpha-tpuv6e --rollout_hosts=gpu-0,gpu-1 --workdir=/shared/mine --dry_run   # the script
 
 Rollout is on the hosts that --rollout_hosts names, in the order of their use, reached by ssh: GPU machines, or TPU VMs
-with vLLM's own TPU build. Hosts are those of `config.cluster.accelerators_per_host`; every one has the repository, with
-its environment in .venv, at --repository (--setup may put it there), and sees --workdir on a file system of all. They
-are the run's own: a Ray that an earlier start left on them is stopped.
-On GKE, launch/kubernetes.py takes TPU hosts.
+with vLLM's own TPU build. The hosts are those of `config.cluster.accelerators_per_host`. Every host has the repository
+at --repository, with its environment in .venv (--setup may put it there), and sees --workdir on a shared file system.
+The hosts belong to the run alone: a Ray that an earlier start left on them is stopped. On GKE, launch/kubernetes.py
+takes TPU hosts.
 
 No TPU has run it: neither training on a pod, nor rollout on GPUs beside it or on vLLM's TPU build. Its commands were
 run against doubles of gcloud and ssh. The Ray backend still asks every host for the accelerators of
@@ -34,7 +34,8 @@ from libra_jax import protocols
 from libra_jax.cluster import hosts
 
 ONE_CORE = ("v5litepod", "v6e")
-"""Generations whose types count chips; the others' count TensorCores, two a chip (Cloud TPU's documentation)."""
+"""Generations whose types count chips; the other generations count TensorCores, two a chip (Cloud TPU's
+documentation)."""
 
 flags.mark_flag_as_required("config")
 _NAME = flags.DEFINE_string(
@@ -103,7 +104,7 @@ def _check_hosts(config: libra_config.RunConfig) -> int:
     """Returns the number of the pod's hosts.
 
     Raises:
-      ConfigError: the pod, the rollout hosts and the run do not fit each other.
+      ConfigError: the pod, the rollout hosts and the run do not match.
     """
     layout = hosts.layout(config)
     if config.trainer.platform != "tpu" or layout is None:

@@ -2,10 +2,10 @@
 
   python launch/train.py --config=configs/quickstart.py --config.steps=20 --workdir=runs/mine
 
-Started again with the same workdir, a run goes on from its last checkpoint. Exit status 75 (`EX_TEMPFAIL`) says that
-the same command is to be given again: SIGTERM or SIGHUP stopped it before its last step, or it lost a worker that it
-cannot do without, a process or a whole host, more often than it may be made anew (`trainer.restarts`,
-`rollout.restarts`, ...).
+A run that is started again with the same workdir goes on from its last checkpoint. Exit status 75 (`EX_TEMPFAIL`)
+means that the same command should be given again. Either SIGTERM or SIGHUP stopped the run before its last step, or
+the run lost a worker too often. A worker is a process or a whole host that the run needs, and may be restarted a
+limited number of times (`trainer.restarts`, `rollout.restarts`, ...).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _ALLOW_CHANGES = flags.DEFINE_string(
 def main() -> int:
     config = libra_config.parse(libra_config.RunConfig, overrides.values(flags.FLAGS["config"], _PLAN.value))
     last_resort = observing.LastResort(config.deadlines.grace)
-    # Until the run is there, which stops as it should.
+    # These handlers hold until the run exists, which then stops in its own way.
     for number in signals.caught_ends():
         signal.signal(number, functools.partial(_leave, last_resort))
     changes.allowed_names(_ALLOW_CHANGES.value)  # a mistyped name is refused before anything starts
@@ -100,7 +100,8 @@ def _describe(named: libra_config.RunConfig, found: hub.Found) -> None:
 
 
 def _leave(last_resort: observing.LastResort, number: int, _: types.FrameType | None) -> None:
-    """A scheduler ends what has not begun: what is open is closed, and the status asks for the command again."""
+    """Ends a run that has not begun, at a scheduler's signal: closes open files, and the status asks for the command
+    again."""
     last_resort.begin(signal.Signals(number))
     print("stopped before the run began; the same command begins it.", file=sys.stderr)
     raise SystemExit(os.EX_TEMPFAIL)

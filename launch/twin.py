@@ -3,8 +3,9 @@
   python launch/train.py --config=configs/twin.py --workdir=runs/twin    # records a run made for this
   python launch/twin.py --workdir=runs/twin
 
-Costs are fitted to the first half of the steps of any finished run. Its own coordinator, agent loop and scheduler then
-replay the recorded attempts on a virtual clock, and the predicted step times are compared with the measured ones.
+Costs are fitted to the first half of the steps of any finished run. The run's own coordinator, agent loop and
+scheduler then replay the recorded rollouts on a virtual clock. The predicted step times are compared with the
+measured ones.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Settings of the command line that a command does not read: refused by name, with the one that counts."""
+"""Refuses settings of the command line that a command does not read; names the setting that counts instead."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from libra_jax.protocols import ConfigError
 
 
 def given(flag: Any) -> frozenset[str]:
-    """Fields of the config that the command line sets.
+    """Returns the fields of the config that the command line sets.
 
     Args:
       flag: the config flag, `flags.FLAGS["config"]`.
@@ -24,12 +24,12 @@ def refuse(names: Collection[str], *, script: str, read: Collection[str], instea
 
     Args:
       names: from `given`.
-      script: the command's name.
-      read: fields and groups of fields that it reads.
+      script: name of the command.
+      read: fields and groups of fields that the command reads.
       instead: by field or group, the field that counts in its place.
 
     Raises:
-      ConfigError: one is not read; the message names it.
+      ConfigError: a field is not read; the message names it.
     """
     refuse_ignored(names, script=script, ignored=[name for name in names if not _within(name, read)], instead=instead)
 
@@ -41,12 +41,12 @@ def refuse_ignored(
 
     Args:
       names: from `given`.
-      script: the command's name.
-      ignored: fields and groups of fields that it ignores.
+      script: name of the command.
+      ignored: fields and groups of fields that the command ignores.
       instead: by field or group, the field that counts in its place.
 
     Raises:
-      ConfigError: one is ignored; the message names it.
+      ConfigError: a field is ignored; the message names it.
     """
     for name in sorted(names):
         if not _within(name, ignored):

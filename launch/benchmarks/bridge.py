@@ -1,4 +1,4 @@
-"""Bytes a second of the weight bridge over memcpy: ready JAX arrays to tensors readable in another process."""
+"""Measures the weight bridge over memcpy, in bytes a second: from JAX arrays to tensors readable in another process."""
 
 from __future__ import annotations
 
@@ -28,17 +28,21 @@ SHAPE = dataclasses.replace(
     head_dim=64,
     tie_word_embeddings=False,
 )
-"""About 256 MB of float32 parameters."""
+"""Shape with about 256 MB of float32 parameters."""
 
 DEADLINE_SECONDS = 60.0
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    """The engine's process maps each chunk and sums every tensor's first and last element, as proof of reading."""
+    """Times the bridge and memcpy in turn.
+
+    The engine's process maps each chunk and sums every tensor's first and last element, as proof of reading.
+    """
     params = jax.block_until_ready(transformer.init_params(SHAPE, jax.random.key(0), "float32"))
     publisher = snapshot.HostSnapshot(SHAPE, "float32", 256 * 2**20, checksum=False)
     source = np.ones(publisher.nbytes // 4, np.float32)
     target = np.empty_like(source)
+    # Spawned: a fork of a process with JAX's threads may deadlock.
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     reader = context.Process(target=_read, args=(theirs,), daemon=True)

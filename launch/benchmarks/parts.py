@@ -1,4 +1,5 @@
-"""The command of a set of benchmarks: chooses the parts, prints their figures as JSON and a table, and writes them."""
+"""Builds the command of a set of benchmarks: chooses the parts, prints their figures as JSON and a table, and writes
+them."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ import cli
 from libra_jax import protocols
 
 Parts = Mapping[str, Callable[[], dict[str, Any]]]
-"""Each part's name and its measurement, which returns figures by name."""
+"""Name of each part, and its measurement, which returns figures by name."""
 
-SCRIPT = sys.argv[0]  # the flags are the script's own, so that --help shows them
+SCRIPT = sys.argv[0]  # the flags belong to the script, so that --help shows them
 
 OUTPUT = flags.DEFINE_string(
     "output", None, "File for the JSON, beside standard output; pictures lie beside it.", module_name=SCRIPT

@@ -1,12 +1,12 @@
-"""The peer's side of `benchmark.py --peer_python`: google-tunix's GRPO train step on a Qwen3 of a given shape.
+"""Measures the peer for `benchmark.py --peer_python`: google-tunix's GRPO train step on a Qwen3 of a given shape.
 
-Runs under an interpreter that has google-tunix; reads one JSON object on standard input and writes one to standard
-output, so that the two projects never share an environment. Upstream: tunix.rl.algo_core.grpo_loss_fn, run by
-tunix.sft.peft_trainer.PeftTrainer's own jitted train step, weights and batch from the seed given.
+Runs under an interpreter that has google-tunix, reads one JSON object on standard input and writes one to standard
+output. So the two projects never share an environment. Upstream: tunix.rl.algo_core.grpo_loss_fn, run by the jitted
+train step of tunix.sft.peft_trainer.PeftTrainer; a fixed seed draws weights and batch.
 
 Input: `model` (tunix ModelConfig fields), `batch` (rows), `prompt_length`, `completion_length` (tokens, no padding
-inside: real tokens equal slots for both sides), `learning_rate`, `steps`. Output: `tokens_per_second`, `seconds` (each
-step's), `loss`, `version`.
+inside: real tokens equal slots for both sides), `learning_rate`, `steps`. Output: `tokens_per_second`, `seconds`
+(each step's), `loss`, `version`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Seconds of a whole publication: snapshot, pause, the four verbs with vLLM's own reload, resume."""
+"""Measures a whole weight sync in seconds: snapshot, pause, the four verbs with vLLM's own reload, resume."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAME = "rollout-0"
 
 
 class Weights:
-    """The part of a `protocols.Trainer` that publishes, over random parameters of this shape that never change."""
+    """The weight-sync part of a `protocols.Trainer`, over random parameters of this shape that never change."""
 
     def __init__(
         self, shape: models_config.TransformerConfig, chunk_bytes: int = 256 * 2**20, checksum: bool = False
@@ -47,7 +47,7 @@ class Weights:
 
 
 async def measure(rounds: int) -> dict[str, Any]:
-    """The bridge's 256 MB model, published to one idle vLLM engine of degree 1; the first round is not counted."""
+    """Times syncs of the bridge's 256 MB model to one idle vLLM engine of degree 1; the first round is not counted."""
     config = configuration.RunConfig(
         rollout=configuration.RolloutConfig(slots=8, max_context=256, max_tokens=64, kv_cache_gib=0.25)
     )

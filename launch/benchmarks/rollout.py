@@ -1,4 +1,4 @@
-"""Tokens a second through the coordinator (admission to trajectory) over bare `AsyncLLM.generate`."""
+"""Measures tokens a second through the coordinator (admission to trajectory) over bare `AsyncLLM.generate`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NAME = "rollout-0"
 
 
 async def measure(rounds: int) -> dict[str, Any]:
-    """64 concurrent requests, one turn of 128 tokens, the same prompts and engine arguments on both sides.
+    """Times 64 concurrent requests of one turn of 128 tokens, with the same prompts and engine arguments on both sides.
 
     The bare side is an engine of its own, started with the same arguments; the two never decode at the same time.
     """
@@ -48,7 +48,7 @@ async def measure(rounds: int) -> dict[str, Any]:
     try:
         await engines.start()
         bare_engine = await loop.run_in_executor(vllm_launch.STARTER, launch.start)
-        engines.engines[NAME].state = "serving"  # random weights will do here: nothing is published
+        engines.engines[NAME].state = "serving"  # random weights will do, so the engine serves without a weight sync
         dispatcher = dispatch.Dispatcher(
             config,
             scheduler=registry.create(config.scheduler),
@@ -111,7 +111,7 @@ async def _through_coordinator(dispatcher: dispatch.Dispatcher, config: configur
 
 async def _bare(engine: async_llm.AsyncLLM, config: configuration.RunConfig) -> None:
     tokenizer = tokenizers.CharacterTokenizer()
-    params = vllm.SamplingParams(  # what our engine asks for (engines/vllm_engine.py), to the letter
+    params = vllm.SamplingParams(  # exactly what our engine asks for (engines/vllm_engine.py)
         temperature=config.rollout.temperature,
         max_tokens=TOKENS,
         logprobs=0,

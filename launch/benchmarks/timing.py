@@ -1,4 +1,4 @@
-"""Two sides timed in turn."""
+"""Times two sides in turn."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 
 def alternate(rounds: int, first: Callable[[], None], second: Callable[[], None]) -> tuple[list[float], list[float]]:
-    """Seconds of each call, the two sides in turn; one call of each goes before and is not counted."""
+    """Returns the seconds of each call, the two sides in turn; one call of each goes before and is not counted."""
     seconds: tuple[list[float], list[float]] = ([], [])
     for turn in range(rounds + 1):
         for side, work in enumerate((first, second)):
@@ -22,7 +22,7 @@ def alternate(rounds: int, first: Callable[[], None], second: Callable[[], None]
 async def alternate_async(
     rounds: int, first: Callable[[], Awaitable[None]], second: Callable[[], Awaitable[None]]
 ) -> tuple[list[float], list[float]]:
-    """As `alternate`, for coroutine functions."""
+    """Does the same as `alternate`, for coroutine functions."""
     seconds: tuple[list[float], list[float]] = ([], [])
     for turn in range(rounds + 1):
         for side, work in enumerate((first, second)):
@@ -34,5 +34,5 @@ async def alternate_async(
 
 
 def median_ratio(numerator: list[float], denominator: list[float]) -> float:
-    """Median of the pairwise ratios, so that slow drift cancels."""
+    """Returns the median of the pairwise ratios, so that slow drift cancels."""
     return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))

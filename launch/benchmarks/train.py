@@ -1,4 +1,5 @@
-"""Tokens a second of the train step, and its ratio over google-tunix's GRPO step on the same model and shapes."""
+"""Measures tokens a second of the train step, and its ratio over google-tunix's GRPO step on the same model and
+shapes."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ DEADLINE_SECONDS = 600.0
 
 
 def measure(rounds: int, peer_python: str | None) -> dict[str, Any]:
-    """64 rows of 128 real tokens, one micro-batch, Adam, float32, no rematerialisation, one trajectory a row.
+    """Times steps on 64 rows of 128 real tokens: one micro-batch, Adam, float32, no rematerialisation, one trajectory a
+    row.
 
     Args:
       rounds: processes of each side, run in turn.
@@ -62,7 +64,8 @@ def _config() -> configuration.RunConfig:
 
 
 def _ours() -> float:
-    """Median tokens a second of whole `train_step` calls: advantages, packing, gradient, update, metrics."""
+    """Returns the median tokens a second of whole `train_step` calls: advantages, packing, gradient, update,
+    metrics."""
     with tempfile.TemporaryDirectory() as workdir:
         actor = trainer.create(configuration.to_dict(_config()), workdir)
         actor.start()
@@ -73,6 +76,7 @@ def _ours() -> float:
             actor.train_step(batch)
             seconds.append(time.perf_counter() - start)
         actor.shutdown()
+    # The first two steps are warm-up, as for the peer.
     return ROWS * (PROMPT + COMPLETION) / statistics.median(seconds[2:])
 
 

@@ -1,4 +1,4 @@
-"""The engines and rollouts of benchmarks: turns with a fixed number of tokens."""
+"""Engines and rollouts for benchmarks: turns with a fixed number of tokens."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from libra_jax.agents import tokenizers
 def engine_spec(
     name: str, config: configuration.RunConfig, model: Mapping[str, Any], **more: Any
 ) -> protocols.ActorSpec:
-    """A vLLM engine of degree 1.
+    """Returns the spec of a vLLM engine of degree 1.
 
     Args:
-      name: the instance's.
+      name: name of the instance.
       config: the run's configuration.
       model: content of the model's config.json.
       more: further arguments of `engines.vllm_engine.create`.
@@ -30,8 +30,8 @@ class Turns:
     """An environment that ends after a number of model outputs.
 
     Args:
-      turns: model outputs.
-      payload: characters that its tool returns after each but the last.
+      turns: number of model outputs.
+      payload: characters that its tool returns after each output but the last.
     """
 
     def __init__(self, turns: int = 1, payload: int = 0) -> None:
@@ -51,7 +51,7 @@ class Turns:
 
 
 def single_turn() -> Turns:
-    """A fresh environment of one output."""
+    """Returns a fresh environment of one output."""
     return Turns()
 
 

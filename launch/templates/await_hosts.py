@@ -1,6 +1,6 @@
-"""Waits until a number of hosts have joined the Ray of this one: `python await_hosts.py HOSTS [SECONDS]`.
+"""Waits until a number of hosts have joined the Ray of this host: `python await_hosts.py HOSTS [SECONDS]`.
 
-Nodes with accelerators may be made only now, minutes apart; the driver's own deadlines are for hosts that are there.
+Nodes with accelerators may be made only now, minutes apart; the driver's own deadlines assume existing hosts.
 """
 
 import logging

@@ -1,17 +1,17 @@
-"""Costs fitted to what a run measured: engine steps and prefill, training steps, weight updates.
+"""Costs fitted to a run's measurements: engine steps and prefill, training steps, weight updates.
 
-An engine step of n decoding requests with C tokens of context in all takes `step + request n + context C`; prefill that
-shares it adds `prefill_token` for each token that the instance has not seen, `cached_token` for each that it has (0
-where its prefix cache finds all of them, as much as `prefill_token` where it finds none), and `prefill_request` for
-each request. Every coefficient is a time, so none is negative.
+An engine step of n decoding requests with C tokens of context in all takes `step + request n + context C`. Prefill that
+shares the step adds `prefill_request` for each request. It also adds `prefill_token` for each token that is new to the
+instance, and `cached_token` for each token that the instance has seen. `cached_token` is 0 if the prefix cache finds
+all seen tokens, and as large as `prefill_token` if it finds none. Every coefficient is a time, so none is negative.
 
-They are read off streams. A stream of g tokens goes through g steps, so its duration is
+The coefficients are fitted to streams. A stream of g tokens goes through g steps, so its duration is
 
   step g + request g mean(n) + context g mean(C) + prefill_token (new tokens of all requests that came meanwhile)
     + cached_token (their cached tokens) + prefill_request (their number) + wait
 
-with means over the time of the stream, and `wait` what passes besides: the step under way when it arrived, and the ways
-to the engine and back. That is linear in the coefficients; `robust.fit` finds them.
+with means over the time of the stream. `wait` is the remaining time: the step that was running at its arrival, and
+the way to the engine and back. The duration is linear in the coefficients, so `robust.fit` finds them.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from libra_jax import protocols
 from libra_jax.planning import costs, robust, rows, streams
 
 LEAST_STREAMS = 20
-"""Streams from which an engine's coefficients are fitted at least."""
+"""Least number of streams from which an engine's coefficients are fitted."""
 
 
 @dataclass(frozen=True)
 class EngineCosts:
-    """An engine of one tensor-parallel degree; seconds.
+    """Costs of an engine of one tensor-parallel degree, in seconds.
 
     Attributes:
-      step: of a step, whatever is in it: launching it, reading the weights.
-      request: that each decoding request adds to a step.
-      context: that each token of decoding context adds to a step: reading its keys and values.
-      prefill_token: of each prefilled token that the instance has not seen.
-      cached_token: of each token of a prefilled context that it has.
-      prefill_request: of each request that is prefilled.
-      wait: of each stream besides; not a cost of the engine, and not used by `Calibration`.
+      step: fixed time of a step: launching it, reading the weights.
+      request: time that each decoding request adds to a step.
+      context: time that each token of decoding context adds to a step: reading its keys and values.
+      prefill_token: time of each prefilled token that is new to the instance.
+      cached_token: time of each token of a prefilled context that the instance has seen.
+      prefill_request: time of each prefilled request.
+      wait: remaining time of each stream; not a cost of the engine, and not used by `Calibration`.
     """
 
     step: float
@@ -54,17 +54,17 @@ class EngineCosts:
     wait: float = 0.0
 
     def scaled(self, factor: float) -> EngineCosts:
-        """An engine that takes `factor` times as long for everything."""
+        """Returns an engine that takes `factor` times as long for everything."""
         return EngineCosts(**{name: factor * value for name, value in vars(self).items()})
 
 
 @dataclass(frozen=True)
 class TrainCosts:
-    """A training step; seconds.
+    """Costs of a training step, in seconds.
 
     Attributes:
-      step: of a step, whatever is in it.
-      column: of each column of the rows that are computed, padding included.
+      step: fixed time of a step.
+      column: time of each column of the computed rows, padding included.
     """
 
     step: float
@@ -73,11 +73,11 @@ class TrainCosts:
 
 @dataclass(frozen=True)
 class UpdateCosts:
-    """A weight update; seconds.
+    """Costs of a weight update, in seconds.
 
     Attributes:
-      gather: the trainer puts a snapshot together, and what passes besides.
-      load: an instance takes it, from its pause to its resumption.
+      gather: time in which the trainer puts a snapshot together, and the remaining time of an update.
+      load: time in which an instance takes the snapshot, from its pause to its resumption.
     """
 
     gather: float
@@ -86,13 +86,13 @@ class UpdateCosts:
 
 @dataclass(frozen=True)
 class MeasuredEngines:
-    """Costs of rollout as they were measured: what `costs.RolloutCosts` asks, with the same meaning.
+    """Measured costs of rollout: implements `costs.RolloutCosts`, with the same meaning.
 
     Attributes:
-      engines: by tensor-parallel degree.
+      engines: costs by tensor-parallel degree.
       chunk_tokens: prefill tokens that share one engine step.
-      cache_tokens: that an instance of each degree holds. A recording does not tell: the cache of a degree that is left
-        out never fills, so nothing is pre-empted there.
+      cache_tokens: tokens that the cache of an instance of each degree holds. A recording does not contain them. The
+        cache of a missing degree never fills, so nothing is pre-empted there.
     """
 
     engines: Mapping[int, EngineCosts]
@@ -100,40 +100,41 @@ class MeasuredEngines:
     cache_tokens: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     def scaled(self, factors: Mapping[int, float]) -> Self:
-        """The same with engines that take `factors[degree]` times as long."""
+        """Returns the same costs with engines that take `factors[degree]` times as long."""
         engines = {degree: engine.scaled(factors.get(degree, 1.0)) for degree, engine in self.engines.items()}
         return dataclasses.replace(self, engines=engines)
 
     def kv_tokens(self, degree: int) -> int:
-        """See `cache_tokens`."""
+        """Returns the tokens that an instance's cache holds; see `cache_tokens`."""
+        # 2**40: no limit.
         return self.cache_tokens.get(degree, 2**40)
 
     def context_seconds(self, degree: int) -> float:
-        """Seconds that each token of decoding context adds to a step."""
+        """Returns the seconds that each token of decoding context adds to a step."""
         return self._engine(degree).context
 
     def fixed_seconds(self, degree: int, decoding: int, prefill: float = 0.0) -> float:
-        """Seconds of one step of `decoding` requests and `prefill` new tokens, apart from contexts."""
+        """Returns the seconds of one step of `decoding` requests and `prefill` new tokens, apart from contexts."""
         engine = self._engine(degree)
         return engine.step + engine.request * decoding + engine.prefill_token * prefill
 
     def attention_seconds(self, degree: int, new: int, cached: int) -> float:
-        """Seconds, besides, of prefilling one request behind `cached` tokens."""
+        """Returns the additional seconds of prefilling one request behind `cached` tokens."""
         engine = self._engine(degree)
         return engine.prefill_request + engine.cached_token * cached
 
     def prefill_seconds(self, degree: int, new: int, cached: int = 0) -> float:
-        """Seconds of prefilling `new` tokens on an idle instance."""
+        """Returns the seconds of prefilling `new` tokens on an idle instance."""
         chunks = max(1, -(-new // self.chunk_tokens))
         return chunks * self.fixed_seconds(degree, 0, new / chunks) + self.attention_seconds(degree, new, cached)
 
     def prefill_terms(self, degree: int) -> costs.PrefillTerms:
-        """Seconds that prefilling adds to steps in which others decode."""
+        """Returns the seconds that prefilling adds to steps in which others decode."""
         engine = self._engine(degree)
         return costs.PrefillTerms(engine.prefill_token, engine.cached_token, 0.0, engine.prefill_request)
 
     def step_seconds(self, degree: int, decoding: int, context: float) -> float:
-        """Seconds in which `decoding` requests with `context` tokens in all get one token each."""
+        """Returns the seconds in which `decoding` requests with `context` tokens in all get one token each."""
         return self.fixed_seconds(degree, decoding) + self.context_seconds(degree) * context
 
     def _engine(self, degree: int) -> EngineCosts:
@@ -148,14 +149,14 @@ class MeasuredEngines:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration(MeasuredEngines):
-    """All costs as they were measured: what `costs.Costs` asks, with the same meaning.
+    """All measured costs: implements `costs.Costs`, with the same meaning.
 
     Attributes:
-      train: of the trainer, with the devices that it had.
-      update: of weights.
-      rows: the trainer's.
-      parameters: of the model; takes no part in any cost.
-      weight_bytes: published; likewise.
+      train: costs of the trainer, with the devices that it had.
+      update: costs of a weight update.
+      rows: rows of the trainer.
+      parameters: parameters of the model; no cost depends on them.
+      weight_bytes: bytes of a weight sync; no cost depends on them.
     """
 
     train: TrainCosts
@@ -165,27 +166,27 @@ class Calibration(MeasuredEngines):
     weight_bytes: int = 0
 
     def train_seconds(self, lengths: Sequence[int], devices: int) -> float:
-        """Seconds of one training step on sequences of these lengths; `devices` are those that were measured."""
+        """Returns the seconds of a training step on sequences of these lengths; `devices` must be the measured ones."""
         return self.train.step + self.train.column * rows.processed_columns(lengths, self.rows)
 
     def gather_seconds(self, devices: int) -> float:
-        """Seconds in which the trainer puts a snapshot together."""
+        """Returns the seconds in which the trainer puts a snapshot together."""
         return self.update.gather
 
     def load_seconds(self, degree: int) -> float:
-        """Seconds in which an instance receives a snapshot and puts it in place."""
+        """Returns the seconds in which an instance receives a snapshot and puts it in place."""
         return self.update.load
 
     def transfer_seconds(self, degree: int, context: int) -> float:
-        """No transfer was measured: a request that moves is prefilled again, which takes as long."""
+        """Returns the seconds of prefilling a moved request again, because no transfer was measured."""
         return self.prefill_seconds(degree, context)
 
 
 def fit_engine(instances: Sequence[Sequence[streams.Stream]]) -> EngineCosts:
-    """Costs of engines that are alike.
+    """Fits the costs of engines of one degree.
 
     Args:
-      instances: the streams of each. Streams that are not `known` load it and are not fitted to.
+      instances: the streams of each instance. Streams that are not `known` load the instance but are not fitted to.
 
     Raises:
       DataError: fewer than `LEAST_STREAMS` can be fitted to.
@@ -202,7 +203,7 @@ def fit_engine(instances: Sequence[Sequence[streams.Stream]]) -> EngineCosts:
 
 
 def _table(mine: Sequence[streams.Stream]) -> tuple[robust.Values, robust.Values]:
-    """The terms of each known stream's duration, in the order of `EngineCosts`, and the duration."""
+    """Returns the terms of each known stream's duration, in the order of `EngineCosts`, and the duration."""
     start, end, tokens, new, cached, context = np.array(
         [(item.start, item.end, item.tokens, item.new, item.cached, item.mean_context) for item in mine]
     ).T
@@ -210,7 +211,8 @@ def _table(mine: Sequence[streams.Stream]) -> tuple[robust.Values, robust.Values
     seconds = np.where(end > start, end - start, 1.0)
     open_ = _mean(start, end, np.ones_like(start))
     contexts = _mean(start, end, context)
-    # Who arrives just before a stream is prefilled in its first step, and who arrives in its last one after its end.
+    # A request that arrives just before a stream is prefilled in the stream's first step; one that arrives in the
+    # stream's last step is prefilled after its end.
     early = seconds / np.maximum(1.0, tokens)
     first = np.searchsorted(start, start - early, side="right")
     last = np.searchsorted(start, end - early, side="right")
@@ -220,14 +222,15 @@ def _table(mine: Sequence[streams.Stream]) -> tuple[robust.Values, robust.Values
 
 
 def _between(values: robust.Values, first: np.ndarray, last: np.ndarray) -> robust.Values:
-    """Sum of values[first:last] of each pair."""
+    """Returns the sum of values[first:last] for each pair."""
     totals = np.concatenate(([0.0], np.cumsum(values)))
     return np.asarray(totals[last] - totals[first], np.float64)
 
 
 def _mean(start: robust.Values, end: robust.Values, height: robust.Values) -> robust.Values:
-    """Of each interval, the mean over it of the summed heights of all that are open."""
+    """Returns for each interval the mean over its time of the summed heights of all open intervals."""
     times = np.concatenate([start, end])
+    # A sweep over all starts and ends: the level is constant between two of them.
     order = np.argsort(times, kind="stable")
     times, jumps = times[order], np.concatenate([height, -height])[order]
     level = np.cumsum(jumps)
@@ -237,11 +240,11 @@ def _mean(start: robust.Values, end: robust.Values, height: robust.Values) -> ro
 
 
 def fit_train(columns: Sequence[int], seconds: Sequence[float]) -> TrainCosts:
-    """Costs of training steps.
+    """Fits the costs of training steps.
 
     Args:
-      columns: computed in each step (`rows.processed_columns`).
-      seconds: of each.
+      columns: columns computed in each step (`rows.processed_columns`).
+      seconds: seconds of each step.
     """
     terms = np.stack([np.ones(len(columns)), np.asarray(columns, np.float64)], axis=1)
     step, column = robust.fit(terms, np.asarray(seconds, np.float64))
@@ -249,12 +252,13 @@ def fit_train(columns: Sequence[int], seconds: Sequence[float]) -> TrainCosts:
 
 
 def fit_update(publications: Sequence[float], loads: Sequence[float]) -> UpdateCosts:
-    """Costs of weight updates: medians, since all of them do the same.
+    """Fits the costs of weight updates: medians, since all updates do the same.
 
     Args:
-      publications: seconds of each publication to all instances.
-      loads: seconds of each instance's part in one, from its pause to its resumption; may be empty.
+      publications: seconds of each weight sync to all instances.
+      loads: seconds of each instance's part in a sync, from its pause to its resumption; may be empty.
     """
     whole = statistics.median(publications)
+    # Medians of noisy times could make a part longer than the whole.
     load = min(statistics.median(loads), whole) if loads else whole
     return UpdateCosts(whole - load, load)

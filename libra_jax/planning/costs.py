@@ -1,6 +1,6 @@
-"""How long things take: a roofline over a hardware sheet and a model's shape.
+"""Computes how long things take: a roofline over a hardware sheet and a model's shape.
 
-Each operator takes the longer of its arithmetic and its memory traffic at the shares of the sheet's peaks that
+Each operator takes the longer of its arithmetic and its memory traffic, at the shares of the sheet's peaks that
 `Coefficients` names. Nothing here is fitted to a scheduling policy: the values were committed before any comparison.
 Lengths are tokens, sizes bytes, times seconds.
 """
@@ -19,7 +19,7 @@ from libra_jax.models import config as model_config
 from libra_jax.planning import hardware
 
 BYTES_PER_VALUE = 2
-"""bfloat16 weights, activations and key-value cache."""
+"""Bytes of a value: weights, activations and key-value cache are bfloat16."""
 
 
 @configuration.group
@@ -28,27 +28,29 @@ class Coefficients:
     """Shares of a sheet's peaks that software reaches, and fixed times; each with its source.
 
     Attributes:
-      memory_share: of memory bandwidth while decoding. gpt-fast (PyTorch blog "Accelerating Generative AI with
+      memory_share: share of memory bandwidth while decoding. gpt-fast (PyTorch blog "Accelerating Generative AI with
         PyTorch II", 2023) reads Llama-2-7B in bfloat16 at 1.40 TB/s on an A100 of 2.04 TB/s: 0.69.
-      rollout_flops_share: of peak FLOP/s in an engine's matrix products. Pope et al. (arXiv 2211.05102, abstract) reach
-        0.76 in large-batch prefill; chunked prefill has smaller products, training (below) reaches 0.4 to 0.5.
+      rollout_flops_share: share of peak FLOP/s in an engine's matrix products. Pope et al. (arXiv 2211.05102, abstract)
+        reach 0.76 in large-batch prefill; chunked prefill has smaller products, training (below) reaches 0.4 to 0.5.
       train_flops_share: model FLOP/s utilisation of training. Llama 3 (arXiv 2407.21783, table 4) reports 0.38 to 0.43,
         Megatron-LM (arXiv 2104.04473, abstract) 0.52 on A100s.
-      step_overhead: of an engine step besides its kernels: scheduling, input preparation, sampling, launch. vLLM's
-        blog on 0.6.0 (2024) finds such work to be half of a 13 ms step and more; version 1 overlaps most of it.
-      collective_latency: of one small all-reduce inside a node. sglang pull request 2904 measures vLLM's kernel at 9 to
-        10 microseconds for 2 to 8 H100s up to 32 KiB.
-      small_message_share: of the link's bandwidth that the same kernel reaches: 45 microseconds for 1 MiB on 8 H100s.
-      large_message_latency: start of a ring all-reduce, which takes over where it is faster (NCCL).
-      large_message_share: of the link's bandwidth in a ring all-reduce; NCCL's own tests report 0.7 to 0.8.
-      network_share: of the network's bandwidth in bulk transfers (weights, key-value cache).
-      memory_fraction: of device memory that an engine takes; vLLM's default is 0.9.
-      activation_bytes: of that, on each device, kept for activations and graphs.
+      step_overhead: seconds of an engine step besides its kernels: scheduling, input preparation, sampling, launch.
+        vLLM's blog on 0.6.0 (2024) finds such work to be half of a 13 ms step and more; version 1 overlaps most of it.
+      collective_latency: seconds of one small all-reduce inside a node. sglang pull request 2904 measures vLLM's kernel
+        at 9 to 10 microseconds for 2 to 8 H100s up to 32 KiB.
+      small_message_share: share of the link's bandwidth that the same kernel reaches: 45 microseconds for 1 MiB on 8
+        H100s.
+      large_message_latency: seconds to start a ring all-reduce, which replaces the small kernel if it is faster (NCCL).
+      large_message_share: share of the link's bandwidth in a ring all-reduce; NCCL's own tests report 0.7 to 0.8.
+      network_share: share of the network's bandwidth in bulk transfers (weights, key-value cache).
+      memory_fraction: share of device memory that an engine takes; vLLM's default is 0.9.
+      activation_bytes: bytes of that memory, on each device, kept for activations and graphs.
       chunk_tokens: prefill tokens that share one engine step (vLLM's max_num_batched_tokens).
-      load_overhead: of putting new weights in place on an engine, besides the transfer (the four verbs).
-      micro_batch_overhead: of each micro-batch on each device, besides its arithmetic: launching its program. An
-        accelerator's queue hides it.
-      train_overhead: of each training step, besides: packing, and what the host does. Likewise.
+      load_overhead: seconds of putting new weights in place on an engine, besides the transfer (the four verbs).
+      micro_batch_overhead: seconds of each micro-batch on each device, besides its arithmetic: launching its program.
+        An accelerator's queue hides it.
+      train_overhead: further seconds of each training step: packing, and work of the host. An accelerator's queue
+        hides it.
     """
 
     memory_share: float = 0.7
@@ -89,7 +91,8 @@ SHARES = tuple(item.name for item in dataclasses.fields(Coefficients) if _is_sha
 
 
 def moved(coefficients: Coefficients, by: float) -> Iterator[tuple[str, float]]:
-    """Each coefficient's name and its value a share `by` lower, then higher; shares end at 1, and 0 stays out."""
+    """Yields each coefficient's name with its value a share `by` lower, then higher; shares end at 1, and zeros are
+    skipped."""
     for item in dataclasses.fields(coefficients):
         value = getattr(coefficients, item.name)
         if not value:
@@ -104,10 +107,10 @@ class PrefillTerms:
     """Seconds of prefilling beside decoding requests, term by term.
 
     Attributes:
-      new: of a token that the instance has not seen.
-      cached: of a token of the context that it has.
-      pair: of a pair of tokens that attention multiplies.
-      prefill: of each time, however short.
+      new: seconds of a token that is new to the instance.
+      cached: seconds of a context token that the instance has seen.
+      pair: seconds of a pair of tokens that attention multiplies.
+      prefill: fixed seconds of each prefill.
     """
 
     new: float
@@ -117,7 +120,7 @@ class PrefillTerms:
 
 
 class RolloutCosts(Protocol):
-    """What rollout instances take: `CostModel` computes it, `planning.calibration.MeasuredEngines` has measured it.
+    """Costs of rollout instances: `CostModel` computes them, `planning.calibration.MeasuredEngines` has measured them.
 
     `degree` is an instance's tensor-parallel degree throughout.
     """
@@ -128,36 +131,38 @@ class RolloutCosts(Protocol):
         ...
 
     def kv_tokens(self, degree: int) -> int:
-        """Tokens that an instance's key-value cache holds."""
+        """Returns the tokens that an instance's key-value cache holds."""
         ...
 
     def context_seconds(self, degree: int) -> float:
-        """Seconds that each token of decoding context adds to a step."""
+        """Returns the seconds that each token of decoding context adds to a step."""
         ...
 
     def fixed_seconds(self, degree: int, decoding: int, prefill: float = 0.0) -> float:
-        """Seconds of one step of `decoding` requests and `prefill` tokens, apart from attention over contexts."""
+        """Returns the seconds of one step of `decoding` requests and `prefill` tokens, without attention over
+        contexts."""
         ...
 
     def attention_seconds(self, degree: int, new: int, cached: int) -> float:
-        """Seconds, besides those of `fixed_seconds`, of prefilling one request's `new` tokens behind `cached` ones."""
+        """Returns the seconds, on top of `fixed_seconds`, of prefilling one request's `new` tokens behind `cached`
+        ones."""
         ...
 
     def prefill_seconds(self, degree: int, new: int, cached: int = 0) -> float:
-        """Seconds of prefilling `new` tokens on an idle instance."""
+        """Returns the seconds of prefilling `new` tokens on an idle instance."""
         ...
 
     def prefill_terms(self, degree: int) -> PrefillTerms:
-        """Seconds that prefilling adds to steps in which others decode, where it fills them."""
+        """Returns the seconds that prefilling adds to steps in which others decode, if it fills the steps."""
         ...
 
     def step_seconds(self, degree: int, decoding: int, context: float) -> float:
-        """Seconds in which `decoding` requests with `context` tokens in all get one token each."""
+        """Returns the seconds in which `decoding` requests with `context` tokens in all get one token each."""
         ...
 
 
 class Costs(RolloutCosts, Protocol):
-    """What simulated machines ask: `CostModel` computes it, `planning.calibration.Calibration` has measured it."""
+    """Costs of simulated machines: `CostModel` computes them, `planning.calibration.Calibration` has measured them."""
 
     @property
     def parameters(self) -> int:
@@ -166,23 +171,23 @@ class Costs(RolloutCosts, Protocol):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the published weights."""
+        """Bytes of the synced weights."""
         ...
 
     def train_seconds(self, lengths: Sequence[int], devices: int) -> float:
-        """Seconds of one training step on sequences of these lengths."""
+        """Returns the seconds of one training step on sequences of these lengths."""
         ...
 
     def gather_seconds(self, devices: int) -> float:
-        """Seconds in which the trainer puts a snapshot together."""
+        """Returns the seconds in which the trainer puts a snapshot together."""
         ...
 
     def load_seconds(self, degree: int) -> float:
-        """Seconds in which an instance receives a snapshot and puts it in place."""
+        """Returns the seconds in which an instance receives a snapshot and puts it in place."""
         ...
 
     def transfer_seconds(self, degree: int, context: int) -> float:
-        """Seconds of moving a request's key-value cache to an instance."""
+        """Returns the seconds of moving a request's key-value cache to an instance."""
         ...
 
 
@@ -203,12 +208,13 @@ class CostModel:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the published weights."""
+        """Bytes of the synced weights."""
         return BYTES_PER_VALUE * self.parameters
 
     @functools.cached_property
     def kv_bytes_per_token(self) -> int:
-        """Key-value cache of one token over all layers."""
+        """Bytes of the key-value cache of one token over all layers."""
+        # The leading 2 is for keys and values.
         return 2 * self.shape.num_layers * self.shape.num_kv_heads * self.shape.head_dim * BYTES_PER_VALUE
 
     @property
@@ -217,26 +223,27 @@ class CostModel:
         return self.coefficients.chunk_tokens
 
     def kv_tokens(self, degree: int) -> int:
-        """Tokens that an instance's key-value cache holds; 0 or less where the weights alone do not fit."""
+        """Returns the tokens that an instance's key-value cache holds; 0 or less if the weights alone do not fit."""
         each = self.sheet.memory_bytes * self.coefficients.memory_fraction - self.coefficients.activation_bytes
-        # Beyond the number of key-value heads, every further device holds copies of them.
+        # Beyond the number of key-value heads, every further device holds copies of the heads.
         spread = min(degree, self.shape.num_kv_heads) / degree
         return int((degree * each - self.weight_bytes) * spread / self.kv_bytes_per_token)
 
     # An engine step ---------------------------------------------------------------------------------------------
 
     def context_seconds(self, degree: int) -> float:
-        """Seconds that each token of decoding context adds to a step: its keys and values are read, and multiplied."""
+        """Returns the seconds that each token of decoding context adds to a step, for reading and multiplying its
+        keys and values."""
         sheet, shape, share = self.sheet, self.shape, self.coefficients
         read = self.kv_bytes_per_token / (min(degree, shape.num_kv_heads) * self._memory_rate)
         flops = 4 * shape.num_layers * shape.num_heads * shape.head_dim
         return max(read, flops / (degree * sheet.flops * share.rollout_flops_share))
 
     def fixed_seconds(self, degree: int, decoding: int, prefill: float = 0.0) -> float:
-        """Seconds of one step apart from attention over contexts.
+        """Returns the seconds of one step without attention over contexts.
 
         Args:
-          degree: of the instance.
+          degree: degree of the instance.
           decoding: requests that get one token each.
           prefill: tokens prefilled in the same step.
         """
@@ -245,24 +252,27 @@ class CostModel:
         return work + self.collective_seconds(degree, tokens) + self.coefficients.step_overhead
 
     def attention_seconds(self, degree: int, new: int, cached: int) -> float:
-        """Seconds of causal attention while prefilling `new` tokens behind `cached` ones."""
+        """Returns the seconds of causal attention while prefilling `new` tokens behind `cached` ones."""
         shape = self.shape
+        # Causal: a new token attends to half of the new tokens on average.
         flops = 4 * shape.num_layers * shape.num_heads * shape.head_dim * new * (cached + new / 2)
         return flops / (degree * self.sheet.flops * self.coefficients.rollout_flops_share)
 
     def prefill_seconds(self, degree: int, new: int, cached: int = 0) -> float:
-        """Seconds of prefilling `new` tokens on an idle instance."""
+        """Returns the seconds of prefilling `new` tokens on an idle instance."""
         chunks = max(1, -(-new // self.coefficients.chunk_tokens))
         return chunks * self.fixed_seconds(degree, 0, new / chunks) + self.attention_seconds(degree, new, cached)
 
     def prefill_terms(self, degree: int) -> PrefillTerms:
-        """Seconds that prefilling adds to steps in which others decode: its arithmetic and its collectives."""
+        """Returns the seconds that prefilling adds to steps in which others decode: its arithmetic and its
+        collectives."""
         chunk = self.coefficients.chunk_tokens
         new = self.token_seconds(degree) + self.collective_seconds(degree, chunk) / chunk
+        # `attention_seconds` of one new token without a cache counts half a pair.
         return PrefillTerms(new, 0.0, self.attention_seconds(degree, 1, 0) / 0.5, 0.0)
 
     def step_seconds(self, degree: int, decoding: int, context: float) -> float:
-        """Seconds in which `decoding` requests with `context` tokens in all get one token each."""
+        """Returns the seconds in which `decoding` requests with `context` tokens in all get one token each."""
         return self.fixed_seconds(degree, decoding) + self.context_seconds(degree) * context
 
     @functools.cached_property
@@ -270,18 +280,19 @@ class CostModel:
         return self.sheet.memory_bytes_per_second * self.coefficients.memory_share
 
     def token_seconds(self, degree: int) -> float:
-        """Seconds of a token's arithmetic in the matrix products of a step."""
+        """Returns the seconds of a token's arithmetic in the matrix products of a step."""
         return 2.0 * self.parameters / (degree * self.sheet.flops * self.coefficients.rollout_flops_share)
 
     def reading_seconds(self, degree: int) -> float:
-        """Seconds in which a step reads the weights."""
+        """Returns the seconds in which a step reads the weights."""
         return self.weight_bytes / (degree * self._memory_rate)
 
     def collective_seconds(self, degree: int, tokens: float) -> float:
-        """All-reduces of one step: two a layer, of one hidden vector a token."""
+        """Returns the seconds of the all-reduces of one step: two a layer, of one hidden vector a token."""
         if degree == 1:
             return 0.0
         share, link = self.coefficients, self.sheet.node_link_bytes_per_second
+        # A ring all-reduce sends 2 (n - 1) / n of its bytes over each link.
         volume = 2 * (degree - 1) / degree * tokens * self.shape.hidden_size * BYTES_PER_VALUE
         small = share.collective_latency + volume / (link * share.small_message_share)
         large = share.large_message_latency + volume / (link * share.large_message_share)
@@ -290,29 +301,30 @@ class CostModel:
     # Training and weights ---------------------------------------------------------------------------------------
 
     def train_seconds(self, lengths: Sequence[int], devices: int) -> float:
-        """Seconds of one training step.
+        """Returns the seconds of one training step.
 
         Args:
           lengths: tokens of each trajectory, prompts and tool returns included.
-          devices: that share the work.
+          devices: number of devices that share the work.
         """
         shape, tokens = self.shape, sum(lengths)
         squares = float(sum(length * length for length in lengths))  # causal attention
         attention = 6 * shape.num_layers * shape.num_heads * shape.head_dim * squares
+        # 6 = 2 for the forward pass and 4 for the backward pass, a multiplication and an addition each.
         return (6.0 * self.parameters * tokens + attention) / (
             devices * self.sheet.flops * self.coefficients.train_flops_share
         )
 
     def gather_seconds(self, devices: int) -> float:
-        """Seconds in which the trainer's devices put a snapshot in the wire dtype together."""
+        """Returns the seconds in which the trainer's devices put a snapshot in the wire dtype together."""
         return self.weight_bytes / (min(devices, self.sheet.devices_per_node) * self._network_rate)
 
     def load_seconds(self, degree: int) -> float:
-        """Seconds in which an instance receives a snapshot, each device its part, and puts it in place."""
+        """Returns the seconds in which an instance receives a snapshot, each device its part, and puts it in place."""
         return self.weight_bytes / (degree * self._network_rate) + self.coefficients.load_overhead
 
     def transfer_seconds(self, degree: int, context: int) -> float:
-        """Seconds of moving a request's key-value cache to an instance over the network."""
+        """Returns the seconds of moving a request's key-value cache to an instance over the network."""
         return context * self.kv_bytes_per_token / (degree * self._network_rate)
 
     @property
@@ -321,12 +333,12 @@ class CostModel:
 
 
 def of_hardware(name: str, shape: model_config.TransformerConfig, field: str) -> CostModel:
-    """The costs of a model on what a config names; an engine on a CPU keeps nothing for graphs.
+    """Returns the costs of a model on the hardware that a config names; an engine on a CPU keeps no memory for graphs.
 
     Args:
-      name: of a sheet, or "cpu".
-      shape: of the model.
-      field: of the config that names it.
+      name: name of a sheet, or "cpu".
+      shape: shape of the model.
+      field: config field that names the hardware.
 
     Raises:
       ConfigError: there is no such sheet.
@@ -337,24 +349,24 @@ def of_hardware(name: str, shape: model_config.TransformerConfig, field: str) ->
 
 @dataclass(frozen=True)
 class SchedulingCosts:
-    """The costs that a scheduler is handed (`scheduling.costs.Costs`), read off the same model.
+    """Costs for a scheduler (`scheduling.costs.Costs`), computed from a cost model.
 
     Attributes:
       model: the cost model.
-      transfer: key-value caches may be moved between instances; else a moved request is prefilled again.
+      transfer: allows to move key-value caches between instances; without it a moved request is prefilled again.
     """
 
     model: Costs
     transfer: bool = False
 
     def decode_seconds(self, instance: protocols.Instance, decoding: int, context_tokens: int, tokens: int) -> float:
-        """Seconds in which one request of `context_tokens` gets `tokens`, among `decoding` ones like it."""
+        """Returns the seconds in which one request of `context_tokens` gets `tokens`, among `decoding` similar ones."""
         degree = instance.tensor_parallel
         context = decoding * (context_tokens + tokens / 2)
         return tokens * self.model.step_seconds(degree, max(1, decoding), context)
 
     def move_seconds(self, source: str | None, target: protocols.Instance, context_tokens: int) -> float:
-        """Seconds of getting a request's context onto `target`; 0 where it is there already."""
+        """Returns the seconds of bringing a request's context to `target`; 0 if the context is already there."""
         if source is None or source == target.name:
             return 0.0
         again = self.model.prefill_seconds(target.tensor_parallel, context_tokens)

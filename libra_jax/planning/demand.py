@@ -1,7 +1,7 @@
-"""What a training step asks of rollout: its requests, longest first, summed so that any run of them is read off.
+"""The demand of a training step on rollout: its requests, longest first, with prefix sums over them.
 
-Lengths are generated tokens; what costs depend on besides is counted along: context that decoding reads, what is
-prefilled, how long tools take.
+Lengths are generated tokens. The demand also counts the other cost factors: context that decoding reads, prefilled
+tokens, and tool time. The sums give the total of any run of requests.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ FIELDS = ("tokens", "context", "new", "cached", "pairs", "prefills", "tool_secon
 
 @dataclass(frozen=True)
 class Demand:
-    """Requests in order of `tokens`, the longest first; one entry each.
+    """Requests in order of `tokens`, the longest first; each field has one entry a request.
 
     Attributes:
-      tokens: generated.
+      tokens: generated tokens.
       context: tokens of context that its decoding reads: the length of the context summed over generated tokens.
-      new: tokens prefilled that its instance has not seen: the prompt, and what tools return.
-      cached: tokens that its instance has when it is prefilled, over all turns.
+      new: prefilled tokens that are new to its instance: the prompt and the tool returns.
+      cached: tokens that its instance has when the request is prefilled, over all turns.
       pairs: pairs of tokens that attention multiplies while prefilling, over all turns: new (cached + new / 2).
-      prefills: how many times it is prefilled, once a turn.
-      tool_seconds: over all turns.
-      peak: its longest context.
+      prefills: number of its prefills, one a turn.
+      tool_seconds: seconds of its tools, over all turns.
+      peak: tokens of its longest context.
     """
 
     tokens: Values
@@ -50,17 +50,19 @@ class Demand:
 
     @functools.cached_property
     def sums(self) -> dict[str, Values]:
-        """By field, its sum over the first i requests, at i from 0 to their number."""
+        """By field, its sum over the first i requests, for i from 0 to the number of requests."""
         return {name: np.concatenate(([0.0], np.cumsum(getattr(self, name)))) for name in FIELDS}
 
     def edges(self, most: int) -> Places:
-        """Places to cut at, from 0 to the number of requests: at most `most` parts, alike in requests and tokens.
+        """Returns places to cut at, from 0 to the number of requests: at most `most` parts, similar in requests and
+        tokens.
 
-        Short requests are many and alike, so they are cut in larger parts than long ones.
+        Short requests are many and alike, so their parts are larger than those of long requests.
         """
         if len(self) <= most:
             return np.arange(len(self) + 1)
         counts, tokens = np.arange(len(self) + 1), self.sums["tokens"]
+        # Half by requests and half by tokens.
         along = (counts / counts[-1] + tokens / tokens[-1]) / 2
         return np.unique(np.searchsorted(along, np.linspace(0.0, 1.0, most + 1), side="left").clip(0, len(self)))
 
@@ -68,14 +70,14 @@ class Demand:
 def of_trajectories(
     prompts: Sequence[int], turns: Sequence[Sequence[protocols.Turn]], *, requests: int | None = None
 ) -> Demand:
-    """What a training step of trajectories like these asks for.
+    """Returns the demand of a training step of trajectories like these.
 
     Args:
-      prompts: tokens of each one's prompt.
-      turns: of each, as recorded or scripted.
-      requests: of a training step, if not as many as there are here. Of more, neighbours in length are averaged, so
-        that the longest is what a step's longest is expected to be and not the longest ever seen; of fewer, some come
-        several times.
+      prompts: tokens of each trajectory's prompt.
+      turns: turns of each trajectory, as recorded or scripted.
+      requests: requests of a training step; None takes the given number. If more trajectories are given, neighbours in
+        length are averaged: the longest is then a step's expected longest, not the longest ever seen. If fewer are
+        given, some are repeated.
 
     Raises:
       DataError: there are none, or none generates a token.
@@ -90,7 +92,8 @@ def of_trajectories(
 
 
 def contexts(prompts: Sequence[int], turns: Sequence[Sequence[protocols.Turn]]) -> list[int]:
-    """Tokens of each trajectory's whole context at its end: what its last tool returns is never shown."""
+    """Returns the tokens of each trajectory's whole context at its end, without its last tool return, which is never
+    shown."""
     return [
         prompt + sum(max(1, turn.generated_tokens) + turn.payload_tokens for turn in one) - one[-1].payload_tokens
         for prompt, one in zip(prompts, turns, strict=True)
@@ -115,11 +118,11 @@ def _row(prompt: int, turns: Sequence[protocols.Turn]) -> tuple[float, ...]:
 
 
 def _resized(table: Values, count: int) -> Values:
-    """So many rows in the same order: averages of neighbours, or each several times."""
+    """Returns `count` rows in the same order: averages of neighbours, or repeated rows."""
     if count >= len(table):
         return table[(np.arange(count) * len(table)) // count]
     starts = (np.arange(count) * len(table)) // count
     sizes = np.diff(np.append(starts, len(table)))
     resized = np.add.reduceat(table, starts, axis=0) / sizes[:, None]
-    resized[:, -1] = np.maximum.reduceat(table[:, -1], starts)  # what has to fit is the longest
+    resized[:, -1] = np.maximum.reduceat(table[:, -1], starts)  # the longest one has to fit
     return np.asarray(resized, np.float64)

@@ -1,4 +1,4 @@
-"""What plans are made for, and what a training step takes under one: by the sheet, and at levels that were measured."""
+"""Predicts what a training step takes under a plan, by the hardware sheet and at measured levels."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from libra_jax.planning import costs, demand, meshes, profiles, search, serving
 
 @dataclass(frozen=True)
 class Setting:
-    """What a plan is made for, apart from lengths.
+    """Conditions that a plan is made for, apart from lengths.
 
     Attributes:
-      model: what things cost.
-      trainer: of the training steps.
+      model: cost model.
+      trainer: trainer of the training steps.
       degrees: tensor-parallel degrees that instances may have.
-      slots: of an instance of each degree.
-      devices: to split.
+      slots: slots of an instance of each degree.
+      devices: devices to split.
       requests: trajectories of a training step.
-      staleness: eta.
-      mesh: (data, fsdp, tensor) where the trainer cannot change; None leaves it to the plan.
-      reach: devices, at most, of a mesh that a trainer which runs can change to; None: any mesh.
-      profile: what runs have measured here, if they have.
+      staleness: max staleness, in training steps.
+      mesh: (data, fsdp, tensor) if the trainer cannot change; None leaves it to the plan.
+      reach: most devices of a mesh that a running trainer can change to; None: any mesh.
+      profile: measurements of earlier runs here, if there are any.
     """
 
     model: costs.CostModel
@@ -54,16 +54,16 @@ class Setting:
         reach: int | None = None,
         together: int | None = None,
     ) -> Setting:
-        """The setting of a run.
+        """Returns the setting of a run.
 
         Args:
           run: its configuration.
-          model: what things cost there, by the sheet; with `planner.profile`, what was measured takes its place.
-          devices: that train and roll out.
-          slots: of its instances, in the order of `rollout.tensor_parallel`; empty: as `rollout` says.
-          mesh: the trainer's, if it has to stay.
+          model: cost model by the sheet; measurements replace it if `planner.profile` is set.
+          devices: devices that train and roll out.
+          slots: slots of its instances, in the order of `rollout.tensor_parallel`; empty takes the slots of `rollout`.
+          mesh: the trainer's mesh, if it has to stay.
           reach: devices of the largest mesh that the trainer can change to, if it runs.
-          together: devices that it has on one host, at most, if it runs: a host may have granted fewer than it has.
+          together: most devices that the run has on one host, if it runs: a host may have granted fewer than it has.
 
         Raises:
           ConfigError: no instance that plans may use holds a whole context, or the profile is not of this model and
@@ -104,7 +104,7 @@ class Setting:
 
 
 def _devices_together(run: configuration.RunConfig, model: costs.CostModel) -> int:
-    """Devices that an instance may have at most: those of a node, or of one of the run's hosts."""
+    """Returns the most devices that an instance may have: those of a node, or of one of the run's hosts."""
     return min(model.sheet.devices_per_node, run.cluster.accelerators_per_host or model.sheet.devices_per_node)
 
 
@@ -117,10 +117,10 @@ def _divides(shape: model_config.TransformerConfig, degree: int) -> bool:
 
 
 def check_layout(run: configuration.RunConfig, setting: Setting) -> None:
-    """Refuses a layout with instances that no plan may have: what it takes could not be predicted.
+    """Refuses a layout with instances that no plan may have, because their time could not be predicted.
 
     Raises:
-      ConfigError: the message names the degree, and what speaks against it.
+      ConfigError: the message names the degree and the reason.
     """
     for degree in run.rollout.tensor_parallel:
         if degree in setting.degrees:
@@ -148,9 +148,9 @@ class Prediction:
     """Times of a training step under a plan, in seconds (`uncertainty` gives shares of them in the same form).
 
     Attributes:
-      train: of the trainer's step, the publication left out.
-      rollout: of the step's requests.
-      step: of the whole.
+      train: time of the trainer's step, without the weight sync.
+      rollout: time of the step's requests.
+      step: time of the whole step.
     """
 
     train: float
@@ -160,12 +160,12 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Levels:
-    """What measuring adds to the sheet.
+    """Measured corrections of the sheet.
 
     Attributes:
-      train: how many times as long as the sheet says a training step takes here.
-      rollout: likewise of a step's requests.
-      sync: seconds of a publication.
+      train: factor on the sheet's time of a training step.
+      rollout: factor on the sheet's time of a step's requests.
+      sync: seconds of a weight sync.
       between: seconds of a step that belong to no stage.
     """
 
@@ -176,23 +176,23 @@ class Levels:
 
     @property
     def besides(self) -> float:
-        """Seconds of a step, beside training, that the trainer takes part in."""
+        """Seconds of a step that the trainer spends beside training: the weight sync, and time of no stage."""
         return self.sync + self.between
 
 
 class Work:
-    """The work of training steps like these trajectories, and what plans make of it.
+    """The work of training steps of such trajectories, and the plans for it.
 
     Args:
-      setting: of the plans.
+      setting: conditions of the plans.
       prompts: tokens of each trajectory's prompt.
-      turns: of each trajectory.
-      trained: whether training takes each trajectory; None: it takes all. Rollout makes the others, too. If it takes
-        none, all count, because nothing says what training takes.
+      turns: turns of each trajectory.
+      trained: tells for each trajectory whether it is trained; None: all are. Rollout makes the others, too. If none is
+        trained, all count, because nothing else says what training takes.
 
     Raises:
       DataError: there are no trajectories.
-      ConfigError: nothing holds the model or a context; the message says what is short.
+      ConfigError: no device or instance can hold the model or a context; the message says what is short.
     """
 
     def __init__(
@@ -209,6 +209,7 @@ class Work:
         kept = [index for index, one in enumerate(trained) if one]
         contexts = demand.contexts([prompts[index] for index in kept], [turns[index] for index in kept])
         count = max(1, round(setting.requests * len(kept) / len(trained)))
+        # Spread evenly over the kept trajectories, so that the sample has their lengths.
         lengths = [contexts[index * len(contexts) // count] for index in range(count)]
         self.training = meshes.Training(setting.model, lengths, setting.trainer)
         engines = setting.model if setting.profile is None else setting.profile.rollout(setting.model)
@@ -223,17 +224,20 @@ class Work:
         )
 
     def best(self, levels: Levels) -> protocols.Plan:
-        """The plan with the shortest step, the stages at these levels."""
+        """Returns the plan with the shortest step at these levels."""
+        # Only the ratio of the stages matters to the search, so rollout keeps the sheet's scale.
         weighed = self.search.weighed(levels.train / levels.rollout, levels.besides / levels.rollout)
         return weighed.best(self._setting.devices).plan
 
     def predict(self, plan: protocols.Plan, levels: Levels) -> Prediction:
-        """Times of the stages, each at its level, and of the step; infinite where a context fits no instance."""
+        """Predicts the seconds of both stages, each at its level, and of the step; infinite if a context fits no
+        instance."""
         train = levels.train * self.training.seconds(plan.data, plan.fsdp, plan.tensor)
         rollout = levels.rollout * self.search.rollout_seconds(plan.rollout)
         cycle = train + levels.besides
+        # Stages side by side take the longer time; stages in turn take the sum.
         return Prediction(train, rollout, max(cycle, rollout) if self._setting.staleness else cycle + rollout)
 
     def drawn_anew(self, plan: protocols.Plan) -> protocols.Plan:
-        """The same devices, their instances with the ranges of lengths that suit them best."""
+        """Returns the same devices and instances with the length ranges that suit the instances best."""
         return dataclasses.replace(plan, rollout=self.search.ranges(plan.rollout))

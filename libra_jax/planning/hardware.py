@@ -1,7 +1,7 @@
-"""Hardware sheets: what the vendors publish about an accelerator, and nothing fitted.
+"""Hardware sheets: what the vendors publish about an accelerator; nothing is fitted.
 
-Rates are peaks; what share of a peak an operation reaches belongs to the cost model that reads a sheet. Link rates are
-those of one direction: vendors often quote both directions added up, which a collective never gets.
+Rates are peaks; the cost model that reads a sheet knows what share of a peak an operation reaches. Link rates are
+those of one direction. Vendors often quote the sum of both directions, which a collective never gets.
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ import numpy as np
 from libra_jax import protocols
 
 THIS_MACHINE = "cpu"
-"""Name of the sheet of one core of the machine that asks."""
+"""Name of the sheet of one core of the calling machine."""
 
 REPEATS = 5
 """Measurements of this machine, of which the fastest counts."""
 
 MEASURING_SECONDS = 60.0
-"""Deadline of the process that measures, which takes about a second."""
+"""Deadline in seconds of the measuring process, which takes about a second."""
 
 
 @dataclass(frozen=True)
 class HardwareSheet:
-    """One accelerator, and the node it sits in.
+    """One accelerator, and the node that holds it.
 
     Attributes:
-      name: as `sheet` finds it.
+      name: name by which `sheet` finds it.
       flops: dense bfloat16 operations a second (no structured sparsity).
-      memory_bytes_per_second: high-bandwidth memory.
+      memory_bytes_per_second: bandwidth of the high-bandwidth memory.
       memory_bytes: high-bandwidth memory, in bytes (vendors' decimal gigabytes).
-      node_link_bytes_per_second: between two accelerators of a node, one direction, all links of one together.
-      network_bytes_per_second: out of the node, one direction, an accelerator's share.
+      node_link_bytes_per_second: bandwidth between two accelerators of a node, in one direction, over all links of an
+        accelerator.
+      network_bytes_per_second: an accelerator's share of the bandwidth out of the node, in one direction.
       devices_per_node: accelerators that the node's links join.
     """
 
@@ -75,23 +76,25 @@ SHEETS = (
     # directions, 8 chips a host with four 200 Gb/s adapters.
     HardwareSheet("v6e", 918e12, 1.638e12, 32e9, 400e9, 12.5e9, 8),
 )
-"""Interchip links also join the hosts of one TPU slice; `network_bytes_per_second` there is what joins slices."""
+"""Interchip links also join the hosts of one TPU slice; there, `network_bytes_per_second` is the rate between
+slices."""
 
 
 def names() -> tuple[str, ...]:
-    """Accelerators that have a sheet."""
+    """Returns the names of accelerators that have a sheet."""
     return tuple(sheet.name for sheet in SHEETS)
 
 
 def sheet(name: str, field: str = "simulation.hardware") -> HardwareSheet:
-    """The sheet of the accelerator `name`; for `planner.hardware`, "cpu" is this machine, measured now (`measured`).
+    """Returns the sheet of the accelerator `name`; for `planner.hardware`, "cpu" is this machine, measured now
+    (`measured`).
 
     Args:
       name: see `names`.
-      field: of the config that names it.
+      field: config field that names the accelerator.
 
     Raises:
-      ConfigError: there is none; the nearest name is offered.
+      ConfigError: there is no such sheet; the message offers the nearest name.
     """
     if name == THIS_MACHINE and field == "planner.hardware":
         return measured()
@@ -106,14 +109,15 @@ def sheet(name: str, field: str = "simulation.hardware") -> HardwareSheet:
 
 @functools.cache
 def measured() -> HardwareSheet:
-    """One core of this machine, as NumPy finds it: a product of matrices, a copy through memory, the memory there is.
+    """Measures one core of this machine with NumPy: a matrix product, a copy through memory, and the memory size.
 
-    What workers exchange goes through memory too, so links are as fast as a copy between two of them. It is measured in
-    a process of its own, whose products stay on one core.
+    Workers exchange data through memory too, so a link is as fast as a copy between two of them. The measurement runs
+    in a process of its own, whose products stay on one core.
 
     Raises:
-      ConfigError: that process did not end well.
+      ConfigError: the measuring process failed.
     """
+    # One thread, because the sheet describes one core.
     environment = {**os.environ, **dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")}
     command = [sys.executable, "-m", "libra_jax.planning.hardware"]
     try:
@@ -125,14 +129,15 @@ def measured() -> HardwareSheet:
         raise protocols.ConfigError(
             f"config.planner.hardware: this machine could not be measured ({error}); name a sheet: {', '.join(names())}"
         ) from error
+    # A core stands for a device, so each has its share of the memory.
     cores = max(1, len(os.sched_getaffinity(0)))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / cores
     return HardwareSheet(THIS_MACHINE, product, copied, memory, copied / 2, copied / 2, cores)
 
 
 def _measure() -> tuple[float, float]:
-    """Operations a second of a product in float32, and bytes a second that a copy reads and writes."""
-    side, words = 768, 4_000_000  # 2 MiB a matrix, 32 MB a copy: beyond the caches
+    """Measures operations a second of a float32 product, and bytes a second that a copy reads and writes."""
+    side, words = 768, 4_000_000  # 2 MiB a matrix, 32 MB a copy: larger than the caches
     matrix, source = np.ones((side, side), np.float32), np.ones(words)
     target = np.empty_like(source)
     product = min(_seconds(lambda: matrix @ matrix) for _ in range(REPEATS))

@@ -9,7 +9,7 @@ from libra_jax.models import config as model_config
 from libra_jax.planning import costs, hardware, meshes
 
 ENGINE_BYTES = 1.0 * 2**30
-"""Resident memory of an engine's own processes on CPU, beside weights and key-value cache."""
+"""Resident memory of an engine's own processes on CPU, beside weights and key-value cache, in bytes."""
 
 _SHEETS = {"cuda": ("a100", "h100", "h200"), "tpu": ("v5e", "v5p", "v6e")}
 """Accelerators of each `trainer.platform` that have a sheet."""
@@ -18,7 +18,7 @@ VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def size(count: float) -> str:
-    """A number of bytes for people, with three digits.
+    """Formats a number of bytes for people, with three digits.
 
     >>> [size(count) for count in (12, 1536, 1.64e6, 24e9, 3e12)]
     ['12 B', '1.5 KiB', '1.56 MiB', '22.4 GiB', '2.73 TiB']
@@ -30,9 +30,11 @@ def size(count: float) -> str:
 
 
 def trainer_bytes(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> float:
-    """Bytes of each of the trainer's devices: state, gradients, activations, logits, and the reference model."""
+    """Returns the bytes on each of the trainer's devices: state, gradients, activations, logits, and the reference
+    model."""
     sheet = hardware.SHEETS[0]  # sizes do not depend on the accelerator
     cost, trainer = costs.CostModel(sheet, shape), config.trainer
+    # Memory depends on the rows alone, so one short sequence is enough.
     made = meshes.Training(cost, [2], meshes.Trainer.of_run(config, sheet))
     needed = made.memory_bytes(trainer.data, trainer.fsdp, trainer.tensor)
     if config.algorithm.kl_coefficient:
@@ -42,16 +44,16 @@ def trainer_bytes(config: libra_config.RunConfig, shape: model_config.Transforme
 
 
 def weight_bytes(config: libra_config.RunConfig, shape: model_config.TransformerConfig, degree: int) -> float:
-    """Bytes of weights on each device of an instance."""
+    """Returns the bytes of weights on each device of an instance."""
     return model_config.parameter_count(shape) * VALUE_BYTES[config.rollout.dtype] / degree
 
 
 def verdict(config: libra_config.RunConfig, shape: model_config.TransformerConfig, free: float | None = None) -> str:
-    """Says whether the run fits, with the numbers that are compared. It is an estimate.
+    """Estimates whether the run fits, and names the numbers that are compared.
 
     Args:
       config: the run's configuration.
-      shape: its model's.
+      shape: shape of its model.
       free: bytes of memory that this machine has left; None asks the kernel.
     """
     if config.trainer.platform in _SHEETS:
@@ -68,7 +70,7 @@ def verdict(config: libra_config.RunConfig, shape: model_config.TransformerConfi
 
 
 def available() -> float:
-    """Bytes that new processes of this machine can have without swapping."""
+    """Returns the bytes that new processes of this machine can have without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":
@@ -77,7 +79,7 @@ def available() -> float:
 
 
 def _on_accelerators(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> str:
-    """Compares with the sheets of the platform's accelerators, as a dry run may be on a machine without one."""
+    """Compares with the sheets of the platform's accelerators, because a dry run may be on a machine without one."""
     train = trainer_bytes(config, shape)
     narrowest = min(config.rollout.tensor_parallel)
     cache = costs.CostModel(hardware.SHEETS[0], shape).kv_bytes_per_token * config.rollout.max_context / narrowest

@@ -1,14 +1,15 @@
-"""What a training step takes on each mesh: the training half of the cost evaluator, and the meshes worth having.
+"""Predicts the time of a training step on each mesh (the training half of the cost evaluator), and finds good meshes.
 
-A step is what the trainer does: the batch packed into rows (`rows`, by the trainer's own rule), micro-batches of the
-same rows for each shard (data x fsdp of them) one after another, then one update. A micro-batch takes its slowest
-shard's arithmetic, or the collectives that hide behind it where those take longer (parameters gathered twice and
-gradients scattered over `fsdp`, gradients reduced over `data`), and the all-reduces over `tensor`, which nothing hides.
-Devices that are parts of one CPU take turns, and nothing hides behind anything. A device has to hold its part of the
-state, its rows' activations and one chunk of logits.
+A step models the trainer. The batch is packed into rows (`rows`, by the trainer's own rule). Each of the data x fsdp
+shards then processes micro-batches of these rows one after another, and one update follows. A micro-batch takes the
+longer of two times: its slowest shard's arithmetic, or the collectives that hide behind it. Those collectives gather
+parameters twice and scatter gradients over `fsdp`, and reduce gradients over `data`. The all-reduces over `tensor` come
+on top, because nothing hides them. Devices that are parts of one CPU take turns, and nothing hides behind anything. A
+device has to hold its part of the state, its rows' activations and one chunk of logits.
 
-The tree of meshes is pruned from above: tensor degrees inside a node that divide the model, then the sizes of `fsdp`
-with which the state fits, then `data`; of the meshes left, those that no other beats in both devices and time.
+The tree of meshes is pruned from above. Tensor degrees must stay inside a node and divide the model. Then come the
+sizes of `fsdp` with which the state fits, then `data`. Of the remaining meshes, those that no other beats in both
+devices and time are kept.
 """
 
 from __future__ import annotations
@@ -27,22 +28,23 @@ from libra_jax.planning.demand import Values
 TENSOR_DEGREES = (1, 2, 4, 8)
 
 MASTER_BYTES = 20
-"""Of each parameter in float32: master weight, two moments, summed gradient, and the gradient being added."""
+"""Bytes of each parameter in float32: master weight, two moments, summed gradient, and the gradient being added."""
 
 UPDATE_BYTES = 32
-"""Of each parameter that an update reads and writes: weight, moments and gradient, each both ways."""
+"""Bytes of each parameter that an update reads and writes: weight, moments and gradient, each in both directions."""
 
 RECOMPUTED = {"none": 0.0, "dots": 0.1, "full": 1.0}
 """Part of a forward pass that the backward pass computes again, by `model.remat`."""
 
 LAYER_ACTIVATIONS = {"none": 34.0, "dots": 18.0, "full": 2.0}
-"""Bytes that a layer keeps of each token and hidden column for the backward pass (Korthikanti et al., arXiv 2205.05198,
-eq. 2, without attention's scores, which are never whole: 34; what is left where only products are kept; its input)."""
+"""Bytes that a layer keeps for the backward pass, of each token and hidden column, by `model.remat`. Korthikanti et
+al. (arXiv 2205.05198, eq. 2) without attention's scores, which are never whole: 34. With only products kept: 18.
+With only the layer's input kept: 2."""
 
 
 @dataclass(frozen=True)
 class Trainer:
-    """What of a trainer does not depend on its mesh.
+    """Properties of a trainer that do not depend on its mesh.
 
     Attributes:
       lengths: columns of a row, ascending.
@@ -50,9 +52,9 @@ class Trainer:
       remat: what the backward pass computes again: none, dots, full.
       logits_chunk: tokens whose vocabulary logits exist at once.
       scored_again: the batch's log-probs are computed once more beforehand (decoupled objective).
-      rows: of a micro-batch, over all shards; at least one each.
-      cores: of a CPU, on which all devices take turns, so that nothing hides behind anything else; None where each
-        device is an accelerator.
+      rows: rows of a micro-batch, over all shards; at least one each.
+      cores: cores of the CPU on which all devices take turns, so that nothing hides behind anything else; None if
+        each device is an accelerator.
     """
 
     lengths: tuple[int, ...]
@@ -65,7 +67,7 @@ class Trainer:
 
     @classmethod
     def of_run(cls, run: configuration.RunConfig, sheet: hardware.HardwareSheet) -> Trainer:
-        """A run's trainer, on such devices."""
+        """Returns a run's trainer on devices of this sheet."""
         return cls(
             lengths=(run.trainer.row_tokens, *run.trainer.row_buckets),
             packed=run.trainer.pack,
@@ -79,14 +81,14 @@ class Trainer:
 
 @dataclass(frozen=True)
 class Mesh:
-    """A mesh and what a training step takes on it.
+    """A mesh, and the time and memory of a training step on it.
 
     Attributes:
-      data: replicas.
+      data: number of replicas.
       fsdp: ways the state is sharded.
       tensor: ways a layer's matrices are split.
-      seconds: of a step.
-      memory_bytes: on each device.
+      seconds: seconds of a step.
+      memory_bytes: bytes on each device.
     """
 
     data: int
@@ -105,15 +107,16 @@ def check_fits(model: costs.CostModel, trainer: Trainer, sizes: tuple[int, int, 
     """Refuses a mesh that does not divide the model or does not hold it.
 
     Args:
-      model: of the accelerators.
+      model: costs of the accelerators.
       trainer: rows and memory.
       sizes: data, fsdp and tensor.
-      field: of the config that gives them.
+      field: config field that gives the sizes.
 
     Raises:
       ConfigError: the message names the field, and what is short.
     """
     data, fsdp, tensor = sizes
+    # Memory depends on the rows alone, so one short sequence is enough.
     made = Training(model, [2], trainer)
     if tensor not in made.tensor_degrees() or model.shape.hidden_size % fsdp:
         raise protocols.ConfigError(
@@ -133,7 +136,7 @@ class Training:
     """Training steps on a batch of sequences of these lengths.
 
     Args:
-      model: of the accelerators.
+      model: costs of the accelerators.
       lengths: tokens of each sequence of a step.
       trainer: rows and memory.
 
@@ -152,6 +155,7 @@ class Training:
             )
         self._model = model
         self._trainer = trainer
+        # A sequence of N tokens takes N - 1 columns: the last token is only a target.
         columns = np.asarray(lengths, np.int64) - 1
         fitted = rows.fit(columns, trainer.lengths, trainer.packed)
         squares = np.bincount(fitted.row[columns > 0], weights=columns[columns > 0].astype(np.float64) ** 2)
@@ -159,7 +163,7 @@ class Training:
         self._rows = {length: np.sort(squares[each == length])[::-1] for length in sorted(set(fitted.length))}
 
     def memory_bytes(self, data: int, fsdp: int, tensor: int) -> float:
-        """Of each device."""
+        """Returns the bytes on each device."""
         shape, trainer, row = self._model.shape, self._trainer, self._trainer.lengths[-1]
         state = MASTER_BYTES * self._model.parameters / (fsdp * tensor)
         columns = self._rows_each(data * fsdp) * row
@@ -170,11 +174,12 @@ class Training:
         return state + activations + working + logits + gathered
 
     def seconds(self, data: int, fsdp: int, tensor: int) -> float:
-        """Of a step."""
+        """Returns the seconds of a step."""
         hidden, known = self._hidden_seconds(data, fsdp, tensor), self._model.coefficients
         each = self._rows_each(data * fsdp)
         cores, devices, total = self._trainer.cores, data * fsdp * tensor, known.train_overhead
         turns = 1.0 if cores is None else max(1.0, devices / cores)
+        # Rows are sorted, so every n-th is the slowest of its micro-batch.
         for length, squares in self._rows.items():
             slowest = self._row_seconds(length, squares[:: data * fsdp * each], tensor)  # of each micro-batch
             busy = turns * (each * slowest + known.micro_batch_overhead)
@@ -184,21 +189,21 @@ class Training:
         return total + turns * UPDATE_BYTES * self._model.parameters / (fsdp * tensor * rate)
 
     def costing(self, model: costs.CostModel) -> Training:
-        """The same steps with other costs."""
+        """Returns the same steps with other costs."""
         other = copy.copy(self)
         other._model = model
         return other
 
     def mesh(self, data: int, fsdp: int, tensor: int) -> Mesh:
-        """The mesh of these sizes, whether it fits or not."""
+        """Returns the mesh of these sizes, even if it does not fit."""
         return Mesh(data, fsdp, tensor, self.seconds(data, fsdp, tensor), self.memory_bytes(data, fsdp, tensor))
 
     def front(self, most: int, *, whole_rows: bool = False) -> tuple[Mesh, ...]:
-        """Meshes over at most `most` devices, fewest first, each faster than all with fewer.
+        """Returns meshes over at most `most` devices, fewest first, each faster than all with fewer.
 
         Args:
-          most: devices.
-          whole_rows: only those over whose shards the rows of a micro-batch divide, as a trainer that runs asks.
+          most: largest number of devices.
+          whole_rows: keeps only meshes whose shards divide the rows of a micro-batch, as a running trainer needs.
 
         Raises:
           ConfigError: the model fits on none; the message says what is short.
@@ -219,13 +224,13 @@ class Training:
             for fsdp in range(1, min(self._model.shape.hidden_size, most // tensor) + 1):
                 if self._model.shape.hidden_size % fsdp:
                     continue
-                enough = -(-max(map(len, self._rows.values())) // fsdp)  # more replicas have nothing to do
+                enough = -(-max(map(len, self._rows.values())) // fsdp)  # more replicas would have no rows
                 for data in range(1, min(enough, most // (fsdp * tensor)) + 1):
                     if self.memory_bytes(data, fsdp, tensor) <= room:
                         yield self.mesh(data, fsdp, tensor)
 
     def tensor_degrees(self) -> list[int]:
-        """Those that stay inside a node and divide heads, feed-forward columns and rows."""
+        """Returns the tensor degrees that stay inside a node and divide heads, feed-forward columns and rows."""
         shape = self._model.shape
         sizes = shape.num_heads, shape.num_kv_heads, shape.intermediate_size, shape.vocab_size, *self._trainer.lengths
         return [
@@ -238,15 +243,15 @@ class Training:
         return self._trainer.rows % (mesh.data * mesh.fsdp) == 0
 
     def _rows_each(self, shards: int) -> int:
-        """Rows of a micro-batch on each of so many shards."""
+        """Returns the rows of a micro-batch on each of `shards` shards."""
         return -(-self._trainer.rows // shards)
 
     def _row_seconds(self, length: int, squares: Values, tensor: int) -> Values:
-        """Arithmetic of rows, forward and backward and what is computed again.
+        """Returns the seconds of the rows' arithmetic: forward, backward, and recomputation.
 
         Args:
-          length: columns of each.
-          squares: of each, its sequences' lengths squared and summed: attention stays inside a sequence.
+          length: columns of each row.
+          squares: for each row, the sum of its sequences' squared lengths: attention stays inside a sequence.
           tensor: devices that share a row.
         """
         shape, share = self._model.shape, self._model.coefficients.train_flops_share
@@ -256,7 +261,8 @@ class Training:
         return np.asarray(passes * forward / (tensor * self._model.sheet.flops * share), np.float64)
 
     def _exposed_seconds(self, columns: int, tensor: int) -> float:
-        """All-reduces over `tensor` of so many columns: two a layer and pass, of one hidden vector a token."""
+        """Returns the seconds of the all-reduces over `tensor` for `columns` columns: two a layer and pass, of one
+        hidden vector a token."""
         if tensor == 1:
             return 0.0
         shape, known = self._model.shape, self._model.coefficients
@@ -268,9 +274,11 @@ class Training:
         return 2 * shape.num_layers * passes * each
 
     def _hidden_seconds(self, data: int, fsdp: int, tensor: int) -> float:
-        """Collectives of one micro-batch that its arithmetic hides: over `fsdp` and over `data`."""
+        """Returns the seconds of the collectives of one micro-batch that its arithmetic hides: over `fsdp` and over
+        `data`."""
         share = self._model.parameters / tensor
         gathers = 2.0 + self._trainer.scored_again
+        # Parameters travel in bfloat16, gradients in float32 (4 bytes).
         over_fsdp = (gathers * costs.BYTES_PER_VALUE + 4.0) * share * (fsdp - 1) / fsdp / self._rate(fsdp * tensor)
         reduced = 2.0 * 4.0 * share / fsdp * (data - 1) / data
         messages = self._model.shape.num_layers * ((gathers + 1.0) * (fsdp > 1) + (data > 1))
@@ -278,7 +286,7 @@ class Training:
         return over_fsdp + reduced / self._rate(data * fsdp * tensor) + latencies
 
     def _rate(self, span: int) -> float:
-        """Bytes a second of a collective over so many neighbouring devices."""
+        """Returns the bytes a second of a collective over `span` neighbouring devices."""
         sheet, known = self._model.sheet, self._model.coefficients
         if span <= sheet.devices_per_node:
             return sheet.node_link_bytes_per_second * known.large_message_share

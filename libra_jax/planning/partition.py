@@ -1,15 +1,15 @@
-"""Which devices serve which requests: consecutive runs of them, longest first, one an instance.
+"""Assigns requests to devices: consecutive runs of requests, longest first, one run an instance.
 
-For a time T, let f(i) be the fewest devices on which the i longest requests can be served within it:
+For a time T, let f(i) be the fewest devices on which the i longest requests can be served within T:
 
   f(0) = 0,    f(i) = min over degrees t of f(j_t(i)) + t
 
-j_t(i) being the first request from which one instance of degree t still serves all up to the i-th within T. Costs grow
-with every request, and so does f, so the farthest j is the best. T is then searched for: a plan that fits tells its
-own slowest instance, which is the next T to beat. Where wider instances are to serve longer requests only, as buckets
-ask for, f is kept for each narrowest degree so far. That is exact where the runs may begin at every request, and takes
-O(requests log requests) an attempt however many devices there are, where dynamic programming over devices, as published
-(arXiv 2606.03077), takes a table of devices times requests.
+j_t(i) is the first request from which one instance of degree t still serves all up to the i-th within T. Costs grow
+with every request, and so does f, so the farthest j is the best. The search then looks for T: a plan that fits has
+its own slowest instance, whose time is the next T to beat. Buckets ask for wider instances to serve only longer
+requests; then f is kept for each narrowest degree so far. The result is exact if the runs may begin at every
+request. One evaluation takes O(requests log requests) for any number of devices. The published dynamic programming
+over devices (arXiv 2606.03077) takes a table of devices times requests.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ import numpy as np
 from libra_jax.planning.demand import Places, Values
 
 Seconds = Callable[[int, Places, Places], Values]
-"""(degree, first, last) to the seconds of each run; nondecreasing in what it holds, 0 of nothing."""
+"""(degree, first, last) to the seconds of each run; nondecreasing in the run's requests, 0 for an empty run."""
 
 MOMENT = 1e-9
 """Seconds below which no search goes."""
 
 NONE = 2**62
-"""More devices than there are: no way to serve these requests."""
+"""More devices than any cluster has: these requests cannot be served."""
 
 MOST_EDGES = 513
-"""Edges between which all runs' times are written down beforehand; of more, they are computed as they are asked for."""
+"""Most edges for which the times of all runs are tabulated beforehand; with more edges they are computed on request."""
 
 REMEMBERED = 32
-"""Limits, the latest, whose answers narrow down where to look for the next one's: a search closes in on its limit."""
+"""Number of latest limits whose answers narrow the range for the next limit, since a search closes in on its limit."""
 
 FEW_PARTS = 16
-"""Parts for which computing an instance's time costs about as much as for one."""
+"""Number of parts for which computing the times costs about as much as for one."""
 
 PRECISION = 1e-9
 """Relative width at which the search for the shortest time ends."""
 
 ANY_SECONDS = float(np.finfo(np.float64).max)
-"""A limit that only what cannot be served at all exceeds."""
+"""A limit that every run meets, unless an instance cannot serve the run at all."""
 
 
 Found = TypeVar("Found")
@@ -55,20 +55,22 @@ Found = TypeVar("Found")
 def shortest(
     attempt: Callable[[float], Found | None], low: float, high: float, seconds: Callable[[Found], float]
 ) -> Found | None:
-    """What is found within the shortest limit that can be met; None if `high` cannot.
+    """Returns the result for the shortest limit that can be met; None if even `high` cannot.
 
     Args:
-      attempt: seconds to what meets them, or None; what meets a limit meets every longer one.
+      attempt: seconds to a result that meets them, or None; a result that meets a limit meets every longer limit.
       low: seconds that cannot be beaten.
       high: seconds to begin with.
-      seconds: that what was found takes, which may be less than was asked for.
+      seconds: seconds that a result takes, which may be less than its limit.
     """
     best = attempt(high)
     if best is None:
         return None
     high = seconds(best)
     while high > max(low, MOMENT) * (1.0 + PRECISION):
+        # The geometric mean, because times span orders of magnitude.
         middle = math.sqrt(low * high) if low else high / 2
+        # No float is left in between.
         if not low < middle < high:
             break
         found = attempt(middle)
@@ -91,18 +93,18 @@ class Run:
 
 @dataclass(frozen=True)
 class Partition:
-    """Runs from the longest requests to the shortest; an instance each."""
+    """Runs from the longest requests to the shortest, one for each instance."""
 
     runs: tuple[Run, ...]
 
     @property
     def seconds(self) -> float:
-        """Of the slowest instance."""
+        """Seconds of the slowest instance."""
         return max(run.seconds for run in self.runs)
 
     @property
     def devices(self) -> int:
-        """Of all instances."""
+        """Devices of all instances."""
         return sum(run.degree for run in self.runs)
 
 
@@ -110,10 +112,10 @@ class Partitions:
     """Partitions of the same requests.
 
     Args:
-      seconds: of each run.
-      edges: places between requests at which runs may begin and end, from 0 to their number.
-      degrees: that instances may have.
-      ordered: no request is served by a narrower instance than a shorter one is.
+      seconds: gives the seconds of each run.
+      edges: places between requests at which runs may begin and end, from 0 to the number of requests.
+      degrees: degrees that instances may have.
+      ordered: forbids a narrower instance for a longer request.
     """
 
     def __init__(self, seconds: Seconds, edges: Places, degrees: Sequence[int], *, ordered: bool = True) -> None:
@@ -133,14 +135,14 @@ class Partitions:
         first, last = self._edges[:-1], self._edges[1:]
         each = np.stack([seconds(degree, first, last) for degree in self._degrees])
         self.least_seconds = float(each.min(axis=0).max())
-        """However many devices there are, it takes so long; infinite where no instance serves some request."""
+        """Seconds that no number of devices can beat; infinite if no instance serves some request."""
 
     def within(self, limit: float) -> Partition | None:
-        """The partition with the fewest devices that takes at most `limit` seconds; None if there is none."""
+        """Returns the partition with the fewest devices that takes at most `limit` seconds; None if there is none."""
         count, widest = len(self._edges) - 1, len(self._degrees) - 1
         begins = [self._begins(degree, limit).tolist() for degree in self._degrees]
-        # For each degree, the fewest devices if no run so far is of a narrower one, and the last run's degree and first
-        # request; where the order does not matter, those of the narrowest degree count alone.
+        # For each degree: the fewest devices if no run so far is of a narrower degree, and the last run's degree and
+        # first request. If the order does not matter, only the entries of the narrowest degree count.
         kinds = range(widest, -1, -1)
         fewest = [[0] + [NONE] * count for _ in self._degrees]
         choice = [[(0, 0)] * (count + 1) for _ in self._degrees]
@@ -162,27 +164,29 @@ class Partitions:
         return self._partition(runs[::-1])
 
     def fastest(self, devices: int, *, above: float = 0.0, below: float = np.inf) -> Partition | None:
-        """The partition over at most so many devices whose slowest instance is fastest; None if none fits them.
+        """Returns the partition over at most `devices` devices whose slowest instance is fastest; None if none fits.
 
         Args:
-          devices: at most.
-          above: seconds that no partition over so many devices beats, if that is known.
-          below: a partition that takes longer is not wanted.
+          devices: most devices.
+          above: seconds that no partition over `devices` devices beats, if known.
+          below: seconds above which a partition is not wanted.
         """
         low, high = max(above, self.least_seconds), min(below, ANY_SECONDS)
         return shortest(lambda limit: self._fitting(limit, devices), low, high, lambda found: found.seconds)
 
     def over(self, instances: Sequence[int]) -> Partition | None:
-        """The partition over instances of these degrees whose slowest is fastest, wider ones for longer requests.
+        """Returns the partition over instances of these degrees whose slowest is fastest, wider ones for longer
+        requests.
 
         Args:
-          instances: the degree of each; some may get nothing.
+          instances: degree of each instance; some may get nothing.
         """
         order = sorted(instances, reverse=True)
         return shortest(lambda limit: self._greedy(order, limit), 0.0, ANY_SECONDS, lambda found: found.seconds)
 
     def _greedy(self, order: Sequence[int], limit: float) -> Partition | None:
-        """Each instance takes as many of the longest requests left as it serves within the limit; None if some stay."""
+        """Gives each instance as many of the longest remaining requests as it serves within the limit; None if some
+        remain."""
         runs: list[tuple[int, int, int]] = []
         first, count, taken = 0, len(self._edges) - 1, 0
         for degree in order:
@@ -195,10 +199,11 @@ class Partitions:
         return None
 
     def _reach(self, degree: int, first: int, limit: float, *, near: int) -> int:
-        """Most parts that one instance serves within the limit from the edge `first` on; looks near `near` first."""
+        """Returns the most parts that one instance serves within the limit from the edge `first` on; looks near
+        `near` first."""
         reach, window = 0, max(FEW_PARTS, 2 * near)
         while True:
-            # Runs from one edge on grow with their end, so those within the limit come first.
+            # Runs from one edge grow with their end, so the runs within the limit come first.
             ends = self._edges[first + reach + 1 : first + reach + 1 + window]
             within = self._seconds(degree, np.full(len(ends), self._edges[first]), ends) <= limit
             taken = len(ends) if within.all() else int(within.argmin())
@@ -212,14 +217,14 @@ class Partitions:
         return found if found is not None and found.devices <= devices else None
 
     def _begins(self, degree: int, limit: float) -> Places:
-        """For each edge, the first edge from which a run up to it takes at most `limit` seconds."""
+        """Returns for each edge the first edge from which a run up to it takes at most `limit` seconds."""
         last = np.arange(len(self._edges))
-        if degree in self._tables:  # one more than the last edge from which it takes longer
+        if degree in self._tables:  # the answer is one after the last edge from which the run takes longer
             over = self._tables[degree][::-1] > limit
             back = over.argmax(axis=0)
             return np.where(over[back, last], len(last) - back, 0)
         low, high = self._bracket(degree, limit, last)
-        unsure = np.flatnonzero(low < high)  # those whose answer is not known yet; it is in [low, high]
+        unsure = np.flatnonzero(low < high)  # edges whose answer is not known yet; it is in [low, high]
         while len(unsure):
             middle = (low[unsure] + high[unsure]) // 2
             within = self._seconds(degree, self._edges[middle], self._edges[unsure]) <= limit
@@ -230,7 +235,7 @@ class Partitions:
         return high
 
     def _bracket(self, degree: int, limit: float, last: Places) -> tuple[Places, Places]:
-        """Between which places the first edges lie: a longer time lets runs begin earlier, a shorter one later."""
+        """Returns bounds on the first edges: a longer limit lets runs begin earlier, a shorter one later."""
         known = self._begun[degree]
         longer = min((found for found in known if found[0] >= limit), key=lambda found: found[0], default=None)
         shorter = max((found for found in known if found[0] <= limit), key=lambda found: found[0], default=None)
@@ -238,7 +243,7 @@ class Partitions:
         return low, last.copy() if shorter is None else shorter[1].copy()
 
     def _partition(self, runs: Sequence[tuple[int, int, int]]) -> Partition:
-        """Of these degrees, first and last edges."""
+        """Returns the partition of runs given as degree, first edge and last edge."""
         kinds, first, last = np.array(runs).T
         begin, end = self._edges[first], self._edges[last]
         seconds = np.zeros(len(runs))

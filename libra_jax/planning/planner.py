@@ -1,9 +1,9 @@
-"""The global planner of a run: plans from the trajectories that it trains on, and follows them as they drift.
+"""The global planner of a run: plans from the trajectories that the run trains on, and follows their drift.
 
-After each training step it is shown what was trained and how long the stages took. Lengths of the last steps say what
-the next will ask for (`demand`); costs start from a hardware sheet, and each stage's level is corrected by what the
-last steps took over what the sheet says of them. `replanning` says when to look and whether to move; where the
-instances stay, their ranges of lengths are drawn anew at each look, which costs nothing.
+After each training step the planner sees the trained trajectories and how long the stages took. The lengths of the
+last steps predict the demand of the next (`demand`). Costs start from a hardware sheet. Each stage's level is
+corrected by the measured time of the last steps over the sheet's time. `replanning` decides when to look and whether
+to move. If the instances stay, each look still redraws their length ranges, which costs nothing.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from libra_jax import protocols
 from libra_jax.planning import forecast, plans, replanning
 
 LEVELS = 8
-"""Steps over which a stage's level is taken: at eta > 0 long steps and short ones take turns, so none tells alone."""
+"""Steps over which a stage's level is averaged: with max staleness above 0 long and short steps alternate, so no
+single step is typical."""
 
 
 LEAST_STEPS = 4
-"""Steps, beyond the staleness, before the first look: levels of fewer say little."""
+"""Steps, beyond the max staleness, before the first look: levels of fewer steps say little."""
 
 
 @dataclass(frozen=True)
 class _Taken:
-    """Seconds of a step as it was, and of the stages of steps like it by the sheet."""
+    """Measured seconds of a step, and the sheet's seconds of the same stages."""
 
     step: float
     wait: float
@@ -40,13 +41,13 @@ class _Taken:
 
 
 class GlobalPlanner:
-    """See the module.
+    """The global planner; see the module's docstring.
 
     Args:
       config: when to look, and what moves cost.
-      setting: what plans are made for.
-      plan: the one in force at first.
-      masks: whether a rollout that ended so is left out of training (`TaskConfig.masks`).
+      setting: conditions of the plans.
+      plan: the plan in force at first.
+      masks: tells whether a rollout with this finish is left out of training (`TaskConfig.masks`).
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class GlobalPlanner:
         rules = replanning.Rules(
             **{item.name: getattr(config, item.name) for item in dataclasses.fields(replanning.Rules)}
         )
-        if not setting.staleness:  # stages that take turns need not take as long as each other
+        if not setting.staleness:  # stages that take turns need not take equally long
             rules = dataclasses.replace(rules, imbalance=math.inf)
         self._replanner: replanning.Replanner[protocols.Plan] = replanning.Replanner(
             rules, plan, best=self._best, seconds=self._seconds, move=self._move_seconds
@@ -89,12 +90,12 @@ class GlobalPlanner:
 
     @property
     def levels(self) -> forecast.Levels:
-        """What has been measured so far."""
+        """Levels measured so far."""
         return self._levels
 
     @property
     def calibrated(self) -> bool:
-        """Both stages have been measured, by this run or by those of its profile."""
+        """True if both stages have been measured, by this run or by those of its profile."""
         return {"train", "rollout"} <= self._measured
 
     def after(
@@ -105,21 +106,21 @@ class GlobalPlanner:
         *,
         may_move: bool = True,
     ) -> tuple[replanning.Decision[protocols.Plan] | None, dict[str, float]]:
-        """What to do after a training step, and its metrics.
+        """Decides what to do after a training step, and returns the step's metrics.
 
         Args:
-          step: its number, from 1.
-          measured: what it took.
-          trained: the step's rollouts; masked ones take no time of training.
-          may_move: nothing is decided otherwise.
+          step: number of the step, from 1.
+          measured: measured times of the step.
+          trained: the step's rollouts; masked ones take no training time.
+          may_move: allows a decision; without it there is no look.
 
         Returns:
-          The decision, if there was a look; `plan` has been updated. The metrics compare what was predicted for this
-          step, before it, with what it took, and what it would have taken under the plan before the last move.
+          The decision, if there was a look; `plan` has been updated. The metrics compare the prediction for this
+          step, made before it, with its measured time, and with its time under the plan before the last move.
         """
         metrics = self._metrics(measured)
         self._steps += 1
-        if self._steps <= self._setting.staleness + 1:  # what finishes first is short, and engines were filling up
+        if self._steps <= self._setting.staleness + 1:  # short rollouts finish first, and engines were filling up
             return None, {}
         self._see(measured, trained)
         assert self._work is not None
@@ -140,20 +141,21 @@ class GlobalPlanner:
         return decision, metrics
 
     def _see(self, measured: replanning.Measured, trained: Sequence[protocols.Trajectory]) -> None:
-        """Takes in what was trained and what it took."""
+        """Adds a step's trajectories and measured times."""
         seen = [(item.prompt_tokens, list(item.turns), not self._masks(item.finish)) for item in trained if item.turns]
         self._seen.append(seen)
         prompts, turns, kept = zip(*(one for step_seen in self._seen for one in step_seen), strict=True)
         self._work = forecast.Work(self._setting, prompts, turns, kept)
-        if any(kept for _, _, kept in seen):  # else the step trained on nothing, and says nothing of training
+        if any(kept for _, _, kept in seen):  # a step that trained on nothing says nothing about training
             self._learn_levels(measured)
 
     def refuse(self, plan: protocols.Plan) -> None:
-        """The last decision could not be carried out: `plan` is in force. The cooldown holds all the same."""
+        """Sets the plan in force after a decision could not be carried out. The cooldown holds all the same."""
         self._replanner.present, self._before = plan, None
 
     def snapshot(self) -> dict[str, Any]:
-        """JSON-able: the plan in force, when it looked and moved, and the levels; lengths are seen again."""
+        """Returns JSON-able state: the plan in force, when it looked and moved, and the levels. Lengths are
+        collected again."""
         return {
             "plan": dataclasses.asdict(self.plan),
             "before": None if self._before is None else dataclasses.asdict(self._before),
@@ -164,7 +166,7 @@ class GlobalPlanner:
         }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Takes a snapshot's state in place of its own."""
+        """Replaces the planner's state by a snapshot's."""
         self._replanner.restore(plans.of_values(snapshot["plan"]), snapshot)
         before = snapshot.get("before")
         self._before = None if before is None else plans.of_values(before)
@@ -182,7 +184,7 @@ class GlobalPlanner:
         return metrics
 
     def _learn_levels(self, measured: replanning.Measured) -> None:
-        """What steps took, against what the sheet says of the trajectories seen last."""
+        """Updates the levels: measured seconds over the sheet's seconds of the latest trajectories."""
         assert self._work is not None
         bare = self._work.predict(self.plan, forecast.Levels())
         if measured.disturbed or not math.isfinite(bare.rollout):
@@ -196,7 +198,9 @@ class GlobalPlanner:
         if train > 0:
             self._levels = dataclasses.replace(self._levels, train=train / bare_train)
             self._measured.add("train")
-        if wait > replanning.WAITED * step:  # else training hid rollout, and nothing is known of it
+        if wait > replanning.WAITED * step:  # otherwise training hid rollout, and its time is not known
+            # With overlap, the whole step lasted as long as rollout; in turn, the trainer waited for exactly the
+            # rollout.
             rollout = step if self._setting.staleness else wait
             self._levels = dataclasses.replace(self._levels, rollout=rollout / bare_rollout)
             self._measured.add("rollout")
@@ -210,7 +214,8 @@ class GlobalPlanner:
         return self._work.predict(plan, self.levels).step
 
     def _move_seconds(self, present: protocols.Plan, best: protocols.Plan) -> float:
-        """What a move takes from the steps: training stands still while its mesh changes, and new instances start."""
+        """Returns the seconds that a move costs: training stands still while its mesh changes, and new instances
+        start."""
         config = self._config
         resized = (present.data, present.fsdp, present.tensor) != (best.data, best.fsdp, best.tensor)
         before = {bucket.tensor_parallel: bucket.count for bucket in present.rollout}
@@ -218,4 +223,5 @@ class GlobalPlanner:
             bucket.tensor_parallel * max(0, bucket.count - before.get(bucket.tensor_parallel, 0))
             for bucket in best.rollout
         )
+        # New instances delay only their share of the rollout devices.
         return config.resize_seconds * resized + config.start_seconds * new / best.rollout_devices

@@ -1,4 +1,4 @@
-"""Plans as values: of a configuration, of a file, and laid over a configuration."""
+"""Converts plans: from a configuration, from a file, and to a configuration."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from libra_jax import config as configuration
 from libra_jax import protocols
 
 MOST_DEVICES = 1_000_000
-"""Accelerators, at most, of a plan: more than any cluster has."""
+"""Most accelerators of a plan: more than any cluster has."""
 
 
 def core_degrees(run: configuration.RunConfig) -> tuple[int, ...]:
-    """Tensor-parallel degrees of the instances that plans are about: all but the hybrid ones, which are the last."""
+    """Returns the tensor-parallel degrees of the instances that plans cover: all but the hybrid ones, which are the
+    last."""
     degrees = run.rollout.tensor_parallel
     return degrees[: len(degrees) - run.elastic.hybrid]
 
 
 def of_run(run: configuration.RunConfig, mesh: tuple[int, int, int]) -> protocols.Plan:
-    """The plan that a run's configuration amounts to; hybrid instances, which no plan is about, left out.
+    """Returns the plan that a run's configuration describes, without hybrid instances, which no plan covers.
 
     Args:
-      run: its configuration; buckets are drawn by `scheduler.max_remaining_tokens`.
+      run: its configuration; `scheduler.max_remaining_tokens` bounds the buckets.
       mesh: (data, fsdp, tensor) of its trainer.
     """
     counts = collections.Counter(core_degrees(run))
     bounds = [*run.scheduler.max_remaining_tokens, run.rollout.max_context]
-    if len(bounds) != len(counts):  # one bucket of all instances
+    if len(bounds) != len(counts):  # a single bucket has all instances
         bounds = [run.rollout.max_context] * len(counts)
     rollout = [
         protocols.PlannedBucket(degree, counts[degree], bound)
@@ -42,7 +43,7 @@ def of_run(run: configuration.RunConfig, mesh: tuple[int, int, int]) -> protocol
 
 
 def read(path: Path) -> protocols.Plan:
-    """The plan that `launch/plan.py` wrote.
+    """Reads the plan that `launch/plan.py` wrote.
 
     Raises:
       DataError: the file is missing, or is no such plan; the message says what is wrong with it.
@@ -77,14 +78,13 @@ def read(path: Path) -> protocols.Plan:
 
 
 def applied(values: Mapping[str, Any], plan: protocols.Plan) -> dict[str, Any]:
-    """A configuration, as nested dicts, laid out by a plan: mesh, instances, their slots, buckets.
+    """Returns a configuration, as nested dicts, with the mesh, instances, slots and buckets of a plan.
 
-    Rows of a micro-batch become as many more as the mesh's shards ask for.
+    The rows of a micro-batch are rounded up to a multiple of the mesh's shards.
 
     Args:
-      values: of a run, or of a simulated one.
-      plan: from `read`. An instance has the slots that the configuration gives its degree, or else
-        `rollout.slots`.
+      values: values of a run, or of a simulated one.
+      plan: from `read`. An instance has the slots that the configuration gives its degree, or else `rollout.slots`.
     """
     degrees = [bucket.tensor_parallel for bucket in plan.rollout for _ in range(bucket.count)]
     rollout, simulation = values["rollout"], values.get("simulation", {})
@@ -101,12 +101,13 @@ def applied(values: Mapping[str, Any], plan: protocols.Plan) -> dict[str, Any]:
     if simulation:
         sizes = {"train_devices": plan.train_devices, "train_mesh": tuple(mesh.values()), "slots": slots}
         return {**laid_out, "simulation": {**simulation, **sizes}}
+    # A micro-batch needs the same rows on every shard.
     shards, rows = plan.data * plan.fsdp, values["trainer"]["rows_per_micro_batch"]
     trainer = {**values["trainer"], **mesh, "rows_per_micro_batch": -(-rows // shards) * shards}
     return {**laid_out, "trainer": trainer}
 
 
 def of_values(values: Mapping[str, Any]) -> protocols.Plan:
-    """The plan that `dataclasses.asdict` was given."""
+    """Returns the plan whose `dataclasses.asdict` gives these values."""
     rollout = tuple(protocols.PlannedBucket(**bucket) for bucket in values["rollout"])
     return protocols.Plan(values["data"], values["fsdp"], values["tensor"], rollout)

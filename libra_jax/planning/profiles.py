@@ -1,8 +1,8 @@
-"""What runs have measured of one model on one machine, fitted so that plans can go by it, and kept in a file.
+"""Measurements of one model on one machine, fitted so that plans can use them, and kept in a file.
 
-Rollout: an engine of each degree as its streams of tokens show it (`calibration.fit_engine`), at the level at which
-`serving` finds whole steps as long as they were. Training: the coefficients that `meshes` goes by, such that steps on
-the measured meshes take what they took. Publication, and what belongs to no stage: medians.
+Rollout: an engine of each degree is fitted to its streams of tokens (`calibration.fit_engine`). Its level is set so
+that `serving` predicts the measured time of whole steps. Training: the coefficients that `meshes` uses are fitted to
+steps on the measured meshes. Weight sync, and time that belongs to no stage: medians.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from libra_jax.models import config as model_config
 from libra_jax.planning import calibration, costs, demand, hardware, meshes, robust, serving, streams
 
 KEPT_FILE = "planner_profile.json"
-"""A run's own copy, in its workdir."""
+"""File name of a run's own copy, in its workdir."""
 
 SHARES = ("train_flops_share", "large_message_share")
-"""Coefficients of training that are shares of a peak ..."""
+"""Coefficients of training that are shares of a peak."""
 
 SECONDS = ("train_overhead", "micro_batch_overhead", "large_message_latency")
-"""... and those that are times."""
+"""Coefficients of training that are times."""
 
 ROUNDS, CLOSE = 20, 1e-4
-"""Times at most that a fit is repeated around what it found, and the change at which that ends."""
+"""Most rounds in which a fit is repeated around its last result, and the relative change at which the rounds end."""
 
 NUDGE = 1e-3
 """Change of a coefficient by which its effect is found, relative or in seconds."""
@@ -39,16 +39,16 @@ NUDGE = 1e-3
 
 @dataclass(frozen=True)
 class Measured:
-    """A training step as it was.
+    """A measured training step.
 
     Attributes:
       mesh: (data, fsdp, tensor) of the trainer.
       trainer: its rows.
       lengths: tokens of each trained sequence.
-      demand: what its requests asked of rollout.
-      degree: of the instance that served them.
-      slots: of that.
-      seconds: of its stages.
+      demand: demand of its requests on rollout.
+      degree: degree of the instance that served them.
+      slots: slots of that instance.
+      seconds: seconds of its stages.
     """
 
     mesh: tuple[int, int, int]
@@ -65,10 +65,10 @@ class Stages:
     """Seconds of a training step whose stages follow each other.
 
     Attributes:
-      rollout: of its requests.
-      train: of the trainer's step.
-      sync: of the publication.
-      total: of the whole.
+      rollout: seconds of its requests.
+      train: seconds of the trainer's step.
+      sync: seconds of the weight sync.
+      total: seconds of the whole step.
     """
 
     rollout: float
@@ -79,17 +79,17 @@ class Stages:
 
 @dataclass(frozen=True)
 class Profile:
-    """See the module.
+    """A profile of measurements; see the module's docstring.
 
     Attributes:
-      sheet: of the machine, of whose peaks `coefficients` has shares.
-      model: its config.json.
-      coefficients: with those of training as fitted; the rest are the sheet's defaults.
-      engines: of each measured degree, at its level.
-      sync: seconds of a publication.
+      sheet: sheet of the machine; `coefficients` are shares of its peaks.
+      model: the model's config.json.
+      coefficients: coefficients with fitted values for training; the rest are the sheet's defaults.
+      engines: costs of each measured degree, at its level.
+      sync: seconds of a weight sync.
       between: seconds of a step that belong to no stage.
-      errors: mean relative error of each of `Stages` on steps that were not fitted to; empty before it is known, and
-        never so in a file.
+      errors: mean relative error of each of `Stages` on steps that were not fitted to; empty before it is known,
+        never empty in a file.
     """
 
     sheet: hardware.HardwareSheet
@@ -102,17 +102,17 @@ class Profile:
 
     @property
     def besides(self) -> float:
-        """Seconds of a step in which nothing trains, at eta = 0 nothing rolls out either."""
+        """Seconds of a step in which nothing trains; at max staleness 0 nothing rolls out either."""
         return self.sync + self.between
 
     def rollout(self, model: costs.CostModel) -> calibration.MeasuredEngines:
-        """What instances take, with the caches that they have by the sheet."""
+        """Returns the costs of instances, with the cache sizes of the sheet."""
         return calibration.MeasuredEngines(
             self.engines, cache_tokens={degree: model.kv_tokens(degree) for degree in self.engines}
         )
 
     def cost_model(self, model: costs.CostModel) -> costs.CostModel:
-        """`model` with the measured machine's sheet and coefficients.
+        """Returns `model` with the measured machine's sheet and coefficients.
 
         Raises:
           ConfigError: it is another model, or other hardware.
@@ -131,10 +131,10 @@ class Profile:
         return dataclasses.replace(model, sheet=self.sheet, coefficients=self.coefficients)
 
     def measured(self, degrees: Sequence[int]) -> tuple[int, ...]:
-        """Those of `degrees` that were measured.
+        """Returns those of `degrees` that were measured.
 
         Raises:
-          ConfigError: none was.
+          ConfigError: none was measured.
         """
         found = tuple(degree for degree in degrees if degree in self.engines)
         if not found:
@@ -145,7 +145,7 @@ class Profile:
         return found
 
     def predict(self, model: costs.CostModel, step: Measured) -> Stages:
-        """What a step takes by the profile, its stages one after another."""
+        """Predicts a step by the profile, its stages one after another."""
         train = meshes.Training(self.cost_model(model), step.lengths, step.trainer).seconds(*step.mesh)
         rollout = _rollout_seconds(self.rollout(model), step)
         return Stages(rollout, train, self.sync, rollout + train + self.besides)
@@ -154,11 +154,11 @@ class Profile:
 def fit(
     model: costs.CostModel, steps: Sequence[Measured], by_degree: Mapping[int, Sequence[Sequence[streams.Stream]]]
 ) -> Profile:
-    """The profile of these steps.
+    """Fits the profile of these steps.
 
     Args:
-      model: of the machine's sheet; what is not fitted stays as it is there.
-      steps: measured, their stages one after another.
+      model: cost model of the machine's sheet; coefficients that are not fitted keep its values.
+      steps: measured steps, their stages one after another.
       by_degree: the streams of each instance of each degree, in the same steps.
 
     Raises:
@@ -186,14 +186,15 @@ def fit(
 
 
 def levelled(engine: calibration.EngineCosts, steps: Sequence[Measured], cache_tokens: int) -> calibration.EngineCosts:
-    """The engine that takes so many times as long that rollout takes, in the median step, what it took.
+    """Scales the engine so that the median step's rollout takes its measured time.
 
-    Only part of a rollout grows with it, as tools take the time they take, so the factor is approached.
+    Only part of a rollout's time grows with the engine's, because tool times stay. So the factor is approached in
+    rounds.
 
     Args:
-      engine: fitted.
-      steps: measured, all on instances of one degree.
-      cache_tokens: that an instance's cache holds, as when the profile is used.
+      engine: fitted costs.
+      steps: measured steps, all on instances of one degree.
+      cache_tokens: tokens that an instance's cache holds, as when the profile is used.
     """
     for _ in range(ROUNDS):
         served = calibration.MeasuredEngines(
@@ -207,11 +208,11 @@ def levelled(engine: calibration.EngineCosts, steps: Sequence[Measured], cache_t
 
 
 def fit_training(model: costs.CostModel, steps: Sequence[Measured]) -> costs.Coefficients:
-    """`SHARES` and `SECONDS` such that training steps take what they took; the rest is the model's.
+    """Fits `SHARES` and `SECONDS` to the measured training steps; other coefficients keep the model's values.
 
-    Shares stay at 1 or below and times at 0 or above; what these steps do not depend on stays as the model has it.
-    Relative errors are fitted robustly (`robust.fit`), the costs linearised around what was found before: where
-    nothing overlaps they are linear in times and inverse shares, so the second round changes nothing.
+    Shares stay at 1 or below and times at 0 or above. A coefficient that has no effect on these steps keeps the
+    model's value. Relative errors are fitted robustly (`robust.fit`), with costs linearised around the last result.
+    If nothing overlaps, costs are linear in times and inverse shares, so the second round changes nothing.
     """
     made = [meshes.Training(model, step.lengths, step.trainer) for step in steps]
     measured = np.array([step.seconds.train for step in steps])
@@ -219,12 +220,14 @@ def fit_training(model: costs.CostModel, steps: Sequence[Measured]) -> costs.Coe
     def ratios(values: robust.Values) -> robust.Values:
         changed = dataclasses.replace(model, coefficients=_coefficients(model.coefficients, values))
         seconds = [one.costing(changed).seconds(*step.mesh) for one, step in zip(made, steps, strict=True)]
+        # Ratios, so that short steps count as much as long ones.
         return np.array(seconds) / measured
 
     values = _values(model.coefficients)
     for _ in range(ROUNDS):
         here, before = ratios(values), values
         slopes = np.stack([(ratios(values + nudge) - here) / NUDGE for nudge in NUDGE * np.eye(len(values))], axis=1)
+        # A coefficient without effect would make the fit singular, so it keeps its value.
         told = np.abs(slopes).max(axis=0) > 0.0
         values = np.where(told, 0.0, before)
         values[told] = robust.fit(slopes[:, told], 1.0 - here + slopes[:, told] @ before[told])
@@ -234,7 +237,7 @@ def fit_training(model: costs.CostModel, steps: Sequence[Measured]) -> costs.Coe
 
 
 def _values(coefficients: costs.Coefficients) -> robust.Values:
-    """What is fitted, none of it negative: how much more than 1 a share's inverse is, and times."""
+    """Returns the fitted values, none negative: how much a share's inverse exceeds 1, and times."""
     shares = [1.0 / getattr(coefficients, name) - 1.0 for name in SHARES]
     return np.array([*shares, *(getattr(coefficients, name) for name in SECONDS)])
 
@@ -264,7 +267,7 @@ def write(profile: Profile, path: Path) -> None:
 
 
 def read(path: Path) -> Profile:
-    """The profile in a file of `write`.
+    """Reads the profile in a file of `write`.
 
     Raises:
       DataError: the file is missing, or is no such profile; the message says what is wrong with it.

@@ -1,4 +1,4 @@
-"""Maxima over ranges of an array, many at a time."""
+"""Answers maxima over many ranges of an array at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Maxima:
     """A sparse table (Bender and Farach-Colton, 2000): log2(n) rows, each range answered by two of its entries.
 
     Args:
-      values: of which ranges are asked for.
+      values: the array.
     """
 
     def __init__(self, values: Values) -> None:
@@ -24,13 +24,14 @@ class Maxima:
             )
             rows.append(joined)
         self._rows = np.stack(rows)
-        self._levels = np.frexp(np.arange(len(values) + 1))[1] - 1  # of each width, the largest power of two in it
+        self._levels = np.frexp(np.arange(len(values) + 1))[1] - 1  # log2 of each width, rounded down
 
     def over(self, first: Places, last: Places) -> Values:
-        """The largest of values[first:last] of each pair; minus infinity where that is empty."""
+        """Returns the largest of values[first:last] for each pair; minus infinity if the range is empty."""
         width = last - first
         some = width > 0
         level = np.where(some, self._levels[width], 0)
+        # Two overlapping windows of 2^level cover the range; the overlap does not change a maximum.
         left = self._rows[level, np.where(some, first, 0)]
         right = self._rows[level, np.where(some, last - (1 << level), 0)]
         return np.where(some, np.maximum(left, right), -np.inf)

@@ -1,4 +1,4 @@
-"""What to do about what is at its limit on a large cluster (`scale`), with the numbers that it comes to."""
+"""Suggests what to do about a limit that is reached on a large cluster (`scale`), with the resulting numbers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from libra_jax.planning import scale
 
 BUSY = 0.7
-"""Share of a core that a remedy leaves the coordinator with: an event loop that is never idle answers late."""
+"""Share of a core that the coordinator may use after a remedy: an event loop that is never idle answers late."""
 
 
 def remedy(costs: scale.Costs, work: scale.Work, settings: scale.Settings, accelerators: int, part: str) -> str:
-    """What to do about a part on so many accelerators, with its numbers, in a sentence."""
+    """Returns a sentence on what to do about a part on this many accelerators, with its numbers."""
     here = scale.loads(costs, work, settings, accelerators)
     if here.parts[part].ratio <= (BUSY if part == "coordinator" else 1.0):
         return f"none needed at {accelerators:,}"
@@ -30,7 +30,7 @@ def _changed(
 
 
 def _fewer_deltas(costs: scale.Costs, work: scale.Work, settings: scale.Settings, here: scale.Loads) -> str:
-    """The least interval that is enough; beyond a turn's own length no interval helps."""
+    """Returns the smallest sufficient interval; an interval beyond a turn's own length does not help."""
     interval = settings.stream_interval
     while interval < work.generated_tokens / work.turns:
         interval *= 2

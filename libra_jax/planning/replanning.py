@@ -1,10 +1,10 @@
-"""When to look for a better plan, and when to take it: a move has to pay for itself before the next one.
+"""Decides when to look for a better plan, and when to take it: a move has to pay for itself before the next one.
 
-A plan is looked for every `period` steps, or early, when something says that the present one no longer fits: requests
-wait for more slots than there are, one stage has come to take much longer than the other, an instance is lost. What is
-found is taken if, over the next `horizon` steps, it saves more than the move costs, if a step gets shorter by
-`least_gain` at least (less is within the error of the predictions), and if the last move is `cooldown` steps ago. Every
-look leaves a line in the log, whichever way it went.
+The planner looks every `period` steps. It looks early if more requests wait than `queue_pressure` allows, if one
+stage has become much slower than the other, or if an instance is lost. A found plan is taken under three conditions.
+It saves more over the next `horizon` steps than the move costs. It shortens a step by at least `least_gain`, because
+a smaller gain is within the error of the predictions. And the last move is at least `cooldown` steps ago. Every look
+leaves a line in the log.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from typing import Any, Generic, TypeVar
 Plan = TypeVar("Plan", bound=Hashable)
 
 WAITED = 0.15
-"""Share of its time that the trainer waited for batches, above which steps were as long as rollout makes them."""
+"""Share of a step that the trainer waited for its batch; above it, rollout set the length of the step."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """When to look and when to move.
+    """Rules for looks and moves.
 
     Attributes:
-      period: training steps between two looks; 0: none but early ones.
+      period: training steps between two looks; 0: only early looks.
       horizon: steps over which a move has to pay.
-      cooldown: steps after a move before the next, and after any look before an early one.
+      cooldown: steps after a move before the next move, and after any look before an early look.
       least_gain: relative gain of a step below which nothing moves.
       queue_pressure: requests waiting for a slot, over all slots, above which it looks early.
-      imbalance: how many times as long as the other a stage may take before it looks early.
+      imbalance: ratio of the longer stage to the shorter above which it looks early.
       shadow: decides and logs, and never moves.
     """
 
@@ -45,13 +45,13 @@ class Rules:
 
 @dataclass(frozen=True)
 class Signs:
-    """What a training step showed.
+    """Signs that a training step showed.
 
     Attributes:
-      train_seconds: of the step.
-      rollout_seconds: of the step's requests.
+      train_seconds: seconds of the training step.
+      rollout_seconds: seconds of the step's requests.
       waiting: requests that waited for a slot, mean over the step.
-      slots: of all instances.
+      slots: slots of all instances.
       lost: instances lost since the step before.
     """
 
@@ -64,17 +64,17 @@ class Signs:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a training step took, as the coordinator saw it.
+    """Times of a training step, as the coordinator saw them.
 
     Attributes:
-      step: seconds, from the end of the step before, without an evaluation.
-      train: of them, the training step.
-      sync: of them, the publication of its weights.
-      wait: of them, the trainer waited for its batch.
+      step: seconds from the end of the step before, without an evaluation.
+      train: seconds of the training step within `step`.
+      wait: seconds within `step` in which the trainer waited for its batch.
+      sync: seconds of the weight sync within `step`.
       waiting: requests that waited for a slot, mean over the step.
-      slots: of all instances.
+      slots: slots of all instances.
       lost: instances lost since the step before.
-      disturbed: a move or a loss touched the step, so that it says nothing of those to come.
+      disturbed: a move or a loss affected the step, so that it does not predict later steps.
     """
 
     step: float
@@ -92,14 +92,14 @@ class Decision(Generic[Plan]):
     """One look.
 
     Attributes:
-      step: training step.
-      why: what made it look.
-      plan: the best that was found.
-      present_seconds: of a step under the present plan, as predicted.
-      best_seconds: likewise under the best.
-      move_seconds: that going from one to the other costs.
-      moved: whether it was taken.
-      reason: why, or why not.
+      step: training step of the look.
+      why: reason for the look.
+      plan: the best plan that was found.
+      present_seconds: predicted seconds of a step under the present plan.
+      best_seconds: predicted seconds of a step under the best plan.
+      move_seconds: seconds that the move between them costs.
+      moved: the plan was taken.
+      reason: reason for or against the move.
     """
 
     step: int
@@ -117,11 +117,11 @@ class Decision(Generic[Plan]):
         return 1.0 - self.best_seconds / self.present_seconds
 
     def record(self) -> dict[str, Any]:
-        """For `plans.jsonl`."""
+        """Returns the line of `plans.jsonl`, as a dict."""
         return {**dataclasses.asdict(self), "gain": self.gain}
 
     def line(self) -> str:
-        """For the log."""
+        """Returns the line of the log."""
         verdict = "moves" if self.moved else "stays"
         return (
             f"step {self.step} ({self.why}): {verdict}: {self.present_seconds:.1f} s a step now, "
@@ -133,10 +133,10 @@ class Replanner(Generic[Plan]):
     """Decides step by step.
 
     Args:
-      rules: when.
-      present: the plan that is in force.
-      best: () to the best plan for what is to be done now.
-      seconds: of a step under a plan, for what is to be done now.
+      rules: rules for looks and moves.
+      present: the plan in force.
+      best: returns the best plan for the present work.
+      seconds: plan to the seconds of a step, for the present work.
       move: (from, to) to the seconds that a move costs.
     """
 
@@ -156,14 +156,14 @@ class Replanner(Generic[Plan]):
         self._move = move
         self._moved_at: int | None = None
         self._looked_at = 0
-        self._slower = ""  # the stage that took much longer when it looked last
+        self._slower = ""  # the stage that took much longer at the last look
 
     def after(self, step: int, signs: Signs) -> Decision[Plan] | None:
-        """The decision after a training step; None if nothing makes it look.
+        """Returns the decision after a training step; None if nothing calls for a look.
 
         Args:
-          step: its number, from 1.
-          signs: what it showed.
+          step: number of the step, from 1.
+          signs: signs that the step showed.
         """
         why = self._why(step, signs)
         if why is None:
@@ -188,34 +188,34 @@ class Replanner(Generic[Plan]):
             return f"{signs.lost} instances lost"
         if rules.period and step - self._looked_at >= rules.period:
             return f"every {rules.period} steps"
-        if self._cooling(step) or step - self._looked_at < rules.cooldown:  # it has just seen the same
+        if self._cooling(step) or step - self._looked_at < rules.cooldown:  # it has just looked at the same state
             return None
         if signs.waiting > rules.queue_pressure * signs.slots:
             return f"{signs.waiting:.0f} requests wait for {signs.slots} slots"
         stage = self._much_slower(signs)
-        if stage and stage != self._slower:  # else it was so at the last look, which could not mend it
+        if stage and stage != self._slower:  # otherwise the last look saw this too and could not mend it
             seconds = sorted((signs.rollout_seconds, signs.train_seconds))
             return f"{stage} takes {seconds[1] / max(seconds[0], 1e-9):.1f} times as long as the other stage"
         return None
 
     def _much_slower(self, signs: Signs) -> str:
-        """The stage that takes much longer than the other, if one does."""
+        """Returns the stage that takes much longer than the other; empty if none does."""
         if signs.rollout_seconds > self.rules.imbalance * signs.train_seconds:
             return "rollout"
         return "training" if signs.train_seconds > self.rules.imbalance * signs.rollout_seconds else ""
 
     def snapshot(self) -> dict[str, Any]:
-        """JSON-able: when it looked and moved last, without the plan."""
+        """Returns JSON-able state: when it last looked and moved, without the plan."""
         return {"moved_at": self._moved_at, "looked_at": self._looked_at, "slower": self._slower}
 
     def restore(self, present: Plan, snapshot: Mapping[str, Any]) -> None:
-        """Goes on with the plan in force and what `snapshot` returned; what an older one lacks is as at the start."""
+        """Restores the plan in force and a snapshot; a value that an older snapshot lacks starts fresh."""
         self.present = present
         self._moved_at = snapshot.get("moved_at")
         self._looked_at, self._slower = snapshot.get("looked_at", 0), snapshot.get("slower", "")
 
     def _against(self, step: int, best: Plan, now: float, then: float, cost: float, *, lost: bool) -> str | None:
-        """What speaks against the move, None if nothing does."""
+        """Returns the reason against the move; None if there is none."""
         rules = self.rules
         if best == self.present:
             return "the present plan is the best"

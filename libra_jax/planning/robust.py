@@ -1,4 +1,4 @@
-"""Least squares with coefficients that cannot be negative and few bad measurements that cannot drag them far."""
+"""Robust least squares with non-negative coefficients: a few bad measurements cannot drag them far."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ import numpy as np
 Values: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 
 ROUNDS = 25
-"""Times the measurements are weighed anew."""
+"""Most rounds of reweighting the measurements."""
 
 
 def fit(rows: Values, measured: Values) -> Values:
-    """Coefficients c >= 0 that minimise `sum rho(measured - rows @ c)`, rho the soft L1 loss.
+    """Returns the coefficients c >= 0 that minimise `sum rho(measured - rows @ c)`, rho the soft L1 loss.
 
-    `rho(r) = 2 s^2 (sqrt(1 + (r / s)^2) - 1)`: squared for residuals below the scale s, which is their median size,
-    absolute beyond. Solved by iteratively reweighted least squares (Holland and Welsch, 1977).
+    `rho(r) = 2 s^2 (sqrt(1 + (r / s)^2) - 1)` is squared for residuals below the scale s, and absolute beyond. The
+    scale is the median size of the residuals. Solved by iteratively reweighted least squares (Holland and Welsch,
+    1977).
 
     Args:
       rows: [N, K], one measurement a row; K at most 8.
       measured: [N].
 
     Returns:
-      [K]; a coefficient that nothing in `rows` tells is 0.
+      [K]; a coefficient on which no row depends is 0.
 
     Example:
       >>> steps = np.arange(1.0, 9.0)
@@ -38,18 +39,20 @@ def fit(rows: Values, measured: Values) -> Values:
         before, coefficients = coefficients, non_negative(rows * weights[:, None], measured * weights)
         residuals = np.abs(measured - rows @ coefficients)
         scale = float(np.median(residuals))
+        # A perfect fit has no scale to weigh residuals by.
         if scale <= 1e-12 * float(np.abs(measured).max(initial=0.0)) or np.allclose(before, coefficients, 1e-9, 0.0):
             break
-        weights = (1.0 + (residuals / scale) ** 2) ** -0.25  # squared where the loss takes them
+        weights = (1.0 + (residuals / scale) ** 2) ** -0.25  # square roots: the loss squares them again
     return coefficients
 
 
 def non_negative(rows: Values, measured: Values) -> Values:
-    """The least-squares solution among coefficients >= 0.
+    """Returns the least-squares solution among coefficients >= 0.
 
-    It is the unconstrained solution over those of its coefficients that are above 0, so with few of them the best
-    feasible subset is found by looking at each.
+    It equals the unconstrained solution over its positive coefficients. With few coefficients, trying every subset
+    finds the best feasible one.
     """
+    # Columns of unit length keep the digits if coefficients differ by orders of magnitude.
     sizes = np.sqrt((rows**2).sum(axis=0))
     used = [column for column in range(rows.shape[1]) if sizes[column] > 0]
     scaled = rows[:, used] / sizes[used]
@@ -60,9 +63,9 @@ def non_negative(rows: Values, measured: Values) -> Values:
             chosen = list(subset)
             try:
                 solution = np.linalg.solve(gram[np.ix_(chosen, chosen)], moments[chosen])
-            except np.linalg.LinAlgError:  # two columns say the same: a smaller subset does as well
+            except np.linalg.LinAlgError:  # two columns are equivalent: a smaller subset fits as well
                 continue
-            gain = float(solution @ moments[chosen])  # what it takes off the sum of squares
+            gain = float(solution @ moments[chosen])  # reduction of the sum of squares
             if (solution >= 0).all() and gain > best_gain * (1 + 1e-12):
                 best, best_gain = np.zeros(rows.shape[1]), gain
                 best[[used[index] for index in chosen]] = solution / sizes[[used[index] for index in chosen]]

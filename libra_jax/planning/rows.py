@@ -1,4 +1,4 @@
-"""How sequences are laid out in rows: the trainer packs by it, and whoever predicts a training step counts by it.
+"""Lays sequences out in rows: the trainer packs by this rule, and predictions of a training step count by it.
 
 Rows are filled longest sequence first, each into the first row with room (first-fit decreasing: at most 11/9 of the
 optimum plus 6/9 of a row, Dosa 2007). Numpy only, deterministic.
@@ -16,7 +16,7 @@ import numpy as np
 Integers: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
 COLUMNS_PER_SEGMENT = 8
-"""A row of T columns holds at most T / 8 sequences: the objective's per-sequence sums need a fixed bound."""
+"""Columns of a row for each sequence that it may hold: the objective's per-sequence sums need a fixed bound."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Shape:
 
     Attributes:
       lengths: columns of a row, ascending; a sequence opens a row of the shortest length that holds it.
-      rows_per_micro_batch: rows that one program takes; empty ones fill the last micro-batch up.
+      rows_per_micro_batch: rows that one program takes; empty rows fill the last micro-batch up.
       packed: several sequences share a row.
     """
 
@@ -36,11 +36,11 @@ class Shape:
 
 @dataclass(frozen=True)
 class Fit:
-    """Where sequences go, in the order given; -1 everywhere for one without columns.
+    """Places of the sequences, in the order given; -1 everywhere for a sequence without columns.
 
     Attributes:
-      row: of each sequence.
-      start: its first column there.
+      row: row of each sequence.
+      start: its first column in the row.
       segment: its number in the row, from 1.
       length: columns of each row.
     """
@@ -52,16 +52,16 @@ class Fit:
 
 
 def max_segments(columns: int, packed: bool) -> int:
-    """Most sequences that a row of `columns` holds."""
+    """Returns the most sequences that a row of `columns` holds."""
     return max(1, columns // COLUMNS_PER_SEGMENT) if packed else 1
 
 
 def fit(columns: Integers, lengths: tuple[int, ...], packed: bool) -> Fit:
-    """First-fit decreasing.
+    """Packs by first-fit decreasing.
 
     Args:
-      columns: that each sequence takes; none more than the longest row has.
-      lengths: of rows, ascending.
+      columns: columns that each sequence takes; at most those of the longest row.
+      lengths: lengths of rows, ascending.
       packed: several sequences share a row.
     """
     count = len(columns)
@@ -71,6 +71,7 @@ def fit(columns: Integers, lengths: tuple[int, ...], packed: bool) -> Fit:
     length_of_row: list[int] = []
     for index in np.argsort(-columns, kind="stable"):
         need = columns[index]
+        # Sorted by length, so only sequences without columns follow.
         if need == 0:
             break
         opened = len(length_of_row)
@@ -90,12 +91,12 @@ def fit(columns: Integers, lengths: tuple[int, ...], packed: bool) -> Fit:
 
 
 def processed_columns(sequence_lengths: Sequence[int], shape: Shape) -> int:
-    """Columns that a training step computes, padding and empty rows included.
+    """Returns the columns that a training step computes, padding and empty rows included.
 
     Args:
-      sequence_lengths: tokens of each sequence up to its last trained one; N tokens take N - 1 columns. What would
-        not fit the longest row counts as filling it.
-      shape: of the rows.
+      sequence_lengths: tokens of each sequence up to its last trained one; N tokens take N - 1 columns. A sequence
+        longer than the longest row counts as filling it.
+      shape: shape of the rows.
     """
     columns = np.minimum(np.asarray(sequence_lengths, np.int64) - 1, shape.lengths[-1])
     rows = Counter(fit(columns, shape.lengths, shape.packed).length)

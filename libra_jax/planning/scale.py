@@ -1,12 +1,12 @@
-"""What grows with a cluster besides its work: start-up, publication, and what the one coordinator has to do.
+"""Predicts the overhead that grows with a cluster: start-up, weight sync, and the load of the one coordinator.
 
-The coordinator is one process with one event loop, so what it spends on every request, turn, delta, engine and weight
-bucket adds up in one core. `Costs` has what each was measured to take, `Work` what a training step consists of, and
-`Settings` how a run is configured; `loads` says what comes of these on so many accelerators. The batch grows with the
-cluster (as many trajectories for each accelerator), so that a step takes as long on any.
+The coordinator is one process with one event loop. So its work on every request, turn, delta, engine and chunk of
+weights adds up in one core. `Costs` has the measured cost of each, `Work` the content of a training step, and
+`Settings` the configuration of the run. `loads` computes the result for a number of accelerators. The batch grows with
+the cluster (the same number of trajectories for each accelerator), so that a step takes equally long at any size.
 
-Each load has a limit; the one that reaches its limit with the fewest accelerators is the first bottleneck. Links and
-starts of engines are not measured but given, and nothing here knows of failures.
+Each load has a limit. The load that reaches its limit with the fewest accelerators is the first bottleneck. Link
+rates and engine start times are given, not measured, and failures are not modelled.
 """
 
 from __future__ import annotations
@@ -19,45 +19,46 @@ from dataclasses import dataclass
 from libra_jax import protocols
 
 FAN_OUT = 2
-"""Relays to which one passes a bucket on (`weights.relay_tree`)."""
+"""Weight relays to which one relay passes a chunk on (`weights.relay_tree`)."""
 
 PUBLICATION_CALLS = 4
-"""Of an engine, besides one for each bucket: pause, prepare, finish, resume."""
+"""Calls of an engine in a weight sync, besides one for each chunk: pause, prepare, finish, resume."""
 
 RELAY_CALLS = 2
-"""Of a bucket on its way to a host: send and receive."""
+"""Calls of a chunk on its way to a host: send and receive."""
 
 START_CALLS = 3
-"""Of an engine that starts, once its process is there: start, its transport, its health."""
+"""Calls of a starting engine once its process exists: start, its transport, its health."""
 
 MOST = 2**24
-"""Accelerators up to which a limit is looked for."""
+"""Most accelerators up to which a limit is searched for."""
 
 MIB = 2**20
 
 
 @dataclass(frozen=True)
 class Costs:
-    """CPU seconds of the coordinator's process, each time; zero where it is not known.
+    """CPU seconds of the coordinator's process for each event; zero if a cost is not known.
 
     Attributes:
-      request: an attempt, from its begin to its end, apart from what follows.
-      turn: a model output: its call, decisions and stream, and the tool's return.
-      delta: a part in which its tokens come.
-      generated_token: kept with its log-probability and version.
-      payload_token: of a tool's return: rendered, tokenised and kept.
-      context_token: sent to the engine with a turn.
-      actor: made by the cluster.
-      call: of a method of an actor; also an answer of an engine's process with all that has come in on its streams.
-      engine_update: an engine's part in a publication apart from its calls.
-      engine_bucket: of a bucket that an engine loads, likewise.
-      host_bucket: of a bucket that comes to a host, likewise.
-      health: of looking after an engine, its call apart.
-      serving: of taking an engine up among those that serve.
-      status: of a worker, each time the status is written.
-      batch_token: of a trained token that is handed to the trainer.
-      token_bytes: of memory that a trajectory's token takes, no seconds.
-      decisions: number of live requests to seconds of a decision, of which a turn takes two; `turn` has those of few.
+      request: seconds of a rollout, from its begin to its end, without the parts below.
+      turn: seconds of a model output: its call, decisions and stream, and the tool's return.
+      delta: seconds of one delta of tokens.
+      generated_token: seconds of keeping a token with its log-probability and version.
+      payload_token: seconds of a tool return's token: rendered, tokenised and kept.
+      context_token: seconds of a token sent to the engine with a turn.
+      actor: seconds of making an actor.
+      call: seconds of a call to an actor; also of an answer of an engine's process with all news on its streams.
+      engine_update: seconds of an engine's part in a weight sync, without its calls.
+      engine_bucket: seconds of a chunk that an engine loads, without its calls.
+      host_bucket: seconds of a chunk that comes to a host, without its calls.
+      health: seconds of a health check of an engine, without its call.
+      serving: seconds of adding an engine to those that serve.
+      status: seconds of a worker's entry, each time the status is written.
+      batch_token: seconds of handing a trained token to the trainer.
+      token_bytes: bytes of memory that a trajectory's token takes, not seconds.
+      decisions: number of live requests to seconds of a decision; a turn takes two. `turn` includes those of few
+        requests.
       planner: number of accelerators to seconds of a search for a plan.
     """
 
@@ -96,20 +97,20 @@ class Costs:
 
 @dataclass(frozen=True)
 class Work:
-    """A training step's work on `accelerators`, and the layout there; means are of its trajectories.
+    """A training step's work on `accelerators`, and the layout there; means are over its trajectories.
 
     Attributes:
-      accelerators: that train and roll out.
+      accelerators: accelerators that train and roll out.
       engines: rollout instances.
-      rollout_accelerators: those of the instances.
-      trajectories: of a step.
-      turns: model outputs of one.
-      generated_tokens: of one.
-      payload_tokens: of one, from tools.
-      sent_tokens: of one: its context, summed over its turns.
-      trained_tokens: of one: its whole context at the end.
-      step_seconds: that the step takes.
-      weight_bytes: that a publication moves.
+      rollout_accelerators: accelerators of the instances.
+      trajectories: trajectories of a step.
+      turns: mean model outputs of a trajectory.
+      generated_tokens: mean generated tokens of a trajectory.
+      payload_tokens: mean tokens from tools of a trajectory.
+      sent_tokens: mean context of a trajectory, summed over its turns.
+      trained_tokens: mean whole context of a trajectory at its end.
+      step_seconds: seconds of the step.
+      weight_bytes: bytes that a weight sync moves.
     """
 
     accelerators: int
@@ -133,23 +134,23 @@ class Work:
 
 @dataclass(frozen=True)
 class Settings:
-    """How the run is configured, and what stands around it.
+    """Configuration of the run, and properties of its surroundings.
 
     Attributes:
       stream_interval: tokens between two deltas (`rollout.stream_interval`).
-      bucket_mib: MiB of a weight bucket (`rollout.bucket_mib`).
-      health_seconds: between two looks at an engine (`rollout.health_seconds`).
-      staleness: eta; batches of eta + 1 steps are live.
-      accelerators_per_host: that share a relay.
-      link_bytes_per_second: from one host to another, one direction.
-      load_seconds: that an engine takes to put new weights in place, besides receiving them.
-      engine_start_seconds: that an engine takes to start once its process is there; all start at once.
-      gather_seconds: for which news of an engine's process wait for others (`cluster.ray_streams`).
-      status_seconds: between two writes of the status.
+      bucket_mib: MiB of a chunk of weights (`rollout.bucket_mib`).
+      health_seconds: seconds between two looks at an engine (`rollout.health_seconds`).
+      staleness: max staleness; batches of staleness + 1 steps are live.
+      accelerators_per_host: accelerators that share a weight relay.
+      link_bytes_per_second: rate from one host to another, in one direction.
+      load_seconds: seconds in which an engine puts new weights in place, besides receiving them.
+      engine_start_seconds: seconds of an engine's start once its process exists; all engines start at once.
+      gather_seconds: seconds for which news of an engine's process wait for further news (`cluster.ray_streams`).
+      status_seconds: seconds between two writes of the status.
       start_limit: seconds that a start may take (`deadlines.engine_start`).
       silent_limit: seconds for which the event loop may be silent (`telemetry.status`).
-      publication_share: of a step, that a publication may take.
-      memory_bytes: of the coordinator's host.
+      publication_share: share of a step that a weight sync may take.
+      memory_bytes: memory of the coordinator's host, in bytes.
     """
 
     stream_interval: int = 16
@@ -177,12 +178,12 @@ class Settings:
 
 @dataclass(frozen=True)
 class Part:
-    """One thing that grows.
+    """One load that grows with the cluster.
 
     Attributes:
-      value: how much of it there is, in the unit of the limit.
-      limit: from which on it holds the run up.
-      unit: of both.
+      value: amount, in `unit`.
+      limit: amount from which on it delays the run.
+      unit: unit of both.
     """
 
     value: float
@@ -191,22 +192,22 @@ class Part:
 
     @property
     def ratio(self) -> float:
-        """1 at the limit."""
+        """Value over limit: 1 at the limit."""
         return self.value / self.limit
 
 
 @dataclass(frozen=True)
 class Loads:
-    """What comes of so many accelerators.
+    """Loads at a number of accelerators.
 
     Attributes:
-      accelerators: as asked.
+      accelerators: number that was asked about.
       engines: rollout instances.
-      rates: of requests, turns, deltas and generated tokens, each a second.
-      coordinator: shares of a core, by what they are spent on.
-      publication: seconds, by what they are spent on; bytes and calls overlap, loading follows.
-      start: seconds, likewise; engines start while others are made.
-      parts: what has a limit, by name.
+      rates: requests, turns, deltas and generated tokens, each a second.
+      coordinator: shares of a core, by purpose.
+      publication: seconds of a weight sync, by purpose; bytes and calls overlap, loading follows.
+      start: seconds of the start, by purpose; engines start while others are made.
+      parts: loads with a limit, by name.
     """
 
     accelerators: int
@@ -224,9 +225,10 @@ class Loads:
 
 
 def grown(known: Mapping[int, float], size: float) -> float:
-    """Seconds at a size: between measured ones along a power law, beyond them by that of the nearest two.
+    """Returns the seconds at a size: a power law between measured sizes, and that of the nearest two beyond them.
 
-    What shrank from one size to the next, by noise, counts as constant; so does a single size.
+    If seconds shrink from one size to the next, by noise, they count as constant. A single size counts as constant,
+    too.
     """
     sizes = sorted(known)
     if size <= sizes[0] or len(sizes) == 1:
@@ -241,10 +243,10 @@ def grown(known: Mapping[int, float], size: float) -> float:
 
 
 def loads(costs: Costs, work: Work, settings: Settings, accelerators: int) -> Loads:
-    """What comes of so many accelerators.
+    """Computes the loads at a number of accelerators.
 
     Raises:
-      ConfigError: they are fewer than 1.
+      ConfigError: the number is below 1.
     """
     if accelerators < 1:
         raise protocols.ConfigError(f"accelerators: {accelerators} is no size of a cluster; give 1 or more")
@@ -283,7 +285,8 @@ def _coordinator(
 ) -> dict[str, float]:
     turns, requests = rates["turns"], rates["requests"]
     alone = rates["deltas"] / engines
-    news = rates["deltas"] / (1.0 + settings.gather_seconds * alone)  # what comes within it travels together
+    news = rates["deltas"] / (1.0 + settings.gather_seconds * alone)  # news within `gather_seconds` travel together
+    # `turn` already includes the decisions of a single request.
     waiting = max(0.0, grown(costs.decisions, live) - grown(costs.decisions, 1))
     workers = engines + hosts(work, settings, engines / work.engines)
     return {
@@ -299,18 +302,20 @@ def _coordinator(
 
 
 def _deltas(work: Work, settings: Settings) -> float:
-    """Of an attempt: a turn's last one has half an interval's tokens on average."""
+    """Returns the deltas of a rollout: a turn's last one has half an interval's tokens on average."""
     return max(work.turns, work.generated_tokens / settings.stream_interval + work.turns / 2)
 
 
 def _publication(costs: Costs, work: Work, settings: Settings, times: float) -> dict[str, float]:
     targets, engines = hosts(work, settings, times), times * work.engines
     count = buckets(work, settings)
+    # Levels of the broadcast tree that reaches all hosts.
     depth = math.ceil(math.log(targets + 1.0, FAN_OUT))
-    copies = min(FAN_OUT, targets)  # that the trainer's host sends
+    copies = min(FAN_OUT, targets)  # copies that the trainer's host sends
     calls = engines * (costs.engine_update + PUBLICATION_CALLS * costs.call)
     calls += engines * count * (costs.engine_bucket + costs.call)
     calls += targets * count * (costs.host_bucket + RELAY_CALLS * costs.call)
+    # Chunks follow each other down the tree, so only the last one pays for all levels.
     return {
         "bytes": copies * work.weight_bytes / settings.link_bytes_per_second * (1.0 + depth / count),
         "calls": calls,
@@ -330,23 +335,24 @@ def _start(costs: Costs, work: Work, settings: Settings, times: float) -> dict[s
 
 
 def hosts(work: Work, settings: Settings, times: float) -> float:
-    """Of rollout, on so many times the accelerators of the work."""
+    """Returns the hosts of rollout, on `times` times the accelerators of the work."""
     return max(1.0, times * work.rollout_accelerators / settings.accelerators_per_host)
 
 
 def buckets(work: Work, settings: Settings) -> int:
-    """Of a publication."""
+    """Returns the chunks of a weight sync."""
     return max(1, math.ceil(work.weight_bytes / (settings.bucket_mib * MIB)))
 
 
 def reached(costs: Costs, work: Work, settings: Settings, part: str) -> int | None:
-    """The fewest accelerators with which a part is at its limit or beyond; None up to `MOST`."""
+    """Returns the fewest accelerators with which a part is at its limit or beyond; None if none up to `MOST` is."""
 
     def beyond(accelerators: int) -> bool:
         return loads(costs, work, settings, accelerators).parts[part].ratio >= 1.0
 
     if not beyond(MOST):
         return None
+    # Loads grow with the cluster, so bisection finds the first size beyond the limit.
     low, high = 0, MOST
     while high - low > 1:
         middle = (low + high) // 2
@@ -355,7 +361,7 @@ def reached(costs: Costs, work: Work, settings: Settings, part: str) -> int | No
 
 
 def first(costs: Costs, work: Work, settings: Settings) -> tuple[str, int] | None:
-    """The part that reaches its limit first as the cluster grows, and with how many accelerators."""
+    """Returns the part that reaches its limit first as the cluster grows, and the number of accelerators."""
     names = loads(costs, work, settings, work.accelerators).parts
     at = {name: found for name in names if (found := reached(costs, work, settings, name)) is not None}
     return min(at.items(), key=lambda item: item[1]) if at else None

@@ -1,11 +1,11 @@
-"""Which devices train and which roll out: the mesh, the instances of each degree, and the lengths each serves.
+"""Decides which devices train and which roll out: the mesh, the instances of each degree, and their length ranges.
 
-At eta > 0 both stages run side by side, and the step takes the slower one's time T. Both need the fewer devices the
-longer T may be, so T is searched for directly: the shortest at which the fewest training devices (`meshes`) and the
-fewest rollout devices (`partition`) are no more than there are. At eta = 0 one stage waits for the other and their
-times add up: each mesh of the front is tried, if its rollout could still beat the best so far.
+With max staleness above 0 both stages run side by side, and the step takes the slower stage's time T. A longer T needs
+fewer devices in both stages. So the search looks for the shortest T at which the fewest training devices (`meshes`) and
+the fewest rollout devices (`partition`) fit together. At max staleness 0 one stage waits for the other and their times
+add up. Then each mesh of the front is tried, if its rollout could still beat the best so far.
 
-Devices that are left over go to the stage that they make faster.
+Spare devices go to the stage that they make faster.
 """
 
 from __future__ import annotations
@@ -24,26 +24,27 @@ from libra_jax.planning import meshes, partition, serving
 from libra_jax.planning.demand import Demand
 
 PARTS = 256
-"""Places, at most, at which the requests may be cut; more for more devices."""
+"""Most places at which the requests may be cut; more if there are more devices."""
 
 PARTS_A_DEVICE = 2
 
 LOOKED_AT, BESIDE = 32, 2
-"""Splits, at most, that a picture has, and how many of these are next to the best on either side."""
+"""Most splits in a picture, and how many of them are next to the best on either side."""
 
 SLOWER, TRIED = 64.0, 96
-"""How much longer than the shortest a step may be for the sake of fewer devices, and how many lengths are tried."""
+"""Longest step that is tried for the sake of fewer devices, relative to the shortest, and the number of lengths
+tried."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """One way to split the devices, as good as it gets.
+    """One way to split the devices, with the best use of each part.
 
     Attributes:
       train: the mesh.
       rollout: the instances.
-      rollout_seconds: of a training step's requests.
-      step_seconds: the slower stage's at eta > 0, both together at eta = 0.
+      rollout_seconds: seconds of a training step's requests.
+      step_seconds: time of the slower stage at max staleness above 0, sum of both at 0.
     """
 
     train: meshes.Mesh
@@ -53,12 +54,12 @@ class Split:
 
     @property
     def plan(self) -> protocols.Plan:
-        """What it says to do."""
+        """The split as a plan."""
         return protocols.Plan(self.train.data, self.train.fsdp, self.train.tensor, self.rollout)
 
     @property
     def train_seconds(self) -> float:
-        """Of a training step."""
+        """Seconds of a training step."""
         return self.train.seconds
 
     @property
@@ -71,15 +72,15 @@ class Search:
     """Splits of any number of devices for the same work.
 
     Args:
-      rollout: what instances take.
-      training: what meshes take.
-      most: devices, at most, that will be asked about.
-      staleness: eta.
-      mesh: (data, fsdp, tensor) of the only mesh there is; None leaves it to the search.
-      reach: devices, at most, of a mesh that a trainer which runs can change to; None: any mesh.
+      rollout: times of instances.
+      training: times of meshes.
+      most: most devices that will be asked about.
+      staleness: max staleness.
+      mesh: (data, fsdp, tensor) of the only possible mesh; None leaves it to the search.
+      reach: most devices of a mesh that a running trainer can change to; None: any mesh.
 
     Raises:
-      ConfigError: the model fits on no mesh of so many devices, or a request on no instance; the message says what is
+      ConfigError: the model fits on no mesh of `most` devices, or a request on no instance; the message says what is
         short.
     """
 
@@ -108,13 +109,13 @@ class Search:
             )
 
     def weighed(self, ratio: float, more: float = 0.0) -> Search:
-        """The same search where training takes `ratio` times as long as its costs say, and `more` seconds besides."""
+        """Returns the same search with training that takes `ratio` times as long, and `more` seconds on top."""
         other = copy.copy(self)
         other._front = tuple(dataclasses.replace(mesh, seconds=ratio * mesh.seconds + more) for mesh in self._front)
         return other
 
     def best(self, devices: int) -> Split:
-        """The split of so many devices with the shortest step.
+        """Returns the split of `devices` devices with the shortest step.
 
         Raises:
           ConfigError: they are too few to train and roll out; the message says how many each stage takes.
@@ -122,7 +123,7 @@ class Search:
         return self._together(devices) if self._staleness else self._in_turn(devices)
 
     def cheapest(self, seconds: float, devices: int) -> Split:
-        """The split with the fewest devices, `devices` at most, whose step takes no longer than `seconds`.
+        """Returns the split with the fewest devices, `devices` at most, whose step takes no longer than `seconds`.
 
         Raises:
           ConfigError: there is none; the message says how long the shortest step takes.
@@ -136,9 +137,10 @@ class Search:
         return found
 
     def thriftiest(self, devices: int) -> Split:
-        """The split of at most so many devices with the fewest device-seconds a step: the most tokens for each.
+        """Returns the split of at most `devices` devices with the fewest device-seconds a step: the most tokens for
+        each device.
 
-        Steps of up to `SLOWER` times the shortest are tried, `TRIED` of them.
+        Tries `TRIED` step lengths of up to `SLOWER` times the shortest.
 
         Raises:
           ConfigError: the devices are too few to train and roll out.
@@ -151,9 +153,11 @@ class Search:
         return min(found, key=lambda split: split.devices * split.step_seconds)
 
     def _cheapest(self, seconds: float, devices: int) -> Split | None:
+        # The times were found by a search that ends at this precision.
         seconds *= 1.0 + partition.PRECISION
         best: Split | None = None
         for mesh in self._front:
+            # Side by side, rollout has the whole time; in turn, it has what training leaves.
             left = seconds if self._staleness else seconds - mesh.seconds
             if mesh.seconds > seconds or left <= 0 or mesh.devices >= devices:
                 continue
@@ -162,16 +166,16 @@ class Search:
                 split = self._split(mesh, served)
                 if best is None or split.devices < best.devices:
                     best = split
-            if self._staleness:  # a larger mesh makes nothing else smaller
+            if self._staleness:  # a larger mesh would not make the rollout part smaller
                 break
         return best
 
     def splits(self, devices: int, near: Split | None = None) -> Iterator[Split]:
-        """Meshes of the front with the best that the rest of the devices can do, fewest training devices first.
+        """Yields meshes of the front with the best rollout on the remaining devices, fewest training devices first.
 
         Args:
-          devices: of both stages.
-          near: of many meshes, only those next to this split's and some spread over the others; None: all of them.
+          devices: devices of both stages.
+          near: limits many meshes to those next to this split's, and some spread over the others; None: all of them.
         """
         chosen = list(range(len(self._front)))
         if near is not None and len(chosen) > LOOKED_AT:
@@ -184,18 +188,19 @@ class Search:
                 yield self._split(mesh, served)
 
     def rollout_seconds(self, rollout: Sequence[protocols.PlannedBucket]) -> float:
-        """Of a training step's requests on these instances, shared out as suits them; infinite if some fit none."""
+        """Returns the seconds of a training step's requests on these instances, shared out in the best way; infinite
+        if some fit none."""
         served = self._partitions.over(_degrees(rollout))
         return math.inf if served is None else served.seconds
 
     def ranges(self, rollout: Sequence[protocols.PlannedBucket]) -> tuple[protocols.PlannedBucket, ...]:
-        """The same instances with the ranges of lengths by which their slowest is fastest."""
+        """Returns the same instances with the length ranges that make the slowest instance fastest."""
         served = self._partitions.over(_degrees(rollout))
         if served is None:
             return tuple(rollout)
         drawn = {bucket.tensor_parallel: bucket.max_remaining_tokens for bucket in self._buckets(served)}
         bounds, least = [], 0
-        for bucket in rollout:  # those without work get the least range there is
+        for bucket in rollout:  # instances without work get the smallest possible range
             least = max(least + 1, drawn.get(bucket.tensor_parallel, 0))
             bounds.append(dataclasses.replace(bucket, max_remaining_tokens=least))
         return tuple(bounds)
@@ -210,7 +215,8 @@ class Search:
         if found is None:
             raise self._too_few(devices)
         _, served = found
-        # What neither needs for that: the slower stage cannot use it, or it would have been faster.
+        # Neither stage needs the spare devices for this time, and the slower stage cannot use them, or it would have
+        # been faster.
         left = devices - served.devices
         mesh = max((item for item in self._front if item.devices <= left), key=lambda item: item.devices)
         return self._split(mesh, self._partitions.fastest(devices - mesh.devices) or served)
@@ -218,6 +224,7 @@ class Search:
     def _in_turn(self, devices: int) -> Split:
         best: Split | None = None
         for mesh in self._front:
+            # Rollout may take only as long as would still beat the best step.
             below = math.inf if best is None else best.step_seconds - mesh.seconds
             if mesh.devices >= devices or below <= 0:
                 continue
@@ -229,7 +236,9 @@ class Search:
         return best
 
     def _within(self, limit: float, devices: int) -> tuple[meshes.Mesh, partition.Partition] | None:
-        """The mesh and the instances with the fewest devices that meet the limit; None if those are too many."""
+        """Returns the mesh and the instances with the fewest devices that meet the limit; None if they need too
+        many."""
+        # The front is sorted by devices, so the first fast enough mesh is the smallest.
         mesh = next((item for item in self._front if item.seconds <= limit), None)
         if mesh is None or mesh.devices >= devices:
             return None
@@ -249,12 +258,13 @@ class Search:
         return Split(mesh, self._buckets(served), served.seconds, max(times) if self._staleness else sum(times))
 
     def _buckets(self, served: partition.Partition) -> tuple[protocols.PlannedBucket, ...]:
-        """The runs by degree, the narrowest first; each degree's longest request bounds its bucket.
+        """Returns the runs by degree, the narrowest first; each degree's longest request bounds its bucket.
 
-        Where requests of one length are served by several degrees the wider ones' bounds are a token more: which of
-        them gets whom is the scheduler's choice.
+        If several degrees serve requests of one length, the wider degrees' bounds are a token more. The scheduler
+        then chooses among them.
         """
         buckets: list[protocols.PlannedBucket] = []
+        # Runs go from the longest requests to the shortest, buckets the other way.
         for degree, runs in itertools.groupby(reversed(served.runs), key=lambda run: run.degree):
             mine = list(runs)
             longest = math.ceil(self.demand.tokens[mine[-1].first])
@@ -264,12 +274,12 @@ class Search:
 
 
 def _degrees(rollout: Sequence[protocols.PlannedBucket]) -> list[int]:
-    """The degree of each instance."""
+    """Returns the degree of each instance."""
     return [bucket.tensor_parallel for bucket in rollout for _ in range(bucket.count)]
 
 
 def compared(best: Split, splits: Sequence[Split]) -> str:
-    """Why the runner-up lost, in a sentence."""
+    """Explains in a sentence why the runner-up lost."""
     others = [item for item in splits if item.train.devices != best.train.devices]
     if not others:
         return "no other split fits"
@@ -279,6 +289,6 @@ def compared(best: Split, splits: Sequence[Split]) -> str:
         reason = f"training takes {second.train_seconds:.1f} s on {second.train.devices} devices"
     else:
         reason = f"rollout takes {second.rollout_seconds:.1f} s on the {second.plan.rollout_devices} devices left"
-    # The search stops at a precision, so the runner-up may even be shorter by less than what is printed.
+    # The search stops at a precision, so the runner-up may even be shorter by less than the printed digits.
     longer = f"{100 * more:.1f}% longer" if more >= 0.0005 else "no shorter"
     return f"{second.train.devices} training devices would make the step {longer}: {reason}"

@@ -1,14 +1,15 @@
-"""How long an instance takes to serve a run of requests: the rollout half of the cost evaluator.
+"""Predicts how long an instance takes to serve a run of requests: the rollout half of the cost evaluator.
 
-With a run's sums (`demand`), the steps that an instance makes are at least its longest request's tokens, its tokens
-over the slots, and its context over the tokens that its cache holds; the largest of the three is taken. At eta > 0 the
-requests of eta + 1 training steps overlap, so of the longest request's tokens that part counts for one of them. It
-decodes so many requests at a time on average, which gives a step's time. Prefill comes on top, as does prefilling
-again what was live whenever the weights change. Against that stands the longest path: the longest request at the pace
-of so many decoding, with its prefill and its tools; or another, whose tools take longer, alone.
+The number of steps is estimated from a run's sums (`demand`). It is the largest of three: the longest request's tokens,
+all tokens over the slots, and all context over the tokens that the cache holds. With max staleness eta above 0, the
+requests of eta + 1 training steps overlap, so each step counts only 1 / (eta + 1) of the longest request's tokens. All
+tokens over the steps give the mean number of decoding requests, which gives the time of a step. Prefill comes on top,
+and so does prefilling live contexts again at each weight update. The result is at least the longest path. One candidate
+is the longest request at the pace of this mean batch, with its prefill and its tools. The other candidate is any
+request with slower tools, alone on the instance. The path is divided by eta + 1.
 
-All of it grows with every request that is added, which the search relies on, if longer requests have no shorter
-contexts and tools; where they have, it may fall a little short of that.
+The time grows with every added request if longer requests have no shorter contexts and tools; the search relies on
+this. Otherwise the growth may not hold exactly.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ class Serving:
     """Seconds of each run of the demand's requests on one instance of each degree.
 
     Args:
-      model: of the engines.
+      model: costs of the engines.
       demand: the requests of a training step.
-      degrees: that instances may have.
-      slots: of an instance of each degree.
-      staleness: eta; a request's path may take as many steps more.
+      degrees: degrees that instances may have.
+      slots: slots of an instance of each degree.
+      staleness: max staleness; a request's path may take that many steps more.
     """
 
     def __init__(
@@ -49,15 +50,17 @@ class Serving:
         self._paths = {degree: ranges.Maxima(self._alone(degree)) for degree in degrees}
 
     def seconds(self, degree: int, first: Places, last: Places) -> Values:
-        """Of the requests first..last-1 of each pair, longest first; 0 of none, infinite where a context does not fit.
+        """Returns the seconds of requests first..last-1 for each pair; 0 for an empty run, infinite if a context does
+        not fit.
 
-        At eta = 0 they are the makespan, else what the instance is busy for a training step, and no less than what the
-        longest path leaves of `staleness` + 1 of them.
+        At max staleness 0 the seconds are the makespan. Above 0 they are the busy time of the instance for one
+        training step, and at least the longest path divided by `staleness` + 1.
         """
         sums, terms = self.demand.sums, self._model.prefill_terms(degree)
         room, slots = max(1.0, float(self._model.kv_tokens(degree))), self._slots[degree]
         spans = {name: values[last] - values[first] for name, values in sums.items()}
         tokens, context = spans["tokens"], spans["context"]
+        # The first request is the longest; an empty run may begin past the end.
         head = np.minimum(first, len(self.demand) - 1)
         longest, per_context = self.demand.tokens[head], self._model.context_seconds(degree)
         overlapping = self._staleness + 1
@@ -71,7 +74,7 @@ class Serving:
             + terms.pair * spans["pairs"]
             + terms.prefill * spans["prefills"]
         )
-        again = terms.new * context / steps if self._staleness else 0.0  # the contexts that are live at an update
+        again = terms.new * context / steps if self._staleness else 0.0  # contexts that are live at a weight update
         path = longest * fixed + per_context * decoding * self.demand.context[head] + self._ways[degree][head]
         path = np.maximum(path, self._paths[degree].over(first, last))
         seconds = np.maximum(decode + prefill + again, path / overlapping)
@@ -79,18 +82,19 @@ class Serving:
         return np.where(last > first, seconds, 0.0)
 
     def _way(self, degree: int) -> Values:
-        """Seconds of each request besides decoding: its prefill and its tools."""
+        """Returns the seconds of each request besides decoding: its prefill and its tools."""
         demand, terms = self.demand, self._model.prefill_terms(degree)
         prefill = terms.new * demand.new + terms.cached * demand.cached + terms.pair * demand.pairs
         return np.asarray(prefill + terms.prefill * demand.prefills + demand.tool_seconds, np.float64)
 
     def _alone(self, degree: int) -> Values:
-        """Seconds of each request on an instance of its own."""
+        """Returns the seconds of each request on an instance of its own."""
         pace = self._model.fixed_seconds(degree, 1)
         decode = pace * self.demand.tokens + self._model.context_seconds(degree) * self.demand.context
         return np.asarray(decode + self._ways[degree], np.float64)
 
     def _fixed(self, degree: int, decoding: Values) -> Values:
-        """Seconds of a step of so many requests, a number that need not be whole, apart from contexts."""
+        """Returns the seconds of a step of `decoding` requests, a number that need not be whole, apart from
+        contexts."""
         table = self._tables[degree]
         return np.asarray(np.interp(decoding, np.arange(len(table)), table), np.float64)

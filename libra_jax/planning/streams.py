@@ -1,7 +1,7 @@
-"""What a timeline and a trace say of requests on rollout instances: when each was there, and what it had to prefill.
+"""Reads streams from a timeline and a trace: when each request was on which instance, and what it had to prefill.
 
-A stream is one stay: from the moment an instance was asked for a request's tokens to its last token there. An output is
-one stream, or several if the request moved in the middle of it.
+A stream is one stay: from the moment an instance was asked for a request's tokens to its last token there. An output
+is one stream, or several if the request moved in the middle of it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ GENERATE = "generate"
 
 
 class Span(Protocol):
-    """Something that took time; `telemetry.timeline.Span` is one."""
+    """A timed span; `telemetry.timeline.Span` is one."""
 
     @property
     def track(self) -> str: ...
@@ -39,13 +39,13 @@ class Stream:
     """A request's stay on an instance; times are seconds, the rest tokens.
 
     Attributes:
-      instance: its name.
-      start: the instance was asked.
-      end: the last token was there.
-      tokens: generated in between.
-      new: of the context at the start, those that this instance has not seen; 0 where it is not known.
-      cached: of the context at the start, those that it has seen, in this request's stream before; likewise.
-      known: the trace tells `new` and `cached`.
+      instance: name of the instance.
+      start: time at which the instance was asked.
+      end: time of the last token.
+      tokens: tokens generated in between.
+      new: tokens of the context at the start that are new to the instance; 0 if not known.
+      cached: tokens of the context at the start that the instance saw in this request's stream before; 0 if not known.
+      known: the trace gives `new` and `cached`.
     """
 
     instance: str
@@ -63,12 +63,12 @@ class Stream:
 
 
 def read(spans: Iterable[Span], records: Iterable[Mapping[str, Any]]) -> list[Stream]:
-    """The streams of a timeline, in order of their starts.
+    """Returns the streams of a timeline, in order of their starts.
 
     Args:
-      spans: the timeline's. Streams of requests without a record (evaluation, attempts that were given up) load their
-        instance all the same, and come with `known` False; so do those that do not add up to their record.
-      records: of the trace (`telemetry/trace.py`).
+      spans: spans of the timeline. Streams of requests without a record (evaluation, aborted rollouts) still load their
+        instance, and get `known` False. So do streams that do not add up to their record.
+      records: records of the trace (`telemetry/trace.py`).
     """
     by_request: dict[str, list[Span]] = collections.defaultdict(list)
     for span in spans:
@@ -88,7 +88,8 @@ def _unknown(span: Span) -> Stream:
 
 
 def _of_record(spans: Sequence[Span], prompt: int, turns: Sequence[Mapping[str, Any]]) -> list[Stream]:
-    """A trajectory's streams, its turns walked through along with them."""
+    """Returns a trajectory's streams, matched with its turns."""
+    # Without a match, the context at each stream's start is not known.
     if sum(span.arguments["tokens"] for span in spans) != sum(turn["generated_tokens"] for turn in turns):
         return [_unknown(span) for span in spans]
     left = collections.deque((turn["generated_tokens"], turn["payload_tokens"]) for turn in turns)
@@ -96,10 +97,12 @@ def _of_record(spans: Sequence[Span], prompt: int, turns: Sequence[Mapping[str, 
     context, seen, instance = prompt, 0, ""
     found = []
     for span in spans:
+        # An output may take several spans, if its request moved.
         while output <= 0 and left:
             context += payload
             output, payload = left.popleft()
         tokens = span.arguments["tokens"]
+        # After a move, the new instance counts as having seen nothing.
         cached = seen if span.track == instance else 0
         found.append(Stream(span.track, span.start, span.end, tokens, context - cached, cached, True))
         context += tokens

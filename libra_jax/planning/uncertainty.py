@@ -1,7 +1,7 @@
-"""How far off a plan's times may be: each coefficient of the costs is moved by 30% both ways, one at a time.
+"""Estimates how far off a plan's times may be: moves each cost coefficient by 30% both ways, one at a time.
 
-Taken as independent, the larger of each coefficient's two effects add up as squares do. That is for times computed from
-a hardware sheet alone; what a run has measured is corrected by its levels (`planner`).
+The effects are taken as independent, so the larger effect of each coefficient adds up in squares. This holds for
+times computed from a hardware sheet alone; levels correct measured times (`planner`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MOVE = 0.3
 """Relative change of a coefficient."""
 
 SAMPLES = 512
-"""Trajectories, at most, that times are computed from again and again."""
+"""Most trajectories from which the times are computed repeatedly."""
 
 
 def relative(
@@ -26,14 +26,15 @@ def relative(
     turns: Sequence[Sequence[protocols.Turn]],
     plan: protocols.Plan,
 ) -> forecast.Prediction:
-    """The uncertainty of each time of a plan, as a share of it.
+    """Returns the uncertainty of each time of a plan, as a share of the time.
 
     Args:
-      setting: of the plan.
+      setting: conditions of the plan.
       prompts: tokens of each trajectory's prompt.
-      turns: of each trajectory.
-      plan: whose times are asked about.
+      turns: turns of each trajectory.
+      plan: the plan.
     """
+    # Every n-th trajectory keeps the distribution of lengths.
     every = -(-len(prompts) // SAMPLES)
     prompts, turns = prompts[::every], turns[::every]
     base = _seconds(setting, prompts, turns, plan)
@@ -43,9 +44,10 @@ def relative(
         coefficients = dataclasses.replace(setting.model.coefficients, **{name: value})  # type: ignore[arg-type]
         model = dataclasses.replace(setting.model, coefficients=coefficients)
         other = _seconds(dataclasses.replace(setting, model=model), prompts, turns, plan)
-        if other is None:  # so much less memory that the plan does not fit: no time to compare
+        if other is None:  # the plan no longer fits into the memory, so there is no time to compare
             continue
         changes = [abs(after / before - 1.0) for before, after in zip(base, other, strict=True)]
+        # The larger effect of the move down and the move up.
         effects[name] = [max(pair) for pair in zip(changes, effects.get(name, changes), strict=True)]
     return forecast.Prediction(*(math.hypot(*one) for one in zip(*effects.values(), strict=True)))
 

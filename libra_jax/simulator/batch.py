@@ -1,13 +1,15 @@
-"""The batch of a simulated engine: who decodes, who is prefilled, what the cache holds, and when steps begin and end.
+"""The batch of a simulated engine: decoding and prefilled requests, the cache, and the begin and end of steps.
 
-All decoding requests get one token a step. Between two changes of the batch the steps' times have a closed form
-(`pace.py`), so time is looked at only when a request arrives, leaves, ends its prefill or has tokens to stream; changes
-take hold at the next step boundary, as in a real engine, so the result is that of a simulation token by token.
+Every decoding request gets one token a step. Between two changes of the batch, the times of the steps have a closed
+form (`pace.py`). So the simulation looks at the time only when a request arrives, leaves, ends its prefill or has
+tokens to stream. Changes take effect at the next step boundary, as in a real engine. The result is therefore the same
+as simulating token by token.
 
-Prefill is chunked: it shares steps with decoding and makes them longer; requests that fit into one chunk together are
-prefilled together. A request that comes back finds what its instance still holds of its context; held prefixes are
-dropped least recently used first when room is needed. Out of room for one more step, the latest arrival is pre-empted
-and prefilled again. Siblings' common prompt is not shared, which charges each of them its own prefill.
+Prefill is chunked: it shares steps with decoding and makes them longer. Requests that fit into one chunk together
+are prefilled together. A returning request reuses the prefix of its context that its instance still holds. If room
+is needed, held prefixes are dropped, least recently used first. If there is no room for one more step, the latest
+arrival is pre-empted and prefilled again later. The common prompt of siblings is not shared, so each sibling pays
+for its own prefill.
 """
 
 from __future__ import annotations
@@ -23,21 +25,22 @@ from libra_jax.planning import costs
 from libra_jax.simulator import pace, records, trajectory
 
 WATERMARK = 0.01
-"""Share of the cache that a newcomer leaves free, so that it is not pre-empted at once (vLLM's watermark)."""
+"""Share of the cache that must stay free after an admission, so that no new request is pre-empted at once (vLLM's
+watermark)."""
 
 LOG_PROB = -1.0
-"""The log-probability that a simulated token reports."""
+"""Log-probability that every simulated token reports."""
 
 
 class Batch:
-    """Steps and cache of one instance; `engine.Engine` adds what the coordinator calls.
+    """Steps and cache of one instance; `engine.Engine` adds the methods that the coordinator calls.
 
     Attributes:
-      counters: what it did.
+      counters: totals of what the instance did.
       slowdown: factor on the time of each step begun from now on; 1 is healthy.
     """
 
-    _loop: asyncio.AbstractEventLoop  # set by whoever starts it
+    _loop: asyncio.AbstractEventLoop  # set in `Engine.start`
 
     def __init__(
         self,
@@ -64,13 +67,13 @@ class Batch:
         self._waiting: collections.deque[records.Request] = collections.deque()
         self._decoding: dict[records.Request, None] = {}
         self._prefill: records.Prefill | None = None
-        self._leaving: list[records.Request] = []  # gone, with their place until the end of the step
+        self._leaving: list[records.Request] = []  # left or ended; they keep their place until the end of the step
         self._due: list[tuple[int, int, int, records.Request]] = []  # step, arrival, push, request
         self._pushes = 0
         self._held: collections.OrderedDict[tuple[str, int], int] = collections.OrderedDict()
         self._held_tokens = 0
-        self._used = 0  # tokens of the cache that running requests take
-        self._context = 0  # of these, the decoding ones'
+        self._used = 0  # tokens of the cache that running requests occupy
+        self._context = 0  # tokens of `_used` that belong to decoding requests
         self._pace: pace.Pace | None = None  # None: no step is running
         self._began = 0.0
         self._factor = 1.0
@@ -78,7 +81,7 @@ class Batch:
         self._timer: asyncio.TimerHandle | asyncio.Handle | None = None
         self._paused = False
         self._version = protocols.NO_VERSION
-        self._stale = False  # weights changed, so no key or value is worth anything
+        self._stale = False  # weights changed, so every key and value is outdated
         self._alive = False
 
     def _requests(self) -> list[records.Request]:
@@ -91,13 +94,13 @@ class Batch:
     # Tokens -----------------------------------------------------------------------------------------------------
 
     def _done(self) -> int:
-        """Of the planned steps, those that are complete at this moment."""
+        """Returns the number of planned steps that are complete now."""
         if self._pace is None:
             return 0
         return min(self._planned, self._pace.steps((self._loop.time() - self._began) / self._factor))
 
     def _settle_now(self, requests: Sequence[records.Request]) -> None:
-        """Counts these decoding requests' tokens of all steps that are complete at this moment."""
+        """Counts the tokens of these decoding requests for all steps that are complete now."""
         done = self._done()
         for request in requests:
             self._settle(request, self._steps + done)
@@ -109,6 +112,7 @@ class Batch:
         request.since = step
 
     def _sample(self, request: records.Request, count: int) -> None:
+        # Spans of one version merge, so that thousands of tokens stay a few spans.
         if request.spans and request.spans[-1][0] == self._version:
             count_before = request.spans.pop()[1]
             request.spans.append((self._version, count_before + count))
@@ -119,9 +123,10 @@ class Batch:
         self.counters.generated += count
 
     def _emit(self, request: records.Request) -> None:
-        """Streams what has been sampled since the last delta; with the last token, the finish reason."""
+        """Streams the tokens sampled since the last delta; adds the finish reason to the last token."""
         done = request.left <= 0
         count, stops = request.unstreamed, done and request.reason == "stop"
+        # The stop token counts as a sampled one; it is the last.
         runs = [(trajectory.SAMPLED, count - 1), (trajectory.STOP, 1)] if stops else [(trajectory.SAMPLED, count)]
         delta = protocols.TokenDelta(
             cast(Any, trajectory.Runs(runs)),
@@ -138,7 +143,7 @@ class Batch:
         request.rouse()
 
     def _stood(self) -> None:
-        """The last step before a pause has ended."""
+        """Marks the end of the last step before a pause; `engine.Engine` overrides it."""
 
     # Steps ------------------------------------------------------------------------------------------------------
 
@@ -149,7 +154,7 @@ class Batch:
             self._interrupt()
 
     def _plan_soon(self) -> None:
-        """Begins a step at this very instant, once everything that arrives in it has arrived."""
+        """Begins a step at this instant, after everything that arrives at this instant."""
         if self._timer is None and not self._paused and self._alive:
             self._timer = self._loop.call_soon(self._begin)
 
@@ -158,6 +163,7 @@ class Batch:
         if self._pace is None:
             return
         done = self._done()
+        # A step that has begun cannot be cut short, as in a real engine.
         if done + 1 < self._planned:
             self._plan(done + 1)
 
@@ -174,7 +180,7 @@ class Batch:
         self._timer = self._pace = None
 
     def _boundary(self) -> None:
-        """The planned steps are over: tokens are counted, prefills end, requests come and go."""
+        """Ends the planned steps: counts tokens, ends prefills, streams what is due, and removes leaving requests."""
         assert self._pace is not None
         steps, decoding = self._planned, len(self._decoding)
         self.counters.busy_seconds += self._loop.time() - self._began
@@ -188,6 +194,7 @@ class Batch:
                 self._end_prefill(self._prefill)
         while self._due and self._due[0][0] <= self._steps:
             due, _, _, request = heapq.heappop(self._due)
+            # The heap keeps outdated entries; only an entry that matches `request.due` counts.
             if request.due == due and request.state == "decoding":
                 self._settle(request, self._steps)
                 self._stream(request)
@@ -209,6 +216,7 @@ class Batch:
         if not decoding and self._prefill is None:
             return
         if self._prefill is None:
+            # Without prefill the fixed time depends only on the number of requests, so it is cached.
             fixed = self._fixed.get(decoding) or self._fixed.setdefault(
                 decoding, self._model.fixed_seconds(self._degree, decoding)
             )
@@ -219,12 +227,13 @@ class Batch:
         self._plan(steps)
 
     def _stream(self, request: records.Request) -> None:
-        """A decoding request's tokens are due: its last ones, or as many as one delta holds."""
+        """Streams a decoding request's due tokens: its last ones, or the content of one delta."""
         self._emit(request)
         if request.state != "gone":
             self._make_due(request)
 
     def _make_due(self, request: records.Request) -> None:
+        # At least one step: the boundary that has just passed cannot be due again.
         request.due = self._steps + max(1, min(request.left, self._interval - request.unstreamed))
         self._pushes += 1
         heapq.heappush(self._due, (request.due, request.number, self._pushes, request))
@@ -232,14 +241,16 @@ class Batch:
     # The cache --------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Takes waiting requests, oldest first, as far as slots, room and one chunk of prefill go."""
+        """Takes waiting requests, oldest first, as far as slots, room and one chunk of prefill allow."""
         chunk, tokens, seconds = self._model.chunk_tokens, 0, 0.0
         requests: list[records.Request] = []
         while self._waiting and len(self._decoding) + len(requests) < self._slots:
             request = self._waiting[0]
             held = min(self._held.get(request.key, 0), request.length)
+            # Even a fully cached context computes its last token again, to sample the next one.
             new = max(1, request.length - held)
             idle = not self._decoding and not requests
+            # An idle instance must take any request that fits, or a long one would wait for ever.
             spare = 0 if idle else int(WATERMARK * self._capacity)
             if (requests and tokens + new > chunk) or self._used + request.length + spare > self._capacity:
                 break
@@ -248,17 +259,19 @@ class Batch:
             self._used += request.length
             self._evict(self._capacity - self._used)
             self.counters.prefilled += new
+            # A request's fresh tokens have never been computed; all other prefilled tokens were computed before.
             self.counters.prefilled_again += max(0, new - max(1, request.fresh))
             request.state, request.fresh = "prefilling", 0
             requests.append(request)
             tokens += new
             seconds += self._model.attention_seconds(self._degree, new, request.length - new)
         if requests:
+            # Tokens and attention are spread evenly over the chunks.
             steps = -(-tokens // chunk)
             self._prefill = records.Prefill(requests, steps, tokens / steps, seconds / steps)
 
     def _end_prefill(self, prefill: records.Prefill) -> None:
-        """The last chunk's step samples each request's first token."""
+        """Ends a prefill: the step of the last chunk samples each request's first token."""
         self._prefill = None
         for request in prefill.requests:
             if request.state == "gone":
@@ -276,32 +289,37 @@ class Batch:
                 self._make_due(request)
 
     def _retire_leaving(self) -> None:
-        """Requests that have ended or left go out of the batch; their prefixes are held for their return."""
+        """Removes ended and departed requests from the batch; holds their prefixes in case they return."""
         for request in self._leaving:
             del self._decoding[request]
-            request.length += self._steps - request.since  # the step under way when it left
+            request.length += self._steps - request.since  # plus the step that was running when it left
             self._used -= request.length
             self._context -= request.length
             self._hold(request)
         self._leaving.clear()
 
     def _make_room(self) -> int:
-        """Room for at least one more step, by dropping held prefixes and then the latest arrivals; steps it allows."""
+        """Makes room for at least one more step; returns the number of steps that the room allows.
+
+        Drops held prefixes first, then pre-empts the latest arrivals.
+        """
         while True:
             growth = len(self._decoding) + (len(self._prefill.requests) if self._prefill is not None else 0)
             if not growth:
                 return 0
+            # A single request always continues: pre-empting it would free nothing for another one.
             if self._used + growth <= self._capacity or growth == 1:
                 break
             self._preempt(max(self._running(), key=lambda request: request.number))
         decoding = len(self._decoding)
-        room = self._capacity - self._used - (growth - decoding)  # prefills that end take a token each
+        room = self._capacity - self._used - (growth - decoding)  # a prefill that ends adds one token
         steps = min(max(1, room // max(1, decoding)), self._next_change())
         self._evict(room - steps * decoding)
         return steps
 
     def _next_change(self) -> int:
-        """Steps until a prefill ends or a decoding request has tokens due."""
+        """Returns the steps until a prefill ends or a decoding request has tokens due."""
+        # Entries of requests that left or were rescheduled are outdated.
         while self._due and (self._due[0][3].due != self._due[0][0] or self._due[0][3].state != "decoding"):
             heapq.heappop(self._due)
         until = [self._due[0][0] - self._steps] if self._due else []
@@ -319,6 +337,7 @@ class Batch:
                 self._prefill = None
         self._used -= request.length
         request.state, request.due = "waiting", -1
+        # To the front, because it arrived before all requests that wait.
         self._waiting.appendleft(request)
 
     def _hold(self, request: records.Request) -> None:
@@ -336,7 +355,7 @@ class Batch:
             self._held_tokens -= self._held.popitem(last=False)[1]
 
     def _drop_cache(self) -> None:
-        """New weights make keys and values worthless: whoever was running is prefilled again, oldest first."""
+        """Drops all keys and values after new weights; queues every running request for prefill, oldest first."""
         for request in self._running():
             if request.state == "decoding":
                 self._settle(request, self._steps)

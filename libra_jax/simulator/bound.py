@@ -1,11 +1,11 @@
-"""What no scheduling policy can beat: a lower bound on a run's mean step time, from its work and its longest paths.
+"""Computes a lower bound on a run's mean step time that no scheduling policy can beat, from its work and longest paths.
 
-Letters: B groups a step, eta the staleness bound, N steps; block b is the groups b*B .. b*B + B - 1 in the order of
-their dispatch, and t_b the moment at which training step b begins.
+Letters: B groups a step, eta the max staleness, N steps. Block b is the groups b*B .. b*B + B - 1 in the order of their
+dispatch. t_b is the moment at which training step b begins.
 
-Admission (scheduling/admission.py) dispatches block b when version b - eta exists, at once if b <= eta, and selection
+Admission (scheduling/admission.py) dispatches block b when version b - eta exists, and at once if b <= eta. Selection
 trains the earliest deadline first. So batch b is block b for every b > eta, and the first eta + 1 batches divide the
-first eta + 1 blocks among themselves. Hence, whatever the policy,
+first eta + 1 blocks among themselves. Hence, for every policy,
 
   release_b = t_(b-eta-1) + train_(b-eta-1)          (0 for b <= eta)
   t_b >= t_(b-1) + train_(b-1)                        one training step after another
@@ -13,20 +13,21 @@ first eta + 1 blocks among themselves. Hence, whatever the policy,
                                                       on the fastest instance
   t_b >= release_i + (work_i + ... + work_b) / capacity   for every i <= b: the rollout devices do this work in between
 
-and the bound is (t_(N-1) + train_(N-1)) / N, every t_b at the largest of its right-hand sides. At eta = 0 that adds
-rollout and training; in the limit of many steps it is max(work / capacity, longest path / (eta + 1)). Of the first
-eta + 1 batches, whose members a policy may choose, only what holds for every choice is used.
+and the bound is (t_(N-1) + train_(N-1)) / N, with every t_b at the largest of its right-hand sides. At eta = 0 this
+adds rollout and training. In the limit of many steps it is max(work / capacity, longest path / (eta + 1)). A policy may
+choose the groups of the first eta + 1 batches, so for them only what holds for every choice is used.
 
-Work is a lower bound on device-seconds. An engine step with b requests, p prefilled tokens and C tokens of context
-lasts `max(R, k (b + p)) + collectives + overhead + c C` (costs.py) with R the reading of the weights and k a token's
-arithmetic. Slots bound b by S and the key-value cache bounds C by K, so for all theta and phi in [0, 1] the step lasts
-at least `b x + p z + C y` with
+Work is a lower bound on device-seconds. An engine step has b requests, p prefilled tokens and C tokens of context. It
+lasts `max(R, k (b + p)) + collectives + overhead + c C` (costs.py), where R is the time to read the weights and k the
+arithmetic of a token. Slots bound b by S, and the key-value cache bounds C by K. So for all theta and phi in [0, 1] the
+step lasts at least `b x + p z + C y` with
 
   z = theta k + collectives of a token in the largest step
   x = z + phi F / S,    y = c + (1 - phi) F / K,    F = (1 - theta) R + overhead,
 
-which gives every token a share of its own. Each token takes the degree where its share is least; the best of a few
-(theta, phi) is kept, since each is a bound. Weight updates, moves, pre-emption and faults only add work.
+which gives every token a share of its own. Each token takes the degree with its smallest share. The best of a few
+(theta, phi) is kept, since each pair gives a valid bound. Weight updates, moves, pre-emption and faults only add
+work.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 @dataclass(frozen=True)
 class Bound:
-    """A lower bound, and what it is made of; seconds a training step.
+    """A lower bound and its parts, in seconds a training step.
 
     Attributes:
       step_seconds: the bound on the mean step time.
@@ -77,7 +78,7 @@ class Groups:
 def lower_bound(
     config: configuration.RunConfig, simulation: world.SimulationConfig, workload: scripts.Workload
 ) -> Bound:
-    """The bound of a simulated run, if no group is replaced; the arguments are those of `world.run`."""
+    """Returns the bound of a simulated run in which no group is replaced; the arguments are those of `world.run`."""
     limits, model = config.coordinator, simulation.cost_model()
     count = config.steps * limits.groups_per_step
     drawn = [[workload.script(task, sample) for sample in range(limits.group_size)] for task in range(count)]
@@ -97,10 +98,10 @@ def lower_bound(
 
 
 def run_seconds(groups: Groups, size: int, eta: int) -> float:
-    """A lower bound on the end of the last training step (the recurrence of the module's docstring)."""
+    """Returns a lower bound on the end of the last training step (the recurrence of the module's docstring)."""
     work, train, path = (values.reshape(-1, size) for values in (groups.work, groups.train, groups.path))
     steps = len(work)
-    pool = slice(0, (eta + 1) * size)  # what the first eta + 1 batches are chosen from
+    pool = slice(0, (eta + 1) * size)  # the groups that the first eta + 1 batches are chosen from
     least = {name: np.sort(getattr(groups, name)[pool]) for name in ("work", "train", "path")}
     trained = np.concatenate(([0.0], np.cumsum(train.sum(axis=1))))
     begins: list[float] = []
@@ -108,10 +109,11 @@ def run_seconds(groups: Groups, size: int, eta: int) -> float:
     for step in range(steps):
         bounds = [ends[-1] if ends else 0.0]
         if step < eta:
+            # A policy may choose any groups of the pool, so the cheapest ones bound it.
             done = (step + 1) * size
             bounds += [float(least["path"][done - 1]), float(least["work"][:done].sum())]
         else:
-            first = 0 if step == eta else step  # the batch at eta completes every block before it
+            first = 0 if step == eta else step  # the batch at eta completes every earlier block
             bounds.append(_release(ends, step, eta) + float(path[first : step + 1].max()))
             bounds += [
                 _release(ends, earlier, eta) + float(work[earlier : step + 1].sum()) for earlier in range(step + 1)
@@ -132,7 +134,8 @@ def _train_seconds(group: Sequence[scripts.Script], devices: int, model: costs.C
 
 
 def _path_seconds(script: scripts.Script, config: configuration.RunConfig, model: costs.CostModel) -> float:
-    """The attempt alone: each part on the instance that is fastest at it, every prefix cached."""
+    """Returns the seconds of the rollout alone: each part on the instance that is fastest at it, every prefix
+    cached."""
     degrees = set(config.rollout.tensor_parallel)
     step = min(model.fixed_seconds(degree, 1) for degree in degrees)
     each = min(model.context_seconds(degree) for degree in degrees)
@@ -147,7 +150,7 @@ def _path_seconds(script: scripts.Script, config: configuration.RunConfig, model
 
 
 def _slots(config: configuration.RunConfig, simulation: world.SimulationConfig) -> dict[int, int]:
-    """Most slots of any instance of each degree."""
+    """Returns the most slots of any instance of each degree."""
     degrees = config.rollout.tensor_parallel
     most: dict[int, int] = {}
     for degree, slots in zip(degrees, simulation.slots or config.rollout.instance_slots, strict=True):
@@ -161,7 +164,7 @@ def _work(
     config: configuration.RunConfig,
     model: costs.CostModel,
 ) -> Values:
-    """Seconds that each group's tokens take of all rollout devices together, at least."""
+    """Returns a lower bound on the seconds that each group's tokens take of all rollout devices together."""
     group, tokens, starts, new = _turns(drawn)
     best: Values = np.zeros(len(drawn))
     for theta, phi in itertools.product(SHARES, SHARES):
@@ -170,7 +173,7 @@ def _work(
         def least(context: Values, shares: Sequence[tuple[float, float, float]] = shares) -> Values:
             return np.min([fixed + each * context for fixed, _, each in shares], axis=0)
 
-        # A minimum of lines is concave, so the mean of its ends is no more than its mean over the turn.
+        # A minimum of lines is concave, so the mean of its ends is at most its mean over the turn.
         seconds = tokens * (least(starts) + least(starts + tokens)) / 2 + new * min(prefill for _, prefill, _ in shares)
         total: Values = np.bincount(group, weights=seconds, minlength=len(drawn)).astype(np.float64)
         if total.sum() > best.sum():
@@ -180,7 +183,8 @@ def _work(
 
 
 def _turns(drawn: Sequence[Sequence[scripts.Script]]) -> tuple[Values, Values, Values, Values]:
-    """Of every turn: its group, tokens decoded, context when decoding begins, and tokens prefilled before it."""
+    """Returns for every turn its group, tokens decoded, context when decoding begins, and tokens prefilled before
+    it."""
     rows = []
     for index, group in enumerate(drawn):
         for script in group:
@@ -196,7 +200,8 @@ def _turns(drawn: Sequence[Sequence[scripts.Script]]) -> tuple[Values, Values, V
 def token_shares(
     model: costs.CostModel, degree: int, slots: int, theta: float, phi: float
 ) -> tuple[float, float, float]:
-    """Least device-seconds of a decoded token, of a prefilled token, and of a token of context in a decode step."""
+    """Returns the least device-seconds of a decoded token, of a prefilled token, and of a token of context in a
+    decode step."""
     chunk, overhead = model.coefficients.chunk_tokens, model.coefficients.step_overhead
     largest = slots + chunk
     prefill = theta * model.token_seconds(degree) + model.collective_seconds(degree, largest) / largest

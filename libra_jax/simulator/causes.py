@@ -1,4 +1,5 @@
-"""What the tool returns of a trace predict, for `launch/simulate.py --trace`: a table, a JSON file, a picture."""
+"""Reports what the tool returns of a trace predict, for `launch/simulate.py --trace`: a table, a JSON file, a
+picture."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from libra_jax.simulator import report
 from libra_jax.telemetry import figures, tool_report, trace
 
 MOST_ROWS = 16
-"""Causal states that the table shows, the most frequent first."""
+"""Most causal states in the table; the most frequent are shown."""
 
 
 def read(path: Path) -> foresight.Foresight | None:
-    """Judges a trace; None if no tool returned in it.
+    """Measures the prediction quality of a trace; None if no tool returned in it.
 
     Raises:
       DataError: the trace cannot be used; the message names file and line.
@@ -25,7 +26,7 @@ def read(path: Path) -> foresight.Foresight | None:
 
 
 def table(found: foresight.Foresight) -> str:
-    """Returns the causal states, and how well the length that is left was predicted."""
+    """Returns the causal states, and how well the remaining length was predicted."""
     rows = [tool_report.CAUSES_HEADS, *tool_report.states(found)[:MOST_ROWS]]
     further = len(found.states) - MOST_ROWS
     more = [f"({further} more causal states)"] if further > 0 else []
@@ -33,7 +34,7 @@ def table(found: foresight.Foresight) -> str:
 
 
 def to_json(found: foresight.Foresight) -> str:
-    """Returns everything that was measured, as an object; unknown values are null."""
+    """Returns all measurements as a JSON object; unknown values are null."""
     values = dataclasses.asdict(found)
     plain = {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in values.items()}
     return json.dumps(plain, indent=2) + "\n"

@@ -1,7 +1,7 @@
-"""An event loop on a virtual clock: nothing waits, time jumps to the next timer.
+"""An event loop on a virtual clock: nothing waits, and time jumps to the next timer.
 
-Whatever reads time from the event loop alone, as the coordinator does, runs on it unchanged, as fast as the machine
-computes, and repeats exactly.
+Code that reads time only from the event loop, such as the coordinator, runs on it unchanged. It runs as fast as the
+machine computes, and repeats exactly.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 CANCELLED = 100
-"""Cancelled timers that may stay in the heap besides as many as there are live ones."""
+"""Cancelled timers that may always stay in the heap; more are removed once they are over half of it."""
 
 MOMENT = 1e-9
 """Seconds within which timers count as due together."""
 
 
 class Clock(asyncio.SelectorEventLoop):
-    """The loop. It refuses to wait for ever: with no timer left, or past `longest`, it raises AssertionError.
+    """The virtual event loop. It raises AssertionError if no timer is left, or after `longest` virtual seconds.
 
     Attributes:
       now: seconds of virtual time since the loop was made.
-      longest: virtual seconds after which a run that still waits is taken for a deadlock.
+      longest: virtual seconds after which a run that still waits counts as deadlocked.
     """
 
     longest = 50_000.0
@@ -38,7 +38,7 @@ class Clock(asyncio.SelectorEventLoop):
         self.longest = self.longest if longest is None else longest
         self._signals = signals
         self._failed = False
-        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []  # those of one time as they were asked for
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []  # those of one time fire in order of request
         self._asked = 0
         self._poll = self._selector.select  # type: ignore[attr-defined]
 
@@ -46,10 +46,10 @@ class Clock(asyncio.SelectorEventLoop):
         return self.now
 
     def add_signal_handler(self, sig: int, callback: Callable[..., Any], *args: Any) -> None:  # type: ignore[override]
-        """asyncio's own, where signals are to be caught.
+        """Adds asyncio's own signal handler if this run catches signals.
 
         Raises:
-          NotImplementedError: they are not.
+          NotImplementedError: this run catches no signals.
         """
         if not self._signals:
             raise NotImplementedError("this run catches no signals")
@@ -58,7 +58,7 @@ class Clock(asyncio.SelectorEventLoop):
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
-        """asyncio's own, with a heap that compares numbers instead of handles."""
+        """Schedules as asyncio does, with a heap that compares numbers instead of handles."""
         timer = asyncio.TimerHandle(when, callback, args, self, context)
         timer._scheduled = True  # type: ignore[attr-defined]
         self._asked += 1
@@ -68,7 +68,7 @@ class Clock(asyncio.SelectorEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: concurrent.futures.Executor | None, function: Callable[..., T], *args: Any
     ) -> asyncio.Future[T]:
-        """Runs what asyncio would give to a thread in place, in no time: the clock does not wait for threads."""
+        """Runs the function at once, in no virtual time: the clock does not wait for threads."""
         future: asyncio.Future[T] = self.create_future()
         try:
             future.set_result(function(*args))
@@ -77,9 +77,11 @@ class Clock(asyncio.SelectorEventLoop):
         return future
 
     def _run_once(self) -> None:
-        """Passes of the loop, until time has to go on: asyncio's own without slow-callback checks and idle polls."""
+        """Runs passes of the loop until time has to move on: asyncio's own without slow-callback checks and idle
+        polls."""
         timers, ready = self._timers, self._ready  # type: ignore[attr-defined]
         while True:
+            # Cancelled timers stay in the heap until they surface; without this a long run would fill with them.
             if self._timer_cancelled_count > max(CANCELLED, len(timers) // 2):  # type: ignore[has-type]
                 timers[:] = [entry for entry in timers if not entry[2]._cancelled]
                 heapq.heapify(timers)
@@ -87,6 +89,7 @@ class Clock(asyncio.SelectorEventLoop):
             while timers and timers[0][2]._cancelled:
                 heapq.heappop(timers)
                 self._timer_cancelled_count -= 1
+            # Time moves only if no callback is ready.
             if not ready and not self._stopping:  # type: ignore[attr-defined]
                 self._advance(timers[0][0] if timers else None)
             due = self.now + MOMENT
@@ -102,15 +105,15 @@ class Clock(asyncio.SelectorEventLoop):
                 return
 
     def _advance(self, when: float | None) -> None:
-        """Jumps to the next timer where asyncio would have slept until it."""
-        if when is not None and when <= self.now:  # there is work at this very instant
+        """Jumps to the next timer; asyncio would sleep until then."""
+        if when is not None and when <= self.now:  # work is due at this very instant
             return
         events: list[Any] = self._poll(0)
         if events:
             self._process_events(events)  # type: ignore[attr-defined]
             return
         if not self._failed and (when is None or self.now > self.longest):
-            self._failed = True  # what is left is only torn down
+            self._failed = True  # the teardown may still wait, and must not fail again
             raise AssertionError("deadlock: nothing is left that could end this")
         if when is not None:
             self.now = when
@@ -120,9 +123,9 @@ def run(main: Coroutine[Any, Any, T], *, longest: float | None = None, signals: 
     """Runs `main` on a fresh virtual clock.
 
     Args:
-      main: what to run.
-      longest: virtual seconds it may take.
-      signals: `main` may catch them; else they end it at once, whatever it would do.
+      main: coroutine to run.
+      longest: virtual seconds it may take; None takes `Clock.longest`.
+      signals: lets `main` catch signals; without it a signal ends `main` at once.
     """
     with asyncio.Runner(loop_factory=lambda: Clock(longest, signals=signals)) as runner:
         return runner.run(main)

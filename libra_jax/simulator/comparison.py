@@ -1,4 +1,4 @@
-"""Policies against each other: the same work, seed by seed, and what moving the coefficients does to their order."""
+"""Compares policies on the same work, seed by seed, and tests how their order depends on the cost coefficients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from libra_jax.simulator import (
 )
 
 Progress = Callable[[str], None]
-"""Told, in a line, of each run that ended."""
+"""Receives a line about each run that ended."""
 
 MOVE = 0.3
 """Relative change of a coefficient in the sensitivity analysis."""
@@ -33,7 +33,7 @@ MOVE = 0.3
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Entries (`report.KEYS`) and the bound, seconds a step, mean over seeds."""
+    """Result of a comparison: entries (`report.KEYS`), and the bound in seconds a step, mean over seeds."""
 
     entries: list[dict[str, Any]]
     bound_seconds: float
@@ -41,14 +41,14 @@ class Comparison:
 
 @dataclasses.dataclass(frozen=True)
 class Moved:
-    """What one moved coefficient does.
+    """Effect of one moved coefficient.
 
     Attributes:
-      coefficient: its name.
-      value: what it was moved to.
+      coefficient: name of the coefficient.
+      value: its moved value.
       order: policies from the shortest mean step time to the longest.
-      step_seconds: each policy's mean step time.
-      swapped: pairs of policies whose order is not that of the unmoved coefficients.
+      step_seconds: mean step time of each policy.
+      swapped: pairs of policies whose order differs from that of the unmoved coefficients.
     """
 
     coefficient: str
@@ -59,7 +59,7 @@ class Moved:
 
 
 def prepare(run: settings.SimulatedRun, policies: Sequence[str]) -> settings.SimulatedRun:
-    """Checks everything that can be wrong before anything is simulated, and sets a trace replay's steps.
+    """Checks the run before anything is simulated, and sets the steps of a trace replay.
 
     Raises:
       ConfigError: a policy, a bucket bound, a limit or a slot count cannot be used; the message names the field.
@@ -71,6 +71,7 @@ def prepare(run: settings.SimulatedRun, policies: Sequence[str]) -> settings.Sim
     if run.workload.fit_buckets and isinstance(work, traces.Replay):
         bounds = workloads.fitted_bounds(work, run.rollout.tensor_parallel)
         run = dataclasses.replace(run, scheduler=dataclasses.replace(run.scheduler, max_remaining_tokens=bounds))
+    # Making each scheduler checks its settings.
     for policy in policies:
         _scheduler(with_policy(run, policy), costs.SchedulingCosts(run.simulation.cost_model()), lambda request: 0)
     steps = workloads.planned_steps(run.workload, work, run.coordinator.groups_per_step, run.steps)
@@ -80,18 +81,18 @@ def prepare(run: settings.SimulatedRun, policies: Sequence[str]) -> settings.Sim
 
 
 def with_policy(run: settings.SimulatedRun, policy: str) -> settings.SimulatedRun:
-    """The same run under another policy."""
+    """Returns the same run under another policy."""
     return dataclasses.replace(run, scheduler=dataclasses.replace(run.scheduler, policy=policy))
 
 
 def workload(run: settings.SimulatedRun) -> scripts.Workload:
-    """The work of a run, by its seed."""
+    """Returns the workload of a run, drawn by its seed."""
     tasks = run.steps * run.coordinator.groups_per_step
     return workloads.create(run.workload, seed=run.seed, tasks=tasks, max_context=run.rollout.max_context)
 
 
 def simulate(run: settings.SimulatedRun) -> results.Result:
-    """One policy under one seed.
+    """Simulates one policy under one seed.
 
     Raises:
       LibraError: what ended the run, in one sentence.
@@ -106,12 +107,12 @@ def simulate(run: settings.SimulatedRun) -> results.Result:
 
 
 def entry(run: settings.SimulatedRun) -> dict[str, Any]:
-    """One policy under one seed, as the output file has it."""
+    """Simulates one policy under one seed; returns its entry of the output file."""
     return entry_of(run, simulate(run))
 
 
 def entry_of(run: settings.SimulatedRun, result: results.Result) -> dict[str, Any]:
-    """A result, as the output file has it."""
+    """Returns a result as its entry of the output file."""
     return {
         "policy": run.scheduler.policy,
         "seed": run.seed,
@@ -132,7 +133,7 @@ def entry_of(run: settings.SimulatedRun, result: results.Result) -> dict[str, An
 
 
 def bound_seconds(run: settings.SimulatedRun) -> float:
-    """What no policy can beat under the run's seed, seconds a step."""
+    """Returns the seconds a step that no policy can beat under the run's seed."""
     return bound.lower_bound(run, run.simulation, workload(run)).step_seconds
 
 
@@ -144,9 +145,9 @@ def compare(
     Args:
       run: from `prepare`.
       policies: names.
-      seeds: of the workload and of what policies draw.
-      jobs: processes; 1 stays in this one.
-      progress: told of each run that ended.
+      seeds: seeds of the workload and of the policies' draws.
+      jobs: number of processes; 1 stays in this process.
+      progress: receives a line about each run that ended.
     """
     seeded = [dataclasses.replace(run, seed=seed) for seed in seeds]
     runs = [with_policy(one, policy) for policy in policies for one in seeded]
@@ -164,9 +165,9 @@ def compare(
 def sensitivity(
     run: settings.SimulatedRun, policies: Sequence[str], seeds: Sequence[int], *, jobs: int, progress: Progress
 ) -> tuple[Comparison, list[Moved]]:
-    """Moves each coefficient by 30% down and up, one at a time, and looks at the order of the policies.
+    """Moves each coefficient by 30% down and up, one at a time, and compares the order of the policies.
 
-    A move that the workload does not fit any more (too little memory for a context) is left out and reported.
+    If the workload no longer fits after a move (too little memory for a context), the move is left out and reported.
 
     Returns:
       The comparison with nothing moved, and each move.
@@ -191,7 +192,7 @@ def sensitivity(
 
 
 def moved_line(moved: Moved) -> str:
-    """A line of the sensitivity table."""
+    """Returns a line of the sensitivity table."""
     pairs = ", ".join(f"{first} and {second}" for first, second in moved.swapped)
     seconds = ", ".join(f"{policy} {moved.step_seconds[policy]:.0f}" for policy in moved.order)
     verdict = f"swaps {pairs}" if pairs else "order kept"
@@ -199,7 +200,7 @@ def moved_line(moved: Moved) -> str:
 
 
 def swapped(reference: Sequence[str], order: Sequence[str]) -> list[tuple[str, str]]:
-    """Pairs, in their order of `reference`, that stand the other way round in `order`."""
+    """Returns the pairs that stand in the opposite order in `order`; each pair is in its order of `reference`."""
     place = {policy: index for index, policy in enumerate(order)}
     pairs = [(first, second) for index, first in enumerate(reference) for second in reference[index + 1 :]]
     return [(first, second) for first, second in pairs if place[first] > place[second]]
@@ -207,14 +208,14 @@ def swapped(reference: Sequence[str], order: Sequence[str]) -> list[tuple[str, s
 
 def _scheduler(run: settings.SimulatedRun, costs: costs.SchedulingCosts, remaining: baselines.Remaining) -> Any:
     degrees = run.rollout.tensor_parallel
-    believed = costs if run.simulation.scheduler_costs == "exact" else None  # None: those of the config
+    believed = costs if run.simulation.scheduler_costs == "exact" else None  # None takes the costs of the config
     made = registry.create(run.scheduler, costs=believed, remaining=remaining, seed=run.seed, degrees=degrees)
     checkpoints.teach(made, run.scheduler.learnt_from)
     return made
 
 
 def _each(function: Callable[[Any], Any], arguments: Sequence[Any], jobs: int) -> Iterator[Any]:
-    """The function of each argument, in order, `jobs` at a time."""
+    """Yields the function's result for each argument, in order, `jobs` at a time."""
     if jobs == 1:
         yield from map(function, arguments)
         return

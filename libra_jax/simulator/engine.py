@@ -1,7 +1,7 @@
-"""A simulated rollout engine: continuous batching on virtual time (`batch.py`), weights in flight, death.
+"""A simulated rollout engine: continuous batching on virtual time (`batch.py`), weight updates, death.
 
-New weights drop every key and value, and every running request is prefilled again (the default of a real
-pause that keeps requests).
+New weights drop every key and value, and every running request is prefilled again. This is the default of a real
+pause that keeps requests.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Engine(batch.Batch, protocols.RolloutEngine):
     # The engine's life ------------------------------------------------------------------------------------------
 
     async def start(self) -> protocols.EngineInfo:
-        """Begins to serve."""
+        """Begins to serve after `start_seconds`."""
         self._loop = asyncio.get_running_loop()
         if self._start_seconds:
             await asyncio.sleep(self._start_seconds)
@@ -47,6 +47,7 @@ class Engine(batch.Batch, protocols.RolloutEngine):
         """Dies as a process would: every running and later call raises `WorkerLost`."""
         if not self._alive:
             return
+        # Counts the tokens of complete steps, from which the next engine continues.
         self._settle_now(list(self._decoding))
         self._alive = False
         if not self._asleep:
@@ -63,7 +64,8 @@ class Engine(batch.Batch, protocols.RolloutEngine):
         self.kill()
 
     async def health(self) -> Mapping[str, float]:
-        """Requests running and waiting, and tokens of cache in use by the running and held for others."""
+        """Returns the running and waiting requests, and the cache tokens used by running requests and held for
+        others."""
         self._check_alive()
         return {
             "running": len(self._running()),
@@ -82,21 +84,22 @@ class Engine(batch.Batch, protocols.RolloutEngine):
     # Weights ----------------------------------------------------------------------------------------------------
 
     async def hand_over(self, request: protocols.GenerationRequest) -> Mapping[str, Any]:
-        """Always refuses: the moves of keys and values are not simulated."""
+        """Refuses always: moves of keys and values are not simulated."""
         raise protocols.LibraError(f"engine {self.name} keeps no keys and values of {request.request_id}")
 
     async def pause(self) -> None:
-        """Freezes decoding at the end of the step under way; requests are kept."""
+        """Freezes decoding at the end of the running step; keeps the requests."""
         self._check_alive()
         self._paused = True
         if self._pace is not None:
             self._standing = self._loop.create_future()
             self._interrupt()
             await self._standing
+        # The engine may have died while the step ended.
         self._check_alive()
 
     async def resume(self) -> None:
-        """Goes on decoding; after new weights, every request is prefilled again first."""
+        """Continues decoding; after new weights, prefills every request again first."""
         self._check_alive()
         self._paused = False
         if self._stale:
@@ -104,13 +107,13 @@ class Engine(batch.Batch, protocols.RolloutEngine):
         self._plan_soon()
 
     async def sleep(self) -> None:
-        """Gives its devices up at the end of the step under way."""
+        """Gives up its devices at the end of the running step."""
         await self.pause()
         self.counters.alive_seconds += self._loop.time() - self._started
         self._asleep = True
 
     async def wake(self) -> None:
-        """Takes its devices again; the cache is empty."""
+        """Takes its devices back; the cache is empty."""
         self._check_alive()
         await asyncio.sleep(self._wake_seconds)
         self._check_alive()
@@ -118,27 +121,28 @@ class Engine(batch.Batch, protocols.RolloutEngine):
         self._stale = True
 
     async def init_weight_transfer(self, transport: Mapping[str, Any]) -> None:
-        """First weight verb."""
+        """Does nothing: the first weight verb."""
         self._check_alive()
 
     async def start_weight_update(self, policy_version: int) -> None:
-        """Second weight verb."""
+        """Announces a version: the second weight verb."""
         self._check_alive()
         self._require(self._updating is None, f"version {self._updating} is still being loaded")
         self._require(self._paused, "start_weight_update came before pause")
         self._updating = policy_version
 
     async def update_weights(self, chunk: protocols.WeightChunk) -> None:
-        """Third weight verb: takes as long as its share of the snapshot."""
+        """Takes as long as the chunk's share of the snapshot: the third weight verb."""
         self._check_alive()
         self._require(chunk.policy_version == self._updating, f"version {chunk.policy_version} was not announced")
         await asyncio.sleep(self._model.load_seconds(self._degree) / chunk.count * self.slowdown)
         self._check_alive()
 
     async def finish_weight_update(self, policy_version: int) -> None:
-        """Fourth weight verb: tokens sampled from now on are the new version's."""
+        """Ends the update: the fourth weight verb. Tokens sampled from now on belong to the new version."""
         self._check_alive()
         self._require(policy_version == self._updating, f"version {policy_version} was not being loaded")
+        # Tokens sampled so far must be counted for the old version.
         for request in self._decoding:
             self._settle(request, self._steps)
         self._version, self._updating, self._stale = policy_version, None, True
@@ -177,8 +181,10 @@ class Engine(batch.Batch, protocols.RolloutEngine):
             raise protocols.LibraError(f"engine {self.name}: {request.request_id} is no simulated trajectory")
         attempt = context.trajectory
         turns, at = attempt.script.turns, context.turn
+        # A turn beyond the script is one stop token: a tool that timed out took the place of the script's end.
         scripted = (max(1, turns[at].generated_tokens) if at < len(turns) else 1) - context.sampled
         limit = min(request.sampling.max_tokens, self._max_context - len(context))
+        # Tokens that the last engine sampled and did not stream belong to this request now.
         spans, attempt.unstreamed = attempt.unstreamed, []
         already = sum(count for _, count in spans)
         made = records.Request(
@@ -200,7 +206,7 @@ class Engine(batch.Batch, protocols.RolloutEngine):
         return made
 
     def _leave(self, request: records.Request) -> None:
-        """The stream is over: what it did not deliver stays with the trajectory, its cache with the instance."""
+        """Ends the stream: undelivered tokens stay with the trajectory, and its cache stays with the instance."""
         if request.state == "gone":
             self._give_back(request)
             return
@@ -213,7 +219,7 @@ class Engine(batch.Batch, protocols.RolloutEngine):
         elif before == "decoding" and self._alive:
             self._leaving.append(request)
             if self._pace is not None:
-                self._interrupt()  # it keeps its place to the end of the step
+                self._interrupt()  # the request keeps its place until the end of the step
             else:
                 self._retire_leaving()
 
@@ -240,16 +246,16 @@ def create(
     """Makes a simulated engine.
 
     Args:
-      name: the instance's name.
+      name: name of the instance.
       degree: tensor-parallel degree.
       slots: most requests that decode at once.
       max_context: longest context, in tokens.
       stream_interval: tokens between two deltas of a request.
-      model: what steps, prefill and weights cost.
-      counters: where it counts, so that counts outlive a restart.
+      model: costs of steps, prefill and weights.
+      counters: counters to continue, so that counts outlive a restart; None makes fresh ones.
       kv_tokens: tokens that its key-value cache holds; None asks the cost model.
-      start_seconds: until it serves.
-      wake_seconds: until one that sleeps can be given weights.
+      start_seconds: seconds until it serves.
+      wake_seconds: seconds until a sleeping engine can take weights.
 
     Raises:
       ConfigError: its memory does not hold one whole context beside the weights.

@@ -1,4 +1,4 @@
-"""A simulated environment: it walks through its attempt's script, and its tools take the time that the script says."""
+"""A simulated environment: it follows its rollout's script, and its tools take the time that the script says."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from libra_jax.simulator import trajectory
 
 
 class ScriptedEnvironment:
-    """A `protocols.Environment`; one attempt's world. Its reward alternates by sample, which has no effect on time."""
+    """A `protocols.Environment` of one rollout. Its reward alternates by sample, which has no effect on time."""
 
     def __init__(self, book: trajectory.Book) -> None:
         self._book = book
@@ -23,7 +23,7 @@ class ScriptedEnvironment:
         return [protocols.Message("user", str(self._book.prompt_tokens(task.prompt_id)))]
 
     async def step(self, output: str) -> protocols.StepResult:
-        """Runs the tool that the script's turn calls; `output` is the attempt's name, as `CountedText` decodes it."""
+        """Runs the tool that the script's turn calls; `output` is the rollout's name, as `CountedText` decodes it."""
         turns = self._book.script(output).turns
         at, self._turn = self._turn, self._turn + 1
         if at >= len(turns):  # a tool that timed out took the place of the script's end
@@ -42,7 +42,7 @@ class ScriptedEnvironment:
         )
 
     async def close(self) -> None:
-        """Holds nothing."""
+        """Does nothing: the environment holds nothing."""
 
 
 def _end(name: str) -> protocols.StepResult:
@@ -56,5 +56,5 @@ class NumberedTasks:
         return protocols.Task(str(index), {})
 
     def evaluation_task(self, index: int) -> protocols.Task:
-        """The simulator evaluates nothing, but a task source has held-out tasks."""
+        """Returns a held-out task, which a task source must have; the simulator evaluates nothing."""
         return protocols.Task(f"held-out-{index}", {})

@@ -1,7 +1,7 @@
-"""Faults on a seeded schedule: engines that die or are slow, tools that hang, environments that crash, late weights.
+"""Faults on a seeded schedule: engines that die or are slow, hanging tools, crashing environments, late weights.
 
-A fault wraps a machine and happens inside it, so what copes with it is the coordinator of a real run: engines are
-started again, hanging tools time out, crashed environments are tried afresh and their groups replaced in the end.
+A fault wraps a machine and happens inside it, so the coordinator of a real run has to handle it. The coordinator
+restarts engines, times out hanging tools, retries crashed environments, and finally replaces their groups.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from libra_jax.simulator import engine, environment, replica, trainer, world
 @configuration.group
 @dataclass
 class FaultConfig:
-    """How often things break; 0 is never."""
+    """Rates of the faults; 0 means never."""
 
-    engine_life_seconds: float = 0.0  # mean of an engine's life before it dies (exponential), at each of its starts
+    engine_life_seconds: float = 0.0  # mean seconds of an engine's life (exponential), drawn at each start
     tool_hang: float = 0.0  # share of tool calls that never return
-    environment_crash: float = 0.0  # share of tool calls in which the environment itself breaks
+    environment_crash: float = 0.0  # share of tool calls in which the environment itself crashes
     slow_node: float = 0.0  # share of engines' lives that are spent on a slow node
-    slow_factor: float = 3.0  # factor on the time of each step there
+    slow_factor: float = 3.0  # factor on the time of each step on a slow node
     late_weights: float = 0.0  # share of weight snapshots that are late
-    late_seconds: float = 60.0  # mean of how late they are (exponential)
-    replica_life_seconds: float = 0.0  # mean of a hybrid worker's replica's life (exponential), at each of its starts
-    replica_hang: float = 0.0  # share of a replica's calls that never return
-    replica_slow: float = 0.0  # share of its shares that take `slow_factor` times as long
-    engine_hang: float = 0.0  # share of a hybrid worker's engine's goings to sleep and wakings that never end
+    late_seconds: float = 60.0  # mean delay of late snapshots (exponential)
+    replica_life_seconds: float = 0.0  # mean life of a hybrid worker's training side (exponential), at each start
+    replica_hang: float = 0.0  # share of calls to a hybrid worker's training side that never return
+    replica_slow: float = 0.0  # share of training shares that take `slow_factor` times as long
+    engine_hang: float = 0.0  # share of a hybrid worker's engine's sleep and wake calls that never return
     channel_failure: float = 0.0  # share of the trainer's openings and closings of a gradient channel that fail
 
     def __post_init__(self) -> None:
@@ -55,10 +55,12 @@ class FaultConfig:
 
 
 def parts(config: FaultConfig, seed: int) -> world.Parts:
-    """What breaks the machines of one run as `config` says; the same seed breaks the same things."""
+    """Returns the fault injection that `config` asks for; the same seed breaks the same things."""
     if config == FaultConfig():
+        # Without faults, no wrapper slows the simulation.
         return world.Parts()
     attempts = itertools.count()
+    # Engines and hybrid workers draw by name and life, so every policy meets the same faults there.
     return world.Parts(
         engine=lambda made, life: Engine(made, config, random.Random(f"{seed}/{made.name}/{life}")),
         environment=lambda made: Environment(made, config, random.Random(f"{seed}/environment/{next(attempts)}")),
@@ -68,7 +70,7 @@ def parts(config: FaultConfig, seed: int) -> world.Parts:
 
 
 class _Wrapped:
-    """Does what the machine inside does, save where a subclass says otherwise."""
+    """Delegates to the machine inside; subclasses override the methods that may fail."""
 
     def __init__(self, inner: Any, config: FaultConfig, rng: random.Random) -> None:
         self._inner = inner
@@ -80,17 +82,17 @@ class _Wrapped:
 
     async def _perhaps_hang(self, share: float) -> None:
         if self._rng.random() < share:
-            await asyncio.get_running_loop().create_future()  # until a deadline gives it up
+            await asyncio.get_running_loop().create_future()  # until a deadline aborts the call
 
 
 class Engine(_Wrapped):
-    """One life of an engine: perhaps on a slow node, perhaps short; it may never fall asleep, or never wake."""
+    """One life of an engine: it may be on a slow node, die early, or hang when it falls asleep or wakes."""
 
     _inner: engine.Engine
     _death: asyncio.TimerHandle | None = None
 
     async def start(self) -> protocols.EngineInfo:
-        """Starts, with its fate drawn."""
+        """Starts, and draws this life's faults."""
         info = await self._inner.start()
         if self._rng.random() < self._config.slow_node:
             self._inner.slowdown = self._config.slow_factor
@@ -110,42 +112,43 @@ class Engine(_Wrapped):
         await self._inner.wake()
 
     async def shutdown(self) -> None:
-        """Stops; a death that was to come does not."""
+        """Stops, and cancels a scheduled death."""
         if self._death is not None:
             self._death.cancel()
         await self._inner.shutdown()
 
 
 class Environment(_Wrapped):
-    """One attempt's environment: each tool call may crash it, or never return."""
+    """One rollout's environment: each tool call may crash it, or never return."""
 
     _inner: environment.ScriptedEnvironment
 
     @property
     def running_tool(self) -> str:
-        """The scripted tool that runs."""
+        """Name of the running scripted tool."""
         return self._inner.running_tool
 
     async def reset(self, task: protocols.Task) -> Sequence[protocols.Message]:
-        """Opens the attempt."""
+        """Opens the rollout."""
         return await self._inner.reset(task)
 
     async def step(self, output: str) -> protocols.StepResult:
-        """Runs the scripted tool, unless it breaks."""
+        """Runs the scripted tool, unless the environment crashes or the tool hangs."""
         if self._rng.random() < self._config.environment_crash:
             raise protocols.EnvironmentCrashed(f"the environment of {output} was made to crash (config.faults)")
         result = await self._inner.step(output)
+        # Only a step that called a tool can hang, which is known only now.
         if self._rng.random() < self._config.tool_hang and result.tool_returns:
             await asyncio.get_running_loop().create_future()  # until the step's deadline cancels it
         return result
 
     async def close(self) -> None:
-        """Closes the attempt."""
+        """Closes the rollout."""
         await self._inner.close()
 
 
 class Trainer(_Wrapped):
-    """A trainer whose snapshots are late at times, and whose gradient channels do not open, or not close."""
+    """A trainer with late snapshots and gradient channels that fail to open or close."""
 
     _inner: trainer.Trainer
 
@@ -156,21 +159,21 @@ class Trainer(_Wrapped):
         return await self._inner.stage_weights(policy_version, index)
 
     async def give_up_step(self) -> bool:
-        """Nothing to fail in."""
+        """Delegates: this call never fails."""
         return await self._inner.give_up_step()
 
     async def listen(self, member: str, epoch: int) -> Mapping[str, Any]:
-        """Opens a channel, or fails."""
+        """Opens a gradient channel, or fails."""
         self._perhaps_fail("listen")
         return await self._inner.listen(member, epoch)
 
     async def connect(self, member: str, epoch: int, address: Mapping[str, Any]) -> None:
-        """Connects to it, or fails."""
+        """Connects the channel, or fails."""
         self._perhaps_fail("connect")
         await self._inner.connect(member, epoch, address)
 
     async def dismiss(self, member: str) -> None:
-        """Closes it, or fails."""
+        """Closes the channel, or fails."""
         self._perhaps_fail("dismiss")
         await self._inner.dismiss(member)
 
@@ -180,13 +183,13 @@ class Trainer(_Wrapped):
 
 
 class Replica(_Wrapped):
-    """One life of a replica: perhaps short; any call may never return, any share may be slow."""
+    """One life of a hybrid worker's training side: it may be short, any call may hang, any share may be slow."""
 
     _inner: replica.Replica
     _death: asyncio.TimerHandle | None = None
 
     async def start(self) -> protocols.TrainerInfo:
-        """Starts, with its fate drawn."""
+        """Starts, and draws this life's faults."""
         info = await self._inner.start()
         if self._config.replica_life_seconds:
             life = self._rng.expovariate(1.0 / self._config.replica_life_seconds)
@@ -221,7 +224,7 @@ class Replica(_Wrapped):
         await self._inner.leave()
 
     async def shutdown(self) -> None:
-        """Stops; a death that was to come does not."""
+        """Stops, and cancels a scheduled death."""
         if self._death is not None:
             self._death.cancel()
         await self._inner.shutdown()

@@ -1,4 +1,4 @@
-"""The instances of a simulated run, those that plans add included, and what they counted."""
+"""The instances of a simulated run, including those that plans add, and their counters."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from libra_jax.planning import costs
 from libra_jax.simulator import engine, replica
 
 REPLICA_BYTES = 6
-"""Of each parameter on a replica: its published value, and a gradient sum in float32."""
+"""Bytes of each parameter on a hybrid worker's training side: its synced value, and a gradient sum in float32."""
 
 
 class Fleet:
-    """All instances that a run has had, and what they counted."""
+    """All instances that a run has had, and their counters."""
 
     def __init__(
         self, config: configuration.RunConfig, slots: Sequence[int], model: costs.Costs, warm_seconds: float = 0.0
@@ -29,8 +29,9 @@ class Fleet:
         self.degrees: list[int] = []
 
     def spec(self, number: int, degree: int, start_seconds: float = 0.0) -> protocols.ActorSpec:
-        """How one is made; its slots are those of config's instances, or of its degree."""
+        """Returns the spec of an instance; its slots are those of the config's instance, or of its degree."""
         rollout, at_first = self._config.rollout, number < len(self._slots)
+        # Counters are kept here, because an engine's restarts make new engines.
         self.counters.append(engine.Counters())
         self.degrees.append(degree)
         arguments = {
@@ -52,15 +53,15 @@ class Fleet:
         channels: replica.Channels,
         train_seconds: Callable[[int, Sequence[int]], float],
     ) -> protocols.ActorSpec:
-        """How the training side of a hybrid worker is made.
+        """Returns the spec of a hybrid worker's training side.
 
         Args:
-          engine_spec: its rollout side's.
-          channels: to the trainer.
-          train_seconds: of sequences of these lengths on so many devices.
+          engine_spec: spec of its rollout side.
+          channels: gradient channels to the trainer.
+          train_seconds: (devices, sequence lengths) to training seconds.
 
         Raises:
-          ConfigError: its devices do not hold what a replica holds.
+          ConfigError: its devices do not hold the parameters and gradient sums.
         """
         degree, member = engine_spec.arguments["degree"], engine_spec.name
         self._check_memory(degree)
@@ -87,12 +88,13 @@ class Fleet:
             )
 
     def add(self, number: int, degree: int, others: Sequence[protocols.ActorSpec]) -> protocols.ActorSpec:
-        """One that a plan adds (`coordinator.instances.MakeSpec`)."""
+        """Returns the spec of an instance that a plan adds (`coordinator.instances.MakeSpec`)."""
         return self.spec(number, degree, self._config.planner.start_seconds)
 
     def busy_share(self, seconds: float) -> float:
-        """Share of the device-seconds in which instances ran steps."""
+        """Returns the share of the device-seconds in which instances ran steps."""
         busy = sum(degree * count.busy_seconds for degree, count in zip(self.degrees, self.counters, strict=True))
+        # A fixed layout counts all devices for the whole run; a changing layout counts each instance while it lives.
         if not self._config.planner.period and not self._config.elastic.hybrid:
             return busy / (sum(self.degrees) * seconds)
         return busy / sum(

@@ -1,4 +1,4 @@
-"""Lengths that somebody asks for: a log-normal by its mean and P90, and attempts that are made to have it."""
+"""Requested lengths: a log-normal by its mean and P90, and rollouts reshaped to have it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from libra_jax import protocols
 from libra_jax.simulator import scripts
 
 MOST_TOKENS = 10_000_000
-"""Tokens, at most, of any length that is asked for: hundreds of times the longest context that models have."""
+"""Most tokens of any requested length: hundreds of times the longest context that models have."""
 
 MOST_TURNS = 1_000
-"""Turns, at most, of an attempt that is made up: each of thousands of attempts has as many objects."""
+"""Most turns of a made-up rollout: each turn of thousands of rollouts is an object."""
 
 CALL_SECONDS = 1.0
-"""Seconds of a tool call where the attempts that are reshaped have none."""
+"""Seconds of a tool call, if the reshaped rollouts have none."""
 
 _NORMAL = statistics.NormalDist()
 _Z90 = _NORMAL.inv_cdf(0.9)
@@ -32,7 +32,7 @@ class LogNormal:
     """Lengths whose logarithm is normal.
 
     Attributes:
-      mean: tokens.
+      mean: mean length, in tokens.
       spread: standard deviation of the logarithm.
     """
 
@@ -43,18 +43,18 @@ class LogNormal:
     def fitted(cls, mean: float, p90: float) -> LogNormal:
         """Returns the log-normal with this mean and this P90.
 
-        With spread s, ln(p90 / mean) = z s - s^2 / 2, where z = 1.28 is the normal P90. Of the two roots the smaller
-        is taken. The larger one exceeds z, so that its mean lies beyond its P90 or hangs on a handful of attempts.
+        With spread s, ln(p90 / mean) = z s - s^2 / 2, where z = 1.28 is the normal P90. Of the two roots the smaller is
+        taken. The larger root exceeds z: its mean lies beyond its P90, or depends on a handful of rollouts.
 
         Args:
-          mean: tokens.
-          p90: tokens that nine attempts in ten stay below.
+          mean: mean length, in tokens.
+          p90: tokens that nine rollouts in ten stay below.
 
         Raises:
-          ConfigError: a number is no length, or no log-normal has both; the message says which ones one has.
+          ConfigError: a number is no length, or no log-normal has both; the message gives the possible range.
         """
         for name, value in (("mean", mean), ("P90", p90)):
-            if not 1 <= value <= MOST_TOKENS:  # not a number fails this, too
+            if not 1 <= value <= MOST_TOKENS:  # NaN fails this check, too
                 raise protocols.ConfigError(
                     f"--generated_tokens: {value:g} is no {name} of a length; give 1 to {MOST_TOKENS:,} tokens"
                 )
@@ -64,27 +64,29 @@ class LogNormal:
                 f"mean the P90 lies between {math.ceil(mean):,} and {math.floor(STEEPEST * mean):,}. Give such a pair, "
                 "or recorded attempts with --trace"
             )
+        # Rounding may make the discriminant slightly negative at the steepest ratio.
         inside = max(0.0, _Z90**2 - 2.0 * math.log(p90 / mean))
         return cls(mean, _Z90 - math.sqrt(inside))
 
     def sample(self, count: int) -> list[int]:
-        """Returns `count` lengths, ascending: the mean of each of as many equally likely ranges, so that theirs is
-        the distribution's."""
+        """Returns `count` ascending lengths: the mean of each of `count` equally likely ranges, so that the mean of
+        all is the distribution's."""
         if self.spread == 0.0:
             return [round(self.mean)] * count
         edges = [-math.inf, *(_NORMAL.inv_cdf(index / count) for index in range(1, count)), math.inf]
+        # The partial expectation of a log-normal, in closed form.
         below = [_NORMAL.cdf(edge - self.spread) if math.isfinite(edge) else float(edge > 0) for edge in edges]
         return [max(1, round(self.mean * count * (high - low))) for low, high in itertools.pairwise(below)]
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Lengths that attempts are to have; None leaves a property as it is.
+    """Requested lengths of rollouts; None leaves a property unchanged.
 
     Attributes:
-      generated: generated tokens; a number is their mean, and scales all.
-      turns: model outputs of every attempt, all of one length.
-      payload_tokens: tokens of every tool's return.
+      generated: generated tokens; a plain number is the mean to which all are scaled.
+      turns: model outputs of every rollout, all of one length.
+      payload_tokens: tokens of every tool return.
       prompt_tokens: tokens of every prompt.
     """
 
@@ -109,10 +111,10 @@ class Wanted:
 
 
 def reshaped(drawn: Sequence[scripts.Script], wanted: Wanted) -> list[scripts.Script]:
-    """Returns the attempts, in the same order, as `wanted`; the longest stays the longest.
+    """Returns the rollouts, in the same order, with the lengths of `wanted`; the longest stays the longest.
 
     Raises:
-      ConfigError: what a tool returns is asked for and no attempt calls one, or the other way round.
+      ConfigError: a payload is requested but no tool is called, or turns are requested and the payload is unknown.
     """
     calls = [turn for script in drawn for turn in script.turns[:-1]]
     if wanted.payload_tokens is not None and wanted.turns in (None, 1) and (wanted.turns or not calls):
@@ -131,6 +133,7 @@ def reshaped(drawn: Sequence[scripts.Script], wanted: Wanted) -> list[scripts.Sc
         shaped = [dataclasses.replace(one, turns=_returning(one.turns, wanted.payload_tokens)) for one in shaped]
     if wanted.prompt_tokens is not None:
         shaped = [dataclasses.replace(one, prompt_tokens=wanted.prompt_tokens) for one in shaped]
+    # Last, because `_turns` keeps each rollout's total and this step sets it.
     if wanted.generated is not None:
         lengths = list(_lengths(shaped, wanted.generated))
         shaped = [
@@ -141,7 +144,7 @@ def reshaped(drawn: Sequence[scripts.Script], wanted: Wanted) -> list[scripts.Sc
 
 
 def _lengths(drawn: Sequence[scripts.Script], generated: LogNormal | float) -> Iterator[int]:
-    """Generated tokens that each attempt is to have."""
+    """Yields the generated tokens that each rollout shall have."""
     if not isinstance(generated, LogNormal):
         factor = generated / statistics.fmean(script.generated_tokens for script in drawn)
         yield from (max(1, round(factor * script.generated_tokens)) for script in drawn)
@@ -152,32 +155,33 @@ def _lengths(drawn: Sequence[scripts.Script], generated: LogNormal | float) -> I
 
 
 def _mean_call(calls: Sequence[protocols.Turn]) -> protocols.Turn:
-    """The mean of what tools do in `calls`."""
+    """Returns the mean tool call of `calls`."""
     seconds = statistics.fmean(turn.tool_seconds for turn in calls) if calls else CALL_SECONDS
     payload = round(statistics.fmean(turn.payload_tokens for turn in calls)) if calls else 0
     return protocols.Turn(1, "tool", "success", payload, seconds)
 
 
 def _turns(tokens: int, count: int, call: protocols.Turn) -> tuple[protocols.Turn, ...]:
-    """Equal turns with the same tool call between them."""
+    """Returns equal turns with the same tool call between them."""
     each = max(1, tokens // count)
     turn = dataclasses.replace(call, generated_tokens=each)
     return (*[turn] * (count - 1), protocols.Turn(max(1, tokens - (count - 1) * each)))
 
 
 def _returning(turns: Sequence[protocols.Turn], payload: int) -> tuple[protocols.Turn, ...]:
-    """The same turns, whose tools return `payload` tokens."""
+    """Returns the same turns, whose tools return `payload` tokens."""
     return (*(dataclasses.replace(turn, payload_tokens=payload) for turn in turns[:-1]), turns[-1])
 
 
 def _long(turns: Sequence[protocols.Turn], tokens: int) -> tuple[protocols.Turn, ...]:
-    """The same turns with `tokens` generated tokens; where turns are more than those, the first are left out."""
+    """Returns the same turns with `tokens` generated tokens; if there are more turns than tokens, drops the first
+    turns."""
     kept, before = turns[-tokens:], 0
     total = sum(max(1, turn.generated_tokens) for turn in kept)
     made, seen = [], 0
     for number, turn in enumerate(kept, start=1):
         seen += max(1, turn.generated_tokens)
-        # Rounded on the running total, so that the parts add up, and leave a token for each turn that follows.
+        # Rounds the running total, so that the parts add up, and leaves a token for each later turn.
         until = min(max(before + 1, round(tokens * seen / total)), tokens - (len(kept) - number))
         made.append(dataclasses.replace(turn, generated_tokens=until - before))
         before = until

@@ -1,4 +1,5 @@
-"""Pictures that are read on a phone as well as on paper: narrow, in large letters, with the legend below the axes."""
+"""Draws pictures that are readable on a phone and on paper: narrow, in large letters, with the legend below the
+axes."""
 
 from __future__ import annotations
 
@@ -9,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 WIDTH = 4.6
-"""Inches. On a phone's 360 CSS pixels the letters are then about as large as in print."""
+"""Width of a picture, in inches. On a phone of 360 CSS pixels the letters are then about as large as in print."""
 
 LETTERS = 11
-"""Points of every text; a phone shows them about 12 pixels high."""
+"""Size of every text, in points; a phone shows it about 12 pixels high."""
 
 LABEL = 20
-"""Characters of a line of a bar's name."""
+"""Most characters of a line of a bar's name."""
 
 COLUMNS = 48
-"""Characters of a title's line."""
+"""Most characters of a title's line."""
 
 
 BAR = 0.36
@@ -33,17 +34,18 @@ def bars_height(names: Sequence[str]) -> float:
 
 @contextlib.contextmanager
 def drawn(path: Path, height: float, title: Sequence[str], rows: Sequence[float] = (1.0,)) -> Iterator[Any]:
-    """Yields the axes of a picture, one below the other if there are several, and writes the file at the end.
+    """Yields the axes of a picture (one below the other if there are several), and writes the file at the end.
 
     Args:
-      path: where to, .svg or .png.
-      height: of the axes, in inches; title and legend come on top.
-      title: its lines; long ones are broken.
+      path: file to write, .svg or .png.
+      height: inches of the axes; title and legend come on top.
+      title: lines of the title; long lines are broken.
       rows: relative height of each axes.
     """
-    from matplotlib import figure, rc_context  # only here: a picture is all that needs it
+    from matplotlib import figure, rc_context  # imported only here: nothing else needs it
 
     lines = [part for line in title for part in textwrap.wrap(line, COLUMNS)]
+    # A fixed salt and no date: the same data gives the same file.
     with rc_context({"svg.hashsalt": "libra-jax", "font.size": LETTERS}):
         picture = figure.Figure(figsize=(WIDTH, height + 0.19 * len(lines)), layout="constrained")
         axes = picture.subplots(len(rows), squeeze=False, height_ratios=rows)[:, 0]
@@ -66,6 +68,7 @@ def short(names: Sequence[str]) -> list[str]:
     """Returns the names without the words that all of them begin with, broken into lines of `LABEL` characters."""
     words = [name.split() for name in names]
     shared = 0
+    # At least one word of each name must stay.
     while len(names) > 1 and all(len(each) > shared + 1 and each[shared] == words[0][shared] for each in words):
         shared += 1
     plain = [" ".join(each[shared:]) for each in words]
@@ -73,13 +76,13 @@ def short(names: Sequence[str]) -> list[str]:
 
 
 def bars(axes: Any, names: Sequence[str], means: Sequence[float], spreads: Sequence[float], format_: str) -> None:
-    """Draws a bar for each name, the spread where there is one, and the mean in figures to the right of both.
+    """Draws a bar for each name, its spread if it has one, and the mean in figures to the right of both.
 
     Args:
-      axes: to draw on.
-      names: of the bars, from the top.
-      means: of each.
-      spreads: standard deviation of each; 0 for none.
+      axes: axes to draw on.
+      names: names of the bars, from the top.
+      means: mean of each bar.
+      spreads: standard deviation of each bar; 0 for none.
       format_: format of the means, as "{:.1f}".
     """
     places = range(len(names))
@@ -91,5 +94,5 @@ def bars(axes: Any, names: Sequence[str], means: Sequence[float], spreads: Seque
     least, most = min(0.0, *ends), max(0.0, *ends)
     for place, mean, spread in zip(places, means, spreads, strict=True):
         axes.annotate(format_.format(mean), (mean + spread, place), (5, 0), textcoords="offset points", va="center")
-    room = 0.25 * (most - least) or 1.0  # for the figures, to the right of the longest bar
+    room = 0.25 * (most - least) or 1.0  # for the figures to the right of the longest bar
     axes.set_xlim(least, most + room)

@@ -1,4 +1,4 @@
-"""Processes that simulate side by side, and end with the one that started them."""
+"""Pools of processes that simulate side by side and end with the process that started them."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from collections.abc import Iterator
 from libra_jax import parent_death
 
 DROP_SECONDS = 0.2
-"""In which an executor that is shut down drops the calls that wait: one whose workers vanish before that prints a
-traceback about them."""
+"""Seconds for a stopped executor to drop its waiting calls. If its workers vanish earlier, it prints a traceback
+about the calls."""
 
 END_SECONDS = 10.0
-"""In which a worker ends that is told to."""
+"""Seconds within which a killed worker ends."""
 
 
 @contextlib.contextmanager
 def pool(workers: int) -> Iterator[concurrent.futures.ProcessPoolExecutor]:
-    """So many worker processes; an error or Ctrl-C in the block ends them at once, whatever they are at.
+    """Yields a pool of `workers` processes; an error or Ctrl-C in the block ends them at once, even during a call.
 
-    They are spawned: what a child inherits by fork (event loops, threads) is not simulated by anyone.
+    The processes are spawned, because event loops and threads that a fork inherits would break the simulation.
     """
+    # Other code may have children, too; only this pool's are killed.
     before = set(multiprocessing.active_children())
     executor = concurrent.futures.ProcessPoolExecutor(
         workers, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(os.getpid(),)
     )
     try:
         with _ignoring_interrupts():
-            for _ in range(workers):  # each starts one
+            for _ in range(workers):  # each call starts one worker
                 executor.submit(os.getpid)
         yield executor
     except BaseException:
@@ -51,8 +52,8 @@ def pool(workers: int) -> Iterator[concurrent.futures.ProcessPoolExecutor]:
 
 @contextlib.contextmanager
 def _ignoring_interrupts() -> Iterator[None]:
-    """What is started in the block ignores Ctrl-C, which a terminal sends to all: the one that started it ends it."""
-    if threading.current_thread() is not threading.main_thread():  # only that one may say so
+    """Makes processes started in the block ignore Ctrl-C, which a terminal sends to all; their parent ends them."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set signal handlers
         yield
         return
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,7 +1,7 @@
-"""A run as its files tell it, ready to be calibrated from and replayed: config, steps, groups, streams of tokens.
+"""Reads a run's files for calibration and replay: config, steps, groups, streams of tokens.
 
-A replay needs every group that took the machines' time, and its times on one uninterrupted timeline. So runs that
-replaced groups, or that did steps a second time after a crash, are refused.
+A replay needs every group that took the machines' time, and the times on one uninterrupted timeline. So `read`
+refuses runs that replaced groups, or that repeated steps after a crash.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from libra_jax.simulator import scripts, traces
 from libra_jax.telemetry import files, metrics, timeline, trace
 
 LEAST_STEPS = 4
-"""Steps of a recording: half of them calibrate, the others are predicted."""
+"""Least steps of a recording: half of them calibrate, the others are predicted."""
 
 CONFIG_FILE = "config.json"
 
 _Streams: TypeAlias = tuple[streams.Stream, ...]
 
 Work = tuple[tuple[int, tuple[tuple[int, int, str | None], ...]], ...]
-"""What a step was made of: of each trajectory, prompt tokens, and of its turns generated tokens, payload and tool."""
+"""Work of a step: of each trajectory, its prompt tokens, and each turn's generated tokens, payload and tool."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Parts:
     """Seconds of a training step.
 
     Attributes:
-      total: from the end of the step before to its own, evaluations and checkpoints left out.
-      rollout: in which at least one group ran.
-      train: of the trainer's step.
-      sync: of the publication of its weights.
+      total: from the end of the step before to its own end, without evaluations and checkpoints.
+      rollout: time in which at least one group ran.
+      train: time of the trainer's step.
+      sync: time of the weight sync.
     """
 
     total: float
@@ -54,11 +54,11 @@ class Step:
     """One training step.
 
     Attributes:
-      number: from 1.
+      number: number of the step, from 1.
       parts: its seconds.
-      lengths: tokens of each trajectory that it trained on, the masked ones (`task.cut_off`) left out.
-      work: the same for steps that did the same work.
-      scripts: of its trajectories.
+      lengths: tokens of each trajectory that it trained on, without the masked ones (`task.cut_off`).
+      work: equal for steps that did the same work.
+      scripts: scripts of its trajectories.
     """
 
     number: int
@@ -74,11 +74,12 @@ class Recording:
 
     Attributes:
       config: its configuration.
-      steps: in order.
-      groups: scripts of each group's attempts, in the order of dispatch.
-      streams: on all instances, in order of their starts; those that a weight update interrupted are not `known`.
+      steps: steps in order.
+      groups: scripts of each group's rollouts, in the order of dispatch.
+      streams: streams on all instances, in order of their starts; `known` is False if a weight update interrupted the
+        stream.
       loads: (end, seconds) of each instance's part in each weight update.
-      ends: when each step's training ended, on the clock of the streams.
+      ends: end of each step's training, on the clock of the streams.
     """
 
     config: configuration.RunConfig
@@ -89,7 +90,8 @@ class Recording:
     ends: tuple[float, ...]
 
     def streams_of(self, steps: int) -> _Streams:
-        """The streams of the first `steps` steps; of one that ends later, it is known that it was there and no more."""
+        """Returns the streams of the first `steps` steps. A stream that ends later keeps its place, with `known`
+        False."""
         end = self.ends[steps - 1]
         return tuple(
             stream if stream.end <= end else dataclasses.replace(stream, known=False)
@@ -98,11 +100,11 @@ class Recording:
         )
 
     def script(self, task_index: int, sample: int) -> scripts.Script:
-        """The recorded attempt: a recording is a `scripts.Workload`."""
+        """Returns the recorded rollout's script: a recording is a `scripts.Workload`."""
         return self.groups[task_index][sample]
 
     def degree(self, instance: str) -> int:
-        """Tensor-parallel degree of an instance, which is named by its place in the layout.
+        """Returns the tensor-parallel degree of an instance, which is named by its place in the layout.
 
         Raises:
           DataError: the layout has no such instance.
@@ -120,7 +122,8 @@ def read(workdir: Path) -> Recording:
     """Reads a finished run's files.
 
     Raises:
-      DataError: a file is missing, or the run cannot be replayed from its files; the message says why and what to do.
+      DataError: a file is missing, or the run cannot be replayed from its files; the message says why and what to
+        do.
     """
     config = _config(workdir / CONFIG_FILE)
     if any(decision.get("moved") for decision in files.whole_json_lines(workdir / files.PLANS_FILE)):
@@ -172,7 +175,7 @@ def _config(path: Path) -> configuration.RunConfig:
 
 
 def _numbers(path: Path, config: configuration.RunConfig) -> dict[int, Parts]:
-    """Each step's seconds."""
+    """Returns each step's seconds."""
     table = metrics.read(path)
     taken = [number for number in table if number > 0]
     if not taken:
@@ -205,7 +208,8 @@ def _parts(path: Path, number: int, scalars: Mapping[str, float], synchronous: b
 
     besides = scalars.get("evaluation/seconds", 0.0) + scalars.get("checkpoint/seconds", 0.0)
     rollout, train, sync = (value(f"{stage}/seconds") for stage in ("rollout", "train", "sync"))
-    # Groups run while a checkpoint is written and an evaluation goes on, so not all of those is besides the stages.
+    # Groups run while a checkpoint is written and an evaluation goes on, so only a part of that time is beside the
+    # stages.
     stages = train + sync + (rollout if synchronous else scalars.get("rollout/wait_seconds", 0.0))
     step = value("step/seconds")
     return Parts(max(step - besides, min(step, stages)), rollout, train, sync)
@@ -217,7 +221,7 @@ def _groups(
     played: Sequence[scripts.Script],
     config: configuration.RunConfig,
 ) -> list[tuple[scripts.Script, ...]]:
-    """The groups in the order of dispatch, their attempts in the order of their samples."""
+    """Returns the groups in the order of dispatch, their rollouts in the order of their samples."""
     rows: dict[int, dict[int, scripts.Script]] = collections.defaultdict(dict)
     for record, script in zip(records, played, strict=True):
         sample = record["trajectory_id"].rpartition("/")[2]
@@ -250,7 +254,7 @@ def _step(
 
 
 def _trained_tokens(record: Mapping[str, Any]) -> int:
-    """Tokens up to the last sampled one: what follows it is not trained."""
+    """Returns the tokens up to the last sampled one: later tokens are not trained."""
     turns = record["turns"]
     payload = sum(turn["payload_tokens"] for turn in turns[:-1])
     return int(record["prompt_tokens"] + sum(turn["generated_tokens"] for turn in turns) + payload)
@@ -262,7 +266,8 @@ def _work(record: Mapping[str, Any]) -> tuple[int, tuple[tuple[int, int, str | N
 
 
 def _undisturbed(found: Sequence[streams.Stream], updates: Sequence[timeline.Span]) -> list[streams.Stream]:
-    """A stream that an update interrupted tells nothing about steps."""
+    """Returns the streams, with `known` False if an update interrupted the stream: its time says nothing about
+    steps."""
     return [
         dataclasses.replace(stream, known=False)
         if any(update.start < stream.end and stream.start < update.end for update in updates)

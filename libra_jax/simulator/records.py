@@ -1,4 +1,4 @@
-"""What a simulated engine keeps of its requests, and what it counts."""
+"""Records of a simulated engine about its requests, and its counters."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from libra_jax.simulator import trajectory
 
 @dataclass
 class Counters:
-    """What an instance did, over all its lives.
+    """Totals of an instance over all its lives.
 
     Attributes:
       generated: tokens sampled.
       prefilled: tokens prefilled.
-      prefilled_again: of these, tokens whose keys and values some instance had computed before.
-      preempted: requests that lost their place for want of cache.
-      busy_seconds: spent in steps.
-      alive_seconds: from its starts to its ends.
+      prefilled_again: prefilled tokens whose keys and values some instance had computed before.
+      preempted: requests that lost their place for lack of cache.
+      busy_seconds: seconds spent in steps.
+      alive_seconds: seconds from its starts to its ends, without sleep.
     """
 
     generated: int = 0
@@ -34,7 +34,7 @@ class Counters:
 
 @dataclass(eq=False)
 class Request:
-    """A request from its arrival to its departure; `length` tokens of context at step `since`."""
+    """A request from its arrival to its departure; it has `length` tokens of context at step `since`."""
 
     name: str
     trajectory: trajectory.Trajectory
@@ -66,7 +66,7 @@ class Request:
 
 @dataclass
 class Prefill:
-    """Requests prefilled together in `steps` more steps, each of which takes `seconds` of attention besides."""
+    """Requests prefilled together in `steps` more steps; each step takes `seconds` of attention on top."""
 
     requests: list[Request]
     steps: int

@@ -1,4 +1,4 @@
-"""A simulated replica, the training side of a hybrid worker on virtual time, and its channel to the trainer."""
+"""The training side of a hybrid worker on virtual time, and its gradient channel to the trainer."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from libra_jax.planning import costs
 
 @dataclass
 class Channels:
-    """The gradient channels between a simulated trainer and its replicas.
+    """The gradient channels between a simulated trainer and its hybrid workers.
 
     Attributes:
-      listening: of each member, the epoch under which the trainer listens for it.
-      connected: of each member, the epoch under which it has connected.
-      sums: what members have sent and the trainer has not taken yet: epoch, version and the sequences summed over.
-      arrived: something has changed.
+      listening: by worker, the membership generation under which the trainer listens for it.
+      connected: by worker, the membership generation under which it has connected.
+      sums: by worker, gradient sums that the trainer has not taken yet: generation, version, and the sequences summed
+        over.
+      arrived: set when something has changed.
     """
 
     listening: dict[str, int] = field(default_factory=dict)
@@ -28,20 +29,21 @@ class Channels:
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
     def send(self, member: str, epoch: int, version: int, part: Sequence[int]) -> None:
-        """A member's sums arrive."""
+        """Delivers a worker's gradient sums."""
         self.sums[member] = epoch, version, part
         self.arrived.set()
 
     async def receive(self, share: protocols.Share, version: int, seconds: float) -> Sequence[int] | None:
-        """The sequences that a member has summed over for this version; others are dropped.
+        """Returns the sequences that a worker has summed over for this version; drops sums of other versions.
 
         Args:
-          share: the member's.
-          version: of the step.
-          seconds: until they have to be there; else it is None.
+          share: the worker's share.
+          version: version of the step.
+          seconds: deadline for the sums; after it the result is None.
         """
         loop = asyncio.get_running_loop()
         limit = loop.time() + seconds
+        # A closed channel, or a newer membership generation, ends the wait at once.
         while self.listening.get(share.member) == share.epoch == self.connected.get(share.member):
             if share.member in self.sums:
                 *found, part = self.sums.pop(share.member)
@@ -59,36 +61,38 @@ class Channels:
         return None
 
     def close(self, member: str) -> None:
-        """The channel is gone, and what was in it."""
+        """Closes a worker's channel and drops its content."""
         for held in (self.listening, self.connected, self.sums):
             held.pop(member, None)
         self.arrived.set()
 
 
 Masks = Callable[[str | None], bool]
-"""Whether rollouts that ended so are left out of the loss (`TaskConfig.masks`)."""
+"""Tells whether rollouts with this finish are left out of the loss (`TaskConfig.masks`)."""
 
 
 def masks_none(_: str | None) -> bool:
-    """All rollouts are trained."""
+    """Returns False: all rollouts are trained."""
     return False
 
 
 def trained(batch: protocols.TrainBatch, masks: Masks) -> list[protocols.Trajectory]:
-    """Returns the trajectories of a batch that the trainer packs: masked ones take none of its time."""
+    """Returns the trajectories of a batch that the trainer packs; masked ones take none of its time."""
     every = (trajectory for group in batch.groups for trajectory in group.trajectories)
     return [trajectory for trajectory in every if not masks(trajectory.finish)]
 
 
 def split(lengths: Sequence[int], shares: Sequence[protocols.Share]) -> tuple[list[int], dict[str, list[int]]]:
-    """Which sequences the core computes, and which each member: in turn, so that each has its part of all lengths.
+    """Returns the sequences of the core trainer, and those of each worker. Sequences are dealt in turn, so that each
+    part has all lengths.
 
     Args:
-      lengths: tokens of each.
-      shares: of the step.
+      lengths: tokens of each sequence.
+      shares: shares of the step.
     """
     fractions = {"": 1.0 - sum(share.fraction for share in shares), **{item.member: item.fraction for item in shares}}
     parts: dict[str, list[int]] = {member: [] for member in fractions}
+    # Deals each sequence to the one that is owed the most tokens by its fraction.
     owed = dict.fromkeys(fractions, 0.0)
     for index, length in enumerate(lengths):
         for member, fraction in fractions.items():
@@ -101,7 +105,7 @@ def split(lengths: Sequence[int], shares: Sequence[protocols.Share]) -> tuple[li
 
 
 def counted(part: Sequence[int], lengths: Sequence[int]) -> float:
-    """A part of a step's sequences, in sequences of the mean length: its micro-batches."""
+    """Returns a part of a step's sequences, counted in sequences of the mean length: its micro-batches."""
     return len(lengths) * sum(lengths[index] for index in part) / max(1, sum(lengths))
 
 
@@ -127,7 +131,7 @@ class Replica(protocols.Replica):
         self._masks = masks
         self.slowdown = 1.0
         self._train_seconds = train_seconds
-        # Sums have the bytes of a published snapshot twice over: float32 for two bytes a value.
+        # Gradient sums have twice the bytes of a synced snapshot: float32 against two bytes a value.
         self._send_seconds = 2.0 * model.load_seconds(devices)
         self._devices = devices
         self._model = model
@@ -154,42 +158,42 @@ class Replica(protocols.Replica):
         self._check_alive()
 
     async def start(self) -> protocols.TrainerInfo:
-        """Is up."""
+        """Starts after `start_seconds`."""
         await self._take(self._start_seconds)
         return protocols.TrainerInfo(0, self._model.parameters, {"data": self._devices}, "simulated")
 
     async def init_weight_transfer(self, transport: Mapping[str, Any]) -> None:
-        """First weight verb."""
+        """Does nothing: the first weight verb."""
         self._check_alive()
 
     async def start_weight_update(self, policy_version: int) -> None:
-        """Second weight verb."""
+        """Drops the held version: the second weight verb."""
         self._check_alive()
         self._version = protocols.NO_VERSION
 
     async def update_weights(self, chunk: protocols.WeightChunk) -> None:
-        """Third weight verb: takes as long as its share of the snapshot."""
+        """Takes as long as the chunk's share of the snapshot: the third weight verb."""
         await self._take(self._model.load_seconds(self._devices) / chunk.count)
 
     async def finish_weight_update(self, policy_version: int) -> None:
-        """Fourth weight verb."""
+        """Holds the new version: the fourth weight verb."""
         self._check_alive()
         self._version = policy_version
 
     async def warm(self) -> None:
-        """Compiles once."""
+        """Compiles, at the first call only."""
         await self._take(0.0 if self._warmed else self._warm_seconds)
         self._warmed = True
 
     async def join(self, epoch: int, address: Mapping[str, Any]) -> None:
-        """Connects, if the trainer still listens under that epoch."""
+        """Connects, if the trainer still listens under this membership generation."""
         await self._take(0.0)
         if self._channels.listening.get(self.member) != epoch:
             raise protocols.LibraError(f"the trainer does not listen for {self.member} under epoch {epoch}")
         self._channels.connected[self.member] = self._epoch = epoch
 
     async def contribute(self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share]) -> Mapping[str, float]:
-        """Computes its share, if there is anything in it, and sends it; the core is not waited for."""
+        """Computes its share, if the share is not empty, and sends it; does not wait for the core trainer."""
         began = asyncio.get_running_loop().time()
         self._check_alive()
         if self._version != batch.policy_version:
@@ -205,7 +209,7 @@ class Replica(protocols.Replica):
         return {"seconds": seconds, "micro_batches": counted(mine, lengths), "bytes": 2.0 * self._model.weight_bytes}
 
     async def leave(self) -> None:
-        """Holds nothing any more."""
+        """Drops the version and the membership generation."""
         self._check_alive()
         self._version, self._epoch = protocols.NO_VERSION, 0
 
@@ -225,16 +229,16 @@ def create(
     warm_seconds: float = 0.0,
     masks: Masks = masks_none,
 ) -> Replica:
-    """Makes a simulated replica.
+    """Makes a simulated training side.
 
     Args:
-      member: its worker's name.
-      devices: of the worker.
-      model: what training and loading cost.
-      channels: to the trainer.
-      train_seconds: of its gradients of sequences of these lengths.
-      start_seconds: until its process is up.
-      warm_seconds: of its first compilation.
+      member: name of the hybrid worker.
+      devices: number of the worker's devices.
+      model: costs of training and loading.
+      channels: gradient channels to the trainer.
+      train_seconds: sequence lengths to seconds of computing their gradients.
+      start_seconds: seconds until its process is up.
+      warm_seconds: seconds of its first compilation.
       masks: tells which rollouts are not trained.
     """
     return Replica(member, devices, model, channels, train_seconds, start_seconds, warm_seconds, masks)

@@ -1,6 +1,6 @@
-"""The results of a comparison of policies: entries for the JSON file, a table for the terminal, a picture.
+"""Reports a comparison of policies: entries for the JSON file, a table for the terminal, a picture.
 
-An entry is one policy under one seed. Everything in it but `wall_seconds` repeats exactly for the same seed.
+An entry is one policy under one seed. Every value but `wall_seconds` repeats exactly for the same seed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KEYS = (
     "trained_tokens_mean",
     "wall_seconds",
 )
-"""Of an entry, in this order."""
+"""Keys of an entry, in this order."""
 
 PICTURES = (".svg", ".png")
 
@@ -60,13 +60,13 @@ def spread(values: Sequence[float]) -> float:
 def to_json(
     entries: Sequence[Entry], bound_seconds: float, subject: Mapping[str, Any], config: Mapping[str, Any]
 ) -> str:
-    """Returns the output file: the entries, the bound (seconds a step, mean over seeds), and what was simulated.
+    """Returns the output file: the entries, the bound (seconds a step, mean over seeds), and the simulated subject.
 
     Args:
-      entries: a policy and seed each.
-      bound_seconds: what no policy can beat.
+      entries: an entry for each policy and seed.
+      bound_seconds: seconds a step that no policy can beat.
       subject: model, machine and lengths (`subject.Subject.as_json`).
-      config: what all entries have in common.
+      config: settings that all entries have in common.
     """
     ordered = [{key: entry[key] for key in KEYS} for entry in entries]
     written = {"for": subject, "policies": ordered, "bound_seconds": bound_seconds, "config": config}
@@ -74,7 +74,7 @@ def to_json(
 
 
 def table(entries: Sequence[Entry], bound_seconds: float) -> str:
-    """Returns a line a policy: means over seeds, step time with its spread and as a multiple of the bound."""
+    """Returns a line for each policy: means over seeds, step time with its spread and as a multiple of the bound."""
     header = (
         "policy", "step s", "+-", "p50", "p90", "p99", "x bound", "tokens/s", "train", "rollout", "moved", "one-shot",
         "again", "stale", "lost", "twice",
@@ -93,7 +93,7 @@ def table(entries: Sequence[Entry], bound_seconds: float) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Returns rows of texts as lines of columns, the first `left` columns flush left and the others flush right."""
+    """Returns rows of texts as aligned lines, the first `left` columns flush left and the others flush right."""
     columns = []
     for at, column in enumerate(zip(*rows, strict=True)):
         width = max(map(len, column))
@@ -102,7 +102,8 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
 
 
 def _replaced(entries: Sequence[Entry], policy: str) -> str:
-    """Returns what a policy's runs replaced, and what was left to train on; empty if all was trained."""
+    """Returns a sentence about a policy's replaced rollouts and the rest that was trained on; empty if none was
+    replaced."""
     mine = [entry for entry in entries if entry["policy"] == policy]
     lost, trained = (sum(entry[f"{kind}_trajectories"] for entry in mine) for kind in ("replaced", "trained"))
     mean = statistics.fmean(entry["trained_tokens_mean"] for entry in mine)
@@ -161,10 +162,10 @@ def write_picture(entries: Sequence[Entry], bound_seconds: float, path: Path, ti
     """Draws each policy's mean step time with its spread over seeds, and the bound as a line.
 
     Args:
-      entries: as `table`.
-      bound_seconds: as `table`.
-      path: where to, .svg or .png.
-      title: of the picture, its lines.
+      entries: as for `table`.
+      bound_seconds: as for `table`.
+      path: file to write, .svg or .png.
+      title: lines of the picture's title.
     """
     names = policies(entries)
     seeds = len({entry["seed"] for entry in entries})

@@ -1,4 +1,4 @@
-"""How a simulated run went: what is kept from it while it runs, and what that comes to."""
+"""The results of a simulated run: what is recorded while it runs, and the totals at its end."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from libra_jax.telemetry import timeline
 
 @dataclass(frozen=True)
 class Result:
-    """How a simulated run went. Seconds are virtual, save `wall_seconds`.
+    """The results of a simulated run. Seconds are virtual, except `wall_seconds`.
 
     Attributes:
       seconds: from the first dispatch to the end of the last step.
-      tokens_per_second: tokens generated in all that was dispatched, over `seconds`.
+      tokens_per_second: tokens generated in everything that was dispatched, over `seconds`.
       step_seconds: each training step's time, from the end of the step before.
       train_utilisation: share of `seconds` in which the trainer trained.
       rollout_utilisation: share of `seconds` in which instances ran steps, weighted by their devices.
-      generated_tokens: sampled, in everything that was dispatched.
+      generated_tokens: tokens sampled in everything that was dispatched.
       moves: requests that began to be served by another instance than before.
       moved_tokens: context tokens of those requests.
       migrated_token_fraction: `moved_tokens` / `generated_tokens`.
-      one_shot_routing_accuracy: share of attempts with a tool return whose first decision after it named the bucket
-        that their true remaining length asked for; None where there was none.
+      one_shot_routing_accuracy: share of rollouts with a tool return whose first decision after the return named the
+        bucket of their true remaining length; None if no rollout had a tool return.
       prefilled_tokens: tokens prefilled.
-      kv_recompute_token_fraction: share of these whose keys and values had been computed before.
-      preemptions: requests that lost their place on an instance for want of cache.
+      kv_recompute_token_fraction: share of prefilled tokens whose keys and values had been computed before.
+      preemptions: requests that lost their place on an instance for lack of cache.
       staleness_max: largest number of versions between a group's dispatch and its training.
-      trained_trajectories: distinct attempts trained.
-      trained_tokens_mean: generated tokens of an attempt trained on.
-      replaced_trajectories: attempts of groups that were replaced.
-      lost_trajectories: attempts dispatched, and neither trained nor replaced.
-      duplicated_trajectories: attempts trained more than once.
+      trained_trajectories: distinct rollouts trained.
+      trained_tokens_mean: mean generated tokens of a trained rollout.
+      replaced_trajectories: rollouts of groups that were replaced.
+      lost_trajectories: rollouts that were dispatched, and neither trained nor replaced.
+      duplicated_trajectories: rollouts trained more than once.
       steps: each step's metrics, as the coordinator reported them.
-      decisions: the planner's looks, likewise.
-      transitions: what changed sides or size, likewise.
-      pool_sizes: devices of each pool, whenever they changed.
+      decisions: the planner's looks, as the coordinator reported them.
+      transitions: switches and resizes of workers, as the coordinator reported them.
+      pool_sizes: devices of each pool, at each change.
       notes: the coordinator's sentences.
       wall_seconds: real time that the simulation took.
     """
@@ -74,20 +74,20 @@ class Result:
     wall_seconds: float
 
     def step_summary(self) -> dict[str, float]:
-        """Mean and quantiles of the step times (nearest rank)."""
+        """Returns mean and quantiles of the step times (nearest rank)."""
         ordered = sorted(self.step_seconds)
         rank = {f"p{share}": ordered[max(0, -(-len(ordered) * share // 100) - 1)] for share in (50, 90, 99)}
         return {"mean": statistics.fmean(ordered), **rank}
 
 
 class StepRecorder:
-    """A `protocols.Recorder` that keeps what a result is made of, and nothing else.
+    """A `protocols.Recorder` that keeps only what a `Result` is made of.
 
     Attributes:
       steps: each step's metrics.
       decisions: the planner's looks.
-      transitions: records, `start` and `end` in virtual seconds.
-      pool_sizes: of each change, `start` in virtual seconds.
+      transitions: records of switches and resizes, `start` and `end` in virtual seconds.
+      pool_sizes: sizes at each change, `start` in virtual seconds.
       notes: sentences.
     """
 
@@ -102,13 +102,13 @@ class StepRecorder:
         self.steps.append(scalars)
 
     def span(self, track: str, name: str, start: float, end: float, arguments: Mapping[str, Any] | None = None) -> None:
-        """Kept by nobody."""
+        """Drops the span."""
 
     def trajectory(self, record: Mapping[str, Any]) -> None:
-        """Kept by nobody."""
+        """Drops the record."""
 
     def sample(self, record: Mapping[str, Any]) -> None:
-        """Kept by nobody: simulated tokens have no text."""
+        """Drops the record: simulated tokens have no text."""
 
     def decision(self, record: Mapping[str, Any]) -> None:
         self.decisions.append(record)
@@ -120,7 +120,7 @@ class StepRecorder:
         self.pool_sizes.append(timeline.PoolSizes(now, dict(devices)))
 
     def status(self, worker: str, text: str) -> None:
-        """Shown to nobody."""
+        """Drops the status."""
 
     def note(self, text: str) -> None:
         self.notes.append(text)
@@ -135,26 +135,28 @@ def of_run(
     fleet: fleets.Fleet,
     wall: float,
 ) -> Result:
-    """What a run came to.
+    """Returns the results of a run.
 
     Args:
       config: its configuration.
-      summary: the coordinator's.
-      recorder: what it was told.
-      book: the attempts that were made.
+      summary: the coordinator's summary.
+      recorder: the records of the run.
+      book: the rollouts that were made.
       log: what the trainer was given.
       fleet: the engines.
-      wall: seconds of real time that it took.
+      wall: seconds of real time that the run took.
     """
     steps = recorder.steps
     step_seconds = tuple(step["step/seconds"] for step in steps)
     seconds = sum(step_seconds)
     generated = int(sum(step["tokens/generated"] for step in steps))
     moved = int(sum(step["routing/moved_tokens"] for step in steps))
+    # Each step's accuracy counts by the number of its judged decisions.
     judged = sum(step.get("routing/judged", 0.0) for step in steps)
     right = sum(step.get("routing/judged", 0.0) * step.get("routing/one_shot_accuracy", 0.0) for step in steps)
     counters = fleet.counters
     prefilled = sum(count.prefilled for count in counters)
+    # The summary counts groups, not rollouts.
     replaced = sum(summary.replaced.values()) * config.coordinator.group_size
     return Result(
         seconds=seconds,

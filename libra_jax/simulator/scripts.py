@@ -1,6 +1,6 @@
-"""What a simulated attempt will do: the contract between workloads and the simulated machines.
+"""Scripts of simulated rollouts: the contract between workloads and the simulated machines.
 
-A script is fixed before the attempt begins, so that every scheduling policy is measured on the same work.
+A script is fixed before the rollout begins, so that every scheduling policy is measured on the same work.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from libra_jax import protocols
 
 @dataclass(frozen=True)
 class Script:
-    """One attempt, as it would run with nothing in its way.
+    """One rollout, as it would run without any fault.
 
     Attributes:
       prompt_tokens: tokens of the prompt; the same for all samples of a task.
-      turns: model outputs and the tool returns that follow them, at least one; the last turn's return ends the attempt.
+      turns: model outputs and the tool returns that follow them, at least one; the last turn's return ends the rollout.
         A turn generates at least one token, the stop token. `tool` None is a turn that calls no tool.
-      limit: one of `protocols.LIMITS` that ended the recorded attempt; None if no limit did.
+      limit: one of `protocols.LIMITS` that ended the recorded rollout; None if no limit did.
     """
 
     prompt_tokens: int
@@ -33,7 +33,8 @@ class Script:
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of the whole context when the attempt ends: what the last turn's tool returns is never shown."""
+        """Tokens of the whole context when the rollout ends, without the last turn's tool return, which is never
+        shown."""
         return self.prompt_tokens + self.generated_tokens + sum(turn.payload_tokens for turn in self.turns[:-1])
 
 
@@ -41,5 +42,5 @@ class Workload(Protocol):
     """Scripts by position: pure and seeded, so that any call may be repeated."""
 
     def script(self, task_index: int, sample: int) -> Script:
-        """The script of one sample of the `task_index`-th task; any index >= 0 is valid."""
+        """Returns the script of one sample of the `task_index`-th task; any index >= 0 is valid."""
         ...

@@ -1,4 +1,4 @@
-"""The settings of a simulated run: those of any run, the simulated cluster, the work, and what breaks."""
+"""The settings of a simulated run: those of any run, and groups for the cluster, the workload and the faults."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COUNTS: dict[str, str] = {
     "task.source": "workload.shape",
     "task.path": "workload.trace",
 }
-"""Fields of a real run, and the one that says the same of a simulated run."""
+"""Fields of a real run, and the field that counts in a simulated run instead."""
 
 IGNORED = (
     *COUNTS,
@@ -42,7 +42,7 @@ IGNORED = (
 @configuration.group
 @dataclass
 class SimulatedRun(configuration.RunConfig):
-    """A run's configuration with three groups more; what `configs/simulate.py` fills in."""
+    """A run's configuration with three more groups; `configs/simulate.py` fills it in."""
 
     simulation: world.SimulationConfig = field(default_factory=world.SimulationConfig)
     workload: workloads.WorkloadConfig = field(default_factory=workloads.WorkloadConfig)

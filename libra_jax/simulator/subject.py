@@ -11,7 +11,7 @@ from typing import Any
 from libra_jax.simulator import comparison, settings, workloads
 
 TASKS, SAMPLES = 64, 16
-"""Tasks over the whole run, and attempts at each, that lengths are read from."""
+"""Tasks over the whole run, and rollouts of each task, that lengths are read from."""
 
 
 @dataclass(frozen=True)
@@ -19,12 +19,12 @@ class Subject:
     """Model, machine and lengths of a simulated run.
 
     Attributes:
-      model: preset's name.
-      hardware: sheet's name.
+      model: name of the model preset.
+      hardware: name of the hardware sheet.
       train_devices: accelerators that train.
       instances: number of rollout instances by tensor-parallel degree.
-      workload: its name, or the trace's file.
-      lengths: of a sample of it.
+      workload: name of the workload, or of the trace's file.
+      lengths: lengths of a sample of the workload.
     """
 
     model: str
@@ -47,14 +47,14 @@ class Subject:
 
     @property
     def machine(self) -> str:
-        """A clause with model, hardware and layout."""
+        """Clause with model, hardware and layout."""
         count = self.train_devices + sum(degree * number for degree, number in self.instances.items())
         layout = ", ".join(f"{number} of degree {degree}" for degree, number in self.instances.items())
         return f"{self.model} on {count:,} {self.hardware}: {self.train_devices:,} train, instances {layout}"
 
     @property
     def work(self) -> str:
-        """A clause with the workload and its lengths."""
+        """Clause with the workload and its lengths."""
         return f"{self.workload}: {self.lengths}"
 
     def as_json(self) -> dict[str, Any]:

@@ -1,14 +1,14 @@
-"""Synthetic workloads, shaped like the figures that Libra publishes (arXiv 2606.03077) of its own.
+"""Synthetic workloads, shaped like the figures that Libra's authors publish of theirs (arXiv 2606.03077).
 
-* `swe`, software engineering. Published: the mean of generated tokens drifts from 2.5k to 11.5k over a run, and the
-  longest tenth of a batch takes more than half of its rollout time; tool returns of about 1k tokens lead to
-  trajectories of under 8k, returns of 12.5k to about 21k, and repeated failures to more than 40k.
+* `swe`, software engineering. Published: the mean of generated tokens drifts from 2.5k to 11.5k over a run. The longest
+  tenth of a batch takes more than half of its rollout time. Tool returns of about 1k tokens lead to trajectories of
+  under 8k, returns of 12.5k to about 21k, and repeated failures to more than 40k.
 * `search`. Published: short trajectories, and 91% of requests sent to the right bucket at their first tool return.
-* `math`. Published: long outputs without tools. Nothing tells a long one from a short one before it ends.
+* `math`. Published: long outputs without tools. Nothing tells a long output from a short one before it ends.
 
-What a trajectory's length hangs on is drawn for each sample, and only weakly for its prompt: siblings differ nearly as
-much as strangers, and what the tools return is what tells them apart. `variation` widens or narrows that difference.
-A script is a pure function of (seed, task index, sample): the same numbers on every machine, in any order of asking.
+A trajectory's length is mostly drawn for each sample, and only weakly for its prompt. So siblings differ nearly as
+much as strangers, and only the tool returns tell them apart. `variation` widens or narrows that difference. A script
+is a pure function of (seed, task index, sample): the same numbers on every machine, in any order of calls.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from libra_jax.simulator import scripts
 
 LARGE_RETURN_TOKENS = 12_500
 TIMEOUT_SHARE = 0.01
-"""Of failures. In the AgentCgroup measurements, 0.3% of all tool calls time out; their calls take 3 s on average, as
-those here do."""
+"""Share of failures that time out. In the AgentCgroup measurements, 0.3% of all tool calls time out; their calls
+take 3 s on average, as do those here."""
 
 FAR_TAIL = 1.6
-"""A trajectory of repeated failures is at most this many times as long as their mean, so that contexts stay bounded."""
+"""Longest trajectory of repeated failures, as a multiple of their mean, so that contexts stay bounded."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One way in which a software-engineering attempt may go.
+    """One course that a software-engineering rollout may take.
 
     Attributes:
-      share: of all trajectories, at the run's start and at its end.
+      share: share of all trajectories, at the run's start and at its end.
       tokens: mean of generated tokens, at the run's start and at its end.
       turn_tokens: mean of a turn's generated tokens.
-      spread: of the length's logarithm, relative to the workload's.
+      spread: spread of the length's logarithm, relative to the workload's.
     """
 
     share: tuple[float, float]
@@ -63,21 +63,23 @@ class _Draw:
     variation: float
 
     def share_below(self) -> float:
-        """A number uniform on (0, 1) that siblings share by a fifth of its variance (at `variation` 1)."""
+        """Returns a uniform number on (0, 1); siblings share a fifth of its variance (at `variation` 1)."""
+        # A fifth at variation 1; less if samples vary more.
         between = 1.0 / (1.0 + 4.0 * self.variation**2)
         normal = math.sqrt(between) * self.prompt.gauss(0.0, 1.0)
         normal += math.sqrt(1.0 - between) * self.sample.gauss(0.0, 1.0)
         return 0.5 * (1.0 + math.erf(normal / math.sqrt(2.0)))
 
     def factor(self, between: float, within: float) -> float:
-        """A log-normal factor of mean 1."""
+        """Returns a log-normal factor of mean 1."""
         within *= self.variation
         normal = between * self.prompt.gauss(0.0, 1.0) + within * self.sample.gauss(0.0, 1.0)
+        # Minus half the variance, so that the mean of the factor is 1.
         return math.exp(normal - (between**2 + within**2) / 2.0)
 
 
 def swe(draw: _Draw, progress: float) -> scripts.Script:
-    """A software-engineering attempt, `progress` (0 to 1) of the way through the run."""
+    """Returns a software-engineering rollout, `progress` (0 to 1) of the way through the run."""
     place, kind = draw.share_below(), PLAIN
     shares = [_between(other.share, progress) for other in (PLAIN, LARGE, FAILING)]
     if place > shares[0]:
@@ -92,9 +94,9 @@ def swe(draw: _Draw, progress: float) -> scripts.Script:
 
 
 def search(draw: _Draw, progress: float) -> scripts.Script:
-    """A search attempt: what is found at once is answered at once; an empty result means a longer hunt.
+    """Returns a search rollout: a first hit leads to a quick answer, an empty result to a longer search.
 
-    In 9% of attempts the first result misleads, which is what keeps a perfect reader of causes at 91%.
+    In 9% of rollouts the first result misleads, so that even a perfect predictor from causes reaches only 91%.
     """
     long = draw.share_below() > 0.86
     misleading = draw.sample.random() < 0.09
@@ -110,7 +112,7 @@ def search(draw: _Draw, progress: float) -> scripts.Script:
 
 
 def mathematics(draw: _Draw, progress: float) -> scripts.Script:
-    """One long output without a tool: mean 8k tokens, log-normal, at most 32k."""
+    """Returns one long output without a tool: mean 8k tokens, log-normal, at most 32k."""
     total = min(32_000, max(60, round(8_000 * draw.factor(0.5, 0.6))))
     return scripts.Script(_log_normal(draw.prompt, 200, 0.4, 1_000), (protocols.Turn(total),))
 
@@ -120,13 +122,13 @@ SHAPES: dict[str, Callable[[_Draw, float], scripts.Script]] = {"swe": swe, "sear
 
 @dataclass(frozen=True)
 class Synthetic:
-    """A `scripts.Workload`.
+    """A synthetic `scripts.Workload`.
 
     Attributes:
       shape: one of `SHAPES`.
-      seed: of every draw.
-      tasks: prompts that the whole run is planned to train; the drift of `swe` is over them.
-      variation: of the difference between siblings, relative to the shape's own.
+      seed: seed of every draw.
+      tasks: prompts that the whole run is planned to train; the drift of `swe` spreads over them.
+      variation: width of the difference between siblings, relative to the shape's own.
     """
 
     shape: str
@@ -135,7 +137,8 @@ class Synthetic:
     variation: float = 1.0
 
     def script(self, task_index: int, sample: int) -> scripts.Script:
-        """The script of one attempt; see `scripts.Workload`."""
+        """Returns the script of one rollout; see `scripts.Workload`."""
+        # Seeded by text: Python hashes it the same way on every machine, and siblings share the prompt's numbers.
         name = f"{self.shape}/{self.seed}/{task_index}"
         draw = _Draw(random.Random(name), random.Random(f"{name}/{sample}"), self.variation)
         return SHAPES[self.shape](draw, min(1.0, task_index / max(1, self.tasks - 1)))
@@ -154,7 +157,7 @@ def _seconds(rng: random.Random, median: float, most: float) -> float:
 
 
 def _split(total: int, count: int, rng: random.Random) -> list[int]:
-    """`total` in `count` parts of at least 1 each, unevenly (gamma-distributed weights of shape 2)."""
+    """Splits `total` into `count` parts of at least 1 each, unevenly (gamma-distributed weights of shape 2)."""
     weights = [rng.gammavariate(2.0, 1.0) for _ in range(count)]
     scale = (total - count) / sum(weights)
     parts = [1 + int(weight * scale) for weight in weights]
@@ -163,7 +166,7 @@ def _split(total: int, count: int, rng: random.Random) -> list[int]:
 
 
 def _swe_turn(generated: int, rng: random.Random) -> protocols.Turn:
-    """A call that mostly works and returns about 1k tokens."""
+    """Returns a tool call that mostly succeeds and returns about 1k tokens."""
     tool = rng.choices(("bash", "read", "edit"), (5, 3, 2))[0]
     status: protocols.ToolStatus = "failure" if rng.random() < 0.1 else "success"
     payload = _log_normal(rng, 150 if tool == "edit" else 1_000, 0.5, 6_000)
@@ -171,8 +174,9 @@ def _swe_turn(generated: int, rng: random.Random) -> protocols.Turn:
 
 
 def _mark(turns: list[protocols.Turn], kind: Kind, rng: random.Random) -> None:
-    """Puts into the tool returns what tells the kind: one very large return, or failure upon failure."""
+    """Puts the sign of the kind into the tool returns: one very large return, or repeated failures."""
     first = rng.choices((0, 1, 2), (0.7, 0.2, 0.1))[0]
+    # A few plain rollouts get a large return too, so that the sign is not perfect.
     if kind is LARGE or (kind is PLAIN and rng.random() < 0.02):
         turn = turns[min(first, len(turns) - 1)]
         turn.tool, turn.status = "read", "success"

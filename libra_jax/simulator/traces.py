@@ -1,9 +1,9 @@
 """Trace replay: recorded trajectories as a workload, in groups.
 
 A task is a prompt of the trace. Its first samples are the prompt's recorded trajectories, turn by turn. Further
-siblings are made from them: the attempt as a whole is longer or shorter by a log-normal factor of mean 1, part of which
-is the number of turns and part the tokens of each turn. What makes a sibling longer is trying again: its added turns
-repeat a recorded one, and half of them fail.
+siblings are made from them. The whole rollout gets longer or shorter by a log-normal factor of mean 1. The factor is
+split between the number of turns and the tokens of each turn. A longer sibling tries again more often: its added
+turns repeat a recorded turn, and half of them fail.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from libra_jax.simulator import scripts
 from libra_jax.telemetry import trace
 
 WITHIN_PROMPT_SIGMA = 0.6
-"""Standard deviation of the logarithm of a sibling's length, by default. In the AgentCgroup measurements (144
-software-engineering tasks) the two attempts at one task, by two different models, differ by about 1.5; siblings of one
-model differ less."""
+"""Default standard deviation of the logarithm of a sibling's length. In the AgentCgroup measurements (144
+software-engineering tasks) the two rollouts of one task, by two different models, differ by about 1.5; siblings of
+one model differ less."""
 
 TURN_SHARE = 0.7
 """Share of the factor's logarithm that goes into the number of turns."""
 
 TURN_SIGMA = 0.25
-"""Of a single turn's tokens and seconds, relative to the same width."""
+"""Spread of a single turn's tokens and seconds, as a share of sigma."""
 
 
 def read(path: Path) -> list[scripts.Script]:
@@ -48,10 +48,10 @@ class Replay:
 
     Attributes:
       prompts: the recorded scripts of each prompt.
-      seed: of the order of prompts and of every draw.
+      seed: seed of the order of prompts and of every draw.
       sigma: width of the difference between siblings (standard deviation of the logarithm of their length).
-      max_context: longest context a made sibling may have; a recorded one is replayed as it is.
-      shuffle: draw the prompts in a new order each time all have been used; else they come in the trace's order.
+      max_context: longest context of a made sibling; a recorded trajectory is replayed unchanged.
+      shuffle: draws a new order of prompts for each pass; False keeps the trace's order.
     """
 
     prompts: tuple[tuple[scripts.Script, ...], ...]
@@ -61,7 +61,7 @@ class Replay:
     shuffle: bool = True
 
     def script(self, task_index: int, sample: int) -> scripts.Script:
-        """The script of one attempt; see `scripts.Workload`."""
+        """Returns the script of one rollout; see `scripts.Workload`."""
         epoch, position = divmod(task_index, len(self.prompts))
         if self.shuffle:
             position = _order(len(self.prompts), f"{self.seed}/{epoch}")[position]
@@ -73,10 +73,10 @@ class Replay:
 
 
 def load(path: Path, *, seed: int, sigma: float, max_context: int, shuffle: bool = True) -> Replay:
-    """A replay of the trace at `path`; trajectories of one prompt become siblings.
+    """Returns a replay of the trace at `path`; trajectories of one prompt become siblings.
 
     Raises:
-      DataError: as `read`.
+      DataError: as for `read`.
     """
     prompts: dict[str, list[scripts.Script]] = {}
     for prompt_id, script in _rows(path):
@@ -85,7 +85,7 @@ def load(path: Path, *, seed: int, sigma: float, max_context: int, shuffle: bool
 
 
 def sibling(script: scripts.Script, sigma: float, max_context: int, rng: random.Random) -> scripts.Script:
-    """Another attempt at the prompt of `script`, `sigma` wide of it and with a context of at most `max_context`."""
+    """Returns another rollout of the prompt of `script`, varied by `sigma`, with a context of at most `max_context`."""
     factor = _mean_one(sigma, rng.gauss(0.0, 1.0))
     turn_factor, token_factor = factor**TURN_SHARE, factor ** (1.0 - TURN_SHARE)
     *before, last = script.turns
@@ -93,6 +93,7 @@ def sibling(script: scripts.Script, sigma: float, max_context: int, rng: random.
     turns = _resized(before, wanted, rng) if before else []
     varied = [_varied(turn, token_factor, sigma * TURN_SIGMA, rng) for turn in turns]
     last = _varied(last, token_factor, sigma * TURN_SIGMA, rng)
+    # The last turn is kept in any case; earlier turns are cut to make room.
     room = max_context - script.prompt_tokens - last.generated_tokens
     kept = []
     for turn in varied:
@@ -122,6 +123,7 @@ def _row(path: Path, number: int, record: Mapping[str, Any]) -> tuple[str, scrip
     return record["prompt_id"], scripts.Script(max(1, record["prompt_tokens"]), turns, limit)
 
 
+# Cached, because each script is asked for alone, and a shuffle costs the whole order.
 @functools.lru_cache(maxsize=8)
 def _order(count: int, name: str) -> tuple[int, ...]:
     order = list(range(count))
@@ -134,7 +136,8 @@ def _mean_one(sigma: float, normal: float) -> float:
 
 
 def _resized(turns: Sequence[protocols.Turn], wanted: int, rng: random.Random) -> list[protocols.Turn]:
-    """`wanted` of the turns in their order; where there are too few, some come again, and half of those fail."""
+    """Returns `wanted` of the turns in their order; if there are too few, repeats some, and half of the repeats
+    fail."""
     if wanted <= len(turns):
         return [turns[index] for index in sorted(rng.sample(range(len(turns)), wanted))]
     again = [0] * len(turns)

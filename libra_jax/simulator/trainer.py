@@ -1,4 +1,4 @@
-"""A simulated trainer: its steps, its snapshots and changes of its mesh take time; it remembers what it was given."""
+"""A simulated trainer: its steps, snapshots and mesh changes take time, and it logs what it was given."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from libra_jax.simulator import replica
 
 @dataclass
 class TrainingLog:
-    """What a trainer was given.
+    """Log of what a trainer was given.
 
     Attributes:
-      trained: times each trajectory's gradient was in a step, by id.
-      parts: of each step, whose gradients of which trajectories were in it: of each member, and, as "", of the core.
+      trained: by trajectory id, the number of steps that contained its gradient.
+      parts: by step, the trajectories whose gradients each hybrid worker computed, and, as "", the core trainer.
       staleness: of each group, in the order of training: the step's version minus the group's dispatch version.
-      generated: tokens that the policy sampled in what was trained.
-      busy_seconds: spent in training steps.
+      generated: sampled tokens in the trained trajectories.
+      busy_seconds: seconds spent in training steps.
     """
 
     trained: dict[str, int] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class TrainingLog:
     busy_seconds: float = 0.0
 
     def forget(self) -> None:
-        """Training begins anew; the time that it took has been spent."""
+        """Forgets the training of a lost trainer; the seconds stay, because they were spent."""
         self.trained.clear()
         self.parts.clear()
         self.staleness.clear()
@@ -42,13 +42,13 @@ class TrainingLog:
 
 @dataclass(frozen=True)
 class OnMesh:
-    """A trainer whose steps take what they take on its mesh (`planning.meshes`).
+    """A trainer whose steps take the time of its mesh (`planning.meshes`).
 
     Attributes:
       sizes: data, fsdp and tensor.
-      model: of the accelerators.
+      model: costs of the accelerators.
       trainer: rows and memory.
-      resize_seconds: of a change of the mesh.
+      resize_seconds: seconds of a change of the mesh.
     """
 
     sizes: tuple[int, int, int]
@@ -58,12 +58,12 @@ class OnMesh:
 
     @property
     def devices(self) -> int:
-        """In the mesh."""
+        """Devices in the mesh."""
         data, fsdp, tensor = self.sizes
         return data * fsdp * tensor
 
     def train_seconds(self, lengths: Sequence[int]) -> float:
-        """Of a step on sequences of these lengths."""
+        """Returns the seconds of a step on sequences of these lengths."""
         return meshes.Training(self.model, lengths, self.trainer).seconds(*self.sizes)
 
 
@@ -71,11 +71,11 @@ class Trainer:
     """A `protocols.Trainer` on virtual time.
 
     Args:
-      model: what training and publication cost.
+      model: costs of training and weight syncs.
       devices: accelerators that train.
-      log: where it writes down what it is given.
-      mesh: their mesh; None shares the work out evenly.
-      channels: to the replicas; None where there are none.
+      log: log of what it is given.
+      mesh: mesh of the devices; None splits the work evenly.
+      channels: gradient channels to hybrid workers; None if there are none.
       late: as `elastic.late`.
       late_seconds: as `elastic.late_seconds`.
       masks: tells which rollouts are not trained.
@@ -111,11 +111,11 @@ class Trainer:
         return protocols.ResizeEstimate(0, 0, 0)
 
     async def resize_progress(self) -> protocols.ResizeProgress:
-        """There is nothing to wait for."""
+        """Returns ready: there is nothing to wait for."""
         return protocols.ResizeProgress(1, 1, ready=True)
 
     async def finish_resize(self, seconds: float) -> protocols.ResizePhases:
-        """Goes on on the other mesh, once the state has moved."""
+        """Continues on the other mesh, once the state has moved."""
         assert self._mesh is not None
         assert self._wanted is not None
         took, wanted = self._mesh.resize_seconds, self._wanted
@@ -125,25 +125,25 @@ class Trainer:
         return protocols.ResizePhases(0.0, 0.0, took, 0)
 
     async def cancel_resize(self) -> None:
-        """Stays."""
+        """Keeps the present mesh."""
         self._wanted = None
 
     async def start(self) -> protocols.TrainerInfo:
-        """Holds version 0; what one that is lost was given is in no state any more."""
+        """Starts at version 0; forgets what a lost trainer was given, because no state contains it any more."""
         self._log.forget()
         sizes = (self._devices, 1, 1) if self._mesh is None else self._mesh.sizes
         mesh = dict(zip(("data", "fsdp", "tensor"), sizes, strict=True))
         return protocols.TrainerInfo(0, self._model.parameters, mesh, "simulated")
 
     async def warm_start_step(self, sequences: Sequence[protocols.Trajectory]) -> Mapping[str, float]:
-        """One step's time on given sequences."""
+        """Takes one step's time on given sequences."""
         await self._train([len(sequence.token_ids) for sequence in sequences])
         return {"loss": 0.0}
 
     async def train_step(
         self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share] = ()
     ) -> Mapping[str, float]:
-        """One step's time; the batch is written down. Shares that do not come in time are computed here."""
+        """Takes one step's time and logs the batch. Computes late shares itself."""
         trajectories = replica.trained(batch, self._masks)
         lengths = [len(trajectory.token_ids) for trajectory in trajectories]
         core, parts = replica.split(lengths, shares)
@@ -152,7 +152,7 @@ class Trainer:
         await self._train([lengths[index] for index in core])
         own = asyncio.get_running_loop().time() - began
         counts = {"micro_batches": float(len(lengths)), "shares/micro_batches": 0.0, "shares/late": 0.0}
-        sent = [share for share in shares if parts[share.member]]  # of nothing, nothing is sent
+        sent = [share for share in shares if parts[share.member]]  # an empty share is never sent
         taken = await self._collect(batch.policy_version, sent, own)
         if shares:
             counts["shares/wait_seconds"] = asyncio.get_running_loop().time() - began - own
@@ -178,14 +178,14 @@ class Trainer:
     async def _collect(
         self, version: int, shares: Sequence[protocols.Share], own_seconds: float
     ) -> dict[str, Sequence[int]]:
-        """Takes in all shares that come in time, as `training.members` does; returns what each of them holds."""
+        """Collects all shares that come in time, as `training.members` does; returns the sequences of each."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + max(self._late_seconds, self._late * own_seconds)
         taken: dict[str, Sequence[int]] = {}
         late = False
         for share in shares:
             now = loop.time()
-            # One that is late takes nothing from those after it.
+            # A late share takes no time from the shares after it.
             limit = max(deadline, now + self._late_seconds) if late else deadline
             part = await self._channels.receive(share, version, limit - now)
             if part is None:
@@ -206,11 +206,11 @@ class Trainer:
         self._log.busy_seconds += seconds
 
     async def policy_version(self) -> int:
-        """The version held."""
+        """Returns the held version."""
         return self._version
 
     async def give_up_step(self) -> bool:
-        """It will not: no scheduler stops a simulation."""
+        """Returns False: no scheduler stops a simulation."""
         return False
 
     async def listen(self, member: str, epoch: int) -> Mapping[str, Any]:
@@ -220,14 +220,14 @@ class Trainer:
         return {"epoch": epoch}
 
     async def connect(self, member: str, epoch: int, address: Mapping[str, Any]) -> None:
-        """The channel stands when the replica has joined."""
+        """Does nothing: the channel is ready when the hybrid worker has joined."""
 
     async def dismiss(self, member: str) -> None:
         """Closes a channel."""
         self._channels.close(member)
 
     async def open_weights(self, policy_version: int) -> int:
-        """A snapshot is one chunk."""
+        """Returns 1: a snapshot is one chunk."""
         return 1
 
     async def stage_weights(self, policy_version: int, index: int) -> protocols.WeightChunk:
@@ -236,22 +236,22 @@ class Trainer:
         return protocols.WeightChunk(policy_version, index, 1, (), self._model.weight_bytes, {"kind": "simulated"})
 
     async def close_weights(self, policy_version: int) -> None:
-        """Frees nothing."""
+        """Does nothing: a snapshot holds no memory here."""
 
     async def save(self, path: str) -> None:
-        """Refused: a simulated run is repeated, not resumed."""
+        """Refuses: a simulated run is repeated, not resumed."""
         raise protocols.ConfigError("config.checkpoint.every: a simulated run writes no checkpoints; set it to 0")
 
     async def wait_saved(self) -> None:
-        """Nothing is ever being saved."""
+        """Does nothing: nothing is ever being saved."""
 
     async def restore(self, path: str) -> int:
-        """Refused, like `save`."""
+        """Refuses, like `save`."""
         raise protocols.ConfigError(f"{path}: a simulated run cannot be resumed; start it from the beginning")
 
     async def export(self, path: str) -> None:
-        """Refused: there are no parameters."""
+        """Refuses: there are no parameters."""
         raise protocols.ConfigError(f"{path}: a simulated run has no parameters to export; leave the export out")
 
     async def shutdown(self) -> None:
-        """Holds nothing."""
+        """Does nothing: the trainer holds nothing."""

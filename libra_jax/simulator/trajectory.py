@@ -1,6 +1,6 @@
 """Trajectories of counted tokens: a context of 60,000 tokens is a handful of runs, and a turn costs a constant time.
 
-They behave as `protocols.Trajectory` does wherever the agent loop and the coordinator touch one, so both run unchanged.
+They behave like `protocols.Trajectory` in every use of the agent loop and the coordinator, so both run unchanged.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from libra_jax import protocols
 from libra_jax.simulator import scripts
 
 TEXT, SAMPLED, STOP = 0, 1, 2
-"""The token ids of the simulated world: what no policy sampled, what it did, and the token that ends an output."""
+"""Token ids of the simulated world: a token that no policy sampled, a sampled token, and the token that ends an
+output."""
 
 
 class Runs(Sequence[Any]):
     """A sequence kept as runs of equal values: append, length and last element cost a constant time.
 
     Attributes:
-      name: of the trajectory whose tokens these are; slices keep it, which is how decoding knows who speaks.
+      name: name of the trajectory that owns the tokens; slices keep it, so that decoding finds the trajectory.
     """
 
     __slots__ = ("_ends", "_values", "name")
@@ -45,19 +46,19 @@ class Runs(Sequence[Any]):
             self._ends.append(end)
 
     def runs(self) -> Iterator[tuple[Any, int]]:
-        """Each run's value and length."""
+        """Yields each run's value and length."""
         start = 0
         for value, end in zip(self._values, self._ends, strict=True):
             yield value, end - start
             start = end
 
     def extend(self, values: Iterable[Any]) -> None:
-        """Appends values, run by run where they come as runs."""
+        """Appends values, run by run if they come as runs."""
         for value, count in values.runs() if isinstance(values, Runs) else ((value, 1) for value in values):
             self.append_run(value, count)
 
     def clear(self) -> None:
-        """Empties it."""
+        """Removes all values."""
         self._values.clear()
         self._ends.clear()
 
@@ -109,9 +110,9 @@ class Context(Sequence[int]):
     """A trajectory's tokens at one moment, as a simulated engine is asked to continue them.
 
     Attributes:
-      trajectory: whose tokens these are.
-      turn: outputs completed, which is the number of the output to go on with.
-      sampled: tokens of that output which the context holds already.
+      trajectory: owner of the tokens.
+      turn: number of completed outputs, which is the index of the output to continue.
+      sampled: tokens of that output which the context already holds.
       fresh: tokens at the end that no engine has seen: text since the last sampled token.
     """
 
@@ -134,22 +135,23 @@ class Context(Sequence[int]):
     def __getitem__(self, index: slice) -> Sequence[int]: ...
 
     def __getitem__(self, index: int | slice) -> Any:
+        # The trajectory may have grown since; this context keeps its length.
         return self.trajectory.token_ids[: self._length][index]
 
 
 class Trajectory(protocols.Trajectory):
-    """`protocols.Trajectory` with counted tokens, and the script that it follows.
+    """A `protocols.Trajectory` with counted tokens, and the script that it follows.
 
-    Only `token_ids` is kept; the other per-token sequences are put together from segments when somebody asks.
+    Only `token_ids` is kept; the other per-token sequences are built from segments on request.
 
     Attributes:
-      script: what the attempt will do.
-      outputs: model outputs completed (their stop token is there).
-      sampled: tokens of the output that is under way.
+      script: script of the rollout.
+      outputs: number of completed model outputs (with their stop token).
+      sampled: tokens of the output in progress.
       fresh: tokens at the end that no policy sampled.
-      life: counts the times it was cleared, so that a prefix kept for an earlier life is not taken for its own.
-      unstreamed: (version, tokens) that an engine sampled and had not streamed when the request left it. A real engine
-        streams every few tokens, a simulated one every thousand, so the next one hands these over as its own.
+      life: number of times it was cleared, so that a prefix held for an earlier life is not reused.
+      unstreamed: (version, tokens) that an engine sampled and had not streamed when the request left. A real engine
+        streams every few tokens, a simulated one every thousand, so the next engine streams these as its own.
     """
 
     def __init__(
@@ -177,7 +179,8 @@ class Trajectory(protocols.Trajectory):
 
     @property
     def finish(self) -> str | None:
-        """How the attempt ended. An attempt that replays a script to its end has the limit of the recorded one."""
+        """How the rollout ended. A rollout that replays a script to its end reports the limit of the recorded
+        rollout."""
         return self._finish
 
     @finish.setter
@@ -198,6 +201,7 @@ class Trajectory(protocols.Trajectory):
         self._segments.append((protocols.TokenSource.MODEL, count, delta))
         self._generated += count
         self.fresh = 0
+        # A stop token ends the output; the next tokens belong to the next one.
         if delta.token_ids[-1] == STOP:
             self.outputs, self.sampled = self.outputs + 1, 0
         else:
@@ -257,12 +261,13 @@ class Book:
 
     def __init__(self, workload: scripts.Workload) -> None:
         self._workload = workload
+        # Weak: the simulator must not keep 100,000 finished trajectories alive.
         self._alive: weakref.WeakValueDictionary[str, Trajectory] = weakref.WeakValueDictionary()
         self._prompt_tokens: dict[str, int] = {}
         self.made = 0
 
     def make(self, trajectory_id: str, prompt_id: str, start_seconds: float) -> Trajectory:
-        """A trajectory that has not begun."""
+        """Returns a trajectory that has not begun."""
         task, _, sample = trajectory_id.rpartition("/")
         script = self._workload.script(int(task), int(sample))
         made = Trajectory(trajectory_id, prompt_id, start_seconds=start_seconds, script=script)
@@ -271,26 +276,27 @@ class Book:
         return made
 
     def prompt_tokens(self, prompt_id: str) -> int:
-        """Tokens of a task's prompt."""
+        """Returns the tokens of a task's prompt."""
         known = self._prompt_tokens.get(prompt_id)
         if known is None:
             known = self._prompt_tokens[prompt_id] = self._workload.script(int(prompt_id), 0).prompt_tokens
         return known
 
     def script(self, trajectory_id: str) -> scripts.Script:
-        """The script of a live trajectory."""
+        """Returns the script of a live trajectory."""
         return self._alive[trajectory_id].script
 
     def remaining(self, trajectory_id: str) -> int:
-        """Tokens that the trajectory has yet to generate: the truth that only a simulator knows."""
+        """Returns the tokens that the trajectory has yet to generate: the truth that only a simulator knows."""
         trajectory = self._alive[trajectory_id]
         return max(0, trajectory.script.generated_tokens - trajectory.generated_tokens)
 
 
 class CountedText:
-    """A `protocols.Tokenizer` without text: a message's content is its number of tokens, an output its speaker's name.
+    """A `protocols.Tokenizer` without text: a message's content is its token count, and an output decodes to its
+    trajectory's name.
 
-    Content that is no number (the agent loop's own word for a time-out) counts four characters a token.
+    Content that is no number (the agent loop's own text for a time-out) counts four characters a token.
     """
 
     vocab_size = 3

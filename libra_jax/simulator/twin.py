@@ -1,8 +1,8 @@
-"""A recorded run's twin: calibrated on the first half of its steps, it predicts the others.
+"""The twin of a recorded run: calibrated on the first half of its steps, it predicts the second half.
 
-The twin is the run's own coordinator, agent loop and scheduler on the virtual clock, among machines whose costs were
-fitted to the first half; its attempts are the recorded ones, in the order in which they were dispatched. The second
-half is looked at only to be compared.
+The twin runs the run's own coordinator, agent loop and scheduler on the virtual clock. Its machines have costs
+fitted to the first half. Its rollouts are the recorded ones, in the order of their dispatch. The second half is only
+used for comparison.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from libra_jax.scheduling import registry
 from libra_jax.simulator import recording, world
 
 TARGET = 0.10
-"""Mean absolute error of a held-out step's predicted time, as a part of the measured one, that is good enough ..."""
+"""Largest acceptable mean absolute error of a held-out step's predicted time, relative to the measured time."""
 
 SPREADS = 1.5
-"""... or so many times the spread of steps that did the same work, where that is more."""
+"""Factor on the spread of steps that did the same work; the larger of this and `TARGET` is the target."""
 
 LEVELLINGS = 3
-"""Times at most that the simulated first half is compared with the measured one, to set the engines' level."""
+"""Most comparisons of the simulated first half with the measured one, to set the level of the engines."""
 
 LEVEL = 0.01
-"""Relative difference between the two at which that ends."""
+"""Relative difference between the two halves at which the levelling ends."""
 
 PARTS = ("total", "rollout", "train", "sync")
 
@@ -44,12 +44,12 @@ class Twin:
     Attributes:
       model: the calibrated costs.
       level: factor on the fitted engine costs, from the comparison of the simulated first half with the measured one.
-      measured: each step's seconds.
-      predicted: the twin's.
-      calibrated: the first so many steps are those that were fitted to.
-      spread: of the seconds of held-out steps that did the same work (`spread`); None where no two did.
-      repeated: held-out steps that had others like them.
-      kinds: different works among those.
+      measured: measured seconds of each step.
+      predicted: the twin's seconds of each step.
+      calibrated: number of steps, from the first, that the costs were fitted to.
+      spread: relative spread of held-out steps that did the same work (`spread`); None if no two did.
+      repeated: held-out steps that share their work with another step.
+      kinds: number of different works among the repeated steps.
     """
 
     model: calibration.Calibration
@@ -62,35 +62,35 @@ class Twin:
     kinds: int
 
     def error(self, part: str = "total", *, held_out: bool = True) -> float:
-        """Mean absolute error of a part of the steps, relative to the measured seconds."""
+        """Returns the mean absolute error of a part of the steps, relative to the measured seconds."""
         chosen = slice(self.calibrated, None) if held_out else slice(self.calibrated)
         pairs = zip(self.measured[chosen], self.predicted[chosen], strict=True)
         return statistics.fmean(relative_error(getattr(m, part), getattr(p, part)) for m, p in pairs)
 
     @property
     def constant_error(self) -> float:
-        """Error of who predicts the mean step of the first half for every other."""
+        """Error of predicting the mean step of the first half for every held-out step."""
         mean = statistics.fmean(parts.total for parts in self.measured[: self.calibrated])
         return statistics.fmean(relative_error(parts.total, mean) for parts in self.measured[self.calibrated :])
 
     @property
     def threshold(self) -> float:
-        """What the error of the total must not exceed."""
+        """Largest error of the total that meets the target."""
         return target(self.spread)
 
     @property
     def met(self) -> bool:
-        """Whether the prediction is good enough."""
+        """True if the prediction meets the target."""
         return self.error() <= self.threshold
 
 
 def target(spread: float | None) -> float:
-    """What a prediction's mean error must not exceed, given the spread of what repeats."""
+    """Returns the largest acceptable mean error of a prediction, given the spread of repeated steps."""
     return max(TARGET, SPREADS * (spread or 0.0))
 
 
 def relative_error(measured: float, predicted: float) -> float:
-    """|predicted - measured| / measured."""
+    """Returns |predicted - measured| / measured."""
     return abs(predicted - measured) / measured if measured else float(predicted != measured)
 
 
@@ -118,7 +118,7 @@ def make(recorded: recording.Recording) -> Twin:
 
 
 def calibrate(recorded: recording.Recording, steps: int) -> calibration.Calibration:
-    """Costs fitted to the first `steps` steps.
+    """Returns costs fitted to the first `steps` steps.
 
     Raises:
       DataError: an instance served too little in them.
@@ -146,14 +146,17 @@ def calibrate(recorded: recording.Recording, steps: int) -> calibration.Calibrat
 def levelled(
     recorded: recording.Recording, steps: int, model: calibration.Calibration
 ) -> tuple[calibration.Calibration, float]:
-    """The model with its engines at the level that makes the simulated rollout of the first `steps` steps as long as
-    the measured one, and the factor: what the fit to single streams does not see (the ways between turns, steps that
-    queue behind each other) is in there.
+    """Returns the model at the level at which the simulated rollout of the first `steps` steps takes the measured time,
+    and the level.
+
+    The level covers what the fit to single streams does not see: the time between turns, and steps that queue behind
+    each other.
     """
     level = 1.0
     measured = [step.parts.rollout for step in recorded.steps[:steps]]
     for _ in range(LEVELLINGS):
         simulated = [parts.rollout for parts in replay(recorded, _at_level(model, level), steps)]
+        # The median ignores a few disturbed steps.
         factor = statistics.median(m / s for m, s in zip(measured, simulated, strict=True) if m and s)
         level *= factor
         if abs(factor - 1.0) <= LEVEL:
@@ -166,7 +169,7 @@ def _at_level(model: calibration.Calibration, level: float) -> calibration.Calib
 
 
 def replay(recorded: recording.Recording, model: calibration.Calibration, steps: int) -> tuple[recording.Parts, ...]:
-    """The simulated seconds of the first `steps` steps."""
+    """Returns the simulated seconds of the first `steps` steps."""
     config = _simulated(recorded.config, steps)
     result = world.run(
         config,
@@ -187,12 +190,12 @@ def _simulated(config: configuration.RunConfig, steps: int) -> configuration.Run
         evaluation=dataclasses.replace(config.evaluation, every=0),
         checkpoint=dataclasses.replace(config.checkpoint, every=0),
         planner=dataclasses.replace(config.planner, period=0),
-        rollout=dataclasses.replace(config.rollout, kv_transfer="none"),  # here a moved context is prefilled again
+        rollout=dataclasses.replace(config.rollout, kv_transfer="none"),  # the twin prefills a moved context again
     )
 
 
 def _scheduler(config: configuration.RunConfig) -> protocols.Scheduler:
-    """The run's own: with the costs that it was told, not those that were measured."""
+    """Returns the run's own scheduler, with the costs that the run's scheduler had, not with the measured ones."""
     costs = scheduling_costs.LinearCosts(config.scheduler.costs, transfers=config.rollout.kv_transfer != "none")
     made = registry.create(config.scheduler, costs=costs, seed=config.seed, degrees=config.rollout.tensor_parallel)
     checkpoints.teach(made, config.scheduler.learnt_from)
@@ -200,15 +203,15 @@ def _scheduler(config: configuration.RunConfig) -> protocols.Scheduler:
 
 
 def spread(steps: Sequence[tuple[Hashable, float]]) -> tuple[float | None, int, int]:
-    """How much the seconds of steps differ that did the same work.
+    """Measures how much the seconds of steps with the same work differ.
 
     Args:
-      steps: work and seconds of each.
+      steps: work and seconds of each step.
 
     Returns:
-      The standard deviation of a step's seconds around the mean of its kind, as a part of that mean, pooled over kinds
-      (sum of squares over the sum of the kinds' degrees of freedom); None without two steps of a kind. Then the steps
-      that had others of their kind, and those kinds.
+      The standard deviation of a step's seconds around the mean of its kind, as a part of that mean, pooled over
+      kinds (sum of squares over the sum of the kinds' degrees of freedom); None without two steps of a kind. Then
+      the number of steps that share their kind, and the number of those kinds.
     """
     kinds: dict[Hashable, list[float]] = collections.defaultdict(list)
     for work, seconds in steps:

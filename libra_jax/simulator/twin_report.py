@@ -1,4 +1,4 @@
-"""The results of a twin: a table for the terminal, a JSON file, a picture."""
+"""Reports a twin: a table for the terminal, a JSON file, a picture."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from libra_jax.simulator import pictures, report, twin
 
 FEW_STEPS = 8
-"""Held-out steps below which their mean error says little."""
+"""Number of held-out steps below which their mean error says little."""
 
 
 def table(made: twin.Twin) -> str:
-    """Returns a line a held-out step, with measured and predicted seconds of its parts, and the verdict."""
+    """Returns a line for each held-out step, with measured and predicted seconds of its parts, and the verdict."""
     columns = [f"{part} {kind}" for part in twin.PARTS for kind in ("s", "twin")]
     rows = [("step", *columns, "error")]
     pairs = list(zip(made.measured, made.predicted, strict=True))
@@ -65,7 +65,7 @@ def _spread(made: twin.Twin) -> str:
 
 
 def to_json(made: twin.Twin) -> str:
-    """Returns everything that `table` says, as a JSON object."""
+    """Returns the content of `table` as a JSON object."""
     model = made.model
     return (
         json.dumps(
@@ -101,8 +101,8 @@ def write_picture(made: twin.Twin, path: Path, title: str) -> None:
 
     Args:
       made: the twin.
-      path: where to, .svg or .png.
-      title: of the picture.
+      path: file to write, .svg or .png.
+      title: title of the picture.
     """
     numbers = range(1, len(made.measured) + 1)
     with pictures.drawn(path, 3.0, [title]) as axes:

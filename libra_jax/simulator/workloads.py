@@ -1,4 +1,4 @@
-"""Workloads by name: what `config.workload` of a simulation asks for."""
+"""Makes workloads by name, as `config.workload` of a simulation asks for."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ SHAPES = (*synthetic.SHAPES, "trace")
 @configuration.group
 @dataclass
 class WorkloadConfig:
-    """Which work is simulated."""
+    """The simulated work."""
 
     shape: str = "swe"  # swe, search, math (synthetic), or trace
     trace: str = ""  # JSON-lines file to replay; required by, and implies, shape trace
     variation: float = 1.0  # width of the difference between siblings, relative to the shape's own
-    shuffle: bool = True  # trace: a new order of prompts each epoch; False keeps the file's order
+    shuffle: bool = True  # trace: new order of prompts for each pass; False keeps the file's order
     passes: int = 1  # trace: times each prompt is replayed, which sets the run's steps; 0 keeps config.steps
-    fit_buckets: bool = False  # trace: scheduler.max_remaining_tokens is made to fit its lengths (`fitted_bounds`)
+    fit_buckets: bool = False  # trace: fits scheduler.max_remaining_tokens to the trace's lengths (`fitted_bounds`)
 
     def __post_init__(self) -> None:
         configuration.check_choice(self.shape, SHAPES, "workload.shape")
@@ -39,18 +39,18 @@ class WorkloadConfig:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a sample of a workload looks like; tokens a trajectory.
+    """Lengths of a sample of a workload, in tokens a trajectory.
 
     Attributes:
-      generated_mean: generated tokens.
+      generated_mean: mean of generated tokens.
       generated_p90: generated tokens that nine trajectories in ten stay below.
-      generated_max: of the longest trajectory.
-      context_median: whole context at the end, prompt and tool returns included.
-      context_max: of the longest context.
-      turns_mean: model outputs.
+      generated_max: generated tokens of the longest trajectory.
+      context_median: median of the whole context at the end, prompt and tool returns included.
+      context_max: tokens of the longest context.
+      turns_mean: mean number of model outputs.
       turn_tokens_max: generated tokens of the longest turn.
-      prompt_mean: tokens of the prompt.
-      payload_mean: tokens of a tool's return; 0 where no tool is called.
+      prompt_mean: mean tokens of the prompt.
+      payload_mean: mean tokens of a tool return; 0 if no tool is called.
     """
 
     generated_mean: float
@@ -75,12 +75,12 @@ class Summary:
 
 
 def create(config: WorkloadConfig, *, seed: int, tasks: int, max_context: int) -> scripts.Workload:
-    """The workload that `config` names.
+    """Returns the workload that `config` names.
 
     Args:
-      config: which.
-      seed: of every draw.
-      tasks: prompts the run is planned to train; the drift of synthetic workloads is over them.
+      config: the workload's settings.
+      seed: seed of every draw.
+      tasks: prompts that the run is planned to train; the drift of synthetic workloads spreads over them.
       max_context: longest context of a run, in tokens (`rollout.max_context`).
 
     Raises:
@@ -94,12 +94,12 @@ def create(config: WorkloadConfig, *, seed: int, tasks: int, max_context: int) -
 
 
 def summarise(workload: scripts.Workload, tasks: range, samples: int) -> Summary:
-    """Lengths over `samples` attempts at each of `tasks`."""
+    """Summarises the lengths of `samples` rollouts of each of `tasks`."""
     return summary_of([workload.script(task, sample) for task in tasks for sample in range(samples)])
 
 
 def summary_of(drawn: Sequence[scripts.Script]) -> Summary:
-    """Lengths of these attempts, at least one."""
+    """Summarises the lengths of these rollouts, at least one."""
     generated = sorted(script.generated_tokens for script in drawn)
     contexts = [script.context_tokens for script in drawn]
     payloads = [turn.payload_tokens for script in drawn for turn in script.turns[:-1]]
@@ -117,10 +117,10 @@ def summary_of(drawn: Sequence[scripts.Script]) -> Summary:
 
 
 def fitted_bounds(workload: traces.Replay, degrees: Sequence[int]) -> tuple[int, ...]:
-    """Bounds of the buckets by which each degree gets tokens in proportion to its devices.
+    """Returns bucket bounds by which each degree gets tokens in proportion to its devices.
 
     Args:
-      workload: the trace; its trajectories' whole lengths count, which is what is left of them when they begin.
+      workload: the trace; its trajectories' whole lengths count, which is what they have left when they begin.
       degrees: tensor-parallel degree of each instance.
 
     Returns:
@@ -132,30 +132,34 @@ def fitted_bounds(workload: traces.Replay, degrees: Sequence[int]) -> tuple[int,
     for level in sorted(set(degrees))[:-1]:
         share = sum(degree for degree in degrees if degree <= level) / sum(degrees)
         length = bounds[-1]
+        # The shortest trajectories go to the narrowest degree, until it has its share of the tokens.
         while taken < share * tokens:
             length = next(longer)
             taken += length
+        # Bounds must ascend strictly.
         bounds.append(max(length, bounds[-1] + 1))
     return tuple(bounds[1:])
 
 
 def planned_steps(config: WorkloadConfig, workload: scripts.Workload, groups_per_step: int, steps: int) -> int:
-    """Training steps of the run: `steps`, or for a trace as many as replay it `config.passes` times."""
+    """Returns the training steps of the run: `steps`, or for a trace the number that replays it `config.passes`
+    times."""
     if isinstance(workload, traces.Replay) and config.passes:
         return max(1, -(-len(workload.prompts) * config.passes // groups_per_step))
     return steps
 
 
 def check_fits(workload: scripts.Workload, config: configuration.RunConfig, simulation: world.SimulationConfig) -> None:
-    """Checks, by a sample of them, that the run's limits and memory hold the workload's attempts.
+    """Checks a sample of the workload's rollouts against the run's limits and memory.
 
-    A cache need not hold every slot's longest context, since engines pre-empt; but slots that it cannot hold even as
-    they are at their first tool return are a mistake.
+    A cache need not hold every slot's longest context, since engines pre-empt. But it must hold every slot's context at
+    its first tool return.
 
     Raises:
-      ConfigError: an attempt would be cut short, or there are more slots than memory; the message names the field.
+      ConfigError: a rollout would be cut short, or there are more slots than memory; the message names the field.
     """
     tasks = config.steps * config.coordinator.groups_per_step
+    # Spread over the whole run, because lengths drift.
     sampled = range(0, tasks, max(1, tasks // 64))
     summary = summarise(workload, sampled, min(16, config.coordinator.group_size))
     for field, limit, needed in (

@@ -1,6 +1,6 @@
 """A simulated run: the real coordinator, agent loop and scheduler on a virtual clock, among simulated machines.
 
-Everything that happens is a function of the configuration, the workload and the scheduler, so a run repeats exactly.
+The result depends only on the configuration, the workload and the scheduler, so a run repeats exactly.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ class SimulationConfig:
       hardware: name of an accelerator's sheet.
       model: preset whose shape the costs are computed from.
       train_devices: accelerators that train.
-      train_mesh: (data, fsdp, tensor) of those, by which a step's time is computed; empty shares its work out evenly.
-      slots: requests that each instance decodes at once, in the order of `rollout.tensor_parallel`; empty: as
-        `rollout` says.
+      train_mesh: (data, fsdp, tensor) of the accelerators that train, by which a step's time is computed; empty splits
+        the work evenly.
+      slots: requests that each instance decodes at once, in the order of `rollout.tensor_parallel`; empty takes the
+        slots of `rollout`.
       coefficients: shares of the sheet's peaks, and fixed times.
-      scheduler_costs: what schedulers take things to cost: "exact", as they do here, or "config", as `scheduler.costs`
-        says, which is what a real run goes by.
-      warm_seconds: in which a replica of a hybrid worker compiles, the first time.
-      longest_seconds: virtual time after which the run is taken for a deadlock.
+      scheduler_costs: costs that schedulers expect: "exact" are those of this cluster; "config" are those of
+        `scheduler.costs`, as in a real run.
+      warm_seconds: seconds of the first compilation on a hybrid worker's training side.
+      longest_seconds: virtual seconds after which the run counts as deadlocked.
     """
 
     hardware: str = "a800"
@@ -71,7 +72,7 @@ class SimulationConfig:
         configuration.check_choice(self.scheduler_costs, ("exact", "config"), "simulation.scheduler_costs")
 
     def cost_model(self) -> costs.CostModel:
-        """What things cost on this cluster.
+        """Returns the costs of this cluster.
 
         Raises:
           ConfigError: there is no such sheet or preset.
@@ -82,14 +83,14 @@ class SimulationConfig:
 
 @dataclass(frozen=True)
 class Parts:
-    """What stands between the coordinator and the simulated machines: fault injection replaces some of it.
+    """Wrappers between the coordinator and the simulated machines: fault injection replaces some of them.
 
     Attributes:
-      engine: given an engine as it was just made, and its life's number from 0, returns what serves in its place.
-      environment: likewise for an attempt's environment.
-      trainer: likewise for the trainer.
-      replica: likewise for the training side of a hybrid worker, given its life's number.
-      handle: given an actor's name and the actor, returns the handle by which it is called.
+      engine: wraps a new engine, given the number of its life from 0.
+      environment: wraps a rollout's new environment.
+      trainer: wraps a new trainer.
+      replica: wraps a new training side of a hybrid worker, given the number of its life.
+      handle: makes the handle of an actor, given its name and the actor.
     """
 
     engine: Callable[[engine.Engine, int], Any] = lambda made, life: made
@@ -100,7 +101,7 @@ class Parts:
 
 
 class Cluster:
-    """A `protocols.Cluster` whose actors are the objects themselves, on the one event loop."""
+    """A `protocols.Cluster` whose actors are plain objects on the one event loop."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -111,6 +112,7 @@ class Cluster:
         """Makes the actor in place."""
         module, _, name = spec.factory.partition(":")
         made = getattr(importlib.import_module(module), name)(**spec.arguments)
+        # A restarted actor begins another life, with faults of its own.
         life = self._lives[spec.name] = self._lives.get(spec.name, -1) + 1
         if isinstance(made, engine.Engine):
             made = self._parts.engine(made, life)
@@ -122,17 +124,17 @@ class Cluster:
         return self._parts.handle(spec.name, made)
 
     async def stop(self, name: str) -> None:
-        """Ends the actor; nothing happens if it has been stopped before."""
+        """Ends the actor; does nothing if the actor has been stopped before."""
         actor = self._actors.pop(name, None)
         if actor is not None:
             await actor.shutdown()
 
     async def kill(self, name: str) -> None:
-        """Ends the actor; it holds nothing."""
+        """Ends the actor as `stop` does, because a simulated actor holds nothing."""
         await self.stop(name)
 
     async def shutdown(self) -> None:
-        """Stops every actor, last made first."""
+        """Stops every actor, the last made first."""
         for name in reversed(list(self._actors)):
             await self.stop(name)
 
@@ -152,14 +154,14 @@ def run(
     Args:
       config: batches, staleness, the rollout layout and its limits; without checkpoints, evaluation and warm start.
       simulation: the cluster.
-      workload: what each attempt does; all randomness is in there, and in the scheduler.
-      make_scheduler: the policy.
-      parts: wraps the machines, to break some.
-      recorder: kept from the run, for those who want to look on; None makes one.
-      model: what everything costs; None takes the cost model of `simulation`.
+      workload: script of each rollout; all randomness is in the workload and in the scheduler.
+      make_scheduler: makes the policy.
+      parts: wraps the machines, to inject faults.
+      recorder: records the run, for callers that read the records afterwards; None makes one.
+      model: costs of everything; None takes the cost model of `simulation`.
 
     Raises:
-      ConfigError: the run asks for what a simulation cannot do, or the cluster cannot hold it.
+      ConfigError: the run asks for something that a simulation cannot do, or the cluster cannot hold it.
       LibraError: what ended the run, in one sentence.
     """
     _check(config, simulation)
@@ -173,7 +175,7 @@ def run(
     channels, elastic = replica.Channels(), config.elastic
 
     def alone(devices: int, lengths: Sequence[int]) -> float:
-        """A replica's part of a step: its layers' matrices are split over its devices."""
+        """Returns the seconds of a hybrid worker's part of a step; its devices split each layer's matrices."""
         if mesh is None or not lengths:
             return model.train_seconds(lengths, devices)
         return dataclasses.replace(mesh, sizes=(1, 1, devices)).train_seconds(lengths)
@@ -212,14 +214,15 @@ def run(
     )
     began = time.perf_counter()
     with _seldom_collected():
-        summary = clock.run(made.run(), longest=simulation.longest_seconds, signals=False)  # it has nothing to save
+        summary = clock.run(made.run(), longest=simulation.longest_seconds, signals=False)  # nothing to save
     wall = time.perf_counter() - began
     return results.of_run(config, summary, recorder, book, log, fleet, wall)
 
 
 @contextlib.contextmanager
 def _seldom_collected() -> Iterator[None]:
-    """Looks for garbage cycles seldom: a run makes few, and each search goes through everything that lives."""
+    """Makes garbage collection rare inside the block: a run makes few cycles, and each search visits every live
+    object."""
     before = gc.get_threshold()
     gc.set_threshold(100_000, 50, 1000)
     try:
