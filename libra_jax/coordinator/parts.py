@@ -1,4 +1,4 @@
-"""What a run's coordinator is made of, wired up once its workers are there."""
+"""Wires up the parts of a run's coordinator once its workers are up."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from libra_jax.weights import sync
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts, from tokens to checkpoints.
+    """The parts of a run.
 
     Attributes:
       trainer: trains.
       dispatcher: places requests on instances.
-      runner: runs attempts.
-      groups: those in flight and those that are done.
-      batches: what the steps to come train on.
-      publisher: brings each version to the engines.
+      runner: runs rollouts.
+      groups: groups in flight and finished groups.
+      batches: selects the batches of coming steps.
+      publisher: syncs the weights of each version to the engines.
       saver: writes and reads checkpoints.
-      elastic: who trains and who rolls out.
+      elastic: switches hybrid workers and follows plans.
       resizing: changes the trainer's mesh.
       recovery: restarts a lost trainer.
     """
@@ -76,14 +76,14 @@ def wire(
     ending: failure.Ending,
     state: Callable[[], dict[str, Any]],
 ) -> Parts:
-    """Makes the parts of a run, inside the event loop they serve.
+    """Makes the parts of a run. Call it inside the event loop that they serve.
 
     Args:
       config, cluster, tasks, make_environment, tokenizer, scheduler, recorder, workdir, reward, make_trajectory,
-        planner, make_trainer, epoch: as the coordinator was given them.
-      workers: they have started.
-      ending: ends with what goes on beside the run.
-      state: the coordinator's part of a checkpoint.
+        planner, make_trainer, epoch: the arguments of the coordinator.
+      workers: the started workers.
+      ending: runs background work, and cancels it at the run's end.
+      state: returns the coordinator's part of a checkpoint.
     """
     trainer, engines, members = workers.trainer, workers.engines, workers.members
     events = protocols.Events()
@@ -133,6 +133,7 @@ def wire(
         make_trajectory=make_trajectory,
         note=recorder.note,
     )
+    # Groups and batches call each other; the lambda resolves `batches` after both exist.
     groups = groups_lib.Groups(
         config, runner=runner, recorder=recorder, ending=ending, settled=lambda: batches.settled()
     )
@@ -159,6 +160,7 @@ def wire(
         ending=ending,
     )
 
+    # An engine may come up while the trainer is being restarted, and then waits for the restart.
     async def load_weights(engine: instances.Engine) -> None:
         await recovery.through(lambda: publisher.catch_up(engine))
 

@@ -1,6 +1,6 @@
-"""What routing did: moves between instances, what they cost, and whether the first decision named the right bucket.
+"""Counts what routing did: moves between instances, their cost, and whether the first decision named the right bucket.
 
-Measured where requests are dispatched, so a simulated run and a real one report the same numbers.
+The counts are taken where requests are dispatched, so a simulated run and a real run report the same numbers.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from libra_jax.scheduling import buckets
 
 @dataclass
 class Route:
-    """Where a request has been.
+    """The instances that served a request.
 
     Attributes:
-      served_by: instance that was asked for its tokens last; empty before the first.
-      came_from: the one before that; empty before the second.
-      asked_at: tokens generated at its first tool return; None before.
-      level: bucket of the first instance decided on after that return; None before.
-      plan: number of the plan that had the bucket.
-      moves: times that another instance went on with it.
-      moving: the instance asked last is another than the one that served it before; None if it is the first.
+      served_by: instance that was last asked for its tokens; empty before the first.
+      came_from: instance before `served_by`; empty before the second.
+      asked_at: number of tokens generated at its first tool return; None before.
+      level: bucket of the first instance chosen after that return; None before.
+      plan: number of the plan with that bucket.
+      moves: number of moves to another instance.
+      moving: True if `served_by` differs from the instance before; None if `served_by` is the first.
     """
 
     served_by: str = ""
@@ -38,29 +38,29 @@ class Route:
 
 @dataclass
 class Waits:
-    """Seconds from asking an instance for tokens to its first ones, in sum and in number."""
+    """Waits from asking an instance for tokens to its first token: total seconds, and their number."""
 
     seconds: float = 0.0
     count: int = 0
 
     def add(self, seconds: float) -> None:
-        """One more wait."""
+        """Adds a wait."""
         self.seconds += seconds
         self.count += 1
 
 
 @dataclass
 class RoutingCounts:
-    """Routing since it was last asked about.
+    """Counts of routing since they were last taken.
 
     Attributes:
-      moves: requests that began to be served by another instance than before.
-      moved_tokens: context tokens of those requests, whose keys and values the new instance did not have.
-      transferred: moves whose keys and values the instance before kept for the new one, instead of a second prefill.
-      judged: finished attempts whose first tool return was followed by a decision.
-      right: of these, those whose decision named the bucket that their true remaining length asked for.
-      moved: waits for first tokens of requests that moved: the new instance prefills or fetches their context first.
-      stayed: those of requests that went on where they were, whose context the prefix cache may hold.
+      moves: requests that moved to another instance.
+      moved_tokens: context tokens of moved requests, whose keys and values the new instance lacked.
+      transferred: moves whose keys and values came from the previous instance, instead of a second prefill.
+      judged: finished rollouts with a decision after their first tool return.
+      right: judged rollouts whose decision named the bucket of their true remaining length.
+      moved: waits for first tokens after a move: the new instance first prefills or fetches the context.
+      stayed: waits for first tokens without a move: the prefix cache may hold the context.
     """
 
     moves: int = 0
@@ -72,12 +72,12 @@ class RoutingCounts:
     stayed: Waits = field(default_factory=Waits)
 
     def metrics(self) -> dict[str, float]:
-        """A training step's numbers; those that are means only where there was anything.
+        """Returns a training step's numbers. A mean appears only if it has a value.
 
-        `routing/move_seconds` is the mean time from asking the new instance for tokens to its first ones: the prefill
-        of the whole context, and what the instance does besides. So it bounds what a move costs from above.
-        `routing/stay_seconds` is the same without a move, for comparison: requests move to where there is room, so
-        they may well wait for less than those that stay in a crowd.
+        `routing/move_seconds` is the mean time from asking the new instance for tokens to its first token. This time
+        holds the prefill of the whole context and the instance's other work, so it is an upper bound of a move's cost.
+        `routing/stay_seconds` is the same time without a move, for comparison. Requests move to instances with room, so
+        moved requests may wait for less than requests that stay in a crowd.
         """
         values = {"routing/moves": float(self.moves), "routing/moved_tokens": float(self.moved_tokens)}
         if self.transferred:
@@ -92,41 +92,41 @@ class RoutingCounts:
 
 
 class Routing:
-    """Watches decisions and streams.
+    """Counts the scheduler's decisions and their streams.
 
     Args:
       config: the run's configuration (`scheduler.max_remaining_tokens`, `rollout.tensor_parallel`).
     """
 
     def __init__(self, config: configuration.RunConfig) -> None:
-        # All degrees of the layout: with an instance lost or late, there are still as many buckets to be right about.
+        # All degrees of the layout: if an instance is lost or late, the number of possible buckets stays the same.
         self._levels = buckets.Levels(config.scheduler.max_remaining_tokens, config.rollout.tensor_parallel)
         self._degrees: dict[str, int] = {}
         self._plans = 0
         self.counts = RoutingCounts()
 
     def instances(self, serving: Sequence[protocols.Instance]) -> None:
-        """The instances that requests may be placed on now."""
+        """Takes the instances on which requests may be placed now."""
         self._levels.learn(serving)
         self._degrees.update((instance.name, instance.tensor_parallel) for instance in serving)
 
     def replan(self, rollout: Sequence[protocols.PlannedBucket]) -> None:
-        """What is right goes by these buckets from now on; decisions made before are judged by no bucket."""
+        """Judges later decisions by a plan's buckets. Earlier decisions are not judged."""
         self._levels = buckets.Levels.planned(rollout)
         self._plans += 1
 
     def returned(self, route: Route, generated: int) -> None:
-        """A tool has returned; its decision follows."""
+        """Notes the length at the first tool return; a decision follows."""
         if route.asked_at is None:
             route.asked_at = generated
 
     def decided(self, route: Route, instance: str) -> None:
-        """The scheduler has placed the request."""
+        """Notes the bucket of the first decision after that return."""
         if route.asked_at is not None and route.level is None:
             route.level, route.plan = self._levels.of_degree(self._degrees[instance]), self._plans
 
     def served(self, route: Route, instance: str, context_tokens: int) -> None:
-        """A stream begins."""
+        """Notes a new stream, and whether it is a move."""
         route.moving = route.served_by != instance if route.served_by else None
         if route.moving:
             route.moves += 1
@@ -135,17 +135,17 @@ class Routing:
         route.came_from, route.served_by = route.served_by, instance
 
     def answered(self, route: Route, seconds: float) -> None:
-        """The stream's first tokens have come, so many seconds after they were asked for."""
+        """Adds the seconds that the stream's first tokens took."""
         if route.moving is not None:
             (self.counts.moved if route.moving else self.counts.stayed).add(seconds)
 
     def finished(self, route: Route, generated: int) -> None:
-        """The attempt has come to its own end, with so many tokens generated."""
+        """Judges the decision of a completed rollout, by the tokens it generated in total."""
         if route.level is not None and route.asked_at is not None and route.plan == self._plans:
             self.counts.judged += 1
             self.counts.right += route.level == self._levels.of_length(generated - route.asked_at)
 
     def take_counts(self) -> RoutingCounts:
-        """Counts since the last call."""
+        """Returns the counts since the last call, and starts new ones."""
         counts, self.counts = self.counts, RoutingCounts()
         return counts

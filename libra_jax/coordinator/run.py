@@ -1,6 +1,6 @@
-"""The run: rollout, training, publication, evaluation and checkpoints in one loop, synchronous and asynchronous alike.
+"""Runs rollout, training, weight sync, evaluation and checkpoints in one loop, synchronous and asynchronous alike.
 
-Time is the running event loop's alone, because the simulator runs this same object on a virtual clock.
+All times come from the running event loop, because the simulator runs this same code on a virtual clock.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ from libra_jax.coordinator import (
 from libra_jax.trainer_control import client, handover
 
 OLDER = "verify older checkpoints"
-"""Name of the task that does so."""
+"""Name of the background task that verifies older checkpoints."""
 
 
 @dataclass
 class RunSummary:
-    """How a run went.
+    """The result of a run.
 
     Attributes:
-      steps: training steps taken, those before a resume included.
-      policy_version: the version trained last.
-      trained: groups trained.
-      replaced: groups replaced, by reason.
+      steps: training steps taken, including those before a resume.
+      policy_version: version trained last.
+      trained: number of groups trained.
+      replaced: number of groups replaced, by reason.
       rewards: mean reward of each step of this session, by step.
       accuracies: held-out accuracy of each evaluation of this session, by version.
-      stopped: a person or a scheduler stopped it before its last step.
-      terminated: it was a scheduler, with SIGTERM: given again, the command goes on.
-      sentence: what to tell that person.
+      stopped: True if a person or a scheduler stopped the run before its last step.
+      terminated: True if a scheduler stopped it with SIGTERM. The same command then continues the run.
+      sentence: summary for the person who runs it.
     """
 
     steps: int = 0
@@ -70,33 +70,33 @@ class RunSummary:
 
 
 class Coordinator:
-    """Runs the whole training of `config`; made once, run once.
+    """Runs the whole training of `config`. Each instance runs once.
 
     Args:
       config: the run's configuration.
-      cluster: makes the actors; shut down at the end of `run`.
+      cluster: makes the actors; `run` shuts it down at the end.
       trainer_spec: makes a `protocols.Trainer`.
       engine_specs: each makes a `protocols.RolloutEngine`.
       tasks: training and held-out tasks.
-      make_environment: a fresh environment a call.
-      demonstrator: solved attempts; needed for a warm start only.
-      tokenizer: the policy's.
+      make_environment: returns a fresh environment at each call.
+      demonstrator: solves tasks for a warm start; otherwise not needed.
+      tokenizer: the policy's tokenizer.
       scheduler: decides which instance serves a request.
-      recorder: where the run writes what happened.
-      workdir: the run's folder; checkpoints go there and are resumed from there.
-      reward: scores attempts; None leaves them the environments' own rewards.
-      samples: writes rollouts out as text; None saves none.
-      export: where the trained parameters are written at the end as a Hugging Face directory; None is nowhere.
-      make_trajectory: an empty trajectory (the simulator's hold no token lists).
-      planner: decides who trains and who rolls out; None leaves everything as it is.
+      recorder: writes the run's metrics, traces and notes.
+      workdir: the run's folder, which holds its checkpoints.
+      reward: scores rollouts. None keeps the environments' own rewards.
+      samples: writes rollouts as text. None saves none.
+      export: folder for the trained parameters at the end, in Hugging Face format. None exports nothing.
+      make_trajectory: makes an empty trajectory (the simulator's holds no token lists).
+      planner: decides on plans. None keeps the layout.
       make_engine: makes the engines that a plan adds; needed with a planner.
-      make_trainer: the trainer's processes on a mesh (None: the config's), where it may have several or move to others;
-        without it there is `trainer_spec` alone.
-      replica_specs: each makes a `protocols.Replica`: the training side of the hybrid workers (`elastic.hybrid`), which
-        are the last engines, in their order.
-      relay_specs: host to what makes its `protocols.Relay`, where the run is laid out over several.
-      epoch: the run's own in its workdir; it ends once a later one has been taken. None: nobody else can be in there.
-      at_signal: told of SIGINT and SIGTERM at once (`signals.AtOnce`).
+      make_trainer: makes the trainer's processes on a mesh (None: the config's). Without it, `trainer_spec` is the only
+        process and cannot move.
+      replica_specs: each makes a `protocols.Replica`, the training side of a hybrid worker (`elastic.hybrid`). The
+        hybrid workers' engines are the last engines, in the same order.
+      relay_specs: makes the `protocols.Relay` of each host, if the run spans several hosts.
+      epoch: the run's fencing token; the run ends once a later one is taken. None disables fencing.
+      at_signal: called at once with SIGINT and SIGTERM (`signals.AtOnce`).
     """
 
     def __init__(
@@ -136,6 +136,7 @@ class Coordinator:
         self._samples = samples
         self._export = export
         self._planner = planner
+        # By convention the engines of hybrid workers come last, one for each replica spec.
         hybrid = [spec.name for spec in engine_specs[len(engine_specs) - len(replica_specs) :]]
         self._make_workers = functools.partial(
             workers.Workers,
@@ -170,10 +171,10 @@ class Coordinator:
             config, tasks=demonstrated, demonstrator=demonstrator, tokenizer=tokenizer
         )
         self._summary = RunSummary()
-        self._ready = False  # workers are up, and a checkpoint has been restored if there was one
+        self._ready = False  # workers are up, and the checkpoint, if any, has been restored
         self._step = 0  # training steps taken, which is also the trainer's version
         self._evaluated = protocols.NO_VERSION  # the version evaluated last
-        self._compiled = False  # the trainer has taken a training step in this start of the run
+        self._compiled = False  # the trainer has compiled its programs in this start of the run
         self._reported: collections.Counter[str] = collections.Counter()
         self._reported_tokens = 0
         self._learning = learning.Watch(config, recorder.note)
@@ -181,12 +182,13 @@ class Coordinator:
     # The life of a run ------------------------------------------------------------------------------------------
 
     async def run(self) -> RunSummary:
-        """Trains from the newest checkpoint, or from the start, to the last step, and closes everything it opened.
+        """Trains from the newest checkpoint, or from the start, to the last step. Closes everything that it opened.
 
-        SIGINT stops it after the training step under way, with a checkpoint; SIGTERM within `deadlines.grace`.
+        SIGINT stops the run after the training step under way, with a checkpoint. SIGTERM does so within
+        `deadlines.grace`.
 
         Raises:
-          LibraError: what ended the run, in one sentence.
+          LibraError: the error that ended the run, in one sentence.
         """
         self._loop = asyncio.get_running_loop()
         self._ending = failure.Ending()
@@ -197,7 +199,7 @@ class Coordinator:
             recorder=self._recorder,
             give_up_step=self._give_up_step,
         )
-        self._remove_snapshot()  # of a run that was killed
+        self._remove_snapshot()  # a killed run may have left one
         found = await deadlines.within(
             self._config.deadlines.checkpoint,
             deadlines.off_loop(checkpoint_store.find, self._workdir),
@@ -229,19 +231,19 @@ class Coordinator:
         return self._summary
 
     async def _verify_older(self, before: int) -> None:
-        """Verifies, beside the run, the checkpoints that it would fall back to."""
+        """Verifies older checkpoints in the background, to which the run would fall back."""
         with contextlib.suppress(OSError, protocols.DataError):  # they may be removed meanwhile
             for sentence in await deadlines.off_loop(checkpoint_store.damaged, self._workdir, before):
                 self._recorder.note(sentence)
 
     async def _give_up_step(self) -> None:
-        if self._parts.recovery.under_way:  # it takes steps again, without which there is no checkpoint
+        if self._parts.recovery.under_way:  # recovery repeats lost steps, and no checkpoint is possible without them
             return
-        with contextlib.suppress(protocols.TrainerLost):  # it takes none
+        with contextlib.suppress(protocols.TrainerLost):  # a lost trainer is in no step
             await self._parts.trainer.give_up_step()
 
     def request_stop(self) -> None:
-        """Stops the run after the training step under way, with a checkpoint; what Ctrl-C does."""
+        """Stops the run after the training step under way, with a checkpoint, as Ctrl-C does."""
         self._stopping.request()
 
     async def _run(self, newest: checkpoint_store.Stored | None, catch_again: Callable[[], None]) -> None:
@@ -268,7 +270,7 @@ class Coordinator:
             await self._stop()
 
     async def _restore(self, stored: checkpoint_store.Stored) -> None:
-        """Takes up a checkpoint. Groups that were in flight go on; they get tokens once weights are published."""
+        """Restores a checkpoint. Groups that were in flight resume; they get tokens after the first weight sync."""
         state, step = await self._parts.recovery.through(lambda: self._parts.saver.restore(stored)), stored.step
         self._recorder.note(f"Going on from the checkpoint at step {step}.")
         steps, schedule = self._config.steps, self._config.optimizer.schedule
@@ -284,10 +286,11 @@ class Coordinator:
         self._scheduler.restore(state["scheduler"])
         self._parts.elastic.restore(state.get("hybrid"))
         self._parts.groups.restore(state["groups"])
+        # The steps before the restart have reported these replacements.
         self._reported, self._reported_tokens = self._parts.groups.replaced.copy(), self._parts.groups.replaced_tokens
 
     def _state(self) -> dict[str, Any]:
-        """The coordinator's part of a checkpoint."""
+        """Returns the coordinator's part of a checkpoint."""
         return {
             "step": self._step,
             "planned_steps": self._config.steps,
@@ -302,7 +305,7 @@ class Coordinator:
         }
 
     async def _open(self) -> None:
-        """Warm-starts what has not been, publishes the policy, and evaluates it unless that has been done."""
+        """Finishes the warm start, syncs the weights, and evaluates the policy if no evaluation has been made."""
         name, begin = self._trainer_name, self._loop.time()
         report = await self._warm_start.run(
             self._take_warm_start_step, self._ending, lambda text: self._recorder.status(name, text)
@@ -334,6 +337,7 @@ class Coordinator:
         begin, before = self._loop.time(), self._parts.recovery.seconds
         times.wait = begin - waiting_since
         metrics = await self._train_unless_stopped(batch)
+        # A restart of the trainer within the step is reported as recovery, not as training time.
         times.train = self._loop.time() - begin - (self._parts.recovery.seconds - before)
         report = reports.StepReport(self._step - 1, batch, metrics, times, task=self._config.task)
         try:
@@ -345,7 +349,7 @@ class Coordinator:
         self._ending.check()
 
     async def _train_unless_stopped(self, batch: tuple[protocols.Group, ...]) -> Mapping[str, float]:
-        """Takes the step; a person's stop waits for its end, a scheduler's has it given up where there is no time."""
+        """Takes the step. A person's stop waits for its end. A scheduler's stop aborts it if time runs out."""
         self._stopping.in_step = True
         try:
             return await self._ending.race(self._parts.recovery.through(lambda: self._train(batch)), through_stop=True)
@@ -361,7 +365,8 @@ class Coordinator:
         name, begin = self._trainer_name, self._loop.time()
         async with self._parts.trainer.lock:
             await self._parts.elastic.before_step(self._step)
-            if not self._stopping.seconds_until(stopping.STEP):  # who was to give it up has been made anew meanwhile
+            # The trainer that was to abort the step has been restarted meanwhile.
+            if not self._stopping.seconds_until(stopping.STEP):
                 raise protocols.StepGivenUp("a scheduler leaves no time for the step")
             # The trainer compiles its programs in the first step that it takes in this process.
             compiling = "" if self._compiled else ", compiling its programs first"
@@ -370,6 +375,8 @@ class Coordinator:
             metrics = await self._parts.elastic.take_step(taken)
             self._parts.recovery.trained(taken)
             self._compiled = True
+            # Still under the trainer's lock, so that an engine that catches up asks for the version that the trainer
+            # holds.
             self._step += 1
             self._parts.publisher.version = self._step
         self._parts.groups.trained += len(batch)
@@ -467,8 +474,9 @@ class Coordinator:
         self._recorder.note(sentence)
 
     async def _close(self) -> None:
-        """Ends everything, whatever state it is in; what fails here is noted and hides nothing."""
+        """Ends everything in any state. A failure in here is noted and hides no earlier error."""
         self._stopping.close()
+        # After SIGTERM, SIGKILL follows at the end of the grace, so no shutdown may take longer.
         limit = min(self._config.deadlines.shutdown, self._stopping.seconds_until(1.0))
         if self._ready:
             try:
@@ -478,7 +486,7 @@ class Coordinator:
                 self._recorder.note(f"Not everything ended cleanly: {error}")
         await self._ending.cancel_background(limit)
         await self._workers.shut_down(max(1.0, self._stopping.seconds_until(1.0)))
-        self._remove_snapshot()  # nobody writes it any more
+        self._remove_snapshot()  # no process writes it any more
 
     def _remove_snapshot(self) -> None:
         if self._epoch is None or self._epoch.may_write():
