@@ -105,11 +105,13 @@ class Attempts:
                 self._report(trajectory)
                 return
             except protocols.EnvironmentCrashed as crash:
+                # By prompt, so that a single prompt that breaks the environment stands out.
                 self._voids[trajectory.prompt_id] += 1
                 # A failed reward has had its own retries, and a second rollout would meet the same reward function.
                 if retry == retries or isinstance(crash, protocols.RewardFailed):
                     raise
                 self._crashes.tell(f"Attempt {trajectory.trajectory_id} is begun anew: {crash}")
+                # A fresh environment may answer differently, so no token of the crashed one is kept.
                 _empty(trajectory)
             finally:
                 self._dispatcher.finish(trajectory.trajectory_id)

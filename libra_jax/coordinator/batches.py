@@ -91,6 +91,7 @@ class Batches:
         """
         self.admit()
         while True:
+            # Cleared before the look, so that a group that finishes after it wakes the wait below.
             self._settled.clear()
             selection = admission.select(
                 self._bound,

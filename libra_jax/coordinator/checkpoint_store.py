@@ -108,6 +108,7 @@ def find(workdir: Path, *, trainer: bool = True) -> Found:
         wrote one.
     """
     skipped: list[str] = []
+    # The newest step first; within a step, the latest token.
     for stored in sorted(_read(workdir), key=lambda item: (item.step, item.epoch), reverse=True):
         why, seconds, nbytes = _verify(stored, trainer)
         # A void checkpoint is no damage: a successor resumed from before it, so it is passed over without a sentence.
@@ -203,6 +204,7 @@ def _read(workdir: Path) -> list[Stored]:
 
 
 def _with_void(stored: Stored, limits: Mapping[int, int]) -> Stored:
+    # A later start that resumed from an earlier step has left this checkpoint behind.
     void = any(later > stored.epoch and stored.step > went_on_at for later, went_on_at in limits.items())
     return Stored(stored.step, stored.epoch, stored.manifest, stored.record, stored.problem, void)
 
@@ -272,7 +274,7 @@ def remove(folder: Path) -> None:
     remove_strangers(folder, (UNFINISHED,))
     # The marker goes last, for the same reason.
     (folder / UNFINISHED).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # files of somebody else keep the folder
+    with contextlib.suppress(OSError):  # foreign files keep the folder
         folder.rmdir()
 
 

@@ -41,6 +41,7 @@ def is_exported(workdir: Path, step: int, model: Path) -> bool:
 
     If a file differs from what was written, the export does not count, and the run writes it again.
     """
+    # An export older than the manifest is from before the run continued.
     manifest, exported = _manifest(workdir, step), model / EXPORT
     if not exported.exists() or exported.stat().st_mtime_ns < manifest.stat().st_mtime_ns:
         return False
@@ -177,6 +178,7 @@ class Checkpoints:
             text = checksums.sealed(json.dumps(manifest).encode()).decode()
             _write_durably(path, text, check=self._check_epoch)
             self._check_epoch()  # again before any removal: the write may have taken long
+            # The new manifest has replaced a skipped one of the same name.
             self._skipped.discard(path)
             store.remove_strangers(directory, (path.name, *self._parts.values()))
             kept = {store.directory(self._workdir, item) for item in sorted(self._counting())[-self._keep :]}

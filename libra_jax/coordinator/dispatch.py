@@ -126,11 +126,12 @@ class Dispatcher:
         sampling: protocols.SamplingParams,
         heard: Callable[[], None] | None = None,
     ) -> protocols.FinishReason:
-        """See `protocols.Sampler.sample`.
+        """Samples one turn (`protocols.Sampler.sample`).
 
         Raises:
           WorkerLost: the request failed more than `rollout.generation_retries` times.
         """
+        # A request lives from the rollout's first turn to its end, so later turns find it here.
         request = self._requests.get(trajectory.trajectory_id) or self._arrive(trajectory)
         request.heard, start = heard, len(trajectory.token_ids)
         while True:
@@ -138,6 +139,7 @@ class Dispatcher:
                 return finish
             if not request.instance:
                 await self._placed(request)
+            # Tokens of a broken stream count towards the turn's budget.
             left = sampling.max_tokens - (len(trajectory.token_ids) - start)
             finish = await self._stream(request, replace(sampling, max_tokens=left))
             if finish is not None:
@@ -153,7 +155,7 @@ class Dispatcher:
             request.waits = False
 
     async def tool_called(self, trajectory: protocols.Trajectory) -> None:
-        """See `protocols.Sampler.tool_called`."""
+        """Frees the request's slot during a tool call (`protocols.Sampler.tool_called`)."""
         request = self._requests.get(trajectory.trajectory_id)
         if request is not None:  # None: a rollout that replays its past after a restart has no request yet
             now = request.away_since = self._loop.time()
@@ -161,7 +163,7 @@ class Dispatcher:
             self._apply(self._scheduler.on_tool_call(request.name, request.generated, now), now)
 
     async def tool_returned(self, trajectory: protocols.Trajectory, causal_state: protocols.CausalState) -> None:
-        """See `protocols.Sampler.tool_returned`."""
+        """Queues the request for its next turn (`protocols.Sampler.tool_returned`)."""
         request = self._requests.get(trajectory.trajectory_id)
         if request is not None:
             now = self._loop.time()
@@ -194,6 +196,7 @@ class Dispatcher:
             if not placement.instance:
                 request.displace()
                 continue
+            # A move ends the stream. `sample` then opens one on the new instance, with the tokens so far.
             if request.stream is not None and request.stream.engine.name != placement.instance:
                 request.stream.end()
             request.instance = placement.instance
@@ -222,9 +225,7 @@ class Dispatcher:
     async def _stream(
         self, request: requests.Request, sampling: protocols.SamplingParams
     ) -> protocols.FinishReason | None:
-        """Streams tokens from the request's instance. Returns the finish reason, or None if the request must resume
-        elsewhere.
-        """
+        """Streams tokens from the request's instance. Returns the finish reason, or None to resume elsewhere."""
         engine, begin = self._engines.engines[request.instance], self._loop.time()
         stream = requests.Stream(engine, engine.life, self._loop.create_future(), begin, begin)
         request.stream = stream
@@ -272,10 +273,9 @@ class Dispatcher:
     async def _kv_source(
         self, request: requests.Request, stream: requests.Stream, asked: protocols.GenerationRequest
     ) -> Mapping[str, Any] | None:
-        """Returns a handle to the keys and values that the previous instance keeps, or None if they must be computed
-        again.
-        """
+        """Returns a handle to the keys and values that the previous instance keeps, or None to compute them again."""
         source, version = self._engines.engines.get(request.route.came_from), stream.engine.policy_version
+        # Keys and values of other weights would be wrong.
         if source is None or source.client is None or source.policy_version != version:
             return None
         client, life = source.client, source.life
@@ -344,6 +344,7 @@ class Dispatcher:
                 continue
             self._check_waiting(now)
             for request, stream in streams:
+                # A weight update freezes decoding, which is no fault of the engine.
                 if stream.engine.paused:
                     stream.last_delta = now
                 elif now - stream.last_delta >= self._deadline:

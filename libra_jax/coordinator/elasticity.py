@@ -1,5 +1,4 @@
-"""Manages what switches between training and rollout or changes size in a run: plans, the trainer's mesh, hybrid
-workers.
+"""Manages elastic changes of a run: plans, the trainer's mesh, and hybrid workers.
 
 The run calls this module at each step and between steps. Decisions and their execution start here.
 """

@@ -89,6 +89,7 @@ class Epoch:
         Raises:
           OSError: the workdir cannot be reached.
         """
+        # Tokens are never removed, so one look that finds a later token is enough.
         self._superseded = self._superseded or max(_numbers(self._workdir), default=0) > self.number
         return self._superseded
 
@@ -179,6 +180,7 @@ def _make(workdir: Path, holder: Holder) -> None:
     """
     file, partial = _file(workdir, holder.epoch), _written(workdir, holder)
     try:
+        # The exclusive step: linking fails if the name exists, on every host.
         os.link(partial, file)
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):

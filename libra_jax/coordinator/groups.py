@@ -188,7 +188,7 @@ class Groups:
     def _count(self, group: protocols.Group, reason: str, why: str) -> None:
         self.replaced[reason] += 1
         self.replaced_tokens += sum(trajectory.generated_tokens for trajectory in group.trajectories)
-        # The other reasons are asked for by the config and may occur by the thousand.
+        # The config asks for the other reasons, which may occur by the thousand.
         if reason in (ENVIRONMENT, REWARD):
             self._recorder.note(f"Prompt {group.task.prompt_id} was replaced ({reason}): {why}")
         if reason != REDUNDANT:  # the config asks for redundant groups
@@ -217,9 +217,7 @@ class Groups:
         )
 
     def told(self) -> str:
-        """Returns the number of replaced groups by reason, and the cap; empty if none was replaced. Ignores redundant
-        groups.
-        """
+        """Returns the number of replaced groups by reason, and the cap; empty if none. Ignores redundant groups."""
         counted = {name: count for name, count in sorted(self.replaced.items()) if count and name != REDUNDANT}
         return f"{_sum(counted)}: {self._cap(self.trained, 'trained')}" if counted else ""
 
@@ -248,9 +246,7 @@ def _sum(counts: Mapping[str, int]) -> str:
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Cancels the running rollouts and waits until their environments are closed, even if the caller is cancelled
-    meanwhile.
-    """
+    """Cancels the running rollouts and waits until their environments are closed, even if itself cancelled."""
     for task in tasks:
         if not task.cancelling():  # a second cancel would interrupt the closing of its environment
             task.cancel()

@@ -166,6 +166,7 @@ class HybridWorkers:
             return metrics
         decision = self._borrowing.look(self._sight(step, report, disturbed=disturbed))
         metrics |= {"hybrid/now_seconds": decision.now_seconds, "hybrid/then_seconds": decision.then_seconds}
+        # One change at a time: its effect is measured before the next.
         if decision.kind == "stay" or moving:
             return metrics
         self._recorder.note(f"Hybrid workers, {decision.kind} {', '.join(decision.workers)}: {decision.why}.")

@@ -194,6 +194,7 @@ class Instances:
             return
         engine.state = "lost"
         self.losses += not engine.hybrid
+        # A life that produced a token started well, so its end says nothing about the next start.
         fault = "" if engine.answered_life == engine.life else exception_told(str(error))
         engine.repeats, engine.fault = bool(fault) and fault == engine.fault, fault
         self._take_out(engine)
@@ -414,6 +415,7 @@ class Instances:
         except protocols.LibraError as error:
             self.lost(engine, life, error)
             return
+        # A late answer of an earlier life must not set the status.
         if engine.life == life and "running" in health:
             running = f"{health['running']:.0f} requests running"
             loaded = engine.policy_version != protocols.NO_VERSION

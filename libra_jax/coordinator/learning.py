@@ -13,8 +13,8 @@ PATIENCE = 3
 class Watch:
     """Looks at the metrics of each training step.
 
-    A step has nothing to learn from if no group has a gradient, if the gradient norm is 0, or if every rollout had the
-    same reward. Only steps of real trainers count: simulated ones report no gradient norm.
+    A step has nothing to learn from in three cases: no group has a gradient, the gradient norm is 0, or every rollout
+    had the same reward. Only steps of real trainers count, because simulated ones report no gradient norm.
 
     Args:
       config: the run's configuration (`algorithm`, `coordinator`).

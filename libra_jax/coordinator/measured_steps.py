@@ -42,6 +42,7 @@ class MeasuredSteps:
 
     def forget(self) -> None:
         """Drops all measurements, because the arrangement has changed."""
+        # Steps under the former arrangement would distort the mean.
         self._taken.clear()
 
     def add(self, report: reports.StepReport, slots: int) -> None:

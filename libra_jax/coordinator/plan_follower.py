@@ -28,7 +28,7 @@ class Planner(Protocol):
 
     @property
     def calibrated(self) -> bool:
-        """True if the planner's times come from measurements, not from a hardware sheet alone."""
+        """True if the planner's times are measured, not taken from a hardware sheet alone."""
         ...
 
     def after(
@@ -39,9 +39,7 @@ class Planner(Protocol):
         *,
         may_move: bool = True,
     ) -> tuple[replanning.Decision[protocols.Plan] | None, dict[str, float]]:
-        """Returns the decision after a training step (None without a look) and its metrics. `plan` holds the plan in
-        force.
-        """
+        """Returns the decision after a training step (None without a look) and its metrics. Updates `plan`."""
         ...
 
     def refuse(self, plan: protocols.Plan) -> None:
@@ -174,6 +172,7 @@ class PlanFollower:
         handle = None
         try:
             if _mesh(plan) != self._resizing.sizes:
+                # With `hold`, a growing trainer waits until the engines have left its new devices.
                 handle = self._resizing.resize(_mesh(plan), "a plan", hold=grows)
         except protocols.ConfigError as error:
             self._stay(before, str(error))

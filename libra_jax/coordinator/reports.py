@@ -71,9 +71,7 @@ class StepReport:
     plan: Mapping[str, float] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the step's scalars. `policy_version` is the version that the step produced and that was evaluated
-        after it.
-        """
+        """Returns the step's scalars. `policy_version` is the version that the step produced."""
         trajectories = [trajectory for group in self.groups for trajectory in group.trajectories]
         rewards = rewards_of(trajectories)
         staleness = [self.version - group.dispatch_version for group in self.groups]

@@ -63,6 +63,7 @@ class Request:
     def displace(self) -> None:
         """Takes the request off its instance: its stream ends, and the next one waits for a placement."""
         self.instance = ""
+        # Cleared before the stream ends: `sample` looks at it next.
         self.placed.clear()
         if self.stream is not None:
             self.stream.end()

@@ -141,6 +141,7 @@ class Routing:
 
     def finished(self, route: Route, generated: int) -> None:
         """Judges the decision of a completed rollout, by the tokens it generated in total."""
+        # Buckets of another plan have other bounds, so decisions under it are not judged.
         if route.level is not None and route.asked_at is not None and route.plan == self._plans:
             self.counts.judged += 1
             self.counts.right += route.level == self._levels.of_length(generated - route.asked_at)

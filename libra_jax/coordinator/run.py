@@ -212,6 +212,7 @@ class Coordinator:
             self._recorder.note(sentence)
         if newest >= 0:
             self._recorder.note(found.sentence())
+        # All steps are taken and exported: no worker needs to start.
         if newest >= self._config.steps and (
             self._export is None or checkpoints.is_exported(self._workdir, newest, self._export)
         ):
@@ -258,6 +259,7 @@ class Coordinator:
             self._parts.recovery.watch()
             if replanned:
                 self._parts.elastic.take_up_plan()
+            # From here on a stop can save a checkpoint.
             self._ready = True
             await self._open()
             while self._step < self._config.steps:
@@ -333,6 +335,7 @@ class Coordinator:
 
     async def _train_one_step(self) -> None:
         times, waiting_since = reports.StepTimes(), self._loop.time()
+        # A stop during the wait loses nothing: the groups stay with `groups`.
         batch = await self._ending.race(self._parts.batches.next())
         begin, before = self._loop.time(), self._parts.recovery.seconds
         times.wait = begin - waiting_since
@@ -435,6 +438,7 @@ class Coordinator:
     async def _finish(self) -> None:
         await self._save()
         if self._export is not None:
+            # A superseded run must not overwrite its successor's export.
             if self._epoch is not None:
                 self._epoch.check()
             await self._parts.recovery.through(lambda: self._write(str(self._export)))

@@ -165,6 +165,7 @@ class Saver:
     async def _begin(self, step: int) -> None:
         """Begins a checkpoint, unless the newest one holds the same progress."""
         begin, state = asyncio.get_running_loop().time(), self._state()
+        # A run's last step may have been saved already when it was due.
         if _progress(state) == self._held:
             return
         # The state and the trainer's save are of the same step: no step begins before `save` has returned.
@@ -189,6 +190,7 @@ class Saver:
                 await self._trainer.wait_saved()
         finally:
             self._recorder.status(trainer, "idle")
+        # The manifest comes last: only now does the checkpoint count.
         self._files.commit(step)
         self._pending, self._durable, self._newest = None, self._held, step
         await self._events.publish(protocols.CheckpointCommitted(step))

@@ -13,9 +13,7 @@ ENDS = (signal.SIGTERM, signal.SIGHUP)
 """Signals that leave a run the time of grace: from a scheduler, or from a terminal or connection that closes."""
 
 Stop = Callable[[signal.Signals, float], None]
-"""Takes a signal and the seconds since it arrived. While a library is imported, the event loop cannot run, so the call
-may be late.
-"""
+"""Takes a signal and the seconds since it arrived: the event loop may be late, for instance during an import."""
 
 AtOnce = Callable[[signal.Signals], None]
 """Takes a signal on the main thread as soon as it arrives, in the middle of other code. It may only set a variable."""
@@ -52,6 +50,7 @@ def caught(stop: Stop, at_once: AtOnce = lambda _: None) -> Iterator[Callable[[]
         if number not in numbers:  # two signals of one kind arrived before the first was handled
             return
         if number == signal.SIGINT:
+            # Restores the usual effect, so that a second Ctrl-C interrupts.
             loop.remove_signal_handler(number)
             numbers.remove(number)
         stop(number, time.monotonic() - came.get(number, time.monotonic()))

@@ -5,10 +5,11 @@ seconds later: Slurm's `--signal=TERM@SECONDS`, Kubernetes's `terminationGracePe
 (`config.deadlines.grace`) the run has to write a checkpoint and end. A closed terminal sends SIGHUP, which has the same
 meaning. The constants are shares of the grace:
 
-from the signal on     the run waits for the step under way STEP                   the step is aborted between two
-micro-batches; its groups return to the waiting ones ANSWER                 a trainer that has not answered is
-abandoned: the checkpoint before this one counts SAVE                   a checkpoint that is not durable yet is
-abandoned; the one before it counts the rest               workers end
+    from the signal on     the run waits for the step under way
+    STEP                   the step is aborted between two micro-batches; its groups return to the waiting ones
+    ANSWER                 a trainer that has not answered is abandoned: the checkpoint before this one counts
+    SAVE                   a checkpoint that is not durable yet is abandoned; the one before it counts
+    the rest               workers end
 
 At any of these points, no group is lost and none is trained twice: the newest manifest decides.
 """
@@ -75,6 +76,7 @@ class Stopping:
         """Stops the run within the rest of the grace, of which `late` seconds have passed."""
         if self.terminated:
             return
+        # The grace counts from the signal's arrival, not from its handling.
         self.terminated, self._began = True, self._loop.time() - late
         self._timers = [
             self._loop.call_at(self._began + STEP * self._grace, self._end_step),

@@ -71,6 +71,7 @@ class WarmStart:
             status(f"warm start {self.taken}/{self._limits.steps}, loss {loss:.4f}")
             if loss <= self._limits.target_loss:
                 status(f"warm start ended after {self.taken} steps: loss {loss:.4f} reached its target")
+                # Counts the remaining steps as taken, so that a resumed run does not take them.
                 self.taken = self._limits.steps
             ending.check()
         return {f"warm_start/{name}": value for name, value in metrics.items()}

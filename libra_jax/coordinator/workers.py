@@ -1,6 +1,4 @@
-"""Creates and starts a run's workers together: its trainer, engines, training sides of hybrid workers, and weight
-relays.
-"""
+"""Creates and starts a run's workers together: trainer, engines, training sides and weight relays."""
 
 from __future__ import annotations
 
@@ -87,8 +85,7 @@ class Workers:
     def take_up_plan(
         self, planner: plan_follower.Planner | None, workdir: Path, stored: checkpoint_store.Stored
     ) -> bool:
-        """Adopts the plan of a checkpoint, with its instances. Returns False if it equals the config's. Call it before
-        `start`.
+        """Adopts a checkpoint's plan and its instances, before `start`. Returns False if it is the config's plan.
 
         Args:
           planner: also adopts the plan.
