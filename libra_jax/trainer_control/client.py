@@ -1,5 +1,4 @@
-"""Typed clients of the trainer and of hybrid workers' training sides. Each call has its deadline and its error
-sentence.
+"""Typed clients of the trainer and of hybrid workers' training sides. Each call has a deadline and an error sentence.
 
 A trainer is one process, or several that train together. The programs of several processes are collectives: if a call
 leaves out a process, the others wait for it. So a call goes to all processes at once, and the answer of process 0
@@ -125,6 +124,7 @@ class TrainerProcesses:
             raise protocols.WorkerLost(f"{self.name} has no processes, and so no {method.__name__}: make them first")
         if self.count == 1 or method in FIRST_ALONE:
             return await self._actors[0].call(method, *args, **kwargs)
+        # After an error the other processes may hang in a collective, so their calls are abandoned below.
         calls = [asyncio.ensure_future(actor.call(method, *args, **kwargs)) for actor in self._actors]
         try:
             await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)

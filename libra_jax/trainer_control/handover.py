@@ -2,7 +2,7 @@
 
     starting    the successor's processes, runtime and mesh
     compiling   its programs, for every shape that the serving trainer has met
-    saving      a snapshot of the state, begun between two steps and written while the next ones are trained
+    saving      a snapshot of the state, taken between two steps and written during the next ones
     restoring   the snapshot, straight into the successor's shardings
     replaying   the steps that were trained since the snapshot
     ready       no step is missed
@@ -197,9 +197,7 @@ class Handover:
         return protocols.ResizeProgress(0, 0, ready=self.phase == "ready" or (self.phase == "replaying" and self._near))
 
     def trains(self, batch: protocols.TrainBatch) -> None:
-        """Adds a step to the successor's missed steps, if it comes after the snapshot. A ready successor replays it at
-        once.
-        """
+        """Adds a step after the snapshot to the successor's missed steps. A ready successor replays it at once."""
         if self._snapshot is not None and batch.policy_version >= self._snapshot.policy_version:
             self._missed.append(batch)
             self._more.set()
@@ -267,7 +265,7 @@ class Handover:
         if left:
             raise protocols.LibraError(left)
 
-    # What goes on beside training --------------------------------------------------------------------------------
+    # Work beside training ----------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
         try:

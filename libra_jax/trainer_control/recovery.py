@@ -2,11 +2,11 @@
 
     lost         a call to the trainer fails, because a process or its host is gone; the other processes are killed.
                  The trainer is also called now and then while it waits for a batch
-    restarted    the same processes by the same specs; a host that is gone is replaced if there is a spare one
+    restarted    the same processes by the same specs; a lost host is replaced if a spare one exists
     restored     the last committed checkpoint; before the first one, the state that a run begins with
     caught up    the steps since are trained again, on the groups that they were trained on
-    synced       its weights go to every engine once more, so that the engines hold the bits of this trainer
-    asked again  each call that the lost trainer did not answer
+    synced       its weights go to every engine again, so that the engines hold the bits of this trainer
+    repeated     each call that the lost trainer did not answer
 
 Only the trainer goes back. Each version is trained from the same batches in the same order, so its number names the
 same policy as before. On the same devices the two agree bit for bit. Other devices, or a share that a hybrid worker
@@ -189,6 +189,7 @@ class Recovery:
 
     async def _restart(self, error: protocols.LibraError) -> None:
         async with self._trainer.lock:
+            # Under the lock, so that no other call reaches the trainer before it has caught up.
             self._began = began = asyncio.get_running_loop().time()
             self._recorder.status(self._name, protocols.LOST)
             while True:
@@ -278,9 +279,7 @@ class Recovery:
         return step, again
 
     async def _replay(self, step: int, warm: int) -> int:
-        """Repeats the steps after a checkpoint with `warm` warm-start steps. Returns the number of repeated training
-        steps.
-        """
+        """Repeats the steps after a checkpoint with `warm` warm-start steps. Returns the number of training steps."""
         for sequences in [batch for number, batch in self._warm if number >= warm]:
             await self._trainer.warm_start_step(sequences)
         steps = [batch for batch in self._steps if batch.policy_version >= step]

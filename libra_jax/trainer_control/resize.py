@@ -218,6 +218,7 @@ class Resizing:
         devices = sizes.devices
         if self._successors is None or self._alone or devices < 1:
             return self._trainer.processes
+        # From the fewest processes that can hold the devices; every process gets the same number.
         return next(count for count in range(-(-devices // self._each), devices + 1) if devices % count == 0)
 
     def trains(self, batch: protocols.TrainBatch) -> None:
