@@ -249,6 +249,7 @@ class Borrowing:
             together = sum(slots <= most for slots in moved)
             several = (tuple(names[:count]) for count in range(2, together + 1))
             for workers in itertools.chain(((name,) for name in names), several):
+                # Symmetric difference: workers join the set on "borrow" and leave it on "release".
                 after = before ^ set(workers)
                 if kind == "borrow" and sight.instances(after) < self._config.floor:
                     continue
@@ -261,6 +262,7 @@ class Borrowing:
     def _against(self, sight: Sight, best: _Change, now: float) -> str | None:
         """Returns the reason against a change, or None. Counts the looks in favour."""
         config, saved = self._config, (now - best.seconds) * self._horizon
+        # Patience counts looks in a row that favour the same kind.
         if best.kind not in self._said:
             self._said.clear()
         if best.seconds > now * (1.0 - config.gain) or best.seconds >= now:
@@ -293,9 +295,7 @@ class Borrowing:
         return Decision(sight.step, kind, workers, why, now, then)
 
     def _learn(self, sight: Sight, now: float) -> None:
-        """Learns the effect of the last change, from the shortest of the first steps since. One step may be long by
-        chance.
-        """
+        """Learns the effect of the last change, from the shortest of the first steps since: one may be slow."""
         change = self._promise
         if change is None:
             return

@@ -181,6 +181,7 @@ class Pool:
                 f"{name} is lost: it was brought back {worker.restarts} times, as often as elastic.restarts allows, "
                 f"and failed again: {worker.reason}"
             )
+        # Counted at the restart, so that a worker at its limit is lost at its next failure.
         worker = dataclasses.replace(worker, restarts=worker.restarts + 1)
         return self._enter(worker, State.ACTIVATING, f"restart {worker.restarts} of {self._restarts}", now)
 

@@ -3,8 +3,8 @@
 A training side reads each version from the snapshot of a weight sync, after the engines and while the trainer
 continues. The snapshot's memory is rewritten only after every training side has released it (`settle`).
 
-An actor takes one call at a time, and an aborted call goes on in the actor. So a training side whose weight update was
-aborted gets no further call before `ensure`, which waits until the old call is over, or restarts the process.
+An actor takes one call at a time, and an aborted call continues in the actor. So a training side whose weight update
+was aborted gets no further call before `ensure`. `ensure` waits until the old call is over, or restarts the process.
 """
 
 from __future__ import annotations
@@ -131,6 +131,7 @@ class TrainingSides:
         self._copies = dict(copies or {})
         self._out.set()
         for side in self._sides.values():
+            # A version is offered again if an engine has caught up by a new snapshot.
             if side.follows and side.version != version:
                 self._load(side)
 
@@ -219,6 +220,7 @@ class TrainingSides:
     async def _update(self, side: TrainingSide, version: int, chunks: Sequence[protocols.WeightChunk]) -> None:
         """Runs the weight verbs. After a failure, the training side holds no version."""
         side.version = protocols.NO_VERSION
+        # During the update the parameters are of two versions, so the side holds none.
         begin, client = asyncio.get_running_loop().time(), _up(side)
         try:
             if not chunks:

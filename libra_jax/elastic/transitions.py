@@ -1,5 +1,4 @@
-"""Carries out transitions of hybrid workers: `elastic.pool` decides the next state, and one task a worker does its
-work.
+"""Carries out transitions of hybrid workers: `elastic.pool` decides the next state, and a task does its work.
 
 Each state has a deadline, and each wait inside it has its own. Every error leads back to rollout.
 """
@@ -98,6 +97,7 @@ class Transitions:
     def begin(self, worker: pool.Worker) -> None:
         """Starts a transition, and aborts the one from which the worker turns round."""
         before = self._drivers.get(worker.name)
+        # A failed driver starts the next transition itself, and must not abandon itself.
         if before is not None and before is not asyncio.current_task():
             deadlines.abandon(before)
         self._log.begin(worker.name)
@@ -219,6 +219,7 @@ class Transitions:
         self._recorder.status(worker.name, f"hybrid worker: {worker.state}")
         if worker.state is State.TRAINING:
             self.ready_seconds = took
+        # Only complete switches measure the cost; turns and failures do not.
         if outcome == "done" and {worker.origin, worker.state} == {State.ROLLOUT, State.TRAINING}:
             self._idle.append(worker.idle_seconds)
         if worker.state is State.ROLLOUT:

@@ -98,6 +98,7 @@ class Shares:
                 told[name] = self._work.pop(name).result()
             else:
                 task.add_done_callback(functools.partial(self._answered, name))
+        # If a share is missing, the core computed it, too, and the step's times compare nothing.
         if len(told) == len(shares):
             self._measure(told, metrics, seconds)
         return outcomes
@@ -117,6 +118,7 @@ class Shares:
 
     def _measure(self, told: Mapping[str, Mapping[str, float]], metrics: Mapping[str, float], seconds: float) -> None:
         """Updates the speeds: micro-batches a second of each worker, relative to the core's in the same step."""
+        # The core's own micro-batches: those of the workers are not its work.
         core = metrics.get("micro_batches", 0.0) - metrics.get("shares/micro_batches", 0.0)
         taken = seconds - metrics.get("shares/wait_seconds", 0.0)
         for name, said in told.items():
