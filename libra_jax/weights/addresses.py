@@ -17,8 +17,8 @@ ANY = "192.0.2.1"
 def own(towards: str = ANY) -> str:
     """Returns this host's address on the route to another host, without contacting that host.
 
-    If no route exists (to `ANY` on a cluster without a default route), the address of the first interface that is up is
-    returned, or the loopback.
+    If no route exists (to `ANY` on a cluster without a default route), returns the address of the first interface that
+    is up. If none is up, returns the loopback.
 
     Args:
       towards: name or address of the other host. An address of this host returns itself.

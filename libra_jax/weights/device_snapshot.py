@@ -52,6 +52,7 @@ class DeviceSnapshot:
             snapshot.append((source.hf_name, tensor.to(self._dtype, copy=True)))
         # The copies must be complete before the gathered arrays go, and before the engine reads them.
         torch.cuda.synchronize()
+        # The snapshot has its own copies.
         gathered.clear()
         entries, offset = [], 0
         for name, tensor in snapshot:

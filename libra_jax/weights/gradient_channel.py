@@ -274,6 +274,7 @@ class Channel:
             header, kinds = _decode(head.tobytes())
         except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError):
             raise self._fail("what came over it is no header of a gradient sum") from None
+        # Sizes from the network never decide how much is read or allocated.
         if kinds != [(dtype, tuple(shape)) for dtype, shape in wanted]:
             raise self._fail("the sum offered over it has other arrays than this model's")
         return header
@@ -356,6 +357,7 @@ class Channel:
 
 
 def _group(store: Any, rank: int, ranks: int, host: str) -> Any:
+    # Private names of torch: its public functions make groups in the global registry only.
     options = distributed.ProcessGroupGloo._Options()
     options._devices = [distributed.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = datetime.timedelta(seconds=MEETING_SECONDS)
@@ -370,6 +372,7 @@ def _encode(header: Header, kinds: Sequence[ArrayKind]) -> np.ndarray:
     text = json.dumps({**dataclasses.asdict(header), "arrays": kinds}).encode()
     if len(text) > HEADER_BYTES:
         raise ValueError(f"a header of {len(text)} bytes, of which {HEADER_BYTES} fit")
+    # Padded with blanks, which JSON ignores.
     return np.frombuffer(text.ljust(HEADER_BYTES), np.uint8).copy()
 
 

@@ -93,6 +93,7 @@ class Owner:
 
     def __init__(self, nbytes: int, purpose: str) -> None:
         free = available_bytes()
+        # Checked first, because the kernel may kill a process rather than refuse memory.
         if nbytes > free:
             raise too_little(purpose, nbytes, free)
         self.nbytes = nbytes

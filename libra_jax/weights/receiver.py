@@ -31,6 +31,7 @@ class Receiver:
     def __init__(self, model_config: models_config.TransformerConfig, places: Mapping[str, Any]) -> None:
         self._places = places
         self._sources = {source.hf_name: source for source in snapshot.wire_entries(model_config)}
+        # Tensors that travel although another parameter holds them (`lm_head.weight` of tied embeddings).
         self._copies = set(self._sources) - {source.hf_name for source in hf_names.weight_map(model_config)}
         self._peers = memfd.PeerMemory()
         self._version: int | None = None
@@ -54,6 +55,7 @@ class Receiver:
         named = f"chunk {chunk.index} of version {chunk.policy_version}"
         if chunk.policy_version != self._version or chunk.index in self._checksums:
             raise protocols.LibraError(f"{named} does not belong to the update of version {self._version}.")
+        # The version's digest, which every gradient sum carries, is made of the checksums.
         if chunk.checksum is None:
             raise protocols.LibraError(
                 f"{named} has no checksum, so nobody can tell whose it is: set rollout.checksum."

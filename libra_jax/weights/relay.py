@@ -155,6 +155,7 @@ class Relay(protocols.Relay):
         target = np.frombuffer(owner.buffer, np.uint8, chunk.nbytes)
         header = channel.receive_bytes(target, self._seconds)
         named = f"chunk {chunk.index} of version {chunk.policy_version}"
+        # The bytes came over an unauthenticated link; the expected values came from the coordinator.
         if (header.version, header.first) != (chunk.policy_version, chunk.index):
             raise protocols.LibraError(
                 f"{self._name} was sent chunk {header.first} of version {header.version} in place of {named}."

@@ -128,16 +128,13 @@ class RelayTree:
                     raise error
 
     async def ready(self, host: int | None) -> protocols.LibraError | None:
-        """Restarts a host's relay if it is missing, before an engine waits for its copy. Returns the error if that
-        failed.
-        """
+        """Restarts a host's missing relay before an engine waits for its copy. Returns the error if that failed."""
         return await self._made(self._relays[host]) if host is not None and self.serve(host) else None
 
     async def pass_on(
         self, staged: Chunks, copies: Mapping[int, Chunks], needed: Collection[int], lent: Collection[int] = ()
     ) -> None:
-        """Brings a version to hosts. Resolves `copies` on arrival, or fails all of a host's copies with its relay's
-        error.
+        """Brings a version to hosts. Resolves `copies` on arrival, or fails a host's copies with its relay's error.
 
         Args:
           staged: the chunks on the trainer's host, each resolved once it is staged.
@@ -173,6 +170,7 @@ class RelayTree:
             parent = above.get(relay.host, self._root)
             if parent is not self._root and await came(answering[parent.host]) is not None:
                 parent = self._root  # only its own host waits for a restarting relay
+            # A link ends with the life of either relay.
             if relay.link != (parent.host, parent.life):
                 await self._try_to_connect(parent, relay)
             await self._supply(relay, staged, copies, begin)
@@ -321,4 +319,4 @@ def _fail(copies: Chunks, error: protocols.LibraError) -> None:
     for copy in copies:
         if not copy.done():
             copy.set_exception(error)
-            copy.exception()  # marked as seen: perhaps nobody waits for it
+            copy.exception()  # marks it as seen, because perhaps no call awaits it

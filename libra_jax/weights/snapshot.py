@@ -168,6 +168,7 @@ class HostSnapshot:
         self._version = self._written = None
         leaves = {source.path: leaf(params, source) for source in self._sources}
         self._checksums.clear()
+        # All processes take part in the gathering, and process 0 alone keeps the result.
         with gathering.whole(leaves.values()) as gathered:
             if jax.process_index() == 0:
                 self._allocate()
@@ -234,6 +235,7 @@ class HostSnapshot:
             return
         purpose = f"the snapshot of the weights ({self.nbytes / 2**20:.1f} MiB in all)"
         free = memfd.available_bytes()
+        # Checked in total first, so that a failure comes before any memory is taken.
         if self.nbytes > free:
             raise memfd.too_little(purpose, self.nbytes, free)
         try:
@@ -324,6 +326,7 @@ def _pack(
     for source in sources:
         kind = wire_dtype(source.shape, dtype)
         nbytes = getattr(torch, kind).itemsize * math.prod(source.shape)
+        # Rounds up to the alignment.
         offset = -(-_size(chunks[-1]) // ALIGNMENT) * ALIGNMENT if chunks[-1] else 0
         if offset and offset + nbytes > chunk_bytes:
             chunks.append([])
@@ -375,6 +378,7 @@ def pieces(array: jax.Array) -> tuple[Piece, ...]:
         return (Piece((0,) * array.ndim, to_torch(array.addressable_data(0))),)
     return tuple(
         Piece(tuple(axis.start or 0 for axis in shard.index), to_torch(shard.data))
+        # Several devices may hold the same shard: one copy is enough.
         for shard in array.addressable_shards
         if shard.replica_id == 0
     )

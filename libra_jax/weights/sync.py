@@ -98,6 +98,7 @@ class WeightSync:
         if self._keeps:
             async with self._engines.weights:
                 version, chunks = self._staged
+                # A staged snapshot of another version is useless: a new one is opened below.
                 if version not in (self.version, protocols.NO_VERSION) or engine.state != "loaded":
                     version = protocols.NO_VERSION
                 if version != protocols.NO_VERSION:
@@ -135,9 +136,7 @@ class WeightSync:
             self._members.add_copies(version, copies)
 
     async def _send(self, version: int, engines: Sequence[instances.Engine]) -> None:
-        """Opens a new snapshot, sends it to the engines, and offers it to the training sides. The caller holds the
-        lock.
-        """
+        """Opens a new snapshot, sends it to the engines, and offers it to the training sides. Needs the lock."""
         if not engines and self._members is None:
             return
         if self._members is not None:
@@ -168,6 +167,7 @@ class WeightSync:
             self._serve(update for update in updates if update.ended)
             raise
         self._serve(updates)
+        # Only now may an engine that starts later read the snapshot from memory.
         self._staged = version, [chunk.result() for chunk in staged]
         return self._staged[1], copies
 
