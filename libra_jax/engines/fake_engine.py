@@ -21,7 +21,7 @@ Script = Callable[[Sequence[int], protocols.SamplingParams], int]
 
 
 def scramble(token_ids: Sequence[int], sampling: protocols.SamplingParams) -> int:
-    """The default script: pseudo-random tokens 3..99, with a stop after 24 tokens on average."""
+    """Returns the default script's token: pseudo-random, 3..99, with a stop after 24 tokens on average."""
     digest = zlib.crc32(repr((len(token_ids), tuple(token_ids[-4:]))).encode())
     if digest % 24 == 0 and sampling.stop_token_ids:
         return sampling.stop_token_ids[0]
@@ -113,6 +113,7 @@ class FakeEngine(protocols.RolloutEngine):
             while finish is None:
                 tokens, finish = self._next_tokens(context, budget, request.sampling)
                 await asyncio.sleep(len(tokens) / self._rate)
+                # Tokens that a pause holds back get the version that is loaded by then.
                 await self._go.wait()
                 self._count(len(tokens))
                 context.extend(tokens)
@@ -165,19 +166,19 @@ class FakeEngine(protocols.RolloutEngine):
         self._version = protocols.NO_VERSION
 
     async def init_weight_transfer(self, transport: Mapping[str, Any]) -> None:
-        """First weight verb: opens the transport."""
+        """Opens the transport (first weight verb)."""
         self._check_alive()
         self._transport_open = True
 
     async def start_weight_update(self, policy_version: int) -> None:
-        """Second weight verb: starts an update."""
+        """Starts an update (second weight verb)."""
         self._check_alive()
         self._require(self._transport_open, "start_weight_update came before init_weight_transfer")
         self._require(self._updating is None, f"version {self._updating} is still being loaded")
         self._updating, self._chunks, self._expected_chunks = policy_version, set(), None
 
     async def update_weights(self, chunk: protocols.WeightChunk) -> None:
-        """Third weight verb: records the chunk."""
+        """Records the chunk (third weight verb)."""
         self._check_alive()
         self._require(
             chunk.policy_version == self._updating,
@@ -187,7 +188,7 @@ class FakeEngine(protocols.RolloutEngine):
         self._expected_chunks = chunk.count
 
     async def finish_weight_update(self, policy_version: int) -> None:
-        """Fourth weight verb: checks that every chunk has arrived, and takes over the version."""
+        """Checks that every chunk has arrived, and switches to the version (fourth weight verb)."""
         self._check_alive()
         self._require(policy_version == self._updating, f"version {policy_version} was not being loaded")
         self._require(

@@ -3,7 +3,7 @@
 - The engine returns *processed* log-probs: the log-softmax of logits / temperature, natural logarithm, of the very
   distribution the token was drawn from. Raw log-probs (vLLM's default) are those of temperature 1.
 - Temperature is the only thing that shapes the distribution. top_p and top_k renormalise over a set of tokens that
-  the trainer does not know, so that a ratio of the trainer's probability to the engine's is biased.
+  the trainer does not know. A ratio of the trainer's probability to the engine's would be biased.
 - The trainer scores with the same temperature: log-softmax of logits / `rollout.temperature`.
 - Temperature 0 (evaluation) is greedy; its log-probs are those of temperature 1 and are never trained on.
 """

@@ -232,6 +232,7 @@ class VllmEngine(protocols.RolloutEngine):
             self._running -= 1
             if queue is not None:
                 queue.close()
+                # The caller closed the iterator early: vLLM must free the slot.
                 if not finished and not self._death.done():
                     await engine.abort(queue.request_id, internal=True)
 
@@ -273,6 +274,7 @@ class VllmEngine(protocols.RolloutEngine):
         """
         engine = self._serving()
         if self._launch.sleeps:
+            # Level 2 drops the weights, too: the next update brings new ones.
             await self._call("go to sleep", engine.sleep(level=2))
         else:
             await self._call("stand still", engine.engine_core.pause_scheduler_async(mode="abort", clear_cache=True))
@@ -285,7 +287,7 @@ class VllmEngine(protocols.RolloutEngine):
         await self.health()
 
     async def init_weight_transfer(self, transport: Mapping[str, Any]) -> None:
-        """First weight verb. The CUDA transports connect to the trainer later, at the address in their first chunk."""
+        """Opens the weight transport (first weight verb). The CUDA transports connect later, at their first chunk."""
         kind = transport.get("kind")
         if kind != self._rollout.transport:
             raise protocols.ConfigError(
@@ -300,7 +302,7 @@ class VllmEngine(protocols.RolloutEngine):
         await self._call("open the weight transport", self._serving().init_weight_transfer_engine(request))
 
     async def start_weight_update(self, policy_version: int) -> None:
-        """Second weight verb: prepares every layer for new weights."""
+        """Prepares every layer for new weights (second weight verb)."""
         engine = self._serving()
         if self._loading:
             # An update that was refused midway has left vLLM's session open.
@@ -310,7 +312,7 @@ class VllmEngine(protocols.RolloutEngine):
         self._loading = True
 
     async def update_weights(self, chunk: protocols.WeightChunk) -> None:
-        """Third weight verb: loads one chunk.
+        """Loads one chunk (third weight verb).
 
         Raises:
           WorkerLost: the engine died, or (with several workers) the bytes are damaged.
@@ -328,7 +330,7 @@ class VllmEngine(protocols.RolloutEngine):
         self._loading = True
 
     async def finish_weight_update(self, policy_version: int) -> None:
-        """Fourth weight verb: tokens sampled from now on carry `policy_version`.
+        """Serves the new weights: tokens sampled from now on carry `policy_version` (fourth weight verb).
 
         Raises:
           WorkerLost: the engine died.
@@ -340,9 +342,7 @@ class VllmEngine(protocols.RolloutEngine):
         self._loading = False
 
     async def health(self) -> Mapping[str, float]:
-        """Asks the engine's core process. Raises `WorkerLost` if it is gone. `running` counts this front end's
-        requests.
-        """
+        """Asks the engine's core process. Raises `WorkerLost` if it is gone. `running` counts requests here."""
         paused = await self._call("answer", self._serving().is_paused())
         return {"running": float(self._running), "paused": float(paused)}
 

@@ -57,9 +57,7 @@ def engine_arguments(rollout: config.RolloutConfig) -> dict[str, Any]:
 
 
 def variables(rollout: config.RolloutConfig) -> dict[str, str]:
-    """Returns environment variables for the engine's processes: a free port on which instances exchange memory
-    addresses.
-    """
+    """Returns environment variables for the engine's processes: a free port for exchanging memory addresses."""
     if rollout.kv_transfer == "none":
         return {}
     with socket.socket() as free:
@@ -68,9 +66,7 @@ def variables(rollout: config.RolloutConfig) -> dict[str, str]:
 
 
 def giving() -> vllm.SamplingParams:
-    """Returns the sampling of a request whose keys and values the instance keeps for another one. Its one token is
-    discarded.
-    """
+    """Returns the sampling of a request that only fills keys and values for another instance."""
     remote = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
     return vllm.SamplingParams(
         temperature=0.0,
@@ -83,7 +79,5 @@ def giving() -> vllm.SamplingParams:
 
 
 def taking(source: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Returns `SamplingParams.extra_args` for a request whose keys and values another instance keeps; None if none
-    does.
-    """
+    """Returns `SamplingParams.extra_args` to take keys and values from another instance; None without a source."""
     return None if source is None else {ARGUMENT: dict(source)}

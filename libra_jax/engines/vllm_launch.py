@@ -1,8 +1,8 @@
 """Starts and ends vLLM's processes: arguments, environment, output, and the removal of their remains.
 
 Written against vLLM 0.32. Environment variables and vLLM's loggers belong to the whole process, so engines start one at
-a time. They start on one thread that lives as long as the process, because the kernel ties an engine's life to the
-thread that started it (`parent_death`).
+a time. All start on one thread that lives as long as the process: the kernel ties an engine's life to the thread that
+started it (`parent_death`).
 """
 
 from __future__ import annotations
@@ -146,6 +146,7 @@ class Launch:
         plugins.load_general_plugins()
         self._handler = _LogFile(self._log)
         self._handler.install()
+        # The file may hold errors of an earlier life.
         self._log_start = self._log.stat().st_size
         self._before = set(multiprocessing.active_children())
         try:
@@ -213,6 +214,7 @@ class Launch:
         rollout = self._rollout
         memory: dict[str, Any] = {"gpu_memory_utilization": rollout.gpu_memory_fraction}
         if current_platform.is_cpu():
+            # The config gives the engine's total, and vLLM takes each worker's part.
             memory = {"kv_cache_memory_bytes": int(rollout.kv_cache_gib * 2**30 / self._tensor_parallel)}
         executor = {"distributed_executor_backend": uniproc_executor.UniProcExecutor} if self._in_core else {}
         return arg_utils.AsyncEngineArgs(
@@ -272,7 +274,7 @@ class Launch:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(f"/dev/shm/{segment}")
                 if segment.startswith("psm_"):
-                    # A killed process has not told Python's tracker, which would complain at our exit.
+                    # A killed process has not unregistered it at Python's tracker, which would complain at our exit.
                     resource_tracker.unregister(f"/{segment}", "shared_memory")
         if self._handler is not None:
             self._handler.remove()

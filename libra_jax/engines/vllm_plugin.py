@@ -1,8 +1,8 @@
 """Runs in every process that vLLM starts, through the entry point group `vllm.general_plugins`.
 
-The plug-in registers the memfd weight transfer with vLLM. If our environment variables ask for it, the plug-in also
-ties the process's life to its parent's, shields it from Ctrl-C, and sends its output to a file. Nothing imported here
-reaches JAX.
+The plug-in registers the memfd weight transfer with vLLM. If our environment variables ask for it, the plug-in ties the
+process's life to its parent's. It also shields the process from Ctrl-C and sends its output to a file. Nothing imported
+here reaches JAX.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import sys
 from libra_jax import parent_death
 
 PARENT_DEATH_VARIABLE = "LIBRA_JAX_PARENT_DEATH_SIGNAL"
-"""Environment variable. If it is 1, the kernel kills vLLM's processes when their parent dies, and they leave its
-process group.
+"""Environment variable; 1 lets the kernel kill vLLM's processes when their parent dies.
+
+Such processes also leave their parent's process group.
 """
 
 LOG_VARIABLE = "LIBRA_JAX_ENGINE_LOG"
@@ -27,9 +28,7 @@ TRANSPORT = "libra_jax_memfd"
 
 
 def register() -> None:
-    """Registers the transport. vLLM calls this function in each process; in the front end it only registers.
-    Idempotent.
-    """
+    """Registers the transport. vLLM calls this function in each process; the front end only registers. Idempotent."""
     # Registered by name, not imported: vLLM loads the class when a worker first needs it.
     from vllm.distributed.weight_transfer import factory
 
@@ -49,8 +48,7 @@ def register() -> None:
 
 
 def leave_group() -> None:
-    """Gives this process a process group of its own. A terminal sends Ctrl-C to a group, so only the coordinator gets
-    it.
+    """Gives this process its own process group. A terminal sends Ctrl-C to a group, so only the coordinator gets it.
 
     A guard that kills the parent's group (`cluster.guard`) no longer reaches this process; it dies with its parent.
     """

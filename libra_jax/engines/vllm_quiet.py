@@ -1,6 +1,4 @@
-"""Silences vLLM's warnings about the machine. Import it before vLLM, whose modules warn on the terminal at import,
-twice.
-"""
+"""Silences vLLM's warnings about the machine. Import it before vLLM, whose modules warn at import."""
 
 import logging
 import os

@@ -1,7 +1,7 @@
 """Loads weights from shared memory into vLLM: the worker's side, inside each of the engine's worker processes.
 
-Written against vLLM 0.32 (vllm/distributed/weight_transfer/base.py). Weights arrive in checkpoint format and each layer
-is reloaded as a whole, because on CPU its kernels have repacked the weights that they loaded first.
+Written against vLLM 0.32 (vllm/distributed/weight_transfer/base.py). Weights arrive in checkpoint format. Each layer is
+reloaded as a whole, because on CPU its kernels have repacked the weights that they loaded first.
 """
 
 from __future__ import annotations

@@ -112,6 +112,7 @@ class Sender:
             "shapes": [list(item.shape) for item in meta],
         }
         if self._engine is None:
+            # Free at this moment; vLLM opens the port itself, later.
             with socket.socket() as probe:
                 probe.bind(("", 0))
                 port = probe.getsockname()[1]
@@ -134,9 +135,7 @@ class Sender:
         return {"kind": "nccl", "init_info": init, "update_info": update}
 
     def _send_nccl(self) -> None:
-        """Connects and sends. Both calls wait for the receiving workers, which join once the chunk reaches their
-        engine.
-        """
+        """Connects and sends. Both calls wait for the receiving workers, which join at the chunk's arrival."""
         if self._engine is None:
             self._engine = self._connect(self._info)
         self._engine.send_weights()
