@@ -18,7 +18,7 @@ from libra_jax import deadlines, protocols
 from libra_jax.coordinator import failure, instances, requests, routing
 
 WATCHES = 8
-"""Checks of each stream within its deadline. Waiting requests are checked equally often."""
+"""Number of checks of each stream within its deadline. Waiting requests are checked equally often."""
 
 
 @dataclass

@@ -163,9 +163,9 @@ class PlanFollower:
         self._move = self._ending.start(self._carry_out(before, plan), "moving to a new plan")
 
     async def _carry_out(self, before: protocols.Plan, plan: protocols.Plan) -> None:
-        """Moves from one plan to another. Devices are given up before they are taken.
+        """Moves from one plan to another. Devices are freed before they are taken.
 
-        A growing trainer compiles its programs before engines give up their devices.
+        A growing trainer compiles its programs before engines free their devices.
         """
         begin = asyncio.get_running_loop().time()
         grows = plan.train_devices > before.train_devices

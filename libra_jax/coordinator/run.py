@@ -174,7 +174,7 @@ class Coordinator:
         self._ready = False  # workers are up, and the checkpoint, if any, has been restored
         self._step = 0  # training steps taken, which is also the trainer's version
         self._evaluated = protocols.NO_VERSION  # the version evaluated last
-        self._compiled = False  # the trainer has compiled its programs in this start of the run
+        self._compiled = False  # True after this start's first training step, which compiles the programs
         self._reported: collections.Counter[str] = collections.Counter()
         self._reported_tokens = 0
         self._learning = learning.Watch(config, recorder.note)

@@ -75,7 +75,7 @@ class Saver:
         return state
 
     async def restore_lost(self) -> int:
-        """Restores a trainer that replaces a lost one. Returns the warm-start steps in the checkpoint.
+        """Restores a restarted trainer. Returns the warm-start steps in the checkpoint.
 
         The caller holds the trainer's lock.
 
