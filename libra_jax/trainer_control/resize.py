@@ -46,7 +46,7 @@ class Resize:
       progress: present progress.
       compiled: future that resolves once a take-over would wait for nothing, and fails with the resize.
       left: seconds in which training waited for a pending checkpoint before a hand-over.
-      late: seconds in which training waited for failed attempts to take over.
+      late: seconds in which training waited for take-overs that failed.
       done: future that resolves once the trainer is on the new mesh. It raises LibraError after a failure or cancel.
     """
 
