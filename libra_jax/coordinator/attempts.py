@@ -1,4 +1,7 @@
-"""One attempt under the run's rules: a crash of the environment itself is infrastructure, so it is tried afresh."""
+"""Runs one rollout under the run's rules.
+
+A crash of the environment counts as a failure of infrastructure, so its rollout is retried from the start.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +20,22 @@ MakeTrajectory = Callable[[str, str, float], protocols.Trajectory]
 
 
 def make_trajectory(trajectory_id: str, prompt_id: str, start_seconds: float) -> protocols.Trajectory:
-    """The trajectory of a real run."""
+    """Returns an empty trajectory for a real run."""
     return protocols.Trajectory(trajectory_id, prompt_id, start_seconds=start_seconds)
 
 
 class Attempts:
-    """Runs attempts, each in a fresh environment.
+    """Runs rollouts, each in a fresh environment.
 
     Args:
       config: the run's configuration (`task`, `rollout`).
-      dispatcher: where tokens come from.
-      make_environment: a fresh environment a call.
-      tokenizer: the policy's.
-      reward: scores attempts; None leaves them the environments' own rewards.
-      make_trajectory: an attempt that has not begun, from its id, its prompt's and its begin in event-loop seconds.
-      note: told of the first crashes that are tried again; and, once, that an attempt could not be taken up where a run
-        before was cut off.
+      dispatcher: the source of sampled tokens.
+      make_environment: returns a fresh environment at each call.
+      tokenizer: the policy's tokenizer.
+      reward: scores rollouts. None keeps the environments' own rewards.
+      make_trajectory: makes an empty trajectory from its id, its prompt's id and its start in event-loop seconds.
+      note: takes a sentence for each of the first crashes that are retried. It also takes one if a rollout could not
+        resume after a restart of the run.
     """
 
     def __init__(
@@ -58,12 +61,12 @@ class Attempts:
         self._voids: collections.Counter[str] = collections.Counter()
 
     def take_voids(self) -> collections.Counter[str]:
-        """Returns how many attempts at each prompt crashed since the last call, by the prompt's id."""
+        """Returns the number of rollouts that crashed since the last call, by prompt id."""
         taken, self._voids = self._voids, collections.Counter()
         return taken
 
     def begin(self, trajectory_id: str, task: protocols.Task) -> protocols.Trajectory:
-        """An attempt that has not begun, begun now."""
+        """Returns an empty trajectory for the task, started now."""
         return self._make_trajectory(trajectory_id, task.prompt_id, asyncio.get_running_loop().time())
 
     async def run(
@@ -75,16 +78,17 @@ class Attempts:
         dispatch_version: int,
         temperature: float,
     ) -> None:
-        """Runs the attempt to its reward, from wherever the trajectory stands.
+        """Runs the rollout until it has a reward, from the trajectory's present position.
 
         Raises:
-          EnvironmentCrashed: the environment or its factory broke `task.environment_retries` + 1 times, or the reward
-            broke as often as it may.
+          EnvironmentCrashed: the environment or its factory crashed `task.environment_retries` + 1 times, or the reward
+            failed as often as the config allows.
         """
         limits, retries = factories.limits(self._config, temperature), self._config.task.environment_retries
         for retry in range(retries + 1):
-            if retry:  # what broke may need a while; no instance's slot is held meanwhile
+            if retry:  # exponential backoff; the rollout holds no engine slot meanwhile
                 await asyncio.sleep(self._config.task.retry_seconds * 2.0 ** (retry - 1))
+            # A rollout restored from a checkpoint may have its reward already.
             if trajectory.reward is not None:
                 return
             self._dispatcher.open(trajectory.trajectory_id, group_id, dispatch_version)
@@ -101,10 +105,13 @@ class Attempts:
                 self._report(trajectory)
                 return
             except protocols.EnvironmentCrashed as crash:
+                # By prompt, so that a single prompt that breaks the environment stands out.
                 self._voids[trajectory.prompt_id] += 1
+                # A failed reward has had its own retries, and a second rollout would meet the same reward function.
                 if retry == retries or isinstance(crash, protocols.RewardFailed):
                     raise
                 self._crashes.tell(f"Attempt {trajectory.trajectory_id} is begun anew: {crash}")
+                # A fresh environment may answer differently, so no token of the crashed one is kept.
                 _empty(trajectory)
             finally:
                 self._dispatcher.finish(trajectory.trajectory_id)
@@ -128,7 +135,7 @@ class Attempts:
 
 
 def _empty(trajectory: protocols.Trajectory) -> None:
-    """Makes the trajectory, which others hold, one that has not begun."""
+    """Empties the trajectory in place, because its group and the dispatcher hold the same object."""
     trajectory.clear()
     trajectory.metrics.clear()
     trajectory.reward = trajectory.finish = trajectory.environment_reward = None

@@ -1,4 +1,4 @@
-"""Which groups run and which train: dispatch up to the staleness bound, and the batch of each step."""
+"""Dispatches groups up to the staleness bound and selects the batch of each step."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from libra_jax.weights import sync
 
 
 class Batches:
-    """Dispatches groups and forms batches of them. Made inside the event loop it serves.
+    """Dispatches groups and forms batches of them. Create it inside the event loop that it serves.
 
     Args:
       config: the run's configuration (`coordinator`, `steps`).
-      tasks: what groups attempt, by position.
-      groups: runs them, and calls `settled` here.
-      publisher: knows the version that is served, at which groups are dispatched.
+      tasks: source of the tasks, by position.
+      groups: runs the groups and calls `settled` here.
+      publisher: knows the served version, which becomes a group's dispatch version.
       saver: commits a checkpoint while the trainer waits for a batch.
-      recovery: restarts the trainer if it is lost then.
-      recorder: told of that wait.
+      recovery: restarts the trainer if it dies during that commit.
+      recorder: gets a status line while the trainer waits.
 
     Attributes:
-      data_position: the position of the next task.
-      next_step: the version at which the next batch to be selected will train.
+      data_position: position of the next task.
+      next_step: policy version at which the next selected batch trains.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class Batches:
             )
 
     def admit(self) -> None:
-        """Dispatches as many new groups as the staleness bound lets in."""
-        if self._publisher.served == protocols.NO_VERSION:  # a restored group may settle before the first publication
+        """Dispatches as many new groups as the staleness bound allows."""
+        if self._publisher.served == protocols.NO_VERSION:  # a restored group may finish before the first weight sync
             return
         for _ in range(
             admission.admissible(
@@ -80,14 +80,18 @@ class Batches:
             self.data_position += 1
 
     def settled(self) -> None:
-        """A group has finished or was replaced."""
+        """Wakes the wait for a batch after a group has finished or was replaced, and dispatches new groups."""
         self._settled.set()
         self.admit()
 
     async def next(self) -> tuple[protocols.Group, ...]:
-        """Waits until a batch may be trained, replacing groups that would pass the bound where the config says so."""
+        """Waits for a batch and returns it.
+
+        If `coordinator.stale` is "replace", groups that would exceed the staleness bound are replaced.
+        """
         self.admit()
         while True:
+            # Cleared before the look, so that a group that finishes after it wakes the wait below.
             self._settled.clear()
             selection = admission.select(
                 self._bound,
@@ -96,7 +100,8 @@ class Batches:
                 running={key: group.dispatch_version for key, group in self._groups.running.items()},
             )
             if selection.batch:
-                # In one go: a group that settled between the two would be admitted at the wrong age.
+                # No await between take and next_step: a group that finished in between would be admitted at the wrong
+                # staleness.
                 batch, self.next_step = self._groups.take(selection.batch), self.next_step + 1
                 for group_id in selection.surplus:
                     self._groups.replace(group_id, groups_lib.REDUNDANT, "enough others had finished before it")
@@ -106,7 +111,7 @@ class Batches:
                 for group_id in selection.binding:
                     self._groups.replace(group_id, groups_lib.STALE, "it would have passed the staleness bound")
                 continue
-            await self._recovery.through(self._saver.commit)  # the trainer has nothing to do anyway
+            await self._recovery.through(self._saver.commit)  # uses the trainer's idle time
             if self._settled.is_set():
                 continue
             ready, size = len(self._groups.finished), self._bound.groups_per_step

@@ -1,10 +1,10 @@
-"""Finds the checkpoints in a run's folder, and tells which of them can be used.
+"""Finds the checkpoints in a run's folder and verifies them.
 
-A checkpoint counts if it has a manifest that no later start of the run has made void (`fencing`). It verifies if each
-file that its manifest names has the size and the checksum it was written with; the manifest carries its own checksum.
-A run goes on from the newest checkpoint that verifies, and says which it skipped and why.
+A checkpoint counts if it has a manifest that no later start of the run has voided (`fencing`). It verifies if every
+file in its manifest has the recorded size and checksum. The manifest carries its own checksum. A run resumes from the
+newest checkpoint that verifies, and says which newer ones it skipped and why.
 
-Only names that this program writes are looked at, and only they are ever removed.
+This module reads and removes only file names that this program writes.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ _OURS = re.compile(
 
 @dataclass(frozen=True)
 class Stored:
-    """What there is of one checkpoint.
+    """One checkpoint as found on disk.
 
     Attributes:
-      step: of the run.
-      epoch: of the start that wrote it; 0 if it had none.
-      manifest: its file; the one that is missing, if it is.
-      record: what the manifest says; empty if it cannot be used.
-      problem: why the manifest cannot be used; empty if it can.
-      void: a later start went on from before this step.
+      step: training step of the run.
+      epoch: fencing token of the start that wrote it; 0 if that start had none.
+      manifest: path of its manifest, even if that file is missing.
+      record: content of the manifest; empty if it cannot be used.
+      problem: reason why the manifest cannot be used; empty if it can.
+      void: True if a later start resumed from before this step.
     """
 
     step: int
@@ -63,11 +63,11 @@ class Found:
     """The newest checkpoint that verifies.
 
     Attributes:
-      step: of the run; -1 if there is no checkpoint.
-      skipped: a sentence for each newer checkpoint that does not verify.
-      seconds: that the checksums took.
-      nbytes: that were verified.
-      stored: what was verified; a step may have further manifests. None if there is no checkpoint.
+      step: training step of the run; -1 if no checkpoint exists.
+      skipped: one sentence for each newer checkpoint that does not verify.
+      seconds: seconds spent on checksums.
+      nbytes: bytes verified.
+      stored: the verified checkpoint. A step may have further manifests. None if no checkpoint exists.
     """
 
     step: int = -1
@@ -77,19 +77,22 @@ class Found:
     stored: Stored | None = None
 
     def sentence(self) -> str:
-        """Says what was verified; empty if there is no checkpoint."""
+        """Returns a sentence about what was verified; empty if no checkpoint exists."""
         if self.step < 0:
             return ""
         return f"The checkpoint at step {self.step} verifies: {self.nbytes / 1e6:,.1f} MB in {self.seconds:.2f} s."
 
 
 _verified: dict[tuple[Any, ...], tuple[str, float]] = {}
-"""Problems, and the seconds it took to look for them, by the manifest's text and by inode, size and time of each file:
-a start asks several times."""
+"""Cache of verification: a problem ("" if none) and the seconds that the check took.
+
+The key holds the manifest's text and the inode, size and time of each file. Without the cache, a start would read every
+file several times.
+"""
 
 
 def directory(workdir: Path, step: int) -> Path:
-    """Returns where the checkpoint of a step lies."""
+    """Returns the folder of a step's checkpoint."""
     return workdir / FOLDER / f"step-{step:08d}"
 
 
@@ -98,15 +101,17 @@ def find(workdir: Path, *, trainer: bool = True) -> Found:
 
     Args:
       workdir: the run's folder.
-      trainer: verify the trainer's files, too; without, those of the coordinator alone.
+      trainer: also verify the trainer's files; if False, only the coordinator's.
 
     Raises:
-      DataError: there are checkpoints, and none verifies; nothing has been removed. Or another version of this program
+      DataError: checkpoints exist and none verifies (nothing has been removed), or another version of this program
         wrote one.
     """
     skipped: list[str] = []
+    # The newest step first; within a step, the latest token.
     for stored in sorted(_read(workdir), key=lambda item: (item.step, item.epoch), reverse=True):
         why, seconds, nbytes = _verify(stored, trainer)
+        # A void checkpoint is no damage: a successor resumed from before it, so it is passed over without a sentence.
         if not why and not stored.void:
             return Found(stored.step, tuple(skipped), seconds, nbytes, stored)
         if why:
@@ -120,7 +125,7 @@ def find(workdir: Path, *, trainer: bool = True) -> Found:
 
 
 def damaged(workdir: Path, before: int) -> list[str]:
-    """Verifies the checkpoints before a step, which a run would fall back to; returns a sentence for each damaged one.
+    """Verifies the checkpoints before a step, to which a run would fall back. Returns a sentence for each damaged one.
 
     Raises:
       DataError: another version of this program wrote one.
@@ -135,16 +140,18 @@ def damaged(workdir: Path, before: int) -> list[str]:
 
 
 def beyond(workdir: Path, stored: Stored) -> set[Path]:
-    """Returns the manifests of later checkpoints, and the others of the same step."""
+    """Returns the manifests of later checkpoints and the other manifests of the same step."""
     return {item.manifest for item in _read(workdir) if item.step >= stored.step} - {stored.manifest}
 
 
 def counting(workdir: Path, without: Collection[Path] = ()) -> dict[int, Stored]:
-    """Returns the checkpoints that count, by step, the latest epoch's of each. Their files are not read.
+    """Returns the checkpoints that count, by step. If a step has several, the latest fencing token wins.
+
+    This function does not read their files.
 
     Args:
       workdir: the run's folder.
-      without: manifests that are left out.
+      without: manifests to ignore.
     """
     found: dict[int, Stored] = {}
     for stored in sorted(_read(workdir), key=lambda item: item.epoch):
@@ -154,7 +161,7 @@ def counting(workdir: Path, without: Collection[Path] = ()) -> dict[int, Stored]
 
 
 def _verify(stored: Stored, trainer: bool) -> tuple[str, float, int]:
-    """Returns why a checkpoint cannot be used, the seconds that this took, and the bytes that were read."""
+    """Returns why a checkpoint cannot be used ("" if it can), the seconds this took, and the bytes read."""
     if stored.problem:
         return stored.problem, 0.0, 0
     began, folder = time.monotonic(), stored.manifest.parent
@@ -178,24 +185,26 @@ def _signature(path: Path) -> tuple[int, int, int]:
 
 
 def _read(workdir: Path) -> list[Stored]:
-    """Returns everything that there is of checkpoints, those that are being written or removed left out."""
+    """Returns every checkpoint on disk, except those being written or removed."""
     found: list[Stored] = []
     folders: list[Path] = []
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         folders = list((workdir / FOLDER).iterdir())
     for folder in folders:
-        # A run that is being taken over may still remove an old checkpoint.
+        # A superseded run may still be removing an old checkpoint.
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if (name := _STEP.fullmatch(folder.name)) and folder.is_dir():
                 found += _read_folder(folder, int(name[1]))
     limits = dict(fencing.limits(workdir))
-    for stored in found:  # an epoch's file may be damaged: its run went on from no later than it has written
+    # A token's file may be damaged. Its run resumed from no later than the earliest step that it wrote.
+    for stored in found:
         if not stored.problem:
             limits[stored.epoch] = min(limits.get(stored.epoch, stored.step), stored.step)
     return [_with_void(stored, limits) for stored in found]
 
 
 def _with_void(stored: Stored, limits: Mapping[int, int]) -> Stored:
+    # A later start that resumed from an earlier step has left this checkpoint behind.
     void = any(later > stored.epoch and stored.step > went_on_at for later, went_on_at in limits.items())
     return Stored(stored.step, stored.epoch, stored.manifest, stored.record, stored.problem, void)
 
@@ -203,6 +212,7 @@ def _with_void(stored: Stored, limits: Mapping[int, int]) -> Stored:
 def _read_folder(folder: Path, step: int) -> list[Stored]:
     names = [path.name for path in folder.iterdir() if _OURS.fullmatch(path.name)]
     manifests = [found for name in names if (found := _MANIFEST.fullmatch(name))]
+    # The marker file, or partial files alone, mean a write or removal that was cut off, which is no damage.
     if not manifests and (UNFINISHED in names or all(name.endswith(".partial") for name in names)):
         return []
     if not manifests:
@@ -211,7 +221,7 @@ def _read_folder(folder: Path, step: int) -> list[Stored]:
 
 
 def _read_manifest(path: Path, step: int, epoch: int) -> Stored:
-    """Reads a manifest.
+    """Reads a manifest and checks its version and step.
 
     Raises:
       DataError: another version of this program wrote it.
@@ -231,7 +241,10 @@ def _read_manifest(path: Path, step: int, epoch: int) -> Stored:
 
 
 def _check_version(path: Path, text: bytes) -> None:
-    """Tells a manifest from before there were checksums from one that is damaged."""
+    """Raises DataError if the manifest is an intact one of format 4, which had no checksums yet.
+
+    A damaged manifest of the present format passes, and its caller reports it.
+    """
     if checksums.carries(text):
         return
     with contextlib.suppress(ValueError, AttributeError):
@@ -241,7 +254,7 @@ def _check_version(path: Path, text: bytes) -> None:
 
 
 _FIRST_FIELDS = ("format", "step", "coordinator", "trainer", "epoch")
-"""Of a manifest of format 4."""
+"""Fields of a manifest of format 4."""
 
 
 def _another_version(path: Path, number: Any) -> protocols.DataError:
@@ -252,19 +265,21 @@ def _another_version(path: Path, number: Any) -> protocols.DataError:
 
 
 def remove(folder: Path) -> None:
-    """Removes a checkpoint, or what is left of one. Files that this program did not write stay."""
+    """Removes a checkpoint or its remains. Files that this program did not write stay."""
     with contextlib.suppress(OSError):
+        # The marker comes first: if this process dies below, a missing manifest then reads as removal, not as damage.
         (folder / UNFINISHED).touch()
     for manifest in [path for path in folder.glob(f"{MANIFEST}*.json") if _MANIFEST.fullmatch(path.name)]:
         manifest.unlink(missing_ok=True)
     remove_strangers(folder, (UNFINISHED,))
+    # The marker goes last, for the same reason.
     (folder / UNFINISHED).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # somebody else's files are in there
+    with contextlib.suppress(OSError):  # foreign files keep the folder
         folder.rmdir()
 
 
 def remove_strangers(folder: Path, named: Sequence[str]) -> None:
-    """Removes from a checkpoint's folder what this program wrote there and `named` does not name."""
+    """Removes this program's files from a checkpoint's folder, except those in `named`."""
     if not folder.is_dir():
         return
     for path in folder.iterdir():
@@ -277,5 +292,5 @@ def remove_strangers(folder: Path, named: Sequence[str]) -> None:
 
 
 def folders(workdir: Path) -> list[Path]:
-    """Returns the folders of all checkpoints, unfinished ones included; other names are not ours."""
+    """Returns the folders of all checkpoints, including unfinished ones. Skips names that are not this program's."""
     return [path for path in (workdir / FOLDER).iterdir() if _STEP.fullmatch(path.name) and path.is_dir()]

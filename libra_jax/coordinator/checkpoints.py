@@ -1,14 +1,14 @@
-"""Composite checkpoints: a directory a step, whose manifest is renamed into place last.
+"""Writes and reads composite checkpoints: one directory a step, whose manifest is renamed into place last.
 
     <workdir>/checkpoints/step-00000020/trainer/          the trainer's own
                                         coordinator.json  data position, groups waiting and in flight, statistics
                                         manifest.json     names the parts and each file's checksum; without it the
                                                           directory is no checkpoint
 
-A kill at any point leaves either the old newest checkpoint or the new one, and rubbish that the next save removes. A
-second checkpoint of the same step gives its parts other names, and counts from the renaming of its manifest. From a
-run's second start on, manifest and parts have its epoch in their names (`manifest-2.json`), so that what a superseded
-run still renames meets nothing of its successor's (`fencing`). `checkpoint_store` reads what is there and verifies it.
+A kill at any point leaves either the old newest checkpoint or the new one, plus remains that the next save removes. A
+second checkpoint of the same step gives its parts other names, and counts once its manifest has been renamed. From a
+run's second start on, manifest and parts have its fencing token in their names (`manifest-2.json`). So a superseded
+run's late rename touches no file of its successor (`fencing`). `checkpoint_store` finds and verifies checkpoints.
 """
 
 from __future__ import annotations
@@ -37,16 +37,17 @@ def newest_step(workdir: Path) -> int:
 
 
 def is_exported(workdir: Path, step: int, model: Path) -> bool:
-    """Whether `model`, written after the last checkpoint, is of `step`: one from before the run went on is older.
+    """Returns True if `model` holds the weights of `step`, written after that step's manifest.
 
-    An export whose files are not as they were written is no export: the run writes it again.
+    If a file differs from what was written, the export does not count, and the run writes it again.
     """
+    # An export older than the manifest is from before the run continued.
     manifest, exported = _manifest(workdir, step), model / EXPORT
     if not exported.exists() or exported.stat().st_mtime_ns < manifest.stat().st_mtime_ns:
         return False
     try:
         problem = checksums.problem(model, checksums.read_seal(model))
-    except FileNotFoundError:  # an earlier version, or a trainer that seals nothing, wrote it
+    except FileNotFoundError:  # an earlier version, or a trainer without checksums, wrote it
         return True
     except (OSError, ValueError) as error:
         problem = f"{checksums.SEAL} cannot be used ({error})"
@@ -56,10 +57,10 @@ def is_exported(workdir: Path, step: int, model: Path) -> bool:
 
 
 def teach(scheduler: protocols.Scheduler, workdirs: Sequence[str]) -> None:
-    """Adds to what the scheduler knows what those of other runs had learnt at their newest checkpoints.
+    """Merges into the scheduler what the schedulers of other runs had learnt at their newest checkpoints.
 
     Args:
-      scheduler: has seen no request yet.
+      scheduler: a scheduler that has seen no request yet.
       workdirs: `config.scheduler.learnt_from`.
 
     Raises:
@@ -87,8 +88,8 @@ class Checkpoints:
 
     Args:
       workdir: the run's folder.
-      keep: newest checkpoints kept.
-      epoch: the run's own, looked at before each write; None: nobody else can be in that folder.
+      keep: number of newest checkpoints to keep.
+      epoch: the run's fencing token, checked before each write. None disables fencing.
     """
 
     def __init__(self, workdir: Path, keep: int, epoch: fencing.Epoch | None = None) -> None:
@@ -96,10 +97,10 @@ class Checkpoints:
         self._folder = workdir / store.FOLDER
         self._keep = keep
         self._epoch = epoch
-        self._parts: dict[str, str] = {}  # names of the parts of the checkpoint begun last
-        self._sums: dict[str, checksums.Sum] = {}  # of its coordinator's part
+        self._parts: dict[str, str] = {}  # names of the parts of the checkpoint that is being written
+        self._sums: dict[str, checksums.Sum] = {}  # checksum of its coordinator's part
         self._disowned = 0
-        self._skipped: set[Path] = set()  # manifests beyond the one that the run goes on from
+        self._skipped: set[Path] = set()  # manifests beyond the checkpoint that the run resumed from
 
     def newest(self) -> int:
         """Returns the step of the newest checkpoint that counts, -1 if there is none. Its files are not verified."""
@@ -110,14 +111,14 @@ class Checkpoints:
         return store.find(self._workdir)
 
     def go_on_from(self, stored: store.Stored) -> None:
-        """Takes over the checkpoints up to `stored`. Those beyond it were skipped, and no longer count."""
+        """Resumes from `stored`. Skipped checkpoints beyond it no longer count."""
         self._skipped = store.beyond(self._workdir, stored)
 
     def trainer_path(self, chosen: int | store.Stored) -> Path:
-        """Returns where the trainer's part of the checkpoint is.
+        """Returns the path of the trainer's part of a checkpoint.
 
         Args:
-          chosen: what `find` found, or the step of a checkpoint that counts.
+          chosen: a result of `find`, or the step of a checkpoint that counts.
 
         Raises:
           DataError: the manifest cannot be used.
@@ -126,12 +127,12 @@ class Checkpoints:
         return stored.manifest.parent / stored.record["trainer"]
 
     def begin(self, step: int, state: Mapping[str, Any]) -> Path:
-        """Writes the coordinator's part of a new checkpoint; the trainer saves to the returned path.
+        """Writes the coordinator's part of a new checkpoint. The trainer saves to the returned path.
 
-        One of the same step counts until this one is committed.
+        An earlier checkpoint of the same step counts until this one is committed.
 
         Raises:
-          CheckpointFailed: it cannot be written; the message names its directory.
+          CheckpointFailed: the disk refused a write; the message names its directory.
           Superseded: the workdir has been taken over.
         """
         directory = store.directory(self._workdir, step)
@@ -140,9 +141,11 @@ class Checkpoints:
             if (counting := self._counting().get(step)) is not None:
                 _remove_strangers(counting)
             else:
-                store.remove(directory)  # an earlier run was killed while it wrote this one, or it is damaged
+                store.remove(directory)  # remains of a killed run, or a damaged checkpoint
                 directory.mkdir(parents=True, exist_ok=True)
                 (directory / store.UNFINISHED).touch()
+            # Part names never repeat within a step: a superseded run, a lost trainer or the committed checkpoint may
+            # own the others.
             suffix, path = self._suffix(), directory / store.COORDINATOR
             suffix += f"-anew{self._disowned}" if self._disowned else ""
             suffix += "-again" if (directory / f"{path.stem}{suffix}{path.suffix}").exists() else ""
@@ -154,10 +157,10 @@ class Checkpoints:
         return directory / self._parts["trainer"]
 
     def commit(self, step: int) -> None:
-        """Makes the checkpoint count, once all its parts are durable, and removes those that are too old.
+        """Makes the checkpoint count once all its parts are durable, and removes checkpoints that are too old.
 
         Raises:
-          CheckpointFailed: it cannot be written; the message names its directory.
+          CheckpointFailed: the disk refused a write; the message names its directory.
           Superseded: the workdir has been taken over.
         """
         epoch = {} if self._epoch is None else {"epoch": self._epoch.number}
@@ -174,7 +177,8 @@ class Checkpoints:
             }
             text = checksums.sealed(json.dumps(manifest).encode()).decode()
             _write_durably(path, text, check=self._check_epoch)
-            self._check_epoch()  # again before anything is removed: writing may have taken long
+            self._check_epoch()  # again before any removal: the write may have taken long
+            # The new manifest has replaced a skipped one of the same name.
             self._skipped.discard(path)
             store.remove_strangers(directory, (path.name, *self._parts.values()))
             kept = {store.directory(self._workdir, item) for item in sorted(self._counting())[-self._keep :]}
@@ -184,11 +188,11 @@ class Checkpoints:
                     store.remove(other)
 
     def disown(self) -> None:
-        """Who wrote until now is lost, and may write on all the same: parts have other names from now on."""
+        """Gives later parts other names, because a lost trainer may still be writing to the present ones."""
         self._disowned += 1
 
     def discard(self, step: int) -> None:
-        """Removes what has been written of the checkpoint begun last, which is given up; another of its step stays."""
+        """Removes the parts of an aborted checkpoint. A committed checkpoint of the same step stays."""
         if self._epoch is not None and not self._epoch.may_write():
             return
         with contextlib.suppress(OSError, ValueError):
@@ -201,7 +205,7 @@ class Checkpoints:
         return store.counting(self._workdir, self._skipped)
 
     def _suffix(self) -> str:
-        """Of the names of what this run writes: none at its first start."""
+        """Returns the suffix of the file names that this run writes; empty at a workdir's first start."""
         return f"-{self._epoch.number}" if self._epoch is not None and self._epoch.number > 1 else ""
 
     def _check_epoch(self) -> None:
@@ -209,10 +213,10 @@ class Checkpoints:
             self._epoch.check()
 
     def load(self, chosen: int | store.Stored) -> dict[str, Any]:
-        """Returns the coordinator's part of a checkpoint, verified.
+        """Verifies and returns the coordinator's part of a checkpoint.
 
         Args:
-          chosen: what `find` found, or the step of a checkpoint that counts.
+          chosen: a result of `find`, or the step of a checkpoint that counts.
 
         Raises:
           DataError: it is damaged, or another version of this program wrote it.
@@ -245,7 +249,7 @@ def _unreadable(directory: Path, why: object) -> protocols.DataError:
 
 
 def _trainer_sums(directory: Path, name: str) -> dict[str, checksums.Sum]:
-    """Returns the sums of the trainer's files: those that its seal tells, so that they are not read once more."""
+    """Returns the checksums of the trainer's files. Uses the trainer's own seal if present, to avoid a second read."""
     folder = directory / name
     try:
         sums = checksums.read_seal(folder) | checksums.of_files(folder, [checksums.SEAL])
@@ -258,7 +262,7 @@ def _trainer_sums(directory: Path, name: str) -> dict[str, checksums.Sum]:
 
 @contextlib.contextmanager
 def _writing(directory: Path) -> Iterator[None]:
-    """Says in a sentence what a disk that refuses means for the run."""
+    """Turns an error of the disk into a sentence about what it means for the run."""
     try:
         yield
     except OSError as error:
@@ -269,19 +273,19 @@ def _writing(directory: Path) -> Iterator[None]:
 
 
 def _manifest(workdir: Path, step: int) -> Path:
-    """That of a step's checkpoint; where there is none, where the first start's would be."""
+    """Returns the manifest of a step's checkpoint, or the path that a first start would write if none exists."""
     found = store.counting(workdir).get(step)
     return found.manifest if found is not None else store.directory(workdir, step) / f"{store.MANIFEST}.json"
 
 
 def _remove_strangers(counting: store.Stored) -> None:
-    """Removes what lies beside a checkpoint's manifest and is not named in it."""
+    """Removes files of this program that lie beside a manifest and are not named in it."""
     record = counting.record
     store.remove_strangers(counting.manifest.parent, (counting.manifest.name, record["coordinator"], record["trainer"]))
 
 
 def _write_durably(path: Path, text: str, check: Callable[[], None] = lambda: None) -> None:
-    """Writes a file under another name and renames it into place; `check` may refuse right before."""
+    """Writes a file durably under another name, then renames it into place. `check` may refuse before the rename."""
     partial = path.with_suffix(".partial")
     with open(partial, "w") as file:
         file.write(text)
@@ -289,6 +293,7 @@ def _write_durably(path: Path, text: str, check: Callable[[], None] = lambda: No
         os.fsync(file.fileno())
     check()
     os.replace(partial, path)
+    # A rename is durable only once its directory is, and a new directory only once its parent is.
     _sync_directory(path.parent)
     _sync_directory(path.parent.parent)
 
@@ -301,11 +306,11 @@ def _sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-# Groups as JSON: the per-token lists as packed numbers, because spelling out millions of floats would stall the loop.
+# Groups as JSON. Per-token lists are packed binary: spelling out millions of floats would stall the event loop.
 
 
 def encode_group(group: protocols.Group) -> dict[str, Any]:
-    """A group, finished or running, as plain JSON values."""
+    """Encodes a finished or running group as plain JSON values."""
     return {
         "group_id": group.group_id,
         "prompt_id": group.task.prompt_id,
@@ -316,7 +321,7 @@ def encode_group(group: protocols.Group) -> dict[str, Any]:
 
 
 def decode_group(record: Mapping[str, Any]) -> protocols.Group:
-    """The group that `encode_group` was given."""
+    """Decodes a group from the result of `encode_group`."""
     return protocols.Group(
         group_id=record["group_id"],
         task=protocols.Task(record["prompt_id"], record["payload"]),

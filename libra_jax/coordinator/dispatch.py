@@ -1,7 +1,7 @@
-"""Dispatch: the agent loop's sampler. It turns scheduler decisions into streams of tokens from engines.
+"""Samples tokens for the agent loop: turns the scheduler's decisions into streams of tokens from engines.
 
-A request keeps every token that has streamed in. When its engine dies, hangs or aborts it, or when the scheduler moves
-it, it goes on elsewhere from exactly those tokens: they are never turned into text and back.
+A request keeps every token that has streamed in. If its engine dies, hangs or aborts it, or if the scheduler moves it,
+another engine continues from exactly those tokens. Tokens are never turned into text and back.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from libra_jax import deadlines, protocols
 from libra_jax.coordinator import failure, instances, requests, routing
 
 WATCHES = 8
-"""Times a stream is looked at within its deadline; requests that wait are looked at as often."""
+"""Number of checks of each stream within its deadline. Waiting requests are checked equally often."""
 
 
 @dataclass
 class Counts:
-    """What the dispatcher did since it was last asked.
+    """Counts of the dispatcher since they were last taken.
 
     Attributes:
-      tokens: sampled for training groups.
-      requests: attempts that began to ask for tokens.
-      resumed: streams that failed and went on.
-      waited_seconds: that requests of training groups waited for a slot, in sum.
-      stream_seconds: that slots were in use, in sum.
-      seconds: spent on decisions and book-keeping.
+      tokens: tokens sampled for training groups.
+      requests: rollouts that made their first request.
+      resumed: streams that failed and resumed.
+      waited_seconds: seconds that requests of training groups waited for a slot, summed.
+      stream_seconds: seconds that slots were in use, summed.
+      seconds: seconds spent on scheduling decisions and book-keeping.
     """
 
     tokens: int = 0
@@ -43,18 +43,18 @@ class Counts:
 
 
 class Dispatcher:
-    """The run's `protocols.Sampler`. Made inside the event loop it serves.
+    """The run's `protocols.Sampler`. Create it inside the event loop that it serves.
 
     Args:
       config: the run's configuration (`rollout.generation_retries`, `deadlines.first_token`, `deadlines.placement`).
       scheduler: decides which instance serves a request.
-      engines: the live instances.
+      engines: the rollout instances.
       recorder: gets a span for each stream and each tool call.
-      ending: ends with the background watch.
+      ending: runs the background watch, and cancels it at the run's end.
 
     Attributes:
-      counts: what it did since `take_counts`.
-      routing: where its requests went.
+      counts: counts since `take_counts`.
+      routing: record of moves between instances.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Dispatcher:
         self._recorder = recorder
         self._loop = asyncio.get_running_loop()
         self._requests: dict[str, requests.Request] = {}
-        self._groups: dict[str, tuple[int, int]] = {}  # attempt -> its group and the version that was dispatched at
+        self._groups: dict[str, tuple[int, int]] = {}  # trajectory id -> its group and its dispatch version
         self._streams = 0
         self.counts = Counts()
         self._counted_from = self._loop.time()
@@ -86,11 +86,11 @@ class Dispatcher:
         ending.start(self._watch(), "stream deadlines")
 
     def open(self, trajectory_id: str, group_id: int, dispatch_version: int) -> None:
-        """An attempt of the group begins; `finish` ends what this opens."""
+        """Registers a rollout of the group. `finish` undoes this."""
         self._groups[trajectory_id] = group_id, dispatch_version
 
     def finish(self, trajectory_id: str) -> None:
-        """The attempt is over, failed or given up: its slot is free."""
+        """Frees the slot of a rollout that completed, failed or was aborted."""
         self._groups.pop(trajectory_id, None)
         request = self._requests.pop(trajectory_id, None)
         if request is not None:
@@ -106,7 +106,7 @@ class Dispatcher:
             self._apply(self._scheduler.on_finish(trajectory_id, request.generated, now, completed=completed), now)
 
     def take_counts(self) -> Counts:
-        """Counts since the last call."""
+        """Returns the counts since the last call, and starts new ones."""
         now = self._loop.time()
         for request in self._requests.values():
             if request.waits:
@@ -129,11 +129,12 @@ class Dispatcher:
         sampling: protocols.SamplingParams,
         heard: Callable[[], None] | None = None,
     ) -> protocols.FinishReason:
-        """See `protocols.Sampler.sample`.
+        """Samples one turn (`protocols.Sampler.sample`).
 
         Raises:
           WorkerLost: the request failed more than `rollout.generation_retries` times.
         """
+        # A request lives from the rollout's first turn to its end, so later turns find it here.
         request = self._requests.get(trajectory.trajectory_id) or self._arrive(trajectory)
         request.heard, start = heard, len(trajectory.token_ids)
         while True:
@@ -141,6 +142,7 @@ class Dispatcher:
                 return finish
             if not request.instance:
                 await self._placed(request)
+            # Tokens of a broken stream count towards the turn's budget.
             left = sampling.max_tokens - (len(trajectory.token_ids) - start)
             finish = await self._stream(request, replace(sampling, max_tokens=left))
             if finish is not None:
@@ -149,22 +151,22 @@ class Dispatcher:
     async def _placed(self, request: requests.Request) -> None:
         request.waits, request.waits_since = True, self._loop.time()
         try:
-            while not request.instance:  # a place may be lost again before the request that got it wakes
+            while not request.instance:  # the request may lose its place again before it wakes
                 await request.placed.wait()
-        finally:  # cancelled, it waits no more, and nobody is to find that it is passed over
+        finally:  # a cancelled request waits no more, so the watch must not count it as passed over
             self._count_wait(request)
             request.waits = False
 
     async def tool_called(self, trajectory: protocols.Trajectory) -> None:
-        """See `protocols.Sampler.tool_called`."""
+        """Frees the request's slot during a tool call (`protocols.Sampler.tool_called`)."""
         request = self._requests.get(trajectory.trajectory_id)
-        if request is not None:  # None: an attempt that replays its past after a restart has no request yet
+        if request is not None:  # None: a rollout that replays its past after a restart has no request yet
             now = request.away_since = self._loop.time()
             request.displace()
             self._apply(self._scheduler.on_tool_call(request.name, request.generated, now), now)
 
     async def tool_returned(self, trajectory: protocols.Trajectory, causal_state: protocols.CausalState) -> None:
-        """See `protocols.Sampler.tool_returned`."""
+        """Queues the request for its next turn (`protocols.Sampler.tool_returned`)."""
         request = self._requests.get(trajectory.trajectory_id)
         if request is not None:
             now = self._loop.time()
@@ -191,12 +193,13 @@ class Dispatcher:
         return request
 
     def _apply(self, placements: Sequence[protocols.Placement], since: float) -> None:
-        """Carries decisions out; the coordinator has been at work on them `since` then."""
+        """Carries out placements. `since` is the time at which the scheduler was called, for `Counts.seconds`."""
         for placement in placements:
             request = self._requests[placement.request_id]
             if not placement.instance:
                 request.displace()
                 continue
+            # A move ends the stream. `sample` then opens one on the new instance, with the tokens so far.
             if request.stream is not None and request.stream.engine.name != placement.instance:
                 request.stream.end()
             request.instance = placement.instance
@@ -216,7 +219,7 @@ class Dispatcher:
         self._apply(self._scheduler.on_instance_change(serving, now), now)
 
     def replan(self, rollout: Sequence[protocols.PlannedBucket]) -> None:
-        """Requests go by these buckets from now on; those of instances that ended by the same plan wait again."""
+        """Switches to a plan's buckets. Requests of instances that ended by the same plan wait for a new placement."""
         self._instances_changed()
         now = self._loop.time()
         self.routing.replan(rollout)
@@ -225,7 +228,7 @@ class Dispatcher:
     async def _stream(
         self, request: requests.Request, sampling: protocols.SamplingParams
     ) -> protocols.FinishReason | None:
-        """Takes tokens from the request's instance until it finishes, or until it has to go on elsewhere (None)."""
+        """Streams tokens from the request's instance. Returns the finish reason, or None to resume elsewhere."""
         engine, begin = self._engines.engines[request.instance], self._loop.time()
         stream = requests.Stream(engine, engine.life, self._loop.create_future(), begin, begin)
         request.stream = stream
@@ -236,7 +239,7 @@ class Dispatcher:
         try:
             await stream.broken
         finally:
-            # A hung engine may never answer the cancellation, so the stream is closed to it and not waited for.
+            # A hung engine may never answer the cancellation, so the stream is closed and the pump is left behind.
             stream.closed, request.stream = True, None
             deadlines.abandon(pump)
             self.counts.stream_seconds += self._loop.time() - max(begin, self._counted_from)
@@ -252,7 +255,8 @@ class Dispatcher:
     ) -> None:
         self._streams += 1
         asked = protocols.GenerationRequest(
-            request_id=f"{request.name}#{self._streams}",  # an engine may still be aborting this request's last stream
+            # Unique per stream: an engine may still be aborting this request's last one.
+            request_id=f"{request.name}#{self._streams}",
             token_ids=request.trajectory.context(),
             sampling=sampling,
         )
@@ -282,9 +286,10 @@ class Dispatcher:
         except protocols.WorkerLost as error:
             self._engines.lost(source, life, error)
             return None
-        except protocols.LibraError:  # counted: routing/transferred stays behind routing/moves
+        except protocols.LibraError:  # not an error of the run: routing/transferred stays below routing/moves
             return None
-        if not version == source.policy_version == stream.engine.policy_version:  # updated meanwhile
+        # A weight sync came between: the cache is of older weights.
+        if not version == source.policy_version == stream.engine.policy_version:
             return None
         self.routing.counts.transferred += 1
         return kept
@@ -294,6 +299,7 @@ class Dispatcher:
         stream.last_delta = now
         if not stream.answered:
             stream.answered = True
+            # A life with a token clears the fault, so that another restart makes sense.
             stream.engine.answered_life, stream.engine.fault = stream.life, ""
             stream.engine.answered = stream.engine.answered or now
             self.routing.answered(request.route, now - stream.begin)
@@ -313,7 +319,7 @@ class Dispatcher:
     def _failed(self, request: requests.Request, stream: requests.Stream, error: BaseException) -> None:
         if isinstance(error, protocols.WorkerLost):
             self._engines.lost(stream.engine, stream.life, error)
-        elif isinstance(error, protocols.ConfigError):  # the same everywhere, so trying again says nothing new
+        elif isinstance(error, protocols.ConfigError):  # a wrong config fails on every engine, so a retry is useless
             raise error
         request.failures += 1
         self.counts.resumed += 1
@@ -324,14 +330,14 @@ class Dispatcher:
             )
 
     async def _watch(self) -> None:
-        """Finds streams that stand still, and requests that are passed over, for longer than their deadlines."""
+        """Watches for streams without tokens, and for requests passed over, beyond their deadlines."""
         interval = self._deadline / WATCHES
         while True:
             before = self._loop.time()
             await asyncio.sleep(interval)
             now = self._loop.time()
             streams = [(item, item.stream) for item in self._requests.values() if item.stream is not None]
-            if now - before >= 2 * interval:  # this process stalled, which says nothing about the engines: look again
+            if now - before >= 2 * interval:  # this process stalled, not the engines: shift all deadlines by the stall
                 for _, stream in streams:
                     stream.last_delta += now - before
                 for request in self._requests.values():
@@ -340,13 +346,14 @@ class Dispatcher:
                 continue
             self._check_waiting(now)
             for request, stream in streams:
+                # A weight update freezes decoding, which is no fault of the engine.
                 if stream.engine.paused:
                     stream.last_delta = now
                 elif now - stream.last_delta >= self._deadline:
                     self._overdue(request, stream, [other for _, other in streams], now)
 
     def _check_waiting(self, now: float) -> None:
-        """Ends the run if the scheduler leaves a request waiting where others of its age are placed."""
+        """Ends the run if a request waits beyond its deadline although some instance always had a free slot."""
         free, overdue = self._free(), []
         for request in self._requests.values():
             if not request.waits or request.instance or not free:
@@ -357,7 +364,7 @@ class Dispatcher:
                 overdue.append(request)
         if not overdue:
             return
-        # A scheduler looks at the age of those who wait when something happens, which may have been long ago.
+        # A scheduler updates ageing only at events, and the last event may be long ago: give it one before the verdict.
         self._apply(self._scheduler.on_instance_change(self._engines.serving(), now), now)
         left, free = [request for request in overdue if not request.instance], self._free()
         if left and free:
@@ -368,7 +375,7 @@ class Dispatcher:
             )
 
     def _free(self) -> list[str]:
-        """The instances that have a free slot."""
+        """Returns the names of the instances with a free slot."""
         taken = collections.Counter(request.instance for request in self._requests.values())
         return [instance.name for instance in self._engines.serving() if taken[instance.name] < instance.slots]
 
@@ -379,6 +386,7 @@ class Dispatcher:
             f"Engine {stream.engine.name} sent no token of {request.name} for {self._deadline:g} s "
             "(config.deadlines.first_token)."
         )
+        # If every stream of the engine stands still, the engine hangs; otherwise only this stream does.
         peers = [other for other in streams if other.engine is stream.engine]
         if all(now - other.last_delta >= self._deadline for other in peers):
             self._engines.lost(stream.engine, stream.life, error)
@@ -388,7 +396,10 @@ class Dispatcher:
 def _finish_of(
     token_ids: Sequence[int], start: int, sampling: protocols.SamplingParams
 ) -> protocols.FinishReason | None:
-    """What a turn's tokens, from `start` on, say: an engine may die after the last and before its finish reason."""
+    """Returns the finish reason that a turn's tokens (from `start` on) imply, or None.
+
+    An engine may die after the last token and before it sends the reason.
+    """
     sampled = len(token_ids) - start
     if sampled and token_ids[-1] in sampling.stop_token_ids:
         return "stop"

@@ -1,6 +1,6 @@
-"""What changes sides or size while a run goes on: plans, the trainer's mesh and its processes, hybrid workers.
+"""Manages elastic changes of a run: plans, the trainer's mesh, and hybrid workers.
 
-The run tells of each step and each pause between two; what has to be decided and carried out is done from here.
+The run calls this module at each step and between steps. Decisions and their execution start here.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from libra_jax.weights import sync
 
 
 class Elasticity:
-    """Made inside the event loop it serves.
+    """Applies elastic changes to a run. Create it inside the event loop that it serves.
 
     Args:
       config: the run's configuration.
       trainer: trains, alone or with hybrid workers.
-      resizing: changes its mesh.
+      resizing: changes the trainer's mesh.
       engines: the rollout instances.
-      publisher: brings engines and members to the trainer's version.
-      members: replicas of the hybrid workers; None where there are none.
+      publisher: syncs weights from the trainer to engines and hybrid workers.
+      members: training sides of the hybrid workers; None if the run has no hybrid workers.
       dispatcher: serves requests.
-      planner: decides on plans; None leaves the layout as it is.
-      recorder: gets what changes.
-      events: TrainerResized and TrainerReplaced are listened to.
-      ending: ends with changes under way.
+      planner: decides on plans. None keeps the layout.
+      recorder: gets each change.
+      events: source of TrainerResized and TrainerReplaced.
+      ending: runs changes in the background, and cancels them at the run's end.
     """
 
     def __init__(
@@ -89,16 +89,16 @@ class Elasticity:
         self._show_pools()
 
     def take_up_plan(self) -> None:
-        """The plan in force is a checkpoint's, and its instances have been started."""
+        """Adopts a checkpoint's plan, whose instances have been started."""
         if self._follower is not None:
             self._follower.begin()
 
     async def before_step(self, step: int) -> None:
-        """Between two steps, with the trainer's lock held. See `Resizing.boundary`."""
+        """Applies a pending resize between two steps. The caller holds the trainer's lock. See `Resizing.boundary`."""
         await self._resizing.boundary(step)
 
     async def take_step(self, batch: protocols.TrainBatch) -> Mapping[str, float]:
-        """Takes a training step, to which hybrid workers in training contribute; returns the trainer's metrics."""
+        """Takes a training step, in which hybrid workers compute their shares. Returns the trainer's metrics."""
         self._resizing.trains(batch)
         if self._hybrid is None:
             return await self._trainer.train_step(batch)
@@ -106,7 +106,7 @@ class Elasticity:
         self._hybrid.begin(batch, shares)
         try:
             metrics = await self._trainer.train_step(batch, shares)
-        except protocols.TrainerLost:  # workers that computed a share for it are released
+        except protocols.TrainerLost:  # the step is lost, so hybrid workers with a share switch back to rollout
             late = {f"shares/late/{share.member}": 1.0 for share in shares}
             await self._hybrid.finish(shares, late, 0.0)
             raise
@@ -114,7 +114,7 @@ class Elasticity:
         return metrics
 
     def after(self, step: int, report: reports.StepReport) -> dict[str, float]:
-        """Decides what is to change; returns the step's metrics of plan and pool."""
+        """Decides on changes after a step. Returns the step's metrics of plan and pool."""
         metrics: dict[str, float] = {}
         if self._follower is not None:
             metrics |= self._follower.after(step, report)
@@ -123,21 +123,22 @@ class Elasticity:
         return metrics
 
     async def close(self) -> None:
-        """The run ends."""
+        """Stops all changes at the end of the run."""
         if self._hybrid is not None:
-            self._hybrid.close()  # first: it waits for nobody, and a resize's processes may not end in time
+            self._hybrid.close()  # first, because it does not wait, and a resize's processes may not end in time
         await self._resizing.close()
 
     def snapshot(self) -> dict[str, Any] | None:
-        """Of the hybrid workers, JSON-able; the planner has its own."""
+        """Returns the state of the hybrid workers, JSON-able. The planner has its own snapshot."""
         return None if self._hybrid is None else self._hybrid.snapshot()
 
     def restore(self, snapshot: Mapping[str, Any] | None) -> None:
-        """Goes on after a restart of the run."""
+        """Restores the state of the hybrid workers after a restart of the run."""
         if self._hybrid is not None and snapshot is not None:
             self._hybrid.restore(snapshot)
 
     async def _trainer_replaced(self, event: protocols.TrainerReplaced) -> None:
+        # A loss touches the step under way. A planned move is marked by the plan follower itself.
         if event.lost and self._follower is not None:
             self._follower.disturb()
         await self._publisher.release()
@@ -150,7 +151,7 @@ class Elasticity:
         self._show_pools()
 
     def _show_pools(self) -> None:
-        """Tells the recorder how many devices each pool has now."""
+        """Records the present number of devices of each pool."""
         moving = {} if self._hybrid is None else self._hybrid.devices()
         core = sum(item.devices for item in self._engines.engines.values() if not item.hybrid)
         counts = {"core training": self._resizing.sizes.devices, **moving, "core rollout": core}

@@ -1,4 +1,4 @@
-"""Evaluation: held-out tasks, attempted once each at the version that is being served."""
+"""Evaluates the policy: one rollout for each held-out task, at the served version."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Evaluation:
       metrics: `evaluation/accuracy` (mean reward over the tasks that were scored), `evaluation/unscored` (tasks whose
         environment kept crashing: they are left out, never scored zero), `evaluation/agent/...` and
         `evaluation/reward/...`.
-      rollouts: the scored ones, in the order of the tasks.
+      rollouts: scored rollouts, in the order of the tasks.
     """
 
     metrics: dict[str, float]
@@ -35,13 +35,13 @@ async def evaluate(
     tasks: protocols.TaskSource,
     version: int,
 ) -> Evaluation:
-    """Attempts the first `evaluation.tasks` held-out tasks.
+    """Runs one rollout for each of the first `evaluation.tasks` held-out tasks.
 
     Args:
       config: the run's configuration (`evaluation`).
-      runner: runs one attempt.
-      tasks: where held-out tasks come from.
-      version: the served version, which names the attempts.
+      runner: runs one rollout.
+      tasks: source of the held-out tasks.
+      version: the served version, which becomes part of the rollouts' names.
 
     Raises:
       EnvironmentCrashed: no task could be scored.
@@ -64,6 +64,7 @@ async def evaluate(
         for task, trajectory in pairs
     ]
     try:
+        # One crash must not end the evaluation; any other error does.
         outcomes = [await _crash_of(attempt) for attempt in work]
     finally:
         for attempt in work:

@@ -1,4 +1,4 @@
-"""One place where anything that ends the run is reported, and that everything which waits listens to."""
+"""Holds the end of a run: everything that ends the run reports it here, and everything that waits listens here."""
 
 from __future__ import annotations
 
@@ -12,50 +12,51 @@ T = TypeVar("T")
 
 
 class Stopped(Exception):
-    """The person running it asked the run to stop; not an error."""
+    """Raised if a person or a scheduler stops the run; not an error."""
 
 
 class Ending:
-    """The run's end, as soon as something calls for it. Made inside the event loop it serves."""
+    """The end of the run, and the background tasks that end with it. Create it inside the event loop that it serves."""
 
     def __init__(self) -> None:
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # Retrieve the exception, or asyncio warns about it if nobody awaits the end.
         self._end.add_done_callback(lambda end: end.exception())
         self._hurry: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
     def called(self) -> bool:
-        """Whether the run is to end."""
+        """True once the run is to end."""
         return self._end.done()
 
     @property
     def hurried(self) -> bool:
-        """Whether nothing is awaited to its end any more."""
+        """True once no work may be awaited to its end any more."""
         return self._hurry.done()
 
     def hurry(self) -> None:
-        """What is awaited to its end because a person stops the run is left behind from now on."""
+        """Lets `race` abandon work that it awaits through a stop."""
         if not self._hurry.done():
             self._hurry.set_result(None)
 
     def call(self, error: BaseException) -> None:
-        """Ends the run with `error`; the first call counts."""
+        """Ends the run with `error`. Later calls have no effect."""
         if not self._end.done():
             self._end.set_exception(error)
 
     def check(self) -> None:
-        """Raises what ends the run, if anything does."""
+        """Raises the error that ends the run, if there is one."""
         if self._end.done():
             self._end.result()
 
     async def race(self, work: Coroutine[Any, Any, T], *, through_stop: bool = False) -> T:
-        """Awaits `work`, or raises at once what ends the run; `work` is cancelled then, and not waited for.
+        """Awaits `work`, or raises the run's end at once. In that case `work` is cancelled and not awaited.
 
         Args:
-          work: what to await.
-          through_stop: if a person or a scheduler stops the run meanwhile, `work` is awaited to its end first, unless
-            there is no time for that (`hurry`).
+          work: the coroutine to await.
+          through_stop: if True and a person or a scheduler stops the run, `work` is still awaited to its end, unless
+            `hurry` is called.
         """
         task = asyncio.ensure_future(work)
         either: set[asyncio.Future[Any]] = {task, self._end}
@@ -71,7 +72,7 @@ class Ending:
             deadlines.abandon(task)
 
     def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Runs `work` in the background; an error it raises ends the run."""
+        """Runs `work` in the background. An error in `work` ends the run."""
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -83,9 +84,9 @@ class Ending:
             self.call(error)
 
     async def cancel_background(self, seconds: float) -> None:
-        """Cancels everything started here and waits until it has ended, `seconds` at most.
+        """Cancels every background task and waits at most `seconds` for all to end.
 
-        What has been cancelled before is closing what it holds, and is not interrupted in that.
+        A task that was cancelled before is closing its resources. It is not interrupted in that.
         """
         tasks = set(self._tasks)
         for task in tasks:

@@ -1,20 +1,23 @@
-"""Never two trainers for one workdir: each start of a run takes the next epoch, and an earlier one writes nothing more.
+"""Fences runs off: at most one start of a run writes to a workdir.
 
-    <workdir>/epochs/epoch-00000003.json    made by whoever starts third, and by nobody else: its making is exclusive
+Each start takes the next fencing token (`Epoch`), and an earlier start writes nothing more.
 
-Locks do not hold across the hosts of every shared file system, and clocks differ between hosts; that a name is linked
-once, or a file created once, is promised by POSIX and by NFS (creation from its version 3 on). A run looks for a later
-epoch before it appends a record, writes a part of a checkpoint or renames a manifest into place, and stops with a
-sentence once there is one.
+    <workdir>/epochs/epoch-00000003.json    the token of the third start; its creation is exclusive
 
-Between such a look and the writing lie microseconds. A process that is stopped right there for as long as its successor
-needs to start might still rename its manifest afterwards. So an epoch says at which step it went on, a manifest says of
-which epoch it is, and one of an earlier epoch beyond that step is void. Files never meet: parts have the epoch in their
-names (`checkpoints`).
+Locks do not hold across the hosts of every shared file system, and clocks differ between hosts. Exclusive links and
+exclusive file creation are promised by POSIX and by NFS (creation from its version 3 on). A run looks for a later token
+before it appends a record, writes a part of a checkpoint or renames a manifest. If a later token exists, the run stops
+with a sentence.
 
-Local file systems were tried, shared ones not: a look lists the folder, which opens it, and NFS asks its server then.
+Between the look and the write lie microseconds. A process that is suspended there for as long as its successor needs to
+start might still rename its manifest afterwards. So a token's file holds the step from which its run resumed, and a
+manifest holds its run's token. A manifest of an earlier token beyond that step is void. Two runs never write the same
+file: parts have the token in their names (`checkpoints`).
 
-Thread-safety: any thread may look.
+Tested on local file systems, not on shared ones. A look lists the folder, which opens the folder, and NFS then asks its
+server.
+
+Thread-safety: every thread may look.
 """
 
 from __future__ import annotations
@@ -37,10 +40,10 @@ from libra_jax import checksums, protocols
 FOLDER = "epochs"
 
 LOOK_SECONDS = 1.0
-"""Between two looks whether a workdir has been taken over, as long as nothing is written."""
+"""Seconds between two looks for a later token while nothing is written."""
 
 _UNKNOWN = 2**53
-"""The step of an epoch that has just been taken: no manifest is beyond it."""
+"""Step in the file of a token that has just been taken: no manifest is beyond it."""
 
 _NAME = re.compile(r"epoch-(\d{8})\.json")
 
@@ -51,14 +54,14 @@ class Superseded(protocols.LibraError):
 
 @dataclass(frozen=True)
 class Holder:
-    """Who took an epoch.
+    """The process that took a fencing token.
 
     Attributes:
-      epoch: its number, from 1.
-      host: its host's name.
-      pid: of the process there.
-      step: of the checkpoint that it goes on from; -1 is none, and a huge one stands there until it is known.
-      taken: when, in seconds since 1970 by that host's clock; to be shown, never to be compared.
+      epoch: number of the token, from 1.
+      host: name of the process's host.
+      pid: process id on that host.
+      step: step of the checkpoint from which the run resumed; -1 if none, and a huge value until it is known.
+      taken: time of creation, in seconds since 1970 by that host's clock; for display only, never for comparison.
     """
 
     epoch: int
@@ -69,10 +72,10 @@ class Holder:
 
 
 class Epoch:
-    """A run's own epoch.
+    """The fencing token of a run.
 
     Attributes:
-      number: from 1.
+      number: number of the token, from 1.
     """
 
     def __init__(self, workdir: Path, number: int) -> None:
@@ -81,23 +84,24 @@ class Epoch:
         self._superseded = False
 
     def superseded(self) -> bool:
-        """Whether a later epoch has been taken.
+        """Returns True if a later token has been taken.
 
         Raises:
           OSError: the workdir cannot be reached.
         """
+        # Tokens are never removed, so one look that finds a later token is enough.
         self._superseded = self._superseded or max(_numbers(self._workdir), default=0) > self.number
         return self._superseded
 
     def may_write(self) -> bool:
-        """Whether none has, as far as can be seen: where the workdir cannot be reached, writing will say so."""
+        """Returns True if no later token is known. If the workdir cannot be reached, the write itself fails later."""
         try:
             return not self.superseded()
         except OSError:
             return True
 
     def check(self) -> None:
-        """Raises Superseded if a later epoch has been taken, OSError where the workdir cannot be reached."""
+        """Raises Superseded if a later token has been taken, and OSError if the workdir cannot be reached."""
         if self.superseded():
             holder = newest(self._workdir)
             who = f"the run of process {holder.pid} on {holder.host}" if holder is not None else "a later run"
@@ -108,10 +112,10 @@ class Epoch:
 
 
 async def watch(epoch: Epoch) -> None:
-    """Looks again and again, for as long as the run lives; where the workdir cannot be reached, it looks again later.
+    """Looks for a later token every `LOOK_SECONDS`. If the workdir cannot be reached, the next look decides.
 
     Raises:
-      Superseded: a later epoch has been taken.
+      Superseded: a later token has been taken.
     """
     while True:
         with contextlib.suppress(OSError):
@@ -120,11 +124,12 @@ async def watch(epoch: Epoch) -> None:
 
 
 def take(workdir: Path, newest_step: Callable[[], int]) -> Epoch:
-    """Takes the next epoch of a workdir: from then on, every earlier run in it is superseded.
+    """Takes the next fencing token of a workdir. From then on, every earlier run in the workdir is superseded.
 
     Args:
       workdir: the run's folder.
-      newest_step: gives the step of its newest checkpoint (`checkpoints.newest_step`) once earlier runs are fenced off.
+      newest_step: returns the step of the newest checkpoint (`checkpoints.newest_step`). It is called once earlier runs
+        are fenced off.
 
     Raises:
       OSError: the folder cannot be written.
@@ -138,18 +143,19 @@ def take(workdir: Path, newest_step: Callable[[], int]) -> Epoch:
             _make(workdir, holder)
             break
         number += 1
+    # Only now is the newest step final: every earlier run writes nothing more.
     _replace(workdir, dataclasses.replace(holder, step=newest_step()))
     return Epoch(workdir, number)
 
 
 def newest(workdir: Path) -> Holder | None:
-    """Who took the newest epoch; None if nobody has, or has not yet said who it is."""
+    """Returns the holder of the newest token. None if no token has been taken, or its file is not readable yet."""
     number = max(_numbers(workdir), default=0)
     return _read(workdir, number) if number else None
 
 
 def limits(workdir: Path) -> Mapping[int, int]:
-    """Epoch to the step at which it went on: manifests of earlier epochs beyond that step are void."""
+    """Returns the resumed step of each token. Manifests of earlier tokens beyond that step are void."""
     holders = (_read(workdir, number) for number in _numbers(workdir))
     return {holder.epoch: holder.step for holder in holders if holder is not None}
 
@@ -167,18 +173,19 @@ def _numbers(workdir: Path) -> list[int]:
 
 
 def _make(workdir: Path, holder: Holder) -> None:
-    """The epoch is taken with all that it says, or not at all, wherever its taker dies.
+    """Creates the token's file with its whole content, or not at all, even if this process dies.
 
     Raises:
-      FileExistsError: another has taken it.
+      FileExistsError: another process has taken the token.
     """
     file, partial = _file(workdir, holder.epoch), _written(workdir, holder)
     try:
+        # The exclusive step: linking fails if the name exists, on every host.
         os.link(partial, file)
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
             raise
-        with file.open("xb") as made:  # a file system without links: it may be empty for a moment
+        with file.open("xb") as made:  # a file system without links: the file may be empty for a moment
             made.write(_text(holder))
     finally:
         partial.unlink()
@@ -189,7 +196,7 @@ def _replace(workdir: Path, holder: Holder) -> None:
 
 
 def _written(workdir: Path, holder: Holder) -> Path:
-    """A file of this process's own that says who holds an epoch."""
+    """Writes the token's content to a file of this process's own, and returns its path."""
     partial = _file(workdir, holder.epoch).with_suffix(f".{holder.host}.{holder.pid}.partial")
     with partial.open("wb") as written:
         written.write(_text(holder))
@@ -203,9 +210,9 @@ def _text(holder: Holder) -> bytes:
 
 
 def damaged(workdir: Path) -> list[str]:
-    """Returns a sentence for each file of an epoch that is not as it was written, the newest run's own included.
+    """Returns a sentence for each damaged file of a token, including the newest run's own.
 
-    Nothing of such a file is used. Its run's manifests still tell from where that run went on (`checkpoint_store`).
+    Nothing in such a file is used. The run's manifests still show from where that run resumed (`checkpoint_store`).
     """
     files = [_file(workdir, number) for number in sorted(_numbers(workdir)) if _read(workdir, number) is None]
     return [f"{file} is damaged and is not used: it says which run held the workdir." for file in files]

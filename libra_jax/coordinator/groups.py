@@ -1,4 +1,4 @@
-"""Groups of attempts at one prompt: those that run, those that have finished and wait, and those that were replaced."""
+"""Runs groups of rollouts, one group a prompt, and keeps those that finished until a batch takes them."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from libra_jax import protocols
 from libra_jax.coordinator import attempts, checkpoints, failure
 
 ENVIRONMENT, REWARD = "environment", "reward"
-"""What broke in a group that is replaced."""
+"""Reasons to replace a group that failed."""
 
 ZERO_VARIANCE, STALE, REDUNDANT = "zero_variance", "stale", "redundant"
-"""Why a group is replaced that is whole."""
+"""Reasons to replace a group that is intact."""
 
 
 class Groups:
-    """Every group that has been dispatched and is not yet part of a batch.
+    """All groups that have been dispatched and are not yet part of a batch.
 
     Args:
       config: the run's configuration (`coordinator`, `rollout.temperature`).
-      runner: runs one attempt.
-      recorder: told of replacements.
-      ending: ends the run when too many groups have to be replaced.
-      settled: called whenever a group has finished or was replaced.
+      runner: runs one rollout.
+      recorder: gets a note for each replacement after a failure.
+      ending: ends the run if too many groups have to be replaced.
+      settled: called after a group has finished or was replaced.
     """
 
     def __init__(
@@ -52,38 +52,38 @@ class Groups:
         self.replaced: collections.Counter[str] = collections.Counter()
         self.replaced_tokens = 0
         self.trained = 0
-        self.scored = 0  # groups with an attempt that the environment ended, rather than a limit
+        self.scored = 0  # groups with a rollout that the environment ended, not a limit
 
     @property
     def outstanding(self) -> int:
-        """Groups dispatched and not yet part of a batch."""
+        """Number of groups dispatched and not yet part of a batch."""
         return len(self.running) + len(self.finished)
 
     def dispatch(self, group_id: int, task: protocols.Task, version: int) -> None:
-        """Begins the attempts of a new group."""
+        """Starts the rollouts of a new group."""
         size = self._config.coordinator.group_size
         trajectories = [self._runner.begin(f"{task.prompt_id}/{index}", task) for index in range(size)]
         self.resume(protocols.Group(group_id, task, version, trajectories))
 
     def resume(self, group: protocols.Group) -> None:
-        """Runs a group's attempts from wherever they stand."""
+        """Runs a group's rollouts from their present positions."""
         if not self.running:
             self._busy_since = asyncio.get_running_loop().time()
         self.running[group.group_id] = group
         self._tasks[group.group_id] = self._ending.start(self._run(group), f"group {group.group_id}")
 
     def take(self, group_ids: tuple[int, ...]) -> tuple[protocols.Group, ...]:
-        """Removes finished groups, to train on them."""
+        """Removes and returns finished groups, to train on them."""
         return tuple(self.finished.pop(group_id) for group_id in group_ids)
 
     def put_back(self, groups: Sequence[protocols.Group]) -> None:
-        """Groups that were taken and then not trained on wait again, before those that finished after them."""
+        """Returns untrained groups to the waiting ones, before groups that finished later."""
         later = dict(self.finished)
         self.finished.clear()
         self.finished.update({group.group_id: group for group in groups} | later)
 
     def replace(self, group_id: int, reason: str, why: str) -> None:
-        """Gives a group up, running or finished, and counts it; what its attempts hold is aborted and closed."""
+        """Drops a running or finished group and counts it. Its running rollouts are aborted and closed."""
         group = self.finished.pop(group_id, None)
         if group is None:
             group = self.running[group_id]
@@ -92,7 +92,7 @@ class Groups:
         self._count(group, reason, why)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: groups that wait, groups in flight with their tokens so far, and the counts."""
+        """Returns a checkpoint's content: waiting groups, groups in flight with their tokens so far, and the counts."""
         return {
             "trained": self.trained,
             "scored": self.scored,
@@ -104,7 +104,8 @@ class Groups:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes up what `state` returned; groups that were in flight go on from their tokens."""
+        """Restores the result of `state`. Groups that were in flight resume from their tokens."""
+        # Checkpoints of earlier versions lack "scored".
         self.trained, self.scored = state["trained"], state.get("scored", state["trained"])
         self.replaced.update(state["replaced"])
         self.replaced_tokens = state["replaced_tokens"]
@@ -115,7 +116,7 @@ class Groups:
             self.resume(checkpoints.decode_group(record))
 
     def busy_seconds(self) -> float:
-        """Seconds in which any group ran, since the last call."""
+        """Returns the seconds in which any group ran, since the last call."""
         now = asyncio.get_running_loop().time()
         busy = self._busy_seconds + (now - self._busy_since if self.running else 0.0)
         self._busy_seconds, self._busy_since = 0.0, now
@@ -154,10 +155,10 @@ class Groups:
             self._settled()
 
     def _same_rewards(self, group: protocols.Group) -> bool:
-        """Whether the environment tells none of a group's rollouts from the others; masked rollouts do not count.
+        """Returns True if the environment gave equal rewards to all of a group's rollouts that are not masked.
 
-        Reward functions shape the sum, and a brevity term alone makes nearly every sum differ. So the environment's own
-        reward is compared; the sum only where the environment's reward has no weight, or is missing.
+        Reward functions shape the sum, and a brevity term alone makes nearly every sum differ. So this method compares
+        the environment's own reward. It compares the sum if the environment's reward has no weight, or is missing.
         """
         masks = self._config.task.masks
         kept = [trajectory for trajectory in group.trajectories if not masks(trajectory.finish)]
@@ -187,18 +188,20 @@ class Groups:
     def _count(self, group: protocols.Group, reason: str, why: str) -> None:
         self.replaced[reason] += 1
         self.replaced_tokens += sum(trajectory.generated_tokens for trajectory in group.trajectories)
-        if reason in (ENVIRONMENT, REWARD):  # the other reasons are the config's wish and may come by the thousand
+        # The config asks for the other reasons, which may occur by the thousand.
+        if reason in (ENVIRONMENT, REWARD):
             self._recorder.note(f"Prompt {group.task.prompt_id} was replaced ({reason}): {why}")
-        if reason != REDUNDANT:  # of which there are as many as the config asks for
+        if reason != REDUNDANT:  # the config asks for redundant groups
             self._first_replacement = self._first_replacement or why
             self._check_replacements()
         self._settled()
 
     def _check_replacements(self) -> None:
-        """Ends the run when too many groups were replaced.
+        """Ends the run if too many groups were replaced.
 
-        Groups cut off at their limits train without being scored by the environment, so that one which always crashes
-        would stay below the share of the groups trained: crashes are held against the groups it scored, too.
+        Groups cut off at their limits train although the environment never scored them. An environment that always
+        crashes could hide behind those groups. So crashes are also compared with the groups that the environment
+        scored.
         """
         counted = {name: count for name, count in sorted(self.replaced.items()) if name != REDUNDANT}
         crashed = {name: count for name, count in counted.items() if name in (ENVIRONMENT, REWARD)}
@@ -214,7 +217,7 @@ class Groups:
         )
 
     def told(self) -> str:
-        """Returns the sum of replaced groups by reason, and the cap; empty if none was. Leaves redundant groups out."""
+        """Returns the number of replaced groups by reason, and the cap; empty if none. Ignores redundant groups."""
         counted = {name: count for name, count in sorted(self.replaced.items()) if count and name != REDUNDANT}
         return f"{_sum(counted)}: {self._cap(self.trained, 'trained')}" if counted else ""
 
@@ -223,7 +226,7 @@ class Groups:
         return limits.max_replacements * (groups + limits.groups_per_step)
 
     def _cap(self, groups: int, kind: str) -> str:
-        """Says how many replaced groups the config allows after this many groups of a kind."""
+        """Returns the replacements that the config allows for `groups` groups of a kind, as words."""
         limits = self._config.coordinator
         return (
             f"config.coordinator.max_replacements = {limits.max_replacements:g} allows "
@@ -237,18 +240,18 @@ class Groups:
 
 
 def _sum(counts: Mapping[str, int]) -> str:
-    """Says how many groups were replaced: the sum, and the reasons that add up to it."""
+    """Returns the number of replaced groups and its split by reason, as words."""
     total, reasons = sum(counts.values()), " + ".join(f"{name} {count}" for name, count in counts.items())
     return f"{total} group{'s were' if total != 1 else ' was'} replaced ({reasons})"
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Cancels what still runs, and waits, cancelled meanwhile or not: environments are being closed."""
+    """Cancels the running rollouts and waits until their environments are closed, even if itself cancelled."""
     for task in tasks:
-        if not task.cancelling():  # else it is closing its environment by now
+        if not task.cancelling():  # a second cancel would interrupt the closing of its environment
             task.cancel()
     try:
-        await asyncio.wait(tasks)  # which leaves them alone where it is cancelled itself
+        await asyncio.wait(tasks)  # unlike gather, wait leaves the tasks alone if it is cancelled itself
     except asyncio.CancelledError:
         await asyncio.wait(tasks)
         raise

@@ -1,9 +1,9 @@
-"""Hybrid workers in a run: who changes sides, and when.
+"""Decides when hybrid workers switch between training and rollout.
 
-A worker is an engine and a replica that share devices; one of them sleeps. After each training step `borrowing` sees
-what the step took and says whether a worker should change sides; `transitions` carries it out, while training and
-rollout go on. The core waits for no transition: channels open and close beside its steps. What a member does not
-deliver in time the core computes.
+A hybrid worker is an engine and a training side that share devices; one of the two sleeps. After each training step,
+`borrowing` looks at what the step took and decides whether a worker switches. `transitions` carries the switch out
+while training and rollout continue. The core never waits for a transition, because gradient channels open and close
+beside its steps. If a hybrid worker misses its deadline, the core computes its share.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from libra_jax.elastic import borrowing, pool, states, training_sides, transitio
 from libra_jax.elastic.states import State
 
 READY_MARGIN, READY_SHARE = 1.5, 0.1
-"""To join the next step, a worker sets out so many times its last way before it, and that share of a step earlier."""
+"""Lead of a worker that joins the next step: READY_MARGIN times its last switch, plus READY_SHARE of a step."""
 
 
 @dataclass
 class _Coming:
-    """Who is to be borrowed during the next training step.
+    """The workers that switch to training during the next training step.
 
     Attributes:
       workers: their names.
-      why: they are.
-      timer: at which they set out; None before that step begins.
+      why: reason of the switch.
+      timer: starts the switch; None before that step begins.
     """
 
     workers: Sequence[str]
@@ -44,20 +44,20 @@ class _Coming:
 
 
 class HybridWorkers:
-    """All hybrid workers of a run. Made inside the event loop it serves.
+    """All hybrid workers of a run. Create it inside the event loop that it serves.
 
     Args:
       config: the run's configuration (`elastic`, `deadlines`).
-      engines: the rollout instances, the workers' among them.
-      members: the workers' replicas.
-      trainer: the workers train with it.
-      core_devices: that it has: until replicas have shown their speed, they count by theirs.
-      recorder: gets each transition, and the devices of each pool.
-      ending: ends with transitions under way.
+      engines: the rollout instances, including the workers' engines.
+      members: the workers' training sides.
+      trainer: the trainer whose steps the workers share.
+      core_devices: number of the trainer's devices. Until a worker's speed is measured, its share is by devices.
+      recorder: gets each transition and the devices of each pool.
+      ending: runs transitions in the background, and cancels them at the run's end.
 
     Attributes:
       pool: the workers' states.
-      changed: called when a worker has come to another pool.
+      changed: called after a worker has moved to another pool.
     """
 
     def __init__(
@@ -104,29 +104,29 @@ class HybridWorkers:
             changed=lambda: self.changed(),
         )
         self._coming: _Coming | None = None
-        self._disturbed = True  # the first step is not like those to come
-        self._core: frozenset[str] = frozenset()  # instances that served after the last step
+        self._disturbed = True  # the first step compiles and starts up, unlike later steps
+        self._core: frozenset[str] = frozenset()  # instances of the core that served after the last step
         self._measured = measured_steps.MeasuredSteps(config.coordinator.staleness)
 
     # Shares -----------------------------------------------------------------------------------------------------
 
     def shares(self, version: int) -> tuple[protocols.Share, ...]:
-        """Who computes which part of the step of this version."""
+        """Splits a version's step into shares of the hybrid workers in training."""
         return self._shares.split(self.pool.members(), version)
 
     def begin(self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share]) -> None:
-        """The members begin to compute, and who is borrowed sets out in time for the next step."""
+        """Starts the shares of a step, and the timer of workers that switch to training for the next step."""
         if self._coming is not None and self._coming.timer is None:
             self._coming.timer = self._loop.call_later(self._in_time(), self._borrow, self._coming)
         self._shares.begin(batch, shares)
 
     async def finish(self, shares: Sequence[protocols.Share], metrics: Mapping[str, float], seconds: float) -> None:
-        """The step is over: a member that did not deliver is released, or has failed.
+        """Ends the shares of a step. A worker that did not deliver switches to rollout, or counts as failed.
 
         Args:
-          shares: of the step.
-          metrics: the trainer's.
-          seconds: that the trainer took.
+          shares: shares of the step.
+          metrics: the trainer's metrics.
+          seconds: seconds of the trainer's step.
         """
         if not shares:
             return
@@ -149,13 +149,14 @@ class HybridWorkers:
     # Decisions --------------------------------------------------------------------------------------------------
 
     def after(self, step: int, report: reports.StepReport) -> Mapping[str, float]:
-        """Looks at what the step took and lets a worker change sides; returns the step's metrics of the pool."""
+        """Decides whether workers switch after a step. Returns the step's metrics of the pool."""
         self._transitions.step = step
         self._serving()
         for worker in self.pool.workers:
             if worker.state is State.TRAINING and not self._members.follows(worker.name):
                 self._transitions.failed(worker.ticket, "it could not be given the parameters that are out.")
         moving = self._coming is not None or any(not worker.at_rest for worker in self.pool.workers)
+        # A switch, or an engine of the core that came or went, makes this step useless as a prediction of later steps.
         before, self._core = self._core, self._serving_core()
         self._disturbed = self._disturbed or self._core != before
         disturbed, self._disturbed = self._disturbed or moving, moving
@@ -165,6 +166,7 @@ class HybridWorkers:
             return metrics
         decision = self._borrowing.look(self._sight(step, report, disturbed=disturbed))
         metrics |= {"hybrid/now_seconds": decision.now_seconds, "hybrid/then_seconds": decision.then_seconds}
+        # One change at a time: its effect is measured before the next.
         if decision.kind == "stay" or moving:
             return metrics
         self._recorder.note(f"Hybrid workers, {decision.kind} {', '.join(decision.workers)}: {decision.why}.")
@@ -177,14 +179,15 @@ class HybridWorkers:
         return metrics
 
     def _in_time(self) -> float:
-        """Seconds into a training step until a worker has to set out to join the next one: till then it rolls out."""
+        """Returns the seconds into a training step after which a worker leaves rollout to join the next step."""
         step = self._measured.train_seconds
-        if self._synchronous or step is None:  # it has nothing to do, or nothing is known of the step
+        # Synchronous workers are idle during training. Without a measured step, nothing can be timed.
+        if self._synchronous or step is None:
             return 0.0
         return max(0.0, step - READY_MARGIN * self._transitions.ready_seconds - READY_SHARE * step)
 
     def _borrow(self, coming: _Coming) -> None:
-        """Who was to come sets out, unless things have changed since."""
+        """Switches the chosen workers to training, unless the floor of rollout instances forbids it by now."""
         self._coming = None
         for name in coming.workers:
             staying = self._staying()
@@ -193,20 +196,20 @@ class HybridWorkers:
                 self._transitions.begin(self.pool.borrow(name, coming.why, self._loop.time()))
 
     def _call_off(self) -> None:
-        """Who was to come stays in rollout."""
+        """Cancels the planned switch to training."""
         coming, self._coming = self._coming, None
         if coming is not None and coming.timer is not None:
             coming.timer.cancel()
 
     def _lost(self) -> None:
-        """An instance was."""
+        """Reacts to the loss of an instance."""
         self._disturbed = True
         self._keep_floor()
 
     def _keep_floor(self) -> None:
-        """Where too few are left to roll out, who trains or is about to comes back, whatever training does.
+        """Switches workers back to rollout if fewer than `elastic.floor` instances are left to roll out.
 
-        Where no more than enough are left, nobody sets out.
+        If no more than the floor are left, planned switches to training are cancelled.
         """
         if self._ending.called:
             return
@@ -224,20 +227,20 @@ class HybridWorkers:
             short -= 1
 
     def _staying(self) -> list[str]:
-        """The instances that serve and are not about to stop."""
+        """Returns the names of serving instances that are not about to stop."""
         going = [worker.name for worker in self.pool.workers if worker.state is State.DRAINING]
         return [instance.name for instance in self._engines.serving() if instance.name not in going]
 
     def _serving_core(self) -> frozenset[str]:
-        """The instances of the core that serve now; plans change them, and losses do."""
+        """Returns the names of serving instances that are not hybrid. Plans and losses change them."""
         return frozenset(instance.name for instance in self._engines.serving()) - set(self._names)
 
     def disturb(self) -> None:
-        """Something else touches the step under way, so that it says nothing of those to come: the trainer moves."""
+        """Marks the step under way as no prediction of later steps, for instance because the trainer moves."""
         self._disturbed = True
 
     def _sight(self, step: int, report: reports.StepReport, *, disturbed: bool) -> borrowing.Sight:
-        """The mean of the last undisturbed steps under the present arrangement."""
+        """Returns what `borrowing` decides by: means of the last undisturbed steps under the present arrangement."""
         serving = self._engines.serving()
         slots = {instance.name: instance.slots for instance in serving}
         asleep = {name: self._engines.engines[name].info for name in self._names}
@@ -251,7 +254,7 @@ class HybridWorkers:
             for worker in self.pool.workers
             if worker.state is State.TRAINING or (worker.state is State.ROLLOUT and worker.name in slots)
         )
-        changing = {worker.name for worker in hybrid}  # one that is lost only rolls out
+        changing = {worker.name for worker in hybrid}  # a lost worker can only roll out
         core = {name: count for name, count in slots.items() if name not in changing}
         if disturbed:
             self._measured.forget()
@@ -272,8 +275,11 @@ class HybridWorkers:
         )
 
     def trainer_moved(self) -> None:
-        """Other processes train now: who joined those before, or was about to, goes back to rollout or stays there."""
-        self._call_off()  # it was decided by the times of those before
+        """Switches workers back to rollout after the trainer has moved to other processes.
+
+        Workers in training had joined the previous processes, and joining workers were about to.
+        """
+        self._call_off()  # that decision used times of the previous processes
         self.disturb()
         why, now = "the trainer moved to other processes", self._loop.time()
         for worker in self.pool.workers:
@@ -285,35 +291,36 @@ class HybridWorkers:
     # Records ----------------------------------------------------------------------------------------------------
 
     def _serving(self) -> None:
-        """Engines that have come back and sent a token since."""
+        """Records the first token of each engine that has returned to rollout."""
         for name in self._log.waiting(State.ROLLOUT):
             answered = self._engines.engines[name].answered
             if answered is not None:
                 self._log.useful(name, "first_token", answered)
 
     def devices(self) -> dict[str, int]:
-        """Devices of the workers, by the pool that they are in now."""
+        """Returns the devices of the workers, by their present pool."""
         counts = {"hybrid in training": 0, "hybrid in transition": 0, "hybrid in rollout": 0}
         where = {State.TRAINING: "hybrid in training", State.ROLLOUT: "hybrid in rollout"}
         for worker in self.pool.workers:
             pool_name = where.get(worker.state, "hybrid in transition")
+            # A worker without a training side still rolls out.
             if worker.lost and self._engines.engines[worker.name].state == "serving":
                 pool_name = "hybrid in rollout"
             counts[pool_name] += self._engines.engines[worker.name].devices
         return counts
 
     def close(self) -> None:
-        """The run ends."""
+        """Stops timers, shares and records at the end of the run."""
         self._call_off()
         self._shares.close()
         self._log.close()
 
     def snapshot(self) -> dict[str, Any]:
-        """What to keep across a restart; JSON-able."""
+        """Returns the state to keep across a restart; JSON-able."""
         return {"pool": self.pool.snapshot(), "speed": dict(self._shares.speed)}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Goes on after a restart: every worker rolls out."""
+        """Restores the state after a restart, with every worker in rollout."""
         self.pool.restore(snapshot["pool"])
         speed = self._shares.speed
         speed |= {name: known for name, known in snapshot["speed"].items() if name in speed}

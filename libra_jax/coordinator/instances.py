@@ -1,4 +1,4 @@
-"""The life of the rollout engines: started, given weights, watched, restarted when they die, replaced by a plan."""
+"""Manages the life of the rollout engines: start, weights, health, restart after a crash, replacement by a plan."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ from libra_jax.coordinator import failure
 from libra_jax.engines import client as engines_client
 
 SETTLE_SECONDS = 1.0
-"""Between two looks at whether engines that are being started have come up."""
+"""Seconds between two looks at engines that are being started."""
 
 State = Literal["starting", "loaded", "serving", "asleep", "lost", "dead", "retired"]
 
 MakeSpec = Callable[[int, int, Sequence[protocols.ActorSpec]], protocols.ActorSpec]
-"""(number, tensor-parallel degree, specs of the others, the trainer's last) to how an engine is made, on devices that
-those leave free."""
+"""Makes the spec of an engine, from (number, tensor-parallel degree, specs of the others with the trainer's last).
+
+The engine gets devices that the others leave free.
+"""
 
 
 def make(
     make_spec: MakeSpec, numbers: Iterator[int], degree: int, others: Sequence[protocols.ActorSpec]
 ) -> protocols.ActorSpec:
-    """The spec of the next engine whose name none of the others has."""
+    """Returns the spec of the next engine, with a name that no other engine has."""
     taken = {other.name for other in others}
     return next(spec for number in numbers if (spec := make_spec(number, degree, others)).name not in taken)
 
@@ -39,14 +41,14 @@ _PASSES = re.compile(
     r"|connection|timeout|timed out|address already in use|broken ?pipe",
     re.IGNORECASE,
 )
-"""Errors by what others do at the moment: the same start may succeed later."""
+"""Errors that other processes cause for a while, so that the same start may succeed later."""
 
 
 def exception_told(text: str) -> str:
-    """Returns the Python exception that an engine's error quotes, without paths; empty without one.
+    """Returns the Python exception in an engine's error, without paths; empty if a further start may succeed.
 
-    The error of a killed process quotes none: vLLM then says only that its initialization failed. A further start may
-    succeed. Nor is an exception told that passes by itself: others may give up memory, devices or ports.
+    The error of a killed process holds no exception: vLLM then says only that its initialization failed. Errors in
+    `_PASSES` count as none, because other processes may free memory, devices or ports.
     """
     found = re.search(r"\b\w*(?:Error|Exception): .+", " ".join(text.split()))
     if found is None or "Engine core initialization failed" in found[0] or _PASSES.search(found[0]):
@@ -55,28 +57,28 @@ def exception_told(text: str) -> str:
 
 
 class NoRoom(protocols.LibraError):
-    """A plan asks for an engine that no devices are left for, or none that share a host."""
+    """Raised if no devices, or none on one host, are free for an engine of a plan."""
 
 
 @dataclass
 class Engine:
-    """One rollout instance, over all its restarts.
+    """One rollout instance, across all its restarts.
 
     Attributes:
-      spec: how its actor is made.
-      hybrid: its devices also help to train: plans leave it alone.
+      spec: how to make its actor.
+      hybrid: True if its devices also train; plans leave such an engine alone.
       state: starting -> loaded (processes up, no useful weights) -> serving; asleep while its devices train; lost until
         restarted; dead for good; retired by a plan, and out of `Instances.engines`.
-      client: calls the engine's present life; None unless loaded, serving or asleep.
-      info: what it told when it started.
-      policy_version: version it serves; `NO_VERSION` before its first weights.
-      paused: decoding is frozen for a weight update.
-      restarts: times it was started again.
-      answered: event-loop seconds of its first token, since it came back to service if it has slept.
-      life: counts its starts, so that an error of an earlier life is not blamed on the present one.
-      answered_life: last life that brought a token.
-      fault: exception by which its last life ended before a token; empty where no exception was told.
-      repeats: the last two lives ended by the same exception before a token, so that a further start is useless.
+      client: calls the present process; None unless loaded, serving or asleep.
+      info: what the engine reported at its start.
+      policy_version: version of its weights; `NO_VERSION` before its first weights.
+      paused: True while decoding is frozen for a weight update.
+      restarts: number of restarts.
+      answered: event-loop time of its first token; after a sleep, of the first token since it serves again.
+      life: number of the present life, so that a late error of an earlier life is ignored.
+      answered_life: last life that produced a token.
+      fault: exception that ended its last life before a token; empty if the error held none.
+      repeats: True if the last two lives ended with the same exception before a token. A further start is then useless.
     """
 
     spec: protocols.ActorSpec
@@ -99,7 +101,7 @@ class Engine:
 
     @property
     def devices(self) -> int:
-        """How many it has, as far as that is known."""
+        """Number of its devices, as far as known."""
         return len(self.spec.devices) or (1 if self.info is None else self.info.tensor_parallel)
 
 
@@ -107,18 +109,18 @@ class Instances:
     """All rollout engines of a run.
 
     Attributes:
-      changed: called when other engines serve.
-      fewer: called when one was lost.
-      weights: a lock, held while engines are given weights, and while one is taken out to sleep.
+      changed: called after the set of serving engines has changed.
+      fewer: called after an engine was lost.
+      weights: lock held while engines receive weights, and while an engine is taken out to sleep.
 
     Args:
       config: the run's configuration (`rollout`, `deadlines`).
       cluster: makes and ends the actors.
-      specs: one entry an engine.
-      hybrid: names of those whose devices also help to train.
-      make_spec: makes engines that a plan adds; without it no plan can be followed.
-      recorder: told of starts and losses.
-      ending: told when no engine can ever serve again.
+      specs: one spec for each engine.
+      hybrid: names of the engines whose devices also train.
+      make_spec: makes engines that a plan adds. Without it, no plan can be followed.
+      recorder: gets starts and losses.
+      ending: ends the run if no engine can ever serve again.
     """
 
     def __init__(
@@ -139,7 +141,7 @@ class Instances:
         self._recorder = recorder
         self._ending = ending
         self.engines = {spec.name: Engine(spec, hybrid=spec.name in hybrid) for spec in specs}
-        self.losses = 0  # of the engines that plans are about
+        self.losses = 0  # losses of engines that are not hybrid
         self.changed: Callable[[], None] = lambda: None
         self._trainer = protocols.ActorSpec("trainer", "", {})
         self.weights = asyncio.Lock()
@@ -148,12 +150,12 @@ class Instances:
         self.load_weights: Callable[[Engine], Awaitable[None]] | None = None
 
     async def start(self) -> None:
-        """Starts every engine concurrently; one that dies while starting is restarted in the background."""
+        """Starts all engines concurrently. An engine that dies while starting is restarted in the background."""
         await deadlines.together(*(self._start(engine) for engine in self.engines.values()))
         self._ending.start(self._watch(), "engine health")
 
     def serving(self) -> list[protocols.Instance]:
-        """The instances that requests may be placed on."""
+        """Returns the instances on which requests may be placed."""
         return [
             protocols.Instance(engine.name, engine.info.tensor_parallel, engine.info.slots, engine.info.cache_tokens)
             for engine in self.engines.values()
@@ -162,23 +164,23 @@ class Instances:
 
     @property
     def settled(self) -> bool:
-        """No engine that plans are about is being started or stopped: a plan may be followed."""
+        """True if no engine is being started or stopped (hybrid engines aside), so that a plan may be followed."""
         return all(engine.state in ("serving", "dead") for engine in self.engines.values() if not engine.hybrid)
 
     @property
     def dead(self) -> bool:
-        """Some engine that plans are about has died for good."""
+        """True if an engine that is not hybrid has died for good."""
         return any(engine.state == "dead" for engine in self.engines.values() if not engine.hybrid)
 
     def loadable(self) -> list[Engine]:
-        """The engines that a weight update goes to."""
+        """Returns the engines that receive a weight update."""
         return [engine for engine in self.engines.values() if engine.state in ("loaded", "serving")]
 
     def serve(self, engines: Iterable[Engine]) -> None:
-        """These engines hold current weights: requests may go there from now on.
+        """Lets requests go to engines that now hold current weights.
 
-        Told once of all of them, because a scheduler takes up all instances anew each time: one by one, 2,560 engines
-        that start together would cost that 2,560 times.
+        One call serves all of them, because a scheduler rebuilds its instances at each change. One by one, 2,560
+        engines that start together would cost 2,560 rebuilds.
         """
         ready = [engine for engine in engines if engine.state == "loaded"]
         for engine in ready:
@@ -187,17 +189,18 @@ class Instances:
             self.changed()
 
     def lost(self, engine: Engine, life: int, error: BaseException) -> None:
-        """Takes an engine that failed in its life number `life` out of service and restarts it, while it may be."""
+        """Takes a failed engine out of service and restarts it if restarts are left. Ignores earlier lives."""
         if engine.life != life or engine.state in ("lost", "dead"):
             return
         engine.state = "lost"
         self.losses += not engine.hybrid
+        # A life that produced a token started well, so its end says nothing about the next start.
         fault = "" if engine.answered_life == engine.life else exception_told(str(error))
         engine.repeats, engine.fault = bool(fault) and fault == engine.fault, fault
         self._take_out(engine)
         self._recorder.status(engine.name, protocols.LOST)
         self.changed()
-        if self._ending.called:  # nothing asks for tokens any more
+        if self._ending.called:  # the run ends, so no request needs the engine
             return
         left = self._config.rollout.restarts - engine.restarts
         what_next = "its requests resume elsewhere" if self.serving() else "its requests wait"
@@ -210,10 +213,10 @@ class Instances:
         self._ending.start(self._restart(engine, error), f"restart {engine.name}")
 
     async def sleep(self, name: str) -> None:
-        """Takes a serving engine out of service and puts it to sleep; its requests go on elsewhere, or wait.
+        """Takes a serving engine out of service and puts it to sleep. Its requests resume elsewhere, or wait.
 
         Raises:
-          LibraError: it does not serve; or it failed to go to sleep, and counts as lost.
+          LibraError: the engine does not serve, or it failed to go to sleep and counts as lost.
         """
         engine = self.engines[name]
         with turns.queued():
@@ -223,10 +226,10 @@ class Instances:
                 raise protocols.WorkerLost(
                     f"engine {name} does not serve (it is {engine.state}) and cannot be put to sleep"
                 )
-            # Another life: what was asked of it before, a health check say, may fail now and means nothing.
+            # A new life, because calls still under way (a health check, for instance) may now fail without meaning.
             engine.state, engine.life, engine.policy_version = "asleep", engine.life + 1, protocols.NO_VERSION
         finally:
-            self.weights.release()  # no update goes to it any more: one that hangs holds up nobody's
+            self.weights.release()  # the engine gets no more updates, so a hanging sleep blocks nobody
         self.changed()
         self._recorder.status(name, "going to sleep")
         try:
@@ -238,11 +241,11 @@ class Instances:
         self._recorder.status(name, "asleep: its devices train")
 
     async def wake(self, name: str) -> None:
-        """Brings an engine that sleeps back to service, with current weights; one that died asleep is started again.
+        """Brings a sleeping engine back to service with current weights. If it died asleep, it is started again.
 
         Raises:
-          DeadlineMissed: it did not serve in time.
-          WorkerLost: it has died for good.
+          DeadlineMissed: the engine did not serve in time.
+          WorkerLost: the engine has died for good.
         """
         engine, seconds = self.engines[name], self._config.deadlines.transition
         if engine.state == "asleep":
@@ -268,24 +271,24 @@ class Instances:
             raise protocols.WorkerLost(f"Engine {name} has died for good.")
 
     async def follow(self, rollout: Sequence[protocols.PlannedBucket]) -> None:
-        """Makes the engines those of a plan: what it has no use for ends, and what it has more of is started.
+        """Changes the engines to those of a plan: stops surplus engines and starts missing ones.
 
-        Requests of engines that end go on elsewhere, or wait for those that are started. Engines that have died for
-        good are replaced, if the plan has use for their degree.
+        Requests of stopped engines resume elsewhere, or wait for new engines. Engines that have died for good are
+        replaced if the plan needs their degree.
 
         Raises:
-          ConfigError: there is nothing to make engines with.
-          NoRoom: one that the plan adds has no place; all are as they were.
+          ConfigError: the run was given no `make_spec`.
+          NoRoom: no devices are free for an added engine; nothing has changed.
         """
         if self._make_spec is None:
             raise protocols.ConfigError("a plan cannot be followed: this run was not told how further engines are made")
-        # An engine that is being started would come up unknown to all; each start has its own deadline.
+        # An engine in its start would come up unnoticed by the plan. Each start has its own deadline.
         while not self.settled:  # noqa: ASYNC110 (states change in many places)
             await asyncio.sleep(SETTLE_SECONDS)
         wanted = {bucket.tensor_parallel: bucket.count for bucket in rollout}
         kept: collections.Counter[int] = collections.Counter()
         retired = []
-        # A trainer that grows takes the devices next to its own, so the engines on those go first.
+        # A growing trainer takes the devices next to its own, so engines on these devices stop first.
         for engine in sorted(self.engines.values(), key=lambda engine: engine.spec.devices, reverse=True):
             if engine.hybrid:
                 continue
@@ -295,7 +298,7 @@ class Instances:
             else:
                 retired.append(engine)
         lacking = [degree for degree, count in wanted.items() for _ in range(count - kept[degree])]
-        specs = self._specs(lacking, retired)  # before anybody gives devices up for what has no place
+        specs = self._specs(lacking, retired)  # before any engine stops, so that NoRoom changes nothing
         for engine in retired:
             self._retire(engine)
         self.replanned(self.with_hybrid(rollout))
@@ -305,19 +308,22 @@ class Instances:
         await deadlines.together(*(self._start_and_load(engine) for engine in added))
 
     def await_first_token(self, name: str) -> None:
-        """Notes when the engine's next token comes, in `Engine.answered`."""
+        """Resets `Engine.answered`, which then records the engine's next token."""
         self.engines[name].answered = None
 
     def trainer_holds(self, devices: int) -> None:
-        """The first so many of the run's devices are the trainer's: engines that are added leave them free."""
+        """Reserves the run's first `devices` devices for the trainer. Added engines leave them free."""
         self._trainer = dataclasses.replace(self._trainer, devices=tuple(range(devices)))
 
     def on_devices(self, below: int) -> list[str]:
-        """Names of the engines that have one of the run's first `below` devices."""
+        """Returns the names of the engines on one of the run's first `below` devices."""
         return [name for name, engine in self.engines.items() if any(device < below for device in engine.spec.devices)]
 
     def with_hybrid(self, rollout: Sequence[protocols.PlannedBucket]) -> tuple[protocols.PlannedBucket, ...]:
-        """A plan's buckets, and one for each degree that only hybrid engines have: what the next wider serves."""
+        """Returns a plan's buckets, plus one bucket for each degree that only hybrid engines have.
+
+        An added bucket serves the lengths of the next wider bucket.
+        """
         buckets = {bucket.tensor_parallel: bucket for bucket in rollout}
         for engine in self.engines.values():
             if not engine.hybrid or engine.info is None or engine.info.tensor_parallel in buckets:
@@ -328,7 +334,7 @@ class Instances:
         return tuple(buckets[degree] for degree in sorted(buckets))
 
     def _specs(self, degrees: Sequence[int], retired: Sequence[Engine]) -> list[protocols.ActorSpec]:
-        """Of engines to be added, on devices that nobody has once others have retired."""
+        """Returns specs of engines to add, on devices that are free once `retired` engines have stopped."""
         assert self._make_spec is not None
         kept = [engine.spec for engine in self.engines.values() if engine not in retired]
         made: list[protocols.ActorSpec] = []
@@ -347,7 +353,7 @@ class Instances:
 
     @staticmethod
     def _take_out(engine: Engine) -> None:
-        """The engine's present life is over."""
+        """Ends the engine's present life: later errors of it are ignored."""
         engine.life += 1
         engine.client, engine.paused, engine.policy_version = None, False, protocols.NO_VERSION
 
@@ -409,6 +415,7 @@ class Instances:
         except protocols.LibraError as error:
             self.lost(engine, life, error)
             return
+        # A late answer of an earlier life must not set the status.
         if engine.life == life and "running" in health:
             running = f"{health['running']:.0f} requests running"
             loaded = engine.policy_version != protocols.NO_VERSION

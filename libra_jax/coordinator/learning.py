@@ -1,4 +1,4 @@
-"""Notices steps that have nothing to learn from, and says once what to look at."""
+"""Detects steps without anything to learn from, and notes the likely reason once."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Callable, Mapping
 from libra_jax import config as configuration
 
 PATIENCE = 3
-"""Steps in a row without anything to learn from, before the sentence."""
+"""Steps in a row without anything to learn from, before the note."""
 
 
 class Watch:
     """Looks at the metrics of each training step.
 
-    A step has nothing to learn from if no group has a gradient, if the gradient norm is 0, or if every rollout had the
-    same reward. Only steps of real trainers count: simulated ones report no gradient norm.
+    A step has nothing to learn from in three cases: no group has a gradient, the gradient norm is 0, or every rollout
+    had the same reward. Only steps of real trainers count, because simulated ones report no gradient norm.
 
     Args:
       config: the run's configuration (`algorithm`, `coordinator`).
-      note: takes a sentence for the person watching.
+      note: takes the note for the person watching.
     """
 
     def __init__(self, config: configuration.RunConfig, note: Callable[[str], None]) -> None:
@@ -28,7 +28,7 @@ class Watch:
         self._told = ""
 
     def look(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Takes the metrics of a step; after `PATIENCE` steps in a row without a gradient, says why, once a reason."""
+        """Checks a step's metrics. After `PATIENCE` useless steps in a row, notes the reason, once for each reason."""
         if not _nothing_to_learn(metrics):
             self._in_a_row = 0
             return
@@ -38,12 +38,12 @@ class Watch:
         reason, sentence = self._reason(metrics)
         if reason != self._told:
             self._told = reason
-            # A KL or an entropy term moves the weights, whatever the rewards are.
+            # A KL or entropy term moves the weights even if all rewards are equal.
             had = "learned from KL and entropy terms alone" if metrics["grad_norm"] else "had nothing to learn from"
             self._note(f"Steps {step - PATIENCE + 1} to {step} {had}: {sentence}")
 
     def _reason(self, metrics: Mapping[str, float]) -> tuple[str, str]:
-        """A name of the last step's reason, and the words for it."""
+        """Returns a short name of the last step's reason, and its sentence."""
         advantage, size = self._config.algorithm.advantage, self._config.coordinator.group_size
         if metrics["rollout/masked"] == 1:
             return "masked", (

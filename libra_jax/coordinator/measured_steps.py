@@ -1,4 +1,4 @@
-"""What training steps took while no worker changed sides: by this, workers are borrowed and released."""
+"""Measures training steps during which no worker switched. `borrowing` decides by these measurements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from libra_jax.coordinator import reports
 
 
 class Taken(NamedTuple):
-    """Seconds of a step: in all, of training, of waiting for its batch, and that rollout needs on the present slots."""
+    """Seconds of a step: in total, of training, of waiting for its batch, and of rollout on the present slots."""
 
     step: float
     train: float
@@ -19,11 +19,11 @@ class Taken(NamedTuple):
 
 
 class MeasuredSteps:
-    """The last steps under the present arrangement.
+    """The last steps under the present arrangement of workers.
 
     Args:
-      staleness: eta. Groups that were begun before a change are trained for as many steps after it, in which the
-        trainer need not wait for what rollout makes now; and long steps and short ones take turns.
+      staleness: the max staleness. After a change, the trainer still trains for this many steps on groups begun before
+        it, and does not wait for present rollout. Long and short steps also alternate.
     """
 
     def __init__(self, staleness: int) -> None:
@@ -32,35 +32,37 @@ class MeasuredSteps:
 
     @property
     def enough(self) -> bool:
-        """There have been enough of them to go by: one whose groups were all begun under the arrangement, at least."""
+        """True if enough steps were measured: the newest trained only on groups begun under the present arrangement."""
         return len(self._taken) == self._taken.maxlen
 
     @property
     def train_seconds(self) -> float | None:
-        """That the last one trained; None where there was none."""
+        """Training seconds of the last measured step; None if no step was measured."""
         return self._taken[-1].train if self._taken else None
 
     def forget(self) -> None:
-        """The arrangement is another."""
+        """Drops all measurements, because the arrangement has changed."""
+        # Steps under the former arrangement would distort the mean.
         self._taken.clear()
 
     def add(self, report: reports.StepReport, slots: int) -> None:
-        """A step ran undisturbed.
+        """Adds an undisturbed step.
 
         Args:
-          report: of the step.
-          slots: of all instances that served.
+          report: report of the step.
+          slots: slots of all instances that served.
         """
         times = report.times
         step = times.step - report.evaluation.get("evaluation/seconds", 0.0)
-        if self._synchronous:  # one stage waits for the other
+        if self._synchronous:  # synchronous: training and rollout wait for each other
             self._taken.append(Taken(step, times.train, times.rollout, times.rollout))
             return
+        # Slot seconds over slots: the seconds that rollout needs if every slot is always in use.
         busy = report.counts.stream_seconds / slots if slots else times.rollout
         self._taken.append(Taken(step, times.train, times.wait, busy))
 
     def mean(self) -> Taken:
-        """Of the last ones; nothing where there was none."""
+        """Returns the mean of the measured steps; all zero if none was measured."""
         if not self._taken:
             return Taken(0.0, 0.0, 0.0, 0.0)
         return Taken(*map(statistics.fmean, zip(*self._taken, strict=True)))

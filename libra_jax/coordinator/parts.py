@@ -1,4 +1,4 @@
-"""What a run's coordinator is made of, wired up once its workers are there."""
+"""Wires up the parts of a run's coordinator once its workers are up."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from libra_jax.weights import sync
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts, from tokens to checkpoints.
+    """The parts of a run.
 
     Attributes:
       trainer: trains.
       dispatcher: places requests on instances.
-      runner: runs attempts.
-      groups: those in flight and those that are done.
-      batches: what the steps to come train on.
-      publisher: brings each version to the engines.
+      runner: runs rollouts.
+      groups: groups in flight and finished groups.
+      batches: selects the batches of coming steps.
+      publisher: syncs the weights of each version to the engines.
       saver: writes and reads checkpoints.
-      elastic: who trains and who rolls out.
+      elastic: switches hybrid workers and follows plans.
       resizing: changes the trainer's mesh.
       recovery: restarts a lost trainer.
     """
@@ -65,7 +65,7 @@ def wire(
     ending: failure.Ending,
     state: Callable[[], dict[str, Any]],
 ) -> Parts:
-    """Makes the parts of a run, inside the event loop they serve.
+    """Makes the parts of a run. Call it inside the event loop that they serve.
 
     Args:
       run: the run's surroundings.
@@ -126,6 +126,7 @@ def wire(
         make_trajectory=agent.make_trajectory,
         note=recorder.note,
     )
+    # Groups and batches call each other; the lambda resolves `batches` after both exist.
     groups = groups_lib.Groups(
         config, runner=runner, recorder=recorder, ending=ending, settled=lambda: batches.settled()
     )
@@ -152,6 +153,7 @@ def wire(
         ending=ending,
     )
 
+    # An engine may come up while the trainer is being restarted, and then waits for the restart.
     async def load_weights(engine: instances.Engine) -> None:
         await recovery.through(lambda: publisher.catch_up(engine))
 

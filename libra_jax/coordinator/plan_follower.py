@@ -1,7 +1,7 @@
-"""Plans in a run: the planner is asked after each training step, and what it decides is carried out in the background.
+"""Follows plans in a run: asks the planner after each training step, and moves to its plan in the background.
 
-Nothing is lost on the way: requests of instances that end go on elsewhere from their tokens, or wait for those that are
-started; the trainer goes on meanwhile, save while its own mesh changes.
+A move loses nothing. Requests of stopped instances resume elsewhere from their tokens, or wait for started instances.
+The trainer continues meanwhile, except while its own mesh changes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from libra_jax.trainer_control import resize
 
 
 class Planner(Protocol):
-    """Decides (`planning.planner.GlobalPlanner`)."""
+    """Decides on plans (`planning.planner.GlobalPlanner`)."""
 
     @property
     def plan(self) -> protocols.Plan:
@@ -28,7 +28,7 @@ class Planner(Protocol):
 
     @property
     def calibrated(self) -> bool:
-        """Its times come from what was measured, not from a hardware sheet alone."""
+        """True if the planner's times are measured, not taken from a hardware sheet alone."""
         ...
 
     def after(
@@ -39,31 +39,31 @@ class Planner(Protocol):
         *,
         may_move: bool = True,
     ) -> tuple[replanning.Decision[protocols.Plan] | None, dict[str, float]]:
-        """The decision after a training step, if there was a look, and its metrics; `plan` is what to do now."""
+        """Returns the decision after a training step (None without a look) and its metrics. Updates `plan`."""
         ...
 
     def refuse(self, plan: protocols.Plan) -> None:
-        """What it decided last could not be carried out: this is the plan in force."""
+        """Rejects the last decision, which could not be carried out. `plan` becomes the plan in force."""
         ...
 
     def snapshot(self) -> Mapping[str, Any]:
-        """What to keep across a restart; JSON-able."""
+        """Returns the state to keep across a restart; JSON-able."""
         ...
 
     def restore(self, snapshot: Mapping[str, Any]) -> None: ...
 
 
 class PlanFollower:
-    """Asks the planner and does what it says. Made inside the event loop it serves.
+    """Asks the planner and carries out its decisions. Create it inside the event loop that it serves.
 
     Args:
       config: the run's configuration (`deadlines`).
-      planner: decides.
+      planner: decides on plans.
       engines: the rollout instances.
-      dispatcher: serves their requests.
+      dispatcher: dispatches requests to the instances.
       resizing: changes the trainer's mesh.
       recorder: gets each decision, and a span for each move.
-      ending: ends with a move under way.
+      ending: runs a move in the background, and cancels it at the run's end.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class PlanFollower:
         self._failed = ""
 
     def begin(self) -> None:
-        """The plan in force is a checkpoint's: its instances have been started, and the trainer's mesh follows."""
+        """Adopts a checkpoint's plan: its instances have been started, and the trainer's mesh follows."""
         plan = self._planner.plan
         self._dispatcher.replan(self._engines.with_hybrid(plan.rollout))
         self._engines.trainer_holds(plan.train_devices)
@@ -101,26 +101,27 @@ class PlanFollower:
             self._move = self._ending.start(self._take_up(plan), "going on with a plan's mesh")
 
     def disturb(self) -> None:
-        """Something else touches the step under way, so that it says nothing of those to come."""
+        """Marks the step under way as no prediction of later steps."""
         self._disturbed = True
 
     def after(self, step: int, report: reports.StepReport) -> Mapping[str, float]:
-        """Asks the planner; returns the step's metrics of the plan.
+        """Asks the planner after a step. Returns the step's metrics of the plan.
 
-        Nothing is decided while a move is under way, and nothing in a run that is to end. What the planner cannot make
-        a plan for is said once, and leaves everything as it is.
+        Nothing is decided during a move or in a run that is to end. If the planner cannot make a plan, its reason is
+        noted once and the layout stays.
         """
         if self._ending.called or step >= self._steps:
             return {}
         moving = self._moving()
         times = report.times
         step_seconds = times.step - report.evaluation.get("evaluation/seconds", 0.0)
-        lost = self._engines.losses - self._losses  # told again until the planner may act on it
+        lost = self._engines.losses - self._losses  # reported until the planner may act on the loss
         measured = replanning.Measured(
             step=step_seconds,
             train=times.train,
             sync=times.sync,
-            # Groups begin when weights are out, before an evaluation and a checkpoint, during which nobody waits yet.
+            # Groups begin right after the weight sync, before an evaluation and a checkpoint, during which nobody waits
+            # for them.
             wait=times.rollout if self._synchronous else times.wait,
             waiting=report.counts.waited_seconds / step_seconds if step_seconds > 0 else 0.0,
             slots=sum(instance.slots for instance in self._engines.serving()),
@@ -162,12 +163,16 @@ class PlanFollower:
         self._move = self._ending.start(self._carry_out(before, plan), "moving to a new plan")
 
     async def _carry_out(self, before: protocols.Plan, plan: protocols.Plan) -> None:
-        """Who gives devices goes first; what a trainer that grows needs is compiled before engines give theirs up."""
+        """Moves from one plan to another. Devices are freed before they are taken.
+
+        A growing trainer compiles its programs before engines free their devices.
+        """
         begin = asyncio.get_running_loop().time()
         grows = plan.train_devices > before.train_devices
         handle = None
         try:
             if _mesh(plan) != self._resizing.sizes:
+                # With `hold`, a growing trainer waits until the engines have left its new devices.
                 handle = self._resizing.resize(_mesh(plan), "a plan", hold=grows)
         except protocols.ConfigError as error:
             self._stay(before, str(error))
@@ -184,6 +189,7 @@ class PlanFollower:
                 if occupants := self._engines.on_devices(plan.train_devices):
                     handle.cancel(f"{', '.join(occupants)} still roll out on its devices")
                 handle.go()
+                # The engines have moved: if the mesh fails now, only the mesh stays as before.
                 before = dataclasses.replace(before, rollout=plan.rollout)
                 await handle.done
         except instances.NoRoom as error:
@@ -193,7 +199,7 @@ class PlanFollower:
             return
         except protocols.LibraError as error:
             if handle is None or not handle.done.done() or handle.done.exception() is not error:
-                raise  # of the engines
+                raise  # an error of the engines, not of the resize
             self._stay(before, "as far as the trainer's mesh goes")
             return
         end = asyncio.get_running_loop().time()
@@ -210,7 +216,7 @@ class PlanFollower:
         return dataclasses.replace(plan, data=present.data, fsdp=present.fsdp, tensor=present.tensor)
 
     def _stay(self, plan: protocols.Plan, why: str) -> None:
-        """What was decided could not be carried out: this is the plan in force."""
+        """Keeps `plan` in force, because the decision could not be carried out."""
         self._followed = plan
         self._engines.trainer_holds(plan.train_devices)
         self._planner.refuse(plan)

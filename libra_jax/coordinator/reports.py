@@ -1,4 +1,4 @@
-"""What a training step reports: its metrics and its lines of the trace."""
+"""Builds the report of a training step: its metrics and its lines of the trace."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from libra_jax import protocols
 from libra_jax.coordinator import dispatch, routing
 
 MOST_TOOLS = 16
-"""Tools whose calls a step reports apart."""
+"""Number of tools that a step reports one by one."""
 
 OTHER_TOOLS = "(other)"
 
 
 @dataclass
 class StepTimes:
-    """Seconds of one training step, and of what came with it, on the event loop's clock.
+    """Seconds of one training step and its accompanying work, on the event loop's clock.
 
     Attributes:
-      step: from the end of the step before to the end of this one, an evaluation after it included.
-      rollout: in which at least one group ran.
-      wait: the trainer waited for its batch.
-      train: the trainer's step.
-      sync: publication of the new weights.
-      checkpoint: spent in checkpoints since the step before.
+      step: seconds from the end of the step before to the end of this step, including an evaluation after it.
+      rollout: seconds in which at least one group ran.
+      wait: seconds in which the trainer waited for its batch.
+      train: seconds of the trainer's step.
+      sync: seconds of the weight sync.
+      checkpoint: seconds spent on checkpoints since the step before.
     """
 
     step: float = 0.0
@@ -41,20 +41,20 @@ class StepTimes:
 
 @dataclass
 class StepReport:
-    """Everything known about one training step.
+    """All measurements of one training step.
 
     Attributes:
       version: the version that trained.
-      groups: what it trained on.
+      groups: groups of the batch.
       trainer: the trainer's own metrics.
-      counts: what the dispatcher did since the step before.
-      routing: what its decisions came to, likewise.
-      replaced: groups replaced since the step before, by reason.
-      replaced_tokens: tokens generated in them.
+      counts: counts of the dispatcher since the step before.
+      routing: counts of routing since the step before.
+      replaced: number of groups replaced since the step before, by reason.
+      replaced_tokens: tokens generated in replaced groups.
       task: says which rollouts the trainer masks (`TaskConfig.masks`).
-      voids: attempts that a crash of the environment voided since the step before, by prompt.
-      evaluation: what the evaluation after the step reported, if there was one.
-      plan: what the planner had predicted, if there is one.
+      voids: number of rollouts that a crash of the environment voided since the step before, by prompt.
+      evaluation: metrics of the evaluation after the step, if it took place.
+      plan: the planner's metrics, including its prediction of the step; empty without a planner.
     """
 
     version: int
@@ -71,7 +71,7 @@ class StepReport:
     plan: Mapping[str, float] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
-        """The step's scalars. `policy_version` is the version that the step made, and that was evaluated after it."""
+        """Returns the step's scalars. `policy_version` is the version that the step produced."""
         trajectories = [trajectory for group in self.groups for trajectory in group.trajectories]
         rewards = rewards_of(trajectories)
         staleness = [self.version - group.dispatch_version for group in self.groups]
@@ -113,7 +113,7 @@ class StepReport:
         }
 
     def trace(self) -> list[dict[str, Any]]:
-        """One record of `trace.jsonl` for each trajectory."""
+        """Returns one record of `trace.jsonl` for each trajectory."""
         return [
             trace_record(trajectory, group, self.version + 1)
             for group in self.groups
@@ -122,18 +122,18 @@ class StepReport:
 
 
 def rewards_of(trajectories: Iterable[protocols.Trajectory]) -> list[float]:
-    """Rewards of finished attempts."""
+    """Returns the rewards of finished rollouts."""
     return [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
 
 
 def _finishes(trajectories: Sequence[protocols.Trajectory]) -> dict[str, float]:
-    """The share of attempts that ended so, for each way to end."""
+    """Returns the share of rollouts for each way to end."""
     counts = collections.Counter(trajectory.finish for trajectory in trajectories)
     return {name: counts[name] / len(trajectories) for name in protocols.FINISHES}
 
 
 def mean_metrics(trajectories: Iterable[protocols.Trajectory]) -> dict[str, float]:
-    """Mean of each number the attempts reported, over those that reported it: `agent/...`, and `reward.../...`."""
+    """Returns the mean of each metric over the rollouts that reported it: `agent/...`, and `reward.../...`."""
     values: dict[str, list[float]] = collections.defaultdict(list)
     for trajectory in trajectories:
         for name, value in trajectory.metrics.items():
@@ -146,10 +146,10 @@ def _of_reward(name: str) -> bool:
 
 
 def tool_metrics(trajectories: Iterable[protocols.Trajectory]) -> dict[str, float]:
-    """Of each tool `calls`, `failures` and `timeouts`, and means of its `seconds` and `payload_tokens` a call.
+    """Returns `calls`, `failures`, `timeouts`, and the mean `seconds` and `payload_tokens` of a call, for each tool.
 
-    They are `tool/<name>/...`. Beyond the `MOST_TOOLS` most called, tools are counted together as `OTHER_TOOLS`: what a
-    policy calls at once is a name of its own, and there may be any number of those.
+    Metrics are named `tool/<name>/...`. All but the `MOST_TOOLS` most called tools are counted together as
+    `OTHER_TOOLS`. A policy may invent any number of tool names, and each name would be a metric of its own.
     """
     calls: dict[str, list[protocols.Turn]] = collections.defaultdict(list)
     for trajectory in trajectories:
@@ -172,7 +172,7 @@ def tool_metrics(trajectories: Iterable[protocols.Trajectory]) -> dict[str, floa
 
 
 def trace_record(trajectory: protocols.Trajectory, group: protocols.Group, step: int) -> dict[str, Any]:
-    """A trajectory as the simulator replays it; `policy_version` is that of its group's first dispatch."""
+    """Returns a trajectory's record for the simulator. `policy_version` is that of its group's first dispatch."""
     return {
         "trajectory_id": trajectory.trajectory_id,
         "prompt_id": trajectory.prompt_id,

@@ -1,4 +1,4 @@
-"""Requests on their way: a trajectory that asks for tokens, and the engine's stream that brings them."""
+"""Holds requests in progress: a trajectory that asks for tokens, and the engine's stream that delivers tokens."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from libra_jax.coordinator import instances, routing
 
 @dataclass
 class Stream:
-    """One engine's answer to one request, while it streams.
+    """One engine's answer to one request, while the answer streams.
 
-    `broken` ends it: when the pump has ended, or early, with the error that befell it, or with None when the request
-    was moved or displaced.
+    `broken` ends the stream. It resolves after the pump has ended, or early: with the stream's error, or with None if
+    the request was moved or displaced.
     """
 
     engine: instances.Engine
@@ -28,12 +28,12 @@ class Stream:
     finish: protocols.FinishReason | None = None
 
     def end(self, error: BaseException | None = None) -> None:
-        """Ends it, if it has not ended."""
+        """Ends the stream, if it has not ended."""
         if not self.broken.done():
             self.broken.set_result(error)
 
     def pumped(self, pump: asyncio.Future[None]) -> None:
-        """Whatever it brought has come."""
+        """Ends the stream once its pump is done and every token has arrived."""
         self.end()
 
 
@@ -44,25 +44,26 @@ class Request:
     trajectory: protocols.Trajectory
     group_id: int
     generated: int
-    instance: str = ""  # empty while it waits or is away
-    waits: bool = False  # it asks for tokens and has no instance
-    waits_since: float = 0.0  # what was before has been counted
-    passed_over_since: float | None = None  # it waits, and some slot has been free since then
+    instance: str = ""  # empty while the request waits or its tool runs
+    waits: bool = False  # the request asks for tokens and has no instance
+    waits_since: float = 0.0  # start of the wait not yet in the counts
+    passed_over_since: float | None = None  # start of a wait during which some slot was always free
     placed: asyncio.Event = field(default_factory=asyncio.Event)
     stream: Stream | None = None
-    heard: Callable[[], None] | None = None  # to be called when tokens have come
+    heard: Callable[[], None] | None = None  # callback for new tokens
     route: routing.Route = field(default_factory=routing.Route)
     failures: int = 0
     away_since: float = 0.0
 
     @property
     def name(self) -> str:
-        """The trajectory's."""
+        """Name of the request: the trajectory's id."""
         return self.trajectory.trajectory_id
 
     def displace(self) -> None:
-        """Its place is gone: the stream ends, and the next one waits for a placement."""
+        """Takes the request off its instance: its stream ends, and the next one waits for a placement."""
         self.instance = ""
+        # Cleared before the stream ends: `sample` looks at it next.
         self.placed.clear()
         if self.stream is not None:
             self.stream.end()

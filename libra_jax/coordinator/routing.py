@@ -1,6 +1,6 @@
 """What routing did: moves between instances, their cost, and whether the first decision named the right bucket.
 
-Measured where requests are dispatched, so a simulated run and a real one report the same numbers.
+The counts are taken where requests are dispatched, so a simulated run and a real run report the same numbers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from libra_jax.scheduling import buckets
 
 @dataclass
 class Route:
-    """Where a request has been.
+    """The instances that served a request.
 
     Attributes:
       streams: instances asked for its tokens so far, one after the other.
@@ -38,29 +38,29 @@ class Route:
 
 @dataclass
 class Waits:
-    """Seconds from asking an instance for tokens to its first ones, in sum and in number."""
+    """Waits from asking an instance for tokens to its first token: total seconds, and their number."""
 
     seconds: float = 0.0
     count: int = 0
 
     def add(self, seconds: float) -> None:
-        """One more wait."""
+        """Adds a wait."""
         self.seconds += seconds
         self.count += 1
 
 
 @dataclass
 class RoutingCounts:
-    """Routing since it was last asked about.
+    """Counts of routing since they were last taken.
 
     Attributes:
-      moves: requests that began to be served by another instance than before.
-      moved_tokens: context tokens of those requests, whose keys and values the new instance did not have.
-      transferred: moves whose keys and values the instance before kept for the new one, instead of a second prefill.
-      judged: finished attempts whose first tool return was followed by a decision.
-      right: of these, those whose decision named the bucket that their true remaining length asked for.
-      moved: waits for first tokens of requests that moved: the new instance prefills or fetches their context first.
-      stayed: those of requests that went on where they were, whose context the prefix cache may hold.
+      moves: requests that moved to another instance.
+      moved_tokens: context tokens of moved requests, whose keys and values the new instance lacked.
+      transferred: moves whose keys and values came from the previous instance, instead of a second prefill.
+      judged: finished rollouts with a decision after their first tool return.
+      right: judged rollouts whose decision named the bucket of their true remaining length.
+      moved: waits for first tokens after a move: the new instance first prefills or fetches the context.
+      stayed: waits for first tokens without a move: the prefix cache may hold the context.
     """
 
     moves: int = 0
@@ -72,12 +72,12 @@ class RoutingCounts:
     stayed: Waits = field(default_factory=Waits)
 
     def metrics(self) -> dict[str, float]:
-        """A training step's numbers; those that are means only where there was anything.
+        """Returns a training step's numbers. A mean appears only if it has a value.
 
-        `routing/move_seconds` is the mean time from asking the new instance for tokens to its first ones: the prefill
-        of the whole context, and what the instance does besides. So it bounds what a move costs from above.
-        `routing/stay_seconds` is the same without a move, for comparison: requests move to where there is room, so
-        they may well wait for less than those that stay in a crowd.
+        `routing/move_seconds` is the mean time from asking the new instance for tokens to its first token. This time
+        holds the prefill of the whole context and the instance's other work, so it is an upper bound of a move's cost.
+        `routing/stay_seconds` is the same time without a move, for comparison. Requests move to instances with room, so
+        moved requests may wait for less than requests that stay in a crowd.
         """
         values = {"routing/moves": float(self.moves), "routing/moved_tokens": float(self.moved_tokens)}
         if self.transferred:
@@ -92,31 +92,31 @@ class RoutingCounts:
 
 
 class Routing:
-    """Watches decisions and streams.
+    """Counts the scheduler's decisions and their streams.
 
     Args:
       config: the run's configuration (`scheduler.max_remaining_tokens`, `rollout.tensor_parallel`).
     """
 
     def __init__(self, config: configuration.RunConfig) -> None:
-        # All degrees of the layout: with an instance lost or late, there are still as many buckets to be right about.
+        # All degrees of the layout: if an instance is lost or late, the number of possible buckets stays the same.
         self._levels = buckets.Levels(config.scheduler.max_remaining_tokens, config.rollout.tensor_parallel)
         self._degrees: dict[str, int] = {}
         self._plans = 0
         self.counts = RoutingCounts()
 
     def instances(self, serving: Sequence[protocols.Instance]) -> None:
-        """The instances that requests may be placed on now."""
+        """Takes the instances on which requests may be placed now."""
         self._levels.learn(serving)
         self._degrees.update((instance.name, instance.tensor_parallel) for instance in serving)
 
     def replan(self, rollout: Sequence[protocols.PlannedBucket]) -> None:
-        """What is right goes by these buckets from now on; decisions made before are judged by no bucket."""
+        """Judges later decisions by a plan's buckets. Earlier decisions are not judged."""
         self._levels = buckets.Levels.planned(rollout)
         self._plans += 1
 
     def returned(self, route: Route, generated: int) -> None:
-        """A tool has returned; its decision follows."""
+        """Notes the length at the first tool return; a decision follows."""
         if route.asked_at is None:
             route.asked_at = generated
 
@@ -146,12 +146,13 @@ class Routing:
             (self.counts.stayed if route.move is None else self.counts.moved).add(seconds)
 
     def finished(self, route: Route, generated: int) -> None:
-        """The attempt has come to its own end, with so many tokens generated."""
+        """Judges the decision of a completed rollout, by the tokens it generated in total."""
+        # Buckets of another plan have other bounds, so decisions under it are not judged.
         if route.level is not None and route.asked_at is not None and route.plan == self._plans:
             self.counts.judged += 1
             self.counts.right += route.level == self._levels.of_length(generated - route.asked_at)
 
     def take_counts(self) -> RoutingCounts:
-        """Counts since the last call."""
+        """Returns the counts since the last call, and starts new ones."""
         counts, self.counts = self.counts, RoutingCounts()
         return counts

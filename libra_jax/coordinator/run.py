@@ -1,6 +1,6 @@
-"""The run: rollout, training, publication, evaluation and checkpoints in one loop, synchronous and asynchronous alike.
+"""Runs rollout, training, weight sync, evaluation and checkpoints in one loop, synchronous and asynchronous alike.
 
-Time is the running event loop's alone, because the simulator runs this same object on a virtual clock.
+All times come from the running event loop, because the simulator runs this same code on a virtual clock.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from libra_jax.coordinator import context as context_lib
 from libra_jax.trainer_control import handover
 
 OLDER = "verify older checkpoints"
-"""Name of the task that does so."""
+"""Name of the background task that verifies older checkpoints."""
 
 
 @dataclass
 class RunSummary:
-    """How a run went.
+    """The result of a run.
 
     Attributes:
-      steps: training steps taken, those before a resume included.
-      policy_version: the version trained last.
-      trained: groups trained.
-      replaced: groups replaced, by reason.
+      steps: training steps taken, including those before a resume.
+      policy_version: version trained last.
+      trained: number of groups trained.
+      replaced: number of groups replaced, by reason.
       rewards: mean reward of each step of this session, by step.
       accuracies: held-out accuracy of each evaluation of this session, by version.
-      stopped: a person or a scheduler stopped it before its last step.
-      terminated: it was a scheduler, with SIGTERM: given again, the command goes on.
-      sentence: what to tell that person.
+      stopped: True if a person or a scheduler stopped the run before its last step.
+      terminated: True if a scheduler stopped it with SIGTERM. The same command then continues the run.
+      sentence: summary for the person who runs it.
     """
 
     steps: int = 0
@@ -97,10 +97,10 @@ class Coordinator:
             config, tasks=demonstrated, demonstrator=agent.demonstrator, tokenizer=agent.tokenizer
         )
         self._summary = RunSummary()
-        self._ready = False  # workers are up, and a checkpoint has been restored if there was one
+        self._ready = False  # workers are up, and the checkpoint, if any, has been restored
         self._step = 0  # training steps taken, which is also the trainer's version
         self._evaluated = protocols.NO_VERSION  # the version evaluated last
-        self._compiled = False  # the trainer has taken a training step in this start of the run
+        self._compiled = False  # True after this start's first training step, which compiles the programs
         self._reported: collections.Counter[str] = collections.Counter()
         self._reported_tokens = 0
         self._learning = learning.Watch(config, recorder.note)
@@ -110,13 +110,14 @@ class Coordinator:
     async def run(self, at_signal: signals.AtOnce = lambda _: None) -> RunSummary:
         """Trains from the newest checkpoint, or from the start, to the last step, and closes everything it opened.
 
-        SIGINT stops it after the training step under way, with a checkpoint; SIGTERM within `deadlines.grace`.
+        SIGINT stops the run after the training step under way, with a checkpoint. SIGTERM does so within
+        `deadlines.grace`.
 
         Args:
           at_signal: is told of SIGINT and SIGTERM at once.
 
         Raises:
-          LibraError: what ended the run, in one sentence.
+          LibraError: the error that ended the run, in one sentence.
         """
         self._loop = asyncio.get_running_loop()
         self._ending = failure.Ending()
@@ -127,7 +128,7 @@ class Coordinator:
             recorder=self._recorder,
             give_up_step=self._give_up_step,
         )
-        self._remove_snapshot()  # of a run that was killed
+        self._remove_snapshot()  # a killed run may have left one
         found = await deadlines.within(
             self._config.deadlines.checkpoint,
             deadlines.off_loop(checkpoint_store.find, self._workdir),
@@ -140,6 +141,7 @@ class Coordinator:
             self._recorder.note(sentence)
         if newest >= 0:
             self._recorder.note(found.sentence())
+        # All steps are taken and exported: no worker needs to start.
         if newest >= self._config.steps and (
             self._context.export is None or checkpoints.is_exported(self._workdir, newest, self._context.export)
         ):
@@ -159,19 +161,19 @@ class Coordinator:
         return self._summary
 
     async def _verify_older(self, before: int) -> None:
-        """Verifies, beside the run, the checkpoints that it would fall back to."""
+        """Verifies older checkpoints in the background, to which the run would fall back."""
         with contextlib.suppress(OSError, protocols.DataError):  # they may be removed meanwhile
             for sentence in await deadlines.off_loop(checkpoint_store.damaged, self._workdir, before):
                 self._recorder.note(sentence)
 
     async def _give_up_step(self) -> None:
-        if self._parts.recovery.under_way:  # it takes steps again, without which there is no checkpoint
+        if self._parts.recovery.under_way:  # recovery repeats lost steps, and no checkpoint is possible without them
             return
-        with contextlib.suppress(protocols.TrainerLost):  # it takes none
+        with contextlib.suppress(protocols.TrainerLost):  # a lost trainer is in no step
             await self._parts.trainer.give_up_step()
 
     def request_stop(self) -> None:
-        """Stops the run after the training step under way, with a checkpoint; what Ctrl-C does."""
+        """Stops the run after the training step under way, with a checkpoint, as Ctrl-C does."""
         self._stopping.request()
 
     async def _run(self, newest: checkpoint_store.Stored | None, catch_again: Callable[[], None]) -> None:
@@ -195,6 +197,7 @@ class Coordinator:
             self._parts.recovery.watch()
             if replanned:
                 self._parts.elastic.take_up_plan()
+            # From here on a stop can save a checkpoint.
             self._ready = True
             await self._open()
             while self._step < self._config.steps:
@@ -207,7 +210,7 @@ class Coordinator:
             await self._stop()
 
     async def _restore(self, stored: checkpoint_store.Stored) -> None:
-        """Takes up a checkpoint. Groups that were in flight go on; they get tokens once weights are published."""
+        """Restores a checkpoint. Groups that were in flight resume; they get tokens after the first weight sync."""
         state, step = await self._parts.recovery.through(lambda: self._parts.saver.restore(stored)), stored.step
         self._recorder.note(f"Going on from the checkpoint at step {step}.")
         steps, schedule = self._config.steps, self._config.optimizer.schedule
@@ -223,10 +226,11 @@ class Coordinator:
         self._scheduler.restore(state["scheduler"])
         self._parts.elastic.restore(state.get("hybrid"))
         self._parts.groups.restore(state["groups"])
+        # The steps before the restart have reported these replacements.
         self._reported, self._reported_tokens = self._parts.groups.replaced.copy(), self._parts.groups.replaced_tokens
 
     def _state(self) -> dict[str, Any]:
-        """The coordinator's part of a checkpoint."""
+        """Returns the coordinator's part of a checkpoint."""
         return {
             "step": self._step,
             "planned_steps": self._config.steps,
@@ -241,7 +245,7 @@ class Coordinator:
         }
 
     async def _open(self) -> None:
-        """Warm-starts what has not been, publishes the policy, and evaluates it unless that has been done."""
+        """Finishes the warm start, syncs the weights, and evaluates the policy if no evaluation has been made."""
         name, begin = self._trainer_name, self._loop.time()
         report = await self._warm_start.run(
             self._take_warm_start_step, self._ending, lambda text: self._recorder.status(name, text)
@@ -269,10 +273,12 @@ class Coordinator:
 
     async def _train_one_step(self) -> None:
         times, waiting_since = reports.StepTimes(), self._loop.time()
+        # A stop during the wait loses nothing: the groups stay with `groups`.
         batch = await self._ending.race(self._parts.batches.next())
         begin, before = self._loop.time(), self._parts.recovery.seconds
         times.wait = begin - waiting_since
         metrics = await self._train_unless_stopped(batch)
+        # A restart of the trainer within the step is reported as recovery, not as training time.
         times.train = self._loop.time() - begin - (self._parts.recovery.seconds - before)
         report = reports.StepReport(self._step - 1, batch, metrics, times, task=self._config.task)
         try:
@@ -284,7 +290,7 @@ class Coordinator:
         self._ending.check()
 
     async def _train_unless_stopped(self, batch: tuple[protocols.Group, ...]) -> Mapping[str, float]:
-        """Takes the step; a person's stop waits for its end, a scheduler's has it given up where there is no time."""
+        """Takes the step. A person's stop waits for its end. A scheduler's stop aborts it if time runs out."""
         self._stopping.in_step = True
         try:
             return await self._ending.race(self._parts.recovery.through(lambda: self._train(batch)), through_stop=True)
@@ -300,7 +306,8 @@ class Coordinator:
         name, begin = self._trainer_name, self._loop.time()
         async with self._parts.trainer.lock:
             await self._parts.elastic.before_step(self._step)
-            if not self._stopping.seconds_until(stopping.STEP):  # who was to give it up has been made anew meanwhile
+            # The trainer that was to abort the step has been restarted meanwhile.
+            if not self._stopping.seconds_until(stopping.STEP):
                 raise protocols.StepGivenUp("a scheduler leaves no time for the step")
             # The trainer compiles its programs in the first step that it takes in this process.
             compiling = "" if self._compiled else ", compiling its programs first"
@@ -309,6 +316,8 @@ class Coordinator:
             metrics = await self._parts.elastic.take_step(taken)
             self._parts.recovery.trained(taken)
             self._compiled = True
+            # Still under the trainer's lock, so that an engine that catches up asks for the version that the trainer
+            # holds.
             self._step += 1
             self._parts.publisher.version = self._step
         self._parts.groups.trained += len(batch)
@@ -406,8 +415,9 @@ class Coordinator:
         self._recorder.note(sentence)
 
     async def _close(self) -> None:
-        """Ends everything, whatever state it is in; what fails here is noted and hides nothing."""
+        """Ends everything in any state. A failure in here is noted and hides no earlier error."""
         self._stopping.close()
+        # After SIGTERM, SIGKILL follows at the end of the grace, so no shutdown may take longer.
         limit = min(self._config.deadlines.shutdown, self._stopping.seconds_until(1.0))
         if self._ready:
             try:
@@ -417,7 +427,7 @@ class Coordinator:
                 self._recorder.note(f"Not everything ended cleanly: {error}")
         await self._ending.cancel_background(limit)
         await self._workers.shut_down(max(1.0, self._stopping.seconds_until(1.0)))
-        self._remove_snapshot()  # nobody writes it any more
+        self._remove_snapshot()  # no process writes it any more
 
     def _remove_snapshot(self) -> None:
         if self._epoch is None or self._epoch.may_write():

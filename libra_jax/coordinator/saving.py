@@ -1,8 +1,8 @@
-"""When a checkpoint is taken: the trainer saves while the run goes on, and the manifest follows at the next step.
+"""Takes checkpoints: the trainer saves while the run continues, and the manifest follows at the next step.
 
-One that the disk does not take is noted and removed, the last good one stays, and the next is tried when it is due: a
-full disk costs no run that somebody makes room for. Only the last one, which ends a run, has to succeed.
-Several processes of a trainer write together and wait for each other: where one of them fails, the run ends.
+If the disk refuses a checkpoint, it is noted and removed, the last good one stays, and the next is tried when due. So a
+full disk costs no run if somebody makes room. Only the last checkpoint, which ends a run, has to succeed. Several
+processes of a trainer write together and wait for each other: if one of them fails, the run ends.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Saver:
       config: the run's configuration (`checkpoint`, `deadlines.checkpoint`).
       trainer: saves and restores its state.
       workdir: the run's folder.
-      recorder: gets a span for each checkpoint, and is told of those that fail.
+      recorder: gets a span for each checkpoint, and a note for each failed one.
       events: gets a CheckpointCommitted for each checkpoint that counts.
-      state: the coordinator's part, as it is when called.
-      epoch: the run's own; None: it has none.
+      state: returns the coordinator's part of a checkpoint, as of the call.
+      epoch: the run's fencing token. None disables fencing.
     """
 
     def __init__(
@@ -51,18 +51,18 @@ class Saver:
         self._events = events
         self._state = state
         self._pending: int | None = None
-        self._held: list[int] = []  # the progress that the newest checkpoint, restored or begun, holds
-        self._durable: list[int] = []  # that of the newest one that counts
+        self._held: list[int] = []  # progress in the newest checkpoint, restored or begun
+        self._durable: list[int] = []  # progress in the newest checkpoint that counts
         self._newest = -1
         self._seconds = 0.0
 
     def take_seconds(self) -> float:
-        """Seconds the run spent on checkpoints since the last call."""
+        """Returns the seconds spent on checkpoints since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
     async def restore(self, stored: checkpoint_store.Stored) -> dict[str, Any]:
-        """Restores the trainer from a checkpoint that verifies; returns the coordinator's part.
+        """Restores the trainer from a verified checkpoint. Returns the coordinator's part.
 
         Raises:
           DataError: the checkpoint cannot be read, or its parts are of different steps.
@@ -75,9 +75,9 @@ class Saver:
         return state
 
     async def restore_lost(self) -> int:
-        """Restores a trainer that was made in place of a lost one; returns the warm-start steps that this holds.
+        """Restores a restarted trainer. Returns the warm-start steps in the checkpoint.
 
-        With the lock held by the caller.
+        The caller holds the trainer's lock.
 
         Raises:
           DataError: the checkpoint cannot be read, or its parts are of different steps.
@@ -87,13 +87,13 @@ class Saver:
         return self._files.load(step)["warm_start_steps"]
 
     async def verified(self) -> tuple[int, str]:
-        """Returns the step of the newest checkpoint that verifies, and the sentences on those that do not.
+        """Returns the step of the newest checkpoint that verifies, and sentences about those that do not.
 
         The step is -1 if there is no checkpoint.
 
         Raises:
-          DataError: none verifies.
-          DeadlineMissed: the disk does not answer; the message names the folder.
+          DataError: checkpoints exist and none verifies.
+          DeadlineMissed: the disk did not answer; the message names the folder.
         """
         found = await deadlines.within(
             self._deadline,
@@ -108,11 +108,11 @@ class Saver:
 
     @property
     def newest(self) -> int:
-        """The step of the checkpoint restored or committed last, -1 if there is none."""
+        """Step of the checkpoint restored or committed last; -1 if none exists."""
         return self._newest
 
     def lost(self) -> None:
-        """The trainer is gone, and with it what it had not finished writing; the next checkpoint is tried when due."""
+        """Drops the checkpoint that a lost trainer had not finished. The next one is tried when due."""
         if self._pending is not None:
             self._give_up(self._pending)
         self._files.disown()
@@ -126,17 +126,17 @@ class Saver:
             )
 
     async def at_step(self, step: int) -> None:
-        """Commits the last checkpoint, and begins one if `step` is due; a disk that refuses either is noted."""
+        """Commits the last checkpoint, and begins one if `step` is due. Notes a disk that refuses either."""
         await self.commit()
         if self._every and step % self._every == 0:
             with self._noted(step):
                 await self._begin(step)
 
     async def now(self, step: int) -> bool:
-        """Takes a checkpoint and commits it; returns False if the config turns checkpoints off.
+        """Takes a checkpoint and commits it. Returns False if the config turns checkpoints off.
 
         Raises:
-          CheckpointFailed: the disk does not take it.
+          CheckpointFailed: the disk refused it.
         """
         await self.commit()
         if not self._every:
@@ -151,13 +151,13 @@ class Saver:
         return True
 
     async def commit(self) -> None:
-        """Waits until the checkpoint begun last is durable, and writes its manifest; a disk that refuses is noted."""
+        """Waits until the last checkpoint is durable, and writes its manifest. Notes a disk that refuses."""
         if self._pending is not None:
             async with self._trainer.lock:
                 await self.commit_held()
 
     async def commit_held(self) -> None:
-        """Likewise, by whoever holds the trainer's lock."""
+        """Does the same as `commit`. The caller holds the trainer's lock."""
         if self._pending is not None:
             with self._noted(self._pending):
                 await self._commit_held()
@@ -165,8 +165,10 @@ class Saver:
     async def _begin(self, step: int) -> None:
         """Begins a checkpoint, unless the newest one holds the same progress."""
         begin, state = asyncio.get_running_loop().time(), self._state()
+        # A run's last step may have been saved already when it was due.
         if _progress(state) == self._held:
             return
+        # The state and the trainer's save are of the same step: no step begins before `save` has returned.
         path = self._files.begin(step, state)
         async with self._trainer.lock:
             try:
@@ -188,6 +190,7 @@ class Saver:
                 await self._trainer.wait_saved()
         finally:
             self._recorder.status(trainer, "idle")
+        # The manifest comes last: only now does the checkpoint count.
         self._files.commit(step)
         self._pending, self._durable, self._newest = None, self._held, step
         await self._events.publish(protocols.CheckpointCommitted(step))
@@ -198,7 +201,7 @@ class Saver:
         try:
             yield
         except protocols.CheckpointFailed as error:
-            if self._trainer.processes > 1:  # if one process failed, the others wait for it: nothing can go on
+            if self._trainer.processes > 1:  # if one process failed, the others wait for it forever
                 raise protocols.LibraError(str(error)) from error
             raise
 
@@ -216,7 +219,7 @@ class Saver:
             )
 
     def _give_up(self, step: int) -> None:
-        """Removes what has been written of it; the next one is tried whatever it holds."""
+        """Aborts a checkpoint and removes its files. The next one is tried even if its progress is the same."""
         self._pending, self._held = None, self._durable
         self._files.discard(step)
 
@@ -227,5 +230,5 @@ class Saver:
 
 
 def _progress(state: Mapping[str, Any]) -> list[int]:
-    """What tells two checkpoints apart that are worth having."""
+    """Returns the numbers by which two checkpoints differ in a way worth saving."""
     return [state["step"], state["warm_start_steps"], state["evaluated"]]

@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGHUP as a request to stop."""
+"""Turns SIGINT, SIGTERM and SIGHUP into a request to stop."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 ENDS = (signal.SIGTERM, signal.SIGHUP)
-"""Signals that leave a run the time of grace: a scheduler's, and that of a terminal or connection that is closed."""
+"""Signals that leave a run the time of grace: from a scheduler, or from a terminal or connection that closes."""
 
 Stop = Callable[[signal.Signals, float], None]
-"""Given a signal, and the seconds since it came: while a library is imported, the event loop hears of nothing."""
+"""Takes a signal and the seconds since it arrived: the event loop may be late, for instance during an import."""
 
 AtOnce = Callable[[signal.Signals], None]
-"""Given a signal on the main thread as soon as it comes, in the middle of whatever that does: it may set a variable."""
+"""Takes a signal on the main thread as soon as it arrives, in the middle of other code. It may only set a variable."""
 
 
 def caught_ends() -> list[signal.Signals]:
@@ -26,17 +26,17 @@ def caught_ends() -> list[signal.Signals]:
 
 @contextlib.contextmanager
 def caught(stop: Stop, at_once: AtOnce = lambda _: None) -> Iterator[Callable[[], None]]:
-    """Calls `stop` with the signal: at the first SIGINT (a second one has its usual effect), and at each of `ENDS`.
+    """Calls `stop` at the first SIGINT and at each of `ENDS`. A second SIGINT has its usual effect.
 
     SIGHUP stays ignored in a process that was started so (`nohup`).
 
-    A person who presses Ctrl-C twice means it. Schedulers send SIGTERM to a job's processes and to a script that passes
-    it on, so that a second one says nothing new.
+    A person who presses Ctrl-C twice means it. Schedulers send SIGTERM to a job's processes and also to a script that
+    passes it on, so a second SIGTERM says nothing new.
 
-    Yields what is to be called after libraries have been started that put handlers of their own in the place of these
-    (Ray's prints a stack trace at SIGTERM, and aborts at the second).
+    Yields a function to call after libraries have started that replace these handlers. (Ray's handler prints a stack
+    trace at SIGTERM, and aborts at the second.)
 
-    Catches nothing on a thread other than the main one, nor on an event loop that does not (a simulation's).
+    Catches nothing on a thread other than the main one, nor on an event loop without signal handlers (a simulation's).
     """
     loop = asyncio.get_running_loop()
     numbers: list[signal.Signals] = []
@@ -47,16 +47,18 @@ def caught(stop: Stop, at_once: AtOnce = lambda _: None) -> Iterator[Callable[[]
         at_once(signal.Signals(number))
 
     def once(number: signal.Signals) -> None:
-        if number not in numbers:  # two of a kind came before the first was handled
+        if number not in numbers:  # two signals of one kind arrived before the first was handled
             return
         if number == signal.SIGINT:
+            # Restores the usual effect, so that a second Ctrl-C interrupts.
             loop.remove_signal_handler(number)
             numbers.remove(number)
         stop(number, time.monotonic() - came.get(number, time.monotonic()))
 
     def catch(number: signal.Signals) -> None:
         loop.add_signal_handler(number, once, number)
-        signal.signal(number, heard)  # in the place of asyncio's, which does nothing: its loop hears through a pipe
+        # Replaces asyncio's handler, which does nothing: its loop gets signals through a pipe.
+        signal.signal(number, heard)
         signal.siginterrupt(number, False)
 
     for number in (signal.SIGINT, *caught_ends()):

@@ -1,17 +1,17 @@
-"""How a run is stopped from outside: by a person, who can wait for a training step, or by a scheduler, which does not.
+"""Stops a run from outside: for a person, who can wait for a training step, or for a scheduler, which cannot.
 
-A scheduler that takes a machine back (a time limit, a pre-emption, a node that is drained) sends SIGTERM, and SIGKILL
-some seconds later: Slurm's `--signal=TERM@SECONDS`, Kubernetes's `terminationGracePeriodSeconds`. Within these seconds
-(`config.deadlines.grace`) the run has to write a checkpoint and end. A terminal that is closed sends SIGHUP, which
-means the same:
+A scheduler that takes a machine back (a time limit, a pre-emption, a drained node) sends SIGTERM, and SIGKILL some
+seconds later: Slurm's `--signal=TERM@SECONDS`, Kubernetes's `terminationGracePeriodSeconds`. Within these seconds
+(`config.deadlines.grace`) the run has to write a checkpoint and end. A closed terminal sends SIGHUP, which has the same
+meaning. The constants are shares of the grace:
 
-    from the signal on     the step under way is waited for
-    STEP of the seconds    it is given up between two micro-batches; its groups go back to those that wait
-    ANSWER                 a trainer that has not answered is left behind: the checkpoint before this one counts
-    SAVE                   a checkpoint that is not durable yet is left behind, likewise
+    from the signal on     the run waits for the step under way
+    STEP                   the step is aborted between two micro-batches; its groups return to the waiting ones
+    ANSWER                 a trainer that has not answered is abandoned: the checkpoint before this one counts
+    SAVE                   a checkpoint that is not durable yet is abandoned; the one before it counts
     the rest               workers end
 
-Whatever of it comes to pass, no group is lost and none is trained twice: what counts is the newest manifest.
+At any of these points, no group is lost and none is trained twice: the newest manifest decides.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ STEP, ANSWER, SAVE = 0.5, 0.7, 0.85
 
 
 class Stopping:
-    """Made inside the event loop it serves.
+    """Stops a run on request. Create it inside the event loop that it serves.
 
     Args:
       grace: seconds from SIGTERM to the end (`deadlines.grace`).
-      ending: the run's.
-      recorder: told of it.
-      give_up_step: asks the trainer to give up the step under way; not called where there is none.
+      ending: the run's end.
+      recorder: gets a note for each stop.
+      give_up_step: asks the trainer to abort the step under way; called only during a step.
 
     Attributes:
-      terminated: a scheduler stopped the run.
-      in_step: a training step is under way; the run says so.
+      terminated: True if a scheduler stopped the run.
+      in_step: True during a training step; set by the run.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Stopping:
         self.in_step = False
 
     def by_signal(self, number: signal.Signals, late: float) -> None:
-        """What a signal does, `late` seconds after it came; any further one of `signals.ENDS` does nothing more."""
+        """Handles a signal, `late` seconds after it arrived. Later signals of `signals.ENDS` have no further effect."""
         if number in signals.ENDS:
             self.terminate(late, number)
         else:
@@ -73,9 +73,10 @@ class Stopping:
         self._ending.call(failure.Stopped())
 
     def terminate(self, late: float = 0.0, number: signal.Signals = signal.SIGTERM) -> None:
-        """Stops the run within what is left of the time of grace, `late` seconds of which have passed."""
+        """Stops the run within the rest of the grace, of which `late` seconds have passed."""
         if self.terminated:
             return
+        # The grace counts from the signal's arrival, not from its handling.
         self.terminated, self._began = True, self._loop.time() - late
         self._timers = [
             self._loop.call_at(self._began + STEP * self._grace, self._end_step),
@@ -86,17 +87,18 @@ class Stopping:
         self._ending.call(failure.Stopped())
 
     def seconds_until(self, share: float) -> float:
-        """Seconds that are left until a share of the grace has passed, not below 0; infinite without SIGTERM."""
+        """Returns the seconds until a share of the grace has passed, at least 0; infinite without SIGTERM."""
         return max(0.0, self._began + share * self._grace - self._loop.time())
 
     async def unsaved(self, saving: Coroutine[Any, Any, Any]) -> str:
-        """Awaits the last checkpoint, as long as a scheduler leaves time for it; returns why there is none, if so.
+        """Awaits the last checkpoint while a scheduler leaves time for it. Returns why none was written, or "".
 
         Raises:
-          LibraError: it failed. What a scheduler ends may be ending already, so a worker that is lost is no error then.
+          LibraError: the checkpoint failed. During a scheduler's stop, a lost worker is no error, because its node may
+            be ending too.
         """
         late = f"did not fit into config.deadlines.grace = {self._grace:g} s"
-        if self._ending.hurried:  # the trainer is in its step, and does not hear
+        if self._ending.hurried:  # the trainer is in its step and does not listen
             saving.close()
             return late
         try:
@@ -109,13 +111,13 @@ class Stopping:
         return ""
 
     def lost(self, error: protocols.LibraError) -> None:
-        """A worker is lost, and not brought back: raises that, unless a scheduler is stopping the run anyway."""
+        """Raises the loss of a worker, unless a scheduler is stopping the run anyway."""
         if not self.terminated:
             raise error
         self._recorder.note(f"Lost while the run was being stopped: {error}")
 
     def close(self) -> None:
-        """Nothing is waited for any more."""
+        """Cancels all timers."""
         for timer in self._timers:
             timer.cancel()
 

@@ -1,4 +1,4 @@
-"""The warm start: supervised steps on demonstrations, before reinforcement learning begins."""
+"""Runs the warm start: supervised steps on demonstrations, before reinforcement learning begins."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from libra_jax.agents import demonstrations, resolving
 from libra_jax.coordinator import failure
 
 FIRST_TASK = 1_000_000_000
-"""Position of the first task demonstrated: from far beyond what a run trains on, and never held out."""
+"""Position of the first demonstrated task. It is far beyond the tasks that a run trains on, and never held out."""
 
 
 class WarmStart:
-    """Supervised steps, and how many are behind (`taken`, those that the target loss spared included).
+    """Takes supervised steps. `taken` counts them, including steps that the target loss made unnecessary.
 
     Args:
       config: the run's configuration (`warm_start`).
-      tasks: where tasks to demonstrate come from.
-      demonstrator: solves them; None only where no steps are asked for.
-      tokenizer: the policy's.
+      tasks: source of the tasks to demonstrate.
+      demonstrator: solves the tasks; may be None only if the config asks for no steps.
+      tokenizer: the policy's tokenizer.
     """
 
     def __init__(
@@ -51,15 +51,15 @@ class WarmStart:
         ending: failure.Ending,
         status: Callable[[str], None],
     ) -> dict[str, float]:
-        """Takes the steps that are left; stops between two of them when the run is to end.
+        """Takes the remaining steps. Stops between two steps if the run is to end.
 
         Args:
-          step: has the trainer take one.
+          step: takes one step on the trainer.
           ending: the run's end.
-          status: told what is going on.
+          status: takes a line about the progress.
 
         Returns:
-          The last step's metrics under `warm_start/`; empty where none was left.
+          The last step's metrics under `warm_start/`; empty if no step was left.
         """
         metrics: Mapping[str, float] = {}
         if self.taken < self._limits.steps:
@@ -71,6 +71,7 @@ class WarmStart:
             status(f"warm start {self.taken}/{self._limits.steps}, loss {loss:.4f}")
             if loss <= self._limits.target_loss:
                 status(f"warm start ended after {self.taken} steps: loss {loss:.4f} reached its target")
+                # Counts the remaining steps as taken, so that a resumed run does not take them.
                 self.taken = self._limits.steps
             ending.check()
         return {f"warm_start/{name}": value for name, value in metrics.items()}

@@ -1,4 +1,4 @@
-"""The run's workers: its trainer, its engines and the replicas of its hybrid workers, made and started at once."""
+"""Creates and starts a run's workers together: trainer, engines, training sides and weight relays."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from libra_jax.weights import relay_tree
 
 
 class Workers:
-    """Made inside the event loop it serves; `start` brings the attributes.
+    """The workers of a run. `start` sets the attributes. Create it inside the event loop that it serves.
 
     Args:
       run: the run's surroundings.
@@ -30,10 +30,10 @@ class Workers:
 
     Attributes:
       trainer: trains.
-      sizes: of its mesh.
+      sizes: sizes of the trainer's mesh.
       engines: the rollout instances.
-      members: the replicas; None where there are none.
-      hosts: the relays; None where the trainer's host is the only one.
+      members: training sides of the hybrid workers; None if the run has no hybrid workers.
+      hosts: the weight relays; None if the trainer's host is the only one.
     """
 
     trainer: client.TrainerClient
@@ -56,7 +56,7 @@ class Workers:
 
     @property
     def count(self) -> int:
-        """How many there are, or are to be."""
+        """Number of workers, started or planned."""
         engines = getattr(self, "engines", None)
         made = 0 if engines is None else len(engines.engines)
         return 1 + len(self._replica_specs) + len(self._relay_specs) + max(len(self._engine_specs), made)
@@ -64,11 +64,11 @@ class Workers:
     def take_up_plan(
         self, planner: plan_follower.Planner | None, workdir: Path, stored: checkpoint_store.Stored
     ) -> bool:
-        """Takes up the plan in force at a checkpoint, with its instances; False if it is config's. Before `start`.
+        """Adopts a checkpoint's plan and its instances, before `start`. Returns False if it is the config's plan.
 
         Args:
-          planner: takes it up, too.
-          workdir: the run's.
+          planner: also adopts the plan.
+          workdir: the run's folder.
           stored: the checkpoint.
         """
         if planner is None or self._make_engine is None:
@@ -80,6 +80,7 @@ class Workers:
         if planner.plan == before:
             return False
         plan, hybrid = planner.plan, self._config.elastic.hybrid
+        # The hybrid workers' engines are the last ones of the config, and plans leave them alone.
         specs = list(self._engine_specs[len(self._engine_specs) - hybrid :]) if hybrid else []
         trainer = dataclasses.replace(self._trainer_spec, devices=tuple(range(plan.train_devices)))
         numbers = itertools.count()
@@ -90,10 +91,10 @@ class Workers:
         return True
 
     async def start(self) -> None:
-        """Makes and starts all of them, and returns when all are up.
+        """Creates and starts all workers. Returns once all are up.
 
         Raises:
-          LibraError: one did not start.
+          LibraError: a worker did not start.
         """
         self.engines = instances.Instances(
             self._config,
@@ -119,12 +120,12 @@ class Workers:
         await deadlines.together(*starting)
 
     def _remote_hosts(self, hosts: relay_tree.RelayTree) -> set[int]:
-        """Those whose engines and replicas read a relay's copy."""
+        """Returns the hosts whose engines or training sides read a weight relay's copy."""
         specs = (*self._engine_specs, *self._replica_specs.values())
         return {spec.host for spec in specs if spec.host is not None and hosts.serve(spec.host)}
 
     async def shut_down(self, most: float) -> None:
-        """Ends them all, within so many seconds at most; what does not end as it should is noted."""
+        """Ends all workers within at most `most` seconds. Notes each unclean end."""
         seconds = min(most, self._config.deadlines.shutdown * self.count)
         try:
             ending = self._cluster.shutdown()

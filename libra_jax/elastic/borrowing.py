@@ -1,19 +1,19 @@
-"""When hybrid workers are borrowed for training and when they are released: never to and fro.
+"""Decides when hybrid workers switch to training and when they switch back to rollout, without oscillation.
 
-Each look scales what the last step took to the arrangements that one change leads to: training goes faster by the speed
-of each worker that trains, the core's own being 1; rollout takes time inversely to its slots; what else the trainer
-does between two batches stays. A change has to shorten the step by `elastic.gain`, to pay for itself within
-`planner.horizon` steps, to be what `elastic.patience` looks in a row say, and to come `elastic.cooldown` steps after
-the worker's last.
+Each look predicts a step's seconds for every arrangement that one change leads to, from the last step. Training speeds
+up by the speed of each worker that trains; the core's own speed is 1. Rollout time is inverse to its slots. The
+trainer's other work between two batches stays. A change has to meet four conditions: it shortens the step by
+`elastic.gain`; it pays for itself within `planner.horizon` steps; `elastic.patience` looks in a row favour it; and
+`elastic.cooldown` steps have passed since the worker's last change.
 
-Several workers change together only where they have few of the slots: what the others take then is no matter of slots
-alone (fuller engines are slower, and who waits for the longest request waits no less), and is best seen on the way.
+Several workers change together only if they hold few of the slots. Otherwise the prediction is too coarse: fuller
+engines are slower, and the longest request takes as long as before. Smaller changes show the effect on the way.
 
-Times that err by less than half of `elastic.gain` cannot make a worker go to and fro: every change then makes the step
-truly shorter. Where a change brings less than was promised, because times do not scale like that or because work
-drifts, how much less is remembered, and the same change has to promise so much more the next time. This fades: by half
-within `planner.horizon` steps, and half as fast each time that it is found again. So what was learnt of other work is
-no obstacle for long, and where nothing else changes, changes become ever rarer.
+Errors below half of `elastic.gain` cannot cause oscillation, because every change then truly shortens the step. A
+change may bring less than predicted, because times do not scale like that or because the workload drifts. The ratio is
+remembered, and the same change then has to promise more by this ratio. The memory halves within `planner.horizon`
+steps, and fades half as fast each time the shortfall recurs. So an old workload's shortfall is no obstacle for long,
+and under a constant workload changes become ever rarer.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from typing import Literal
 from libra_jax import config as configuration
 
 WAITED = 0.15
-"""Share of a step for which the trainer waited, above which the step was as long as rollout made it."""
+"""Share of a step that the trainer waits, above which rollout determines the length of the step."""
 
 NEAR = 0.2
-"""Share of the slots that roll out up to which several workers change together; one alone may have more."""
+"""Largest share of the rollout slots that several workers may take away or add together. One worker may have more."""
 
 Kind = Literal["borrow", "release", "stay"]
 
 
 @dataclass(frozen=True)
 class Hybrid:
-    """A worker that may change sides now: it is at rest and has not failed.
+    """A worker that may switch now: it is at rest and has not failed.
 
     Attributes:
-      name: the worker's.
-      slots: requests that its engine decodes at once.
-      speed: work of a training step that its replica does while the core does 1; measured, or the ratio of devices.
-      trains: it trains; else it rolls out.
+      name: name of the worker.
+      slots: number of requests that its engine decodes at once.
+      speed: speed of its training side relative to the core; measured, or the ratio of devices.
+      trains: True in training, False in rollout.
     """
 
     name: str
@@ -54,22 +54,22 @@ class Hybrid:
 
 @dataclass(frozen=True)
 class Sight:
-    """What a training step showed, of the arrangement that it ran under.
+    """Measurements of a training step, and the arrangement under which it ran.
 
     Attributes:
-      step: its number.
-      step_seconds: from the end of the step before, without an evaluation.
-      train_seconds: of them, the training step.
-      wait_seconds: of them, the trainer waited for its batch.
-      rollout_seconds: that the requests of a batch need on the present slots when nothing holds them up. Where some
-        request runs always, as it does under asynchronous training, the time in which one ran says nothing of this:
-        count the time that slots were in use, over all slots.
-      core_instances: instances that only roll out, and serve now.
-      core_slots: slots of those.
-      workers: the hybrid workers that may change sides.
-      move_seconds: by which a change lengthens the steps that it touches, together.
-      disturbed: a worker was on its way for some of the step, or one or an instance was lost, so that it says nothing
-        of those to come.
+      step: number of the step.
+      step_seconds: seconds since the end of the step before, without an evaluation.
+      train_seconds: seconds of the training step itself.
+      wait_seconds: seconds in which the trainer waited for its batch.
+      rollout_seconds: seconds that the requests of a batch need on the present slots if nothing holds them up. Under
+        asynchronous training some request always runs, so the time in which any request ran is no measure. Use the time
+        in which slots were in use, divided by the number of slots.
+      core_instances: number of serving instances that only roll out.
+      core_slots: slots of those instances.
+      workers: the hybrid workers that may switch.
+      move_seconds: seconds that a change adds to the steps it touches, in total.
+      disturbed: True if a worker switched during the step, or a worker or instance was lost. Such a step predicts
+        nothing.
     """
 
     step: int
@@ -89,30 +89,30 @@ class Sight:
         return frozenset(worker.name for worker in self.workers if worker.trains)
 
     def instances(self, training: Collection[str]) -> int:
-        """How many roll out while these train."""
+        """Returns the number of instances in rollout while `training` trains."""
         return self.core_instances + sum(worker.name not in training for worker in self.workers)
 
     def slots(self, training: Collection[str]) -> int:
-        """Of all that roll out while these train."""
+        """Returns the slots of all instances in rollout while `training` trains."""
         return self.core_slots + sum(worker.slots for worker in self.workers if worker.name not in training)
 
     def speed(self, training: Collection[str]) -> float:
-        """Of training while these train; the core's own is 1."""
+        """Returns the training speed while `training` trains, relative to the core alone."""
         return 1.0 + sum(worker.speed for worker in self.workers if worker.name in training)
 
 
 @dataclass(frozen=True)
 class Decision:
-    """One look.
+    """The decision of one look.
 
     Attributes:
       step: training step.
-      kind: what to do now.
-      workers: with whom; empty if all stay.
-      why: a sentence with the numbers.
-      now_seconds: of a step as things are, as predicted.
-      then_seconds: likewise after the change, or, if all stay, after the best that was looked at. Where nothing was
-        predicted, both are what the step took.
+      kind: the change to make now.
+      workers: names of the workers to change; empty if all stay.
+      why: sentence with the numbers.
+      now_seconds: predicted seconds of a step under the present arrangement.
+      then_seconds: predicted seconds of a step after the change. If all stay, after the best change that was
+        considered. Without a prediction, both fields hold the last step's seconds.
     """
 
     step: int
@@ -125,11 +125,11 @@ class Decision:
 
 @dataclass(frozen=True)
 class _Change:
-    """A change, and what it does to the set of those that train.
+    """A change of the set of workers in training.
 
     Attributes:
-      predicted: seconds of a step after it, scaled from the last one.
-      seconds: that it promises: as many times as long as what the same change brought was longer the last time.
+      predicted: seconds of a step after the change, scaled from the last step.
+      seconds: promised seconds of a step: `predicted` times the shortfall that the same change had before.
     """
 
     kind: Kind
@@ -142,12 +142,12 @@ class _Change:
 
 @dataclass(frozen=True)
 class _Shortfall:
-    """What a change brought the last time: a step so many times as long as it promised.
+    """The shortfall of an earlier change: its step took `ratio` times as long as predicted.
 
     Attributes:
       ratio: at least 1.
-      step: when it was found.
-      times: that it has been found.
+      step: training step at which it was measured.
+      times: number of times it was measured.
     """
 
     ratio: float
@@ -155,17 +155,17 @@ class _Shortfall:
     times: int
 
     def at(self, step: int, half_life: int) -> float:
-        """What is left of the ratio now."""
+        """Returns the faded ratio at a step."""
         return 1.0 + (self.ratio - 1.0) * 0.5 ** ((step - self.step) / (half_life * 2 ** (self.times - 1)))
 
 
 def predict(sight: Sight, training: Collection[str], *, synchronous: bool) -> float:
-    """Seconds of a step while these workers train; infinite if nothing rolls out, now or then.
+    """Predicts the seconds of a step while `training` trains; infinite if nothing rolls out, now or then.
 
     Args:
-      sight: a step under the present arrangement.
-      training: names of workers.
-      synchronous: the two stages take turns; else the longer one is the step.
+      sight: measurements of a step under the present arrangement.
+      training: names of the workers in training.
+      synchronous: True if training and rollout alternate. If False, the longer of the two is the step.
     """
     present, slots = sight.training, sight.slots(training)
     rollout = in_slots = sight.rollout_seconds
@@ -173,9 +173,10 @@ def predict(sight: Sight, training: Collection[str], *, synchronous: bool) -> fl
     if synchronous:
         held = rollout
     elif sight.wait_seconds > WAITED * sight.step_seconds:
-        # Rollout made the step as long as it was; slots that were free meanwhile would not have made it shorter.
+        # Rollout determined the step's length, and slots that were free meanwhile would not have shortened it.
         rollout = sight.step_seconds
         in_slots = min(in_slots, rollout)
+    # The remainder of the step is the trainer's own work between batches, which no change shortens.
     beside = max(0.0, sight.step_seconds - sight.train_seconds - held)
     train = beside + sight.train_seconds * sight.speed(present) / sight.speed(training)
     if not slots or not sight.slots(present):
@@ -185,12 +186,12 @@ def predict(sight: Sight, training: Collection[str], *, synchronous: bool) -> fl
 
 
 class Borrowing:
-    """Decides step by step. What it decides is done: it counts the worker's cooldown from there.
+    """Decides after each step. A decision counts as carried out: the worker's cooldown starts with it.
 
     Args:
-      config: gain, patience, cooldown and floor.
-      horizon: steps over which a change has to pay.
-      synchronous: training and rollout take turns (a staleness bound of 0).
+      config: gain, patience, cooldown and floor (`elastic`).
+      horizon: steps within which a change has to pay for itself.
+      synchronous: True if training and rollout alternate (max staleness 0).
     """
 
     def __init__(self, config: configuration.ElasticConfig, *, horizon: int, synchronous: bool) -> None:
@@ -198,13 +199,13 @@ class Borrowing:
         self._horizon = horizon
         self._synchronous = synchronous
         self._changed: dict[str, int] = {}  # step of each worker's last change
-        self._said: list[Kind] = []  # by the last looks, all the same
-        self._promise: _Change | None = None  # the last change, until it is known what it brought
-        self._brought: list[float] = []  # seconds of a step since
+        self._said: list[Kind] = []  # kinds that the last looks favoured, all equal
+        self._promise: _Change | None = None  # the last change, until its effect is measured
+        self._brought: list[float] = []  # predicted seconds of each step since
         self._short: dict[tuple[frozenset[str], frozenset[str]], _Shortfall] = {}
 
     def look(self, sight: Sight) -> Decision:
-        """The decision after a training step."""
+        """Returns the decision after a training step."""
         if sight.training and sight.instances(sight.training) < self._config.floor:
             return self._keep_floor(sight)
         if sight.disturbed:
@@ -227,7 +228,7 @@ class Borrowing:
         return self._change(sight, best.kind, best.workers, numbers, now, best.seconds)
 
     def _changes(self, sight: Sight) -> list[_Change]:
-        """Those that there are, of one worker or several that have waited for long enough, and what each promises."""
+        """Returns the possible changes, of one worker or several past their cooldown, each with its promise."""
         before, changes = sight.training, []
         most = NEAR * sight.slots(before)
         free = [
@@ -237,7 +238,7 @@ class Borrowing:
         ]
         kinds: tuple[Kind, Kind] = ("borrow", "release")
         for kind in kinds:
-            # Who is given to training first trains most for what is lost to rollout, and comes back last.
+            # The first worker to switch to training loses the fewest slots for its speed, and comes back last.
             able = sorted(
                 (worker for worker in free if worker.trains == (kind == "release")),
                 key=lambda worker: worker.slots / max(worker.speed, 1e-9),
@@ -248,6 +249,7 @@ class Borrowing:
             together = sum(slots <= most for slots in moved)
             several = (tuple(names[:count]) for count in range(2, together + 1))
             for workers in itertools.chain(((name,) for name in names), several):
+                # Symmetric difference: workers join the set on "borrow" and leave it on "release".
                 after = before ^ set(workers)
                 if kind == "borrow" and sight.instances(after) < self._config.floor:
                     continue
@@ -258,8 +260,9 @@ class Borrowing:
         return changes
 
     def _against(self, sight: Sight, best: _Change, now: float) -> str | None:
-        """What speaks against the change, None if nothing does; counts the looks that were for it."""
+        """Returns the reason against a change, or None. Counts the looks in favour."""
         config, saved = self._config, (now - best.seconds) * self._horizon
+        # Patience counts looks in a row that favour the same kind.
         if best.kind not in self._said:
             self._said.clear()
         if best.seconds > now * (1.0 - config.gain) or best.seconds >= now:
@@ -274,13 +277,13 @@ class Borrowing:
         return None
 
     def _keep_floor(self, sight: Sight) -> Decision:
-        """Too few roll out, as when an instance of the core is lost: whoever has most slots is released at once."""
+        """Switches the worker with the most slots to rollout at once, because fewer than the floor roll out."""
         worker = max((worker for worker in sight.workers if worker.trains), key=lambda worker: worker.slots)
         why = f"{sight.instances(sight.training)} instances roll out, fewer than elastic.floor = {self._config.floor}"
         return self._change(sight, "release", (worker.name,), why, sight.step_seconds, sight.step_seconds)
 
     def _stay(self, sight: Sight, why: str) -> Decision:
-        """Nothing was predicted."""
+        """Returns a decision to stay, without a prediction."""
         return Decision(sight.step, "stay", (), why, sight.step_seconds, sight.step_seconds)
 
     def _change(
@@ -292,11 +295,11 @@ class Borrowing:
         return Decision(sight.step, kind, workers, why, now, then)
 
     def _learn(self, sight: Sight, now: float) -> None:
-        """What the last change brought, by the shortest of the first steps since: one may be long by chance."""
+        """Learns the effect of the last change, from the shortest of the first steps since: one may be slow."""
         change = self._promise
         if change is None:
             return
-        if sight.training != change.after:  # it was given up, or has failed
+        if sight.training != change.after:  # it was aborted, or has failed
             self._promise = None
             return
         self._brought.append(now)
@@ -311,7 +314,7 @@ class Borrowing:
 
 
 def _numbers(sight: Sight, best: _Change, now: float) -> str:
-    """What the best change would bring, for the log."""
+    """Returns the effect of the best change as text, for the log."""
     gain = 100 * (1.0 - best.seconds / now) if now > 0 else 0.0
     side = "in training" if best.kind == "borrow" else "back in rollout"
     return (

@@ -1,12 +1,12 @@
-"""The hybrid pool: the state of every worker that may change sides, and who is a member of training.
+"""The hybrid pool: the state of every hybrid worker, and the set of workers in training.
 
-Pure decisions over events: the pool says what a worker's work is now, somebody else does it and tells the pool how it
-ended. Each piece of work has a `Ticket`. An answer that comes late, from a state or a life that is over, carries the
-ticket of then and is ignored; so it does not matter in which order a deadline, a failure and an answer arrive.
+The pool only decides over events. It says what a worker's work is now; another object does the work and reports its
+end. Each piece of work has a `Ticket`. A late answer, from a past state or life, carries an old ticket and is ignored.
+So the order in which a deadline, a failure and an answer arrive does not matter.
 
-The *membership epoch* is a number that grows whenever the set of training workers changes. A worker draws one of its
-own as it begins to join, because the channel for its gradient sums is opened under it, and trains under that one: no
-other worker and no other life of this one ever has the same, so sums that are left over from one are refused.
+The membership generation (`epoch`) is a number that grows whenever the set of training workers changes. A worker draws
+a generation of its own as it begins to join. Its gradient channel is opened under this generation, and it trains under
+it. No other worker and no other life of this worker ever has the same, so leftover gradient sums are refused.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from libra_jax.elastic import states
 from libra_jax.elastic.states import State
 
 NO_EPOCH = 0
-"""Membership epoch of a worker that neither joins nor trains."""
+"""Membership generation of a worker that neither joins nor trains."""
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """A piece of a worker's work: what is to be done in one state of one of its lives.
+    """A piece of a worker's work: the work of one state in one of its lives.
 
     Attributes:
-      worker: its name.
-      state: the state.
-      serial: the worker's states so far, over all its lives.
+      worker: name of the worker.
+      state: state whose work it is.
+      serial: number of the worker's states so far, over all its lives.
     """
 
     worker: str
@@ -42,21 +42,21 @@ class Ticket:
 
 @dataclass(frozen=True)
 class Worker:
-    """A worker as it is now, and the transition that it is in, or, at rest, has made last.
+    """A worker as it is now, with its present transition or, at rest, its last one.
 
     Attributes:
-      name: the worker's.
-      state: its state.
-      since: seconds; when it came into the state.
-      limit: seconds that the state's work may take; infinite at rest. Who does it sees to that, and fails the worker.
-      serial: its states so far.
-      epoch: the membership epoch that it joins or trains under, else `NO_EPOCH`.
-      restarts: times that it was brought back after a failure.
-      lost: it has failed, and is not brought back again.
-      reason: why it set out, and, if it turned round or failed on the way, why.
-      origin: the state at rest that it set out from.
-      began: seconds; when it did.
-      phases: the states that it has been through since, with the seconds spent in each.
+      name: name of the worker.
+      state: present state.
+      since: time in seconds at which it entered the state.
+      limit: seconds that the state's work may take; infinite at rest. The object that does the work enforces the limit.
+      serial: number of its states so far.
+      epoch: membership generation under which it joins or trains, else `NO_EPOCH`.
+      restarts: number of restarts after a failure.
+      lost: True if it has failed and is not restarted again.
+      reason: reason of the transition, plus the reason of a turn or failure on the way.
+      origin: state at rest in which the transition began.
+      began: time in seconds at which the transition began.
+      phases: states passed since, with the seconds spent in each.
     """
 
     name: str
@@ -74,21 +74,21 @@ class Worker:
 
     @property
     def ticket(self) -> Ticket:
-        """Of its present state."""
+        """Ticket of the present state."""
         return Ticket(self.name, self.state, self.serial)
 
     @property
     def at_rest(self) -> bool:
-        """Nothing is under way."""
+        """True if no transition is under way."""
         return self.state in states.AT_REST
 
     @property
     def idle_seconds(self) -> float:
-        """Of its transition, those in which its devices served neither side; while it drains, its engine does."""
+        """Seconds of the transition in which its devices served neither side. A draining engine still serves."""
         return sum(seconds for state, seconds in self.phases if state is not State.DRAINING)
 
     def record(self) -> dict[str, Any]:
-        """For `transitions.jsonl`, once the worker is at rest: what it knows of the transition; bytes are others'."""
+        """Returns the worker's part of a line of `transitions.jsonl`, once it is at rest. The log adds the bytes."""
         return {
             "worker": self.name,
             "from": self.origin.value,
@@ -101,18 +101,18 @@ class Worker:
 
 
 class Pool:
-    """All hybrid workers of a run; each starts in rollout, and is in one transition at most.
+    """All hybrid workers of a run. Each starts in rollout and makes at most one transition at a time.
 
-    Not thread-safe: it belongs to one event loop. `now` is that loop's time, in seconds, and never goes back.
+    Not thread-safe: the pool belongs to one event loop. `now` is that loop's time in seconds, and never goes back.
 
     Args:
-      workers: their names.
-      limits: seconds that the work of each state of `states.UNDER_WAY` may take.
-      restarts: times that a worker is brought back after a failure; then it is lost.
-      now: seconds.
+      workers: names of the workers.
+      limits: deadline in seconds of each state in `states.UNDER_WAY`.
+      restarts: number of restarts after a failure, before a worker counts as lost.
+      now: present time in seconds.
 
     Raises:
-      LibraError: two workers have one name, a limit is missing, of a state at rest, or not positive.
+      LibraError: two workers share a name, or a limit is missing, not positive, or of a state at rest.
     """
 
     def __init__(
@@ -133,19 +133,19 @@ class Pool:
 
     @property
     def epoch(self) -> int:
-        """The present membership epoch."""
+        """Present membership generation."""
         return self._epoch
 
     @property
     def workers(self) -> tuple[Worker, ...]:
-        """All of them, in the order given."""
+        """All workers, in the given order."""
         return tuple(self._workers.values())
 
     def worker(self, name: str) -> Worker:
-        """The worker as it is now; later changes do not show.
+        """Returns the worker as it is now. Later changes do not show in the result.
 
         Raises:
-          LibraError: there is none of this name.
+          LibraError: no worker has this name.
         """
         if name not in self._workers:
             raise protocols.LibraError(
@@ -154,47 +154,48 @@ class Pool:
         return self._workers[name]
 
     def members(self) -> dict[str, int]:
-        """The workers that train, with the epoch in which each joined."""
+        """Returns the workers in training, with the membership generation of each."""
         return {worker.name: worker.epoch for worker in self.workers if worker.state is State.TRAINING}
 
-    # What a worker is asked to do. Each call returns the worker with the ticket of what is to be done first, and raises
-    # LibraError, with everything left as it was, if the worker cannot do it from where it is.
+    # Requests to a worker. Each method returns the worker with the ticket of its first work. It raises LibraError, and
+    # changes nothing, if the worker's state does not allow the request.
 
     def borrow(self, name: str, reason: str, now: float) -> Worker:
-        """A worker that rolls out is to train."""
+        """Switches a worker from rollout to training."""
         return self._enter(self._found(name, "borrowed", State.ROLLOUT), State.DRAINING, reason, now)
 
     def release(self, name: str, reason: str, now: float) -> Worker:
-        """A worker that trains is to roll out."""
+        """Switches a worker from training to rollout."""
         return self._enter(self._found(name, "released", State.TRAINING), State.LEAVING, reason, now)
 
     def cancel(self, name: str, reason: str, now: float) -> Worker:
-        """A worker that was borrowed and does not train yet is to roll out again."""
+        """Turns a worker on its way to training back to rollout."""
         worker = self._found(name, "given back before it trains", *states.BORROWED)
         return self._enter(worker, State.LEAVING, f"{worker.reason}; given up: {reason}", now)
 
     def recover(self, name: str, now: float) -> Worker:
-        """A worker that has failed is to roll out again: a restart."""
+        """Restarts a failed worker into rollout."""
         worker = self._found(name, "recovered", State.FAILED)
         if worker.lost:
             raise protocols.LibraError(
                 f"{name} is lost: it was brought back {worker.restarts} times, as often as elastic.restarts allows, "
                 f"and failed again: {worker.reason}"
             )
+        # Counted at the restart, so that a worker at its limit is lost at its next failure.
         worker = dataclasses.replace(worker, restarts=worker.restarts + 1)
         return self._enter(worker, State.ACTIVATING, f"restart {worker.restarts} of {self._restarts}", now)
 
-    # What became of a piece of work.
+    # Outcomes of a piece of work.
 
     def advance(self, ticket: Ticket, now: float) -> Worker | None:
-        """The work is done.
+        """Reports that the work is done.
 
         Returns:
-          The worker in its next state, with the ticket of what is to be done there; None if the ticket is an old one:
-          who holds it has nothing more to do.
+          The worker in its next state, with the ticket of the next work. None for an old ticket, whose holder has
+          nothing more to do.
 
         Raises:
-          LibraError: there is no such worker, or it is at rest and was asked for nothing.
+          LibraError: no such worker exists, or it is at rest and had no work.
         """
         worker = self._of(ticket)
         if worker is None:
@@ -206,13 +207,13 @@ class Pool:
         return self._enter(worker, states.NEXT[worker.state], worker.reason, now)
 
     def fail(self, ticket: Ticket, why: str, now: float) -> Worker | None:
-        """The work went wrong, or was not done in time; or a worker broke that was at rest.
+        """Reports that the work failed or missed its deadline, or that a worker at rest broke.
 
         Returns:
-          The worker, failed; None if the ticket is an old one: the worker is as it was.
+          The worker, failed. None for an old ticket, which changes nothing.
 
         Raises:
-          LibraError: there is no such worker, or it has failed already.
+          LibraError: no such worker exists, or it has failed already.
         """
         worker = self._of(ticket)
         if worker is None:
@@ -220,24 +221,24 @@ class Pool:
         return self._enter(worker, State.FAILED, why if worker.at_rest else f"{worker.reason}; {why}", now)
 
     def snapshot(self) -> dict[str, Any]:
-        """What outlives the run; JSON-able. Only the epoch does: see `restore`."""
+        """Returns the state that outlives the run, JSON-able: only the membership generation (see `restore`)."""
         return {"epoch": self._epoch}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Goes on after a restart of the run, in a pool just made: every worker is in rollout, none has failed yet.
+        """Restores a new pool after a restart of the run: every worker is in rollout, and none has failed.
 
-        The processes of the earlier run are gone, whatever was under way in them, and all engines are started anew. Its
-        members are gone too, so the epoch grows.
+        The earlier run's processes are gone, with all their work, and all engines are restarted. The workers in
+        training are gone too, so the generation grows.
         """
         self._epoch = max(self._epoch, snapshot["epoch"]) + 1
 
     def _of(self, ticket: Ticket) -> Worker | None:
-        """The worker, if the ticket is that of its present state."""
+        """Returns the worker if the ticket is of its present state, else None."""
         worker = self.worker(ticket.worker)
         return worker if worker.ticket == ticket else None
 
     def _found(self, name: str, verb: str, *possible: State) -> Worker:
-        """The worker, if it is in a state from which it can do what it is asked."""
+        """Returns the worker if its state allows the request."""
         worker = self.worker(name)
         if worker.state not in possible:
             raise protocols.LibraError(
@@ -249,7 +250,7 @@ class Pool:
         before = worker.state
         if state not in states.LEGAL[before]:
             raise protocols.LibraError(f"{worker.name} cannot go from {before} to {state}")
-        # Joining draws its number before the worker is a member; becoming one and ceasing to be one change the set.
+        # A worker draws its generation before it trains. The start and the end of training both change the set.
         if state is State.JOINING or State.TRAINING in (before, state):
             self._epoch += 1
         kept = worker.epoch if state is State.TRAINING else NO_EPOCH

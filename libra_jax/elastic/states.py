@@ -1,8 +1,8 @@
-"""The states of a hybrid worker, and which may follow which.
+"""Defines the states of a hybrid worker, and which state may follow which.
 
-A worker goes round: it rolls out, is borrowed, trains, is released and rolls out again. It stays where it is at rest
-(`AT_REST`); in every other state something is under way, which has a deadline. A borrow can be given up until the
-worker trains: then it turns to leaving. Whatever breaks leads to `failed`, and from there only activation leads back.
+A worker goes round: rollout, switch to training, training, switch to rollout, rollout. It stays in a state at rest
+(`AT_REST`). In every other state work is under way, which has a deadline. A switch to training can be aborted until the
+worker trains; the worker then turns to leaving. Every error leads to `failed`, from which only activation leads back.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from collections.abc import Mapping
 
 
 class State(enum.StrEnum):
-    """Where a worker is, or what is being done with it.
+    """State of a worker, or the work in progress on it.
 
     Attributes:
       ROLLOUT: its engine serves requests.
-      DRAINING: its requests move to other instances; then the engine gives the devices up.
-      FETCHING: its replica gets the parameters of the present version.
-      WARMING: the replica compiles what it has not compiled yet.
-      JOINING: the replica and the core open the channel for its gradient sums.
-      TRAINING: the replica computes its share of every step.
-      LEAVING: the channel is closed and the replica gives the devices up.
-      ACTIVATING: the engine wakes, or starts anew, and gets the weights of the present version.
-      FAILED: neither engine nor replica may be counted on.
+      DRAINING: its requests move to other instances, then its engine frees the devices.
+      FETCHING: its training side receives the parameters of the present version.
+      WARMING: its training side compiles the programs that it lacks.
+      JOINING: training side and core open the gradient channel.
+      TRAINING: its training side computes a share of every step.
+      LEAVING: the gradient channel is closed, and the training side frees the devices.
+      ACTIVATING: the engine wakes or restarts, and receives the weights of the present version.
+      FAILED: neither engine nor training side can be relied on.
     """
 
     ROLLOUT = "rollout"
@@ -39,18 +39,18 @@ class State(enum.StrEnum):
 
 
 AT_REST = frozenset({State.ROLLOUT, State.TRAINING, State.FAILED})
-"""States that a worker stays in until it is asked to change."""
+"""States in which a worker stays until it is asked to change."""
 
 BORROWED = (State.DRAINING, State.FETCHING, State.WARMING, State.JOINING)
-"""States on the way to training, in which the borrow can still be given up."""
+"""States on the way to training, in which the switch can still be aborted."""
 
 UNDER_WAY = (*BORROWED, State.LEAVING, State.ACTIVATING)
-"""States in which something is being done, each with its deadline."""
+"""States with work in progress, each with its deadline."""
 
 _ROUND = (State.ROLLOUT, *BORROWED, State.TRAINING, State.LEAVING, State.ACTIVATING, State.ROLLOUT)
 
 NEXT: Mapping[State, State] = {**dict(itertools.pairwise(_ROUND)), State.FAILED: State.ACTIVATING}
-"""What follows a state when its work is done, or, of one at rest, when the worker is asked to change."""
+"""The next state once a state's work is done or, at rest, once the worker is asked to change."""
 
 LEGAL: Mapping[State, frozenset[State]] = {
     state: frozenset(
@@ -60,4 +60,4 @@ LEGAL: Mapping[State, frozenset[State]] = {
     )
     for state in State
 }
-"""Every transition that there is."""
+"""All legal transitions."""

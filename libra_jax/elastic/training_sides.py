@@ -1,10 +1,10 @@
 """The training sides of hybrid workers: their processes, the parameters they hold, and the shares they compute.
 
-A training side reads each version from the snapshot of a weight sync, after the engines and while the trainer goes on.
-The snapshot's memory is written again only after every training side has let go of it (`settle`).
+A training side reads each version from the snapshot of a weight sync, after the engines and while the trainer
+continues. The snapshot's memory is rewritten only after every training side has released it (`settle`).
 
-An actor takes one call at a time, and an aborted call goes on in the actor. So a training side whose weight update was
-aborted gets no further call before `ensure`, which waits until the old call is over, or restarts the process.
+An actor takes one call at a time, and an aborted call continues in the actor. So a training side whose weight update
+was aborted gets no further call before `ensure`. `ensure` waits until the old call is over, or restarts the process.
 """
 
 from __future__ import annotations
@@ -20,24 +20,26 @@ from libra_jax import deadlines, protocols
 from libra_jax.trainer_control import client as hybrid_client
 
 Copies = Mapping[int, Sequence[protocols.WeightChunk]]
-"""Host to the chunks of a version on that host; no chunks if the host's relay failed. Workers of a host that is not
-in here read the trainer's memory."""
+"""The chunks of a version on each host; empty if the host's relay failed.
+
+Workers of a host without an entry read the trainer's memory.
+"""
 
 LOAD_VERBS = 3
-"""Deadline of a whole weight update, in `deadlines.publish`: its start, its chunks together, and its end."""
+"""Deadline of a whole weight update, in units of `deadlines.publish`: its start, all its chunks, and its end."""
 
 
 @dataclass
 class TrainingSide:
-    """One worker's training side, over all its processes.
+    """One worker's training side, across all its processes.
 
     Attributes:
-      spec: how its actor is made.
-      client: calls the process; None while there is none.
-      version: version of the parameters that it holds; `NO_VERSION` for none.
-      follows: whether it gets every version.
+      spec: how to make its actor.
+      client: calls the present process; None without a process.
+      version: version of its parameters; `NO_VERSION` without parameters.
+      follows: True if it receives every version.
       loading: the weight update under way.
-      aborted: a weight update was aborted, and the actor may still be busy with it.
+      aborted: True if a weight update was aborted, with which the actor may still be busy.
       load_seconds: seconds of the last weight update.
     """
 
@@ -51,12 +53,12 @@ class TrainingSide:
 
 
 class TrainingSides:
-    """The training sides of all hybrid workers, by the worker's name. Made inside the event loop it serves.
+    """The training sides of all hybrid workers, by worker name. Create it inside the event loop that it serves.
 
     Args:
       config: the run's configuration (`deadlines`, `elastic`, `rollout`).
       cluster: makes and ends the actors.
-      specs: worker to how its training side is made.
+      specs: how to make the training side of each worker.
       recorder: gets a span for each weight update and each share.
     """
 
@@ -74,17 +76,17 @@ class TrainingSides:
         self._cluster = cluster
         self._recorder = recorder
         self._sides = {worker: TrainingSide(spec) for worker, spec in specs.items()}
-        self._out = asyncio.Event()  # a snapshot may be read
+        self._out = asyncio.Event()  # set while a snapshot may be read
         self._held: tuple[int, Sequence[protocols.WeightChunk]] = protocols.NO_VERSION, ()
         self._copies: dict[int, Sequence[protocols.WeightChunk]] = {}
 
     @property
     def hosts(self) -> set[int]:
-        """The hosts of training sides, if the run is laid out over several hosts."""
+        """Hosts of the training sides, if the run spans several hosts."""
         return {side.spec.host for side in self._sides.values() if side.spec.host is not None}
 
     async def start(self) -> None:
-        """Starts and warms every process; a process that fails is tried again at its first switch to training."""
+        """Starts and warms every process. A process that fails is tried again at its first switch to training."""
 
         async def guarded(worker: str) -> None:
             try:
@@ -99,17 +101,18 @@ class TrainingSides:
         await deadlines.together(*(guarded(worker) for worker in self._sides))
 
     async def ensure(self, worker: str) -> None:
-        """Makes sure that the worker's process answers: restarts it if it has died unnoticed."""
+        """Makes sure that the worker's process answers. Restarts it if it has died unnoticed."""
         side = self._sides[worker]
         _forget(side)
         if side.client is not None:
             try:
+                # An actor serves one call at a time, so an answer also means that an aborted update is over.
                 await side.client.leave()
                 side.aborted = False
                 return
             except protocols.LibraError:
                 side.client = None
-        await self._stop(side)  # what is left of a lost process
+        await self._stop(side)  # remains of a lost process
         name, client = side.spec.name, self._client(side)
         self._recorder.status(name, "starting its process")
         await client.make()
@@ -123,11 +126,12 @@ class TrainingSides:
         return hybrid_client.HybridClient(self._cluster, side.spec, self._limits)
 
     def offer(self, version: int, chunks: Sequence[protocols.WeightChunk], copies: Copies | None = None) -> None:
-        """Offers a new snapshot. Training sides that follow begin to read it, or their host's copy of it."""
+        """Offers a new snapshot. Training sides that follow start to read it, or their host's copy."""
         self._held = version, chunks
         self._copies = dict(copies or {})
         self._out.set()
         for side in self._sides.values():
+            # A version is offered again if an engine has caught up by a new snapshot.
             if side.follows and side.version != version:
                 self._load(side)
 
@@ -137,7 +141,7 @@ class TrainingSides:
             self._copies.update(copies)
 
     async def settle(self) -> None:
-        """Withdraws the present snapshot, and returns when no training side reads it.
+        """Withdraws the present snapshot, and waits until no training side reads it.
 
         An update that takes much longer than the last one is aborted; that training side then follows no version.
         """
@@ -153,15 +157,15 @@ class TrainingSides:
                 self._abort(side, "it was still reading a version when the next one came")
 
     def _abort(self, side: TrainingSide, why: str) -> None:
-        """Aborts an update: the training side holds no parameters until `fetch` gives it some."""
+        """Aborts an update. The training side then holds no parameters until `fetch`."""
         _forget(side)
         self._recorder.note(f"{side.spec.name} holds no parameters: {why}")
 
     async def fetch(self, worker: str) -> int:
-        """Gives the worker the offered version, or the next one; returns its bytes.
+        """Gives the worker the offered version, or the next one. Returns its size in bytes.
 
         Raises:
-          LibraError: it could not be loaded, or none came.
+          LibraError: the version could not be loaded, or none was offered in time.
         """
         side = self._sides[worker]
         while self._held[0] == protocols.NO_VERSION:  # an offer may be withdrawn before this task wakes
@@ -176,7 +180,7 @@ class TrainingSides:
         return nbytes
 
     def follow(self, worker: str) -> None:
-        """Gives the worker every version from now on, the offered one included.
+        """Gives the worker every version from now on, including the offered one.
 
         Raises:
           WorkerLost: the training side is not ready.
@@ -188,7 +192,7 @@ class TrainingSides:
             self._load(side)
 
     def _load(self, side: TrainingSide) -> None:
-        """Begins a weight update with the offered version, unless one is under way."""
+        """Starts a weight update with the offered version, unless one is under way."""
         version, chunks = self._held
         assert version != protocols.NO_VERSION, f"nothing is out that {side.spec.name} could be given"
         if side.spec.host is not None:
@@ -199,7 +203,7 @@ class TrainingSides:
             loading.add_done_callback(functools.partial(_ended, side))
 
     async def _loaded(self, side: TrainingSide) -> None:
-        """Returns when no weight update is under way.
+        """Waits until no weight update is under way.
 
         Raises:
           DeadlineMissed: the update took too long, and was aborted.
@@ -214,8 +218,9 @@ class TrainingSides:
             raise
 
     async def _update(self, side: TrainingSide, version: int, chunks: Sequence[protocols.WeightChunk]) -> None:
-        """Runs the weight verbs; a failure leaves the training side without a version."""
+        """Runs the weight verbs. After a failure, the training side holds no version."""
         side.version = protocols.NO_VERSION
+        # During the update the parameters are of two versions, so the side holds none.
         begin, client = asyncio.get_running_loop().time(), _up(side)
         try:
             if not chunks:
@@ -233,7 +238,7 @@ class TrainingSides:
         self._recorder.span("weights", f"sync {side.spec.name}", begin, end, {"policy_version": version})
 
     def follows(self, worker: str) -> bool:
-        """Returns whether the worker gets every version."""
+        """Returns whether the worker receives every version."""
         return self._sides[worker].follows
 
     def holds(self, worker: str, version: int) -> bool:
@@ -250,10 +255,10 @@ class TrainingSides:
         await _up(self._sides[worker]).join(epoch, address)
 
     async def leave(self, worker: str) -> None:
-        """Takes channel and parameters from the worker; ends its process if it does not let go of them."""
+        """Takes gradient channel and parameters from the worker. Ends its process if it does not release them."""
         side = self._sides[worker]
         _forget(side)
-        if side.client is None:  # perhaps its process is still being made by an aborted call
+        if side.client is None:  # an aborted call may still be making its process
             await self._stop(side)
             return
         try:
@@ -264,7 +269,7 @@ class TrainingSides:
             await self.end(worker)
 
     async def end(self, worker: str) -> None:
-        """Ends the worker's process; a later `ensure` makes another."""
+        """Ends the worker's process. A later `ensure` starts another."""
         side = self._sides[worker]
         _forget(side)
         side.client = None
@@ -273,10 +278,10 @@ class TrainingSides:
     async def contribute(
         self, worker: str, batch: protocols.TrainBatch, shares: Sequence[protocols.Share]
     ) -> Mapping[str, float]:
-        """Lets the worker compute its share of a step, as soon as it has the parameters; returns its figures.
+        """Lets the worker compute its share of a step as soon as it holds the parameters. Returns its metrics.
 
         Raises:
-          LibraError: it could not; sums that it has sent do not count.
+          LibraError: it could not compute the share. Sums that it has already sent do not count.
         """
         side = self._sides[worker]
         await self._loaded(side)
@@ -298,10 +303,11 @@ class TrainingSides:
 
 
 def _forget(side: TrainingSide) -> None:
-    """Clears what the training side holds and follows, and aborts a weight update under way."""
+    """Clears the training side's version, stops its following, and aborts a weight update under way."""
     side.follows, side.version = False, protocols.NO_VERSION
     if (loading := side.loading) is not None:
         side.loading, side.aborted = None, True
+        # An update that fails calls this from its own task, which must not cancel itself.
         if loading is not asyncio.current_task():
             loading.cancel()
 

@@ -1,4 +1,4 @@
-"""The cost of each transition of a hybrid worker: a line of `transitions.jsonl`."""
+"""Records the cost of each transition of a hybrid worker, as a line of `transitions.jsonl`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from libra_jax.elastic.states import State
 
 
 class TransitionLog:
-    """Collects the facts of each worker's transition, and writes them.
+    """Collects the data of each worker's transition, and writes them.
 
-    A line is written at the first training step or token after the transition, and earlier if the worker fails or sets
-    out again, or if the run ends.
+    A line is written at the first training step or token after the transition. It is written earlier if the worker
+    fails or starts another transition, or if the run ends.
     """
 
     def __init__(self, recorder: protocols.Recorder) -> None:
@@ -22,7 +22,7 @@ class TransitionLog:
         self._bytes: dict[str, int] = {}
 
     def begin(self, name: str) -> None:
-        """Begins the record of a worker that sets out."""
+        """Starts the record of a worker's transition."""
         self._write(name)
         self._bytes[name] = 0
 
@@ -31,13 +31,13 @@ class TransitionLog:
         self._bytes[name] += nbytes
 
     def rested(self, worker: pool.Worker, step: int, outcome: str, why: str) -> float:
-        """Records that the worker is at rest; returns the seconds of its transition.
+        """Records that the worker is at rest. Returns the seconds of its transition.
 
         Args:
-          worker: at rest.
-          step: training steps taken.
+          worker: the worker, at rest.
+          step: number of training steps taken.
           outcome: "done" or "failed".
-          why: it failed.
+          why: reason of the failure.
         """
         self._write(worker.name)
         record = worker.record()
@@ -48,7 +48,8 @@ class TransitionLog:
             "step": step,
             "outcome": "cancelled" if turned else outcome,
             "why": why,
-            "bytes": self._bytes.get(worker.name, 0) if worker.phases else 0,  # at rest, it was on no way
+            # A worker that failed at rest made no transition.
+            "bytes": self._bytes.get(worker.name, 0) if worker.phases else 0,
             "stall": {"training": 0.0, "rollout": worker.idle_seconds},
         }
         self._recorder.span(worker.name, f"{record['from']} to {record['to']}", start, end, record["phases"])
@@ -57,17 +58,17 @@ class TransitionLog:
         return end - start
 
     def waiting(self, state: State) -> list[str]:
-        """Returns the workers in this state whose first step or token has not come yet."""
+        """Returns the workers in this state that wait for their first step or token."""
         return [name for name, record in self._pending.items() if record["to"] == state]
 
     def useful(self, name: str, what: str, now: float, stall: float = 0.0) -> None:
         """Records the worker's first step or token after its transition.
 
         Args:
-          name: the worker's.
+          name: name of the worker.
           what: "first_step" or "first_token".
-          now: event-loop seconds.
-          stall: seconds that training stood still for it.
+          now: event-loop time in seconds.
+          stall: seconds in which training stood still for it.
         """
         record = self._pending.get(name)
         if record is not None:
@@ -76,7 +77,7 @@ class TransitionLog:
             self._write(name)
 
     def close(self) -> None:
-        """Writes all lines that still wait, because the run ends."""
+        """Writes all pending lines at the end of the run."""
         for name in list(self._pending):
             self._write(name)
 

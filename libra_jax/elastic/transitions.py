@@ -1,6 +1,6 @@
-"""Transitions of hybrid workers: `elastic.pool` decides the next state, and one task a worker does its work.
+"""Carries out transitions of hybrid workers: `elastic.pool` decides the next state, and a task does its work.
 
-Each state has its deadline, and each wait inside it one of its own. Whatever breaks leads back to rollout.
+Each state has a deadline, and each wait inside it has its own. Every error leads back to rollout.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from libra_jax.elastic import pool, training_sides, transition_log, worker_share
 from libra_jax.elastic.states import State
 
 KNOWN_CHANGES = 3
-"""Number of past switches by which the next one is judged."""
+"""Number of past switches from which the cost of the next one is estimated."""
 
 MARGIN_SECONDS = 10.0
 """Seconds by which a state's deadline exceeds the sum of the deadlines inside it."""
@@ -35,28 +35,28 @@ class Engines(Protocol):
         ...
 
     def await_first_token(self, name: str) -> None:
-        """Notes when the engine's next token comes (`transitions.jsonl`)."""
+        """Records when the engine's next token comes (`transitions.jsonl`)."""
         ...
 
 
 class Transitions:
-    """Carries out what the pool says. Made inside the event loop it serves.
+    """Carries out the pool's decisions. Create it inside the event loop that it serves.
 
     Args:
-      limits: of the waits (`deadlines`).
+      limits: deadlines of the waits (`deadlines`).
       pool: the workers' states.
-      engines: the rollout instances, the workers' among them.
-      members: the workers' replicas.
-      shares: that they compute.
-      trainer: opens and closes its ends of the workers' channels.
-      recorder: gets what each worker does, and what went wrong.
+      engines: the rollout instances, including the workers' engines.
+      members: the workers' training sides.
+      shares: the shares that the workers compute.
+      trainer: opens and closes the core's ends of the gradient channels.
+      recorder: gets each worker's status, and errors.
       log: gets each transition.
-      ending: ends with transitions under way.
-      changed: called when a worker has come into another state.
+      ending: runs transitions in the background, and cancels them at the run's end.
+      changed: called after a worker has entered another state.
 
     Attributes:
-      step: training steps taken, for the log.
-      ready_seconds: that the last way to training took, a replica that had to be made anew included.
+      step: number of training steps taken, for the log.
+      ready_seconds: seconds of the last switch to training, including a restart of the training side if one was needed.
     """
 
     def __init__(
@@ -91,12 +91,13 @@ class Transitions:
 
     @property
     def idle_seconds(self) -> float:
-        """Seconds in which a worker that switches serves neither side: the shortest of the last switches."""
+        """Seconds in which a switching worker serves neither side: the minimum of the last switches."""
         return min(self._idle, default=0.0)
 
     def begin(self, worker: pool.Worker) -> None:
-        """Begins a transition, and aborts the one that the worker turns round from."""
+        """Starts a transition, and aborts the one from which the worker turns round."""
         before = self._drivers.get(worker.name)
+        # A failed driver starts the next transition itself, and must not abandon itself.
         if before is not None and before is not asyncio.current_task():
             deadlines.abandon(before)
         self._log.begin(worker.name)
@@ -112,7 +113,8 @@ class Transitions:
             work = self._in_state(worker)
             try:
                 await deadlines.within(worker.limit, work, f"Hybrid worker {name}, {worker.state},", "transition")
-            except protocols.TrainerLost as error:  # which it was to join: no fault of the worker's, and no restart
+            # The trainer died, which is no fault of the worker and costs no restart.
+            except protocols.TrainerLost as error:
                 if self._pool.worker(name).ticket == ticket:
                     self.begin(self._pool.cancel(name, str(error), self._loop.time()))
                 return
@@ -120,7 +122,7 @@ class Transitions:
                 await self._broken(ticket, error)
                 return
             entered = self._pool.advance(ticket, self._loop.time())
-            if entered is None:  # another has taken it over
+            if entered is None:  # another task drives the worker by now
                 return
             worker = entered
             self._changed()
@@ -138,7 +140,7 @@ class Transitions:
         return work(worker)
 
     async def _drain(self, worker: pool.Worker) -> None:
-        await self._members.ensure(worker.name)  # while its engine still serves
+        await self._members.ensure(worker.name)  # first, while its engine still serves
         await self._engines.sleep(worker.name)
 
     async def _fetch(self, worker: pool.Worker) -> None:
@@ -148,7 +150,7 @@ class Transitions:
         await self._members.warm(worker.name)
 
     async def _join(self, worker: pool.Worker) -> None:
-        """Opens the gradient channel, while the worker reads a version that came while it compiled."""
+        """Opens the gradient channel. Meanwhile the worker reads a version that came out while it compiled."""
         self._members.follow(worker.name)
         address = await self._trainer.listen(worker.name, worker.epoch)
         await self._trainer.connect(worker.name, worker.epoch, address)
@@ -167,7 +169,7 @@ class Transitions:
         await self._engines.wake(worker.name)
 
     async def _dismiss(self, name: str) -> None:
-        with contextlib.suppress(protocols.TrainerLost):  # its channels went with it
+        with contextlib.suppress(protocols.TrainerLost):  # its channels ended with it
             await self._trainer.dismiss(name)
 
     # Failures ---------------------------------------------------------------------------------------------------
@@ -177,7 +179,7 @@ class Transitions:
         self._ending.start(self._broken(ticket, protocols.WorkerLost(why)), f"failure of {ticket.worker}")
 
     async def _broken(self, ticket: pool.Ticket, error: protocols.LibraError) -> None:
-        """Fails the worker, and brings it back to rollout unless `elastic.restarts` is used up."""
+        """Fails the worker, and restarts it into rollout unless `elastic.restarts` is used up."""
         worker = self._pool.fail(ticket, str(error), self._loop.time())
         if worker is None:
             return
@@ -217,6 +219,7 @@ class Transitions:
         self._recorder.status(worker.name, f"hybrid worker: {worker.state}")
         if worker.state is State.TRAINING:
             self.ready_seconds = took
+        # Only complete switches measure the cost; turns and failures do not.
         if outcome == "done" and {worker.origin, worker.state} == {State.ROLLOUT, State.TRAINING}:
             self._idle.append(worker.idle_seconds)
         if worker.state is State.ROLLOUT:
@@ -224,8 +227,8 @@ class Transitions:
 
 
 def limits(deadline: configuration.DeadlineConfig) -> dict[State, float]:
-    """Returns each state's deadline: longer than the waits inside it together, so that their errors come first."""
-    replica = 2 * deadline.trainer_start + deadline.publish + deadline.shutdown  # made anew
+    """Returns each state's deadline. It exceeds the sum of the waits inside, so that their errors come first."""
+    replica = 2 * deadline.trainer_start + deadline.publish + deadline.shutdown  # a training side that is restarted
     return {
         State.DRAINING: replica + 2 * deadline.transition + MARGIN_SECONDS,
         State.FETCHING: training_sides.LOAD_VERBS * deadline.publish + deadline.train_step + MARGIN_SECONDS,

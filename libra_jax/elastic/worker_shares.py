@@ -1,4 +1,4 @@
-"""The shares of training steps that hybrid workers compute: their sizes, and their outcomes."""
+"""Splits training steps into shares for hybrid workers, and collects the outcomes."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Outcome:
     """The outcome of a worker's share.
 
     Attributes:
-      member: the worker's name.
-      counted: its sums are in the step.
-      error: the worker's error; None if its sums counted, or were late.
+      member: name of the hybrid worker.
+      counted: True if its sums are in the step.
+      error: error of the worker; None if its sums counted or came late.
     """
 
     member: str
@@ -37,35 +37,36 @@ class Outcome:
 
 
 class Shares:
-    """Shares under way, and the speed of each worker. Made inside the event loop it serves.
+    """Shares in progress, and the speed of each worker. Create it inside the event loop that it serves.
 
     Args:
-      members: the workers' replicas.
-      speed: of each worker, as a multiple of the core's, until it is measured.
+      members: the workers' training sides.
+      speed: initial speed of each worker relative to the core, until it is measured.
 
     Attributes:
-      speed: as measured.
+      speed: measured speed of each worker relative to the core.
     """
 
     def __init__(self, members: training_sides.TrainingSides, speed: Mapping[str, float]) -> None:
         self.speed = dict(speed)
         self._members = members
-        self._work: dict[str, asyncio.Task[Mapping[str, float]]] = {}  # shares that are being computed
+        self._work: dict[str, asyncio.Task[Mapping[str, float]]] = {}  # shares in progress
 
     def split(self, training: Mapping[str, int], version: int) -> tuple[protocols.Share, ...]:
-        """Splits a step, by speed, among the workers that hold its parameters; the core takes the rest.
+        """Splits a step, in proportion to speed, among the workers that hold its parameters. The core takes the rest.
 
         Args:
-          training: the workers that train, and the epoch of each.
-          version: of the step's parameters.
+          training: the workers in training, with the membership generation of each.
+          version: version of the step's parameters.
         """
         ready = {name: epoch for name, epoch in training.items() if self._members.holds(name, version)}
-        ready = {name: epoch for name, epoch in ready.items() if name not in self._work}  # one still answers
+        # A worker still busy with an earlier share gets none.
+        ready = {name: epoch for name, epoch in ready.items() if name not in self._work}
         whole = 1.0 + sum(self.speed[name] for name in ready)
         return tuple(protocols.Share(name, epoch, self.speed[name] / whole) for name, epoch in ready.items())
 
     def begin(self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share]) -> None:
-        """Lets the workers begin to compute."""
+        """Starts the workers' shares of a step."""
         for share in shares:
             work = asyncio.get_running_loop().create_task(self._members.contribute(share.member, batch, shares))
             work.add_done_callback(_looked_at)
@@ -74,15 +75,15 @@ class Shares:
     async def finish(
         self, shares: Sequence[protocols.Share], metrics: Mapping[str, float], seconds: float
     ) -> list[Outcome]:
-        """Returns the outcome of each share of a step that is over; measures speeds if all shares counted.
+        """Returns the outcome of each share of a finished step. Measures speeds if all shares counted.
 
         Args:
-          shares: of the step.
-          metrics: the trainer's.
-          seconds: that the trainer took.
+          shares: shares of the step.
+          metrics: the trainer's metrics.
+          seconds: seconds of the trainer's step.
         """
         work = {share.member: self._work[share.member] for share in shares}
-        # Sums go straight to the trainer, which may be done before the members' answers come here.
+        # Sums go straight to the trainer, which may finish before the workers' answers arrive here.
         await asyncio.wait(work.values(), timeout=ANSWER_SECONDS)
         told: dict[str, Mapping[str, float]] = {}
         outcomes = []
@@ -97,17 +98,18 @@ class Shares:
                 told[name] = self._work.pop(name).result()
             else:
                 task.add_done_callback(functools.partial(self._answered, name))
+        # If a share is missing, the core computed it, too, and the step's times compare nothing.
         if len(told) == len(shares):
             self._measure(told, metrics, seconds)
         return outcomes
 
     async def wait(self, name: str) -> None:
-        """Returns when the worker computes no share."""
+        """Waits until the worker computes no share."""
         if (share := self._work.get(name)) is not None:
             await asyncio.wait({share})
 
     def close(self) -> None:
-        """Abandons all shares, because the run ends."""
+        """Abandons all shares at the end of the run."""
         for share in self._work.values():
             deadlines.abandon(share)
 
@@ -115,7 +117,8 @@ class Shares:
         self._work.pop(name, None)
 
     def _measure(self, told: Mapping[str, Mapping[str, float]], metrics: Mapping[str, float], seconds: float) -> None:
-        """Updates the speeds: micro-batches a second of each worker, over those of the core in the same step."""
+        """Updates the speeds: micro-batches a second of each worker, relative to the core's in the same step."""
+        # The core's own micro-batches: those of the workers are not its work.
         core = metrics.get("micro_batches", 0.0) - metrics.get("shares/micro_batches", 0.0)
         taken = seconds - metrics.get("shares/wait_seconds", 0.0)
         for name, said in told.items():

@@ -1,7 +1,8 @@
-"""A rollout engine without a model: a deterministic double for tests of what drives engines.
+"""A rollout engine without a model: a deterministic double for tests of the code that drives engines.
 
-It continues a context by a pure function of the context's tokens, so that a request resumed from its retained tokens
-goes on exactly as it would have. It has slots, pauses, versions and aborts like a real engine, and can be told to die.
+The next token is a pure function of the context's tokens. So a request that resumes from its retained tokens continues
+as if it had never stopped. Like a real engine, the double has slots, pauses, versions and aborts. It can be told to
+die.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from typing import Any
 from libra_jax import protocols
 
 Script = Callable[[Sequence[int], protocols.SamplingParams], int]
-"""The next token after a context; pure, so that resumption repeats it. A stop token ends the output."""
+"""Returns the next token after a context. It is pure, so that resumption repeats it. A stop token ends the output."""
 
 
 def scramble(token_ids: Sequence[int], sampling: protocols.SamplingParams) -> int:
-    """The default script: noise of tokens 3..99 that stops after 24 tokens on average."""
+    """Returns the default script's token: pseudo-random, 3..99, with a stop after 24 tokens on average."""
     digest = zlib.crc32(repr((len(token_ids), tuple(token_ids[-4:]))).encode())
     if digest % 24 == 0 and sampling.stop_token_ids:
         return sampling.stop_token_ids[0]
@@ -28,7 +29,7 @@ def scramble(token_ids: Sequence[int], sampling: protocols.SamplingParams) -> in
 
 
 def load_script(name: str) -> Script:
-    """The function that `"module:function"` names."""
+    """Returns the function with the name `"module:function"`."""
     module, _, function = name.partition(":")
     if not function:
         raise protocols.ConfigError(f'script {name!r} must have the form "module:function"')
@@ -36,12 +37,12 @@ def load_script(name: str) -> Script:
 
 
 def log_prob(token_id: int) -> float:
-    """The log-probability that the double reports for a token."""
+    """Returns the log-probability that the double reports for a token."""
     return -0.5 - token_id % 7 / 10
 
 
 class FakeEngine(protocols.RolloutEngine):
-    """See the module docstring; made by `create`. Lives on one event loop."""
+    """The double of a rollout engine (see the module docstring), made by `create`. Lives on one event loop."""
 
     def __init__(
         self,
@@ -73,8 +74,8 @@ class FakeEngine(protocols.RolloutEngine):
         self._alive = False
 
     async def start(self) -> protocols.EngineInfo:
-        """Begins to serve."""
-        # Made here: asyncio's primitives belong to the loop that runs the engine.
+        """Starts to serve."""
+        # Created here, because asyncio's primitives belong to the loop that runs the engine.
         self._free = asyncio.Semaphore(self._slots)
         self._go = asyncio.Event()
         self._go.set()
@@ -82,7 +83,7 @@ class FakeEngine(protocols.RolloutEngine):
         return protocols.EngineInfo(self.name, self._tensor_parallel, self._slots, self._max_context, (os.getpid(),))
 
     def kill(self) -> None:
-        """Dies as a process would: every running and later call raises `WorkerLost`."""
+        """Dies like a process: every running and later call raises `WorkerLost`."""
         self._alive = False
         self._go.set()
 
@@ -91,7 +92,7 @@ class FakeEngine(protocols.RolloutEngine):
             raise protocols.WorkerLost(f"engine {self.name} is gone: start it again or resume its requests elsewhere")
 
     async def generate(self, request: protocols.GenerationRequest) -> AsyncIterator[protocols.TokenDelta]:
-        """Streams the script's continuation; see `protocols.RolloutEngine`."""
+        """Streams the script's continuation. See `protocols.RolloutEngine`."""
         self._check_alive()
         room = self._max_context - len(request.token_ids)
         if room <= 0:
@@ -112,6 +113,7 @@ class FakeEngine(protocols.RolloutEngine):
             while finish is None:
                 tokens, finish = self._next_tokens(context, budget, request.sampling)
                 await asyncio.sleep(len(tokens) / self._rate)
+                # Tokens that a pause holds back get the version that is loaded by then.
                 await self._go.wait()
                 self._count(len(tokens))
                 context.extend(tokens)
@@ -141,7 +143,7 @@ class FakeEngine(protocols.RolloutEngine):
             self._check_alive()
 
     async def hand_over(self, request: protocols.GenerationRequest) -> Mapping[str, Any]:
-        """Always refuses: there are no keys and values."""
+        """Raises LibraError, because the double has no keys and values."""
         raise protocols.LibraError(f"engine {self.name} keeps no keys and values of {request.request_id}")
 
     async def pause(self) -> None:
@@ -150,33 +152,33 @@ class FakeEngine(protocols.RolloutEngine):
         self._go.clear()
 
     async def resume(self) -> None:
-        """Goes on decoding."""
+        """Resumes decoding."""
         self._check_alive()
         self._go.set()
 
     async def sleep(self) -> None:
-        """Runs nothing until it has been woken and resumed."""
+        """Stops decoding until it has been woken and resumed."""
         await self.pause()
 
     async def wake(self) -> None:
-        """Holds no weights; decoding goes on with `resume`."""
+        """Drops the weights. Decoding continues after `resume`."""
         self._check_alive()
         self._version = protocols.NO_VERSION
 
     async def init_weight_transfer(self, transport: Mapping[str, Any]) -> None:
-        """First weight verb."""
+        """Opens the transport (first weight verb)."""
         self._check_alive()
         self._transport_open = True
 
     async def start_weight_update(self, policy_version: int) -> None:
-        """Second weight verb."""
+        """Starts an update (second weight verb)."""
         self._check_alive()
         self._require(self._transport_open, "start_weight_update came before init_weight_transfer")
         self._require(self._updating is None, f"version {self._updating} is still being loaded")
         self._updating, self._chunks, self._expected_chunks = policy_version, set(), None
 
     async def update_weights(self, chunk: protocols.WeightChunk) -> None:
-        """Third weight verb; remembers which chunks came."""
+        """Records the chunk (third weight verb)."""
         self._check_alive()
         self._require(
             chunk.policy_version == self._updating,
@@ -186,7 +188,7 @@ class FakeEngine(protocols.RolloutEngine):
         self._expected_chunks = chunk.count
 
     async def finish_weight_update(self, policy_version: int) -> None:
-        """Fourth weight verb: every chunk must have come."""
+        """Checks that every chunk has arrived, and switches to the version (fourth weight verb)."""
         self._check_alive()
         self._require(policy_version == self._updating, f"version {policy_version} was not being loaded")
         self._require(
@@ -200,7 +202,7 @@ class FakeEngine(protocols.RolloutEngine):
             raise protocols.LibraError(f"engine {self.name}: {problem}")
 
     async def health(self) -> Mapping[str, float]:
-        """Requests running and waiting, and tokens emitted so far."""
+        """Returns the requests running and waiting, and the tokens emitted so far."""
         self._check_alive()
         return {"running": self._running, "waiting": self._waiting, "tokens": self._emitted}
 
@@ -224,20 +226,20 @@ def create(
     fail_after_tokens: int | None = None,
     kind: type[FakeEngine] = FakeEngine,
 ) -> FakeEngine:
-    """Makes the double with the real engine's arguments (`vllm_engine.create`), of which it needs few.
+    """Makes the double from the arguments of the real engine (`vllm_engine.create`), most of which it ignores.
 
     Args:
-      name: the instance's name.
+      name: name of the instance.
       model_config: unused.
-      rollout: fields of `config.RolloutConfig`; slots, max_context and stream_interval count.
-      tensor_parallel: reported, nothing more.
-      seed: unused; the script alone decides.
+      rollout: fields of `config.RolloutConfig`, of which slots, max_context and stream_interval have an effect.
+      tensor_parallel: degree to report, without further effect.
+      seed: unused, because only the script decides.
       cpu_cores: unused.
       log_path: unused.
       hybrid: unused.
-      script: `"module:function"` of a `Script`; empty is `scramble`.
-      tokens_per_second: of one request, in event-loop seconds.
-      fail_after_tokens: tokens after which the engine dies, over all requests; None is never.
+      script: `"module:function"` of a `Script`. Empty stands for `scramble`.
+      tokens_per_second: rate of one request, in event-loop seconds.
+      fail_after_tokens: number of tokens over all requests after which the engine dies. None disables this.
       kind: class of the double.
     """
     del model_config, seed, cpu_cores, log_path, hybrid

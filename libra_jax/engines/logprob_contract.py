@@ -1,9 +1,9 @@
-"""What the log-probability of a sampled token means here, for whoever samples it and whoever scores it again.
+"""Defines the log-probability of a sampled token, for the engine that samples it and the trainer that scores it again.
 
 - The engine returns *processed* log-probs: the log-softmax of logits / temperature, natural logarithm, of the very
   distribution the token was drawn from. Raw log-probs (vLLM's default) are those of temperature 1.
 - Temperature is the only thing that shapes the distribution. top_p and top_k renormalise over a set of tokens that
-  the trainer does not know, so that a ratio of the trainer's probability to the engine's is biased.
+  the trainer does not know. A ratio of the trainer's probability to the engine's would be biased.
 - The trainer scores with the same temperature: log-softmax of logits / `rollout.temperature`.
 - Temperature 0 (evaluation) is greedy; its log-probs are those of temperature 1 and are never trained on.
 """
@@ -13,14 +13,14 @@ from __future__ import annotations
 from libra_jax import config, protocols
 
 LOGPROBS_MODE = "processed_logprobs"
-"""vLLM's name for log-probs taken after temperature."""
+"""vLLM's name for log-probs after temperature scaling."""
 
 
 def check(rollout: config.RolloutConfig, algorithm: config.AlgorithmConfig) -> None:
-    """Refuses sampling whose log-probs cannot be compared with the trainer's.
+    """Raises ConfigError if the sampling's log-probs cannot be compared with the trainer's.
 
-    Every loss here is a function of the ratio of the current policy to the sampling (or proximal) one, and an
-    importance correction is such a ratio too: none of them may see a renormalised behaviour distribution.
+    Every loss here is a function of the ratio of the current policy to the sampling (or proximal) policy. An importance
+    correction is such a ratio, too. A renormalised behaviour distribution would bias all of these ratios.
 
     Raises:
       ConfigError: top_p or top_k is on; the message names the fields.

@@ -1,11 +1,11 @@
-"""A temporary folder that does not outlive its process for long: what a killed one left, the next one removes.
+"""A temporary folder for one process. If the process is killed, the next process removes the folder.
 
-A lock tells whether a folder's process lives, because process ids mean nothing in other containers that share the
-folder of temporary files; the kernel gives a lock up with its process, however that ends.
+A file lock shows whether a folder's process lives. Process ids would mean nothing to other containers that share the
+temporary directory. The kernel releases a lock when its process ends in any way.
 
-The folder also lists the named shared memory that the process's engine made. vLLM unlinks its segments itself, those of
-`cpu_communicator._CPUSHMDistributed` (vllm_dist_*) for example, unless it is killed. Their names are random, and no
-variable of vLLM turns them off. So only this list tells whose they are.
+The folder also lists the named shared memory of the process's engine. vLLM unlinks its own segments, for example those
+of `cpu_communicator._CPUSHMDistributed` (vllm_dist_*), unless it is killed. Their names are random, and no variable of
+vLLM turns them off. So only this list shows their owner.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from pathlib import Path
 PREFIX = "libra-jax-"
 LOCK = "lock"
 SEGMENTS = "segments"
-"""File of a folder: name and inode of each segment of shared memory, one a line."""
+"""File in the folder with one line for each shared-memory segment: its inode and its name."""
 
 SHARED_MEMORY = Path("/dev/shm")
 OF_ENGINES = ("vllm_dist_", "psm_")
-"""What the names of vLLM's and Python's own segments begin with; no other segment is removed."""
+"""Prefixes of vLLM's and Python's own segments. No other segment is removed."""
 
 
 class Scratch:
-    """A folder of this process's own.
+    """The temporary folder of this process.
 
     Attributes:
-      path: of it.
+      path: path of the folder.
     """
 
     def __init__(self) -> None:
@@ -40,15 +40,15 @@ class Scratch:
         self.path, self._lock = _make()
 
     def list_segments(self, names: Iterable[str]) -> None:
-        """Lists segments of shared memory that go with this folder if its process is killed."""
+        """Lists shared-memory segments to remove with this folder if its process is killed."""
         lines = []
         for name in names:
-            with contextlib.suppress(OSError):  # it has gone
+            with contextlib.suppress(OSError):  # the segment is gone already
                 lines.append(f"{(SHARED_MEMORY / name).stat().st_ino} {name}\n")
         (self.path / SEGMENTS).write_text("".join(lines))
 
     def close(self) -> None:
-        """Removes it with all that is in it. Idempotent."""
+        """Removes the folder and its content. Idempotent."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock >= 0:
             os.close(self._lock)
@@ -62,12 +62,12 @@ def _make() -> tuple[Path, int]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if (path / LOCK).exists():
             return path, lock
-        os.close(lock)  # another process found it before it was locked, and removed it
+        os.close(lock)  # another process removed the folder before it was locked
 
 
 def _remove_abandoned() -> None:
     for file in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{LOCK}"):
-        with contextlib.suppress(OSError):  # it lives, or is somebody else's, or has gone meanwhile
+        with contextlib.suppress(OSError):  # its process lives, or the folder is another user's, or it is gone by now
             lock = os.open(file, os.O_RDWR | os.O_CLOEXEC)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -78,7 +78,7 @@ def _remove_abandoned() -> None:
 
 
 def _remove_segments(listed: Path) -> None:
-    """Removes the segments that a dead process listed; another process's segment of the same name has another inode."""
+    """Removes the segments that a dead process listed. The inode tells them from other segments of the same name."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         for line in listed.read_text().splitlines():
             inode, _, name = line.partition(" ")

@@ -1,9 +1,9 @@
 """A rollout instance on vLLM (V1, `AsyncLLM`): `protocols.RolloutEngine` over vLLM's own processes.
 
-Written against vLLM 0.32. The engine never sees the trainer's files: it starts from a config.json with dummy weights,
-tokens go in and tokens come out, and every weight reaches it through the four weight verbs. What was run: CPU, with the
-memfd transport, tensor parallel 1 and 2. The ipc and nccl transports go through vLLM's own CUDA engines
-(`vllm_weight_sender`) and have not been run.
+Written against vLLM 0.32. The engine never sees the trainer's files. It starts from a config.json with dummy weights,
+takes tokens and returns tokens, and gets every weight through the four weight verbs. Tested on CPU with the memfd
+transport, tensor parallel 1 and 2. The ipc and nccl transports use vLLM's own CUDA engines (`vllm_weight_sender`) and
+have never run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from libra_jax.engines import vllm_kv_transfer, vllm_launch, vllm_weight_check
 T = TypeVar("T")
 
 UNTRAINED = "default"
-"""vLLM's name for the version of weights that nobody sent."""
+"""vLLM's name for the version of its initial weights."""
 
 
 def create(
@@ -45,20 +45,20 @@ def create(
     log_path: str = "",
     hybrid: bool = False,
 ) -> VllmEngine:
-    """Makes an instance; its processes begin with `start`.
+    """Makes an instance. `start` starts its processes.
 
     Args:
-      name: the instance's name, as errors and the timeline show it.
+      name: name of the instance, for errors and the timeline.
       model_config: content of the model's Hugging Face config.json.
       rollout: fields of `config.RolloutConfig`.
-      tensor_parallel: devices (on CPU: worker processes) that share the weights.
-      seed: of the engine's sampler.
+      tensor_parallel: number of devices (on CPU: worker processes) that share the weights.
+      seed: seed of the engine's sampler.
       cpu_cores: on CPU, vLLM's VLLM_CPU_OMP_THREADS_BIND, or "auto" (`vllm_launch.core_binding`).
-      log_path: file for what vLLM logs; empty keeps it until shutdown only.
-      hybrid: it will be put to sleep: its memory is to be such as vLLM can give back.
+      log_path: file for vLLM's log. If empty, the log is kept only until shutdown.
+      hybrid: True if the engine will be put to sleep. It then uses memory that vLLM can free.
 
     Raises:
-      ConfigError: a rollout field cannot be used, or fewer cores than workers.
+      ConfigError: a rollout field cannot be used, or the machine has fewer cores than workers.
     """
     settings = config.parse(config.RolloutConfig, rollout, "rollout.")
     if settings.transport != "memfd" and not torch.cuda.is_available():
@@ -71,7 +71,7 @@ def create(
 
 
 class VllmEngine(protocols.RolloutEngine):
-    """See the module docstring; made by `create`. Lives on one event loop; not thread-safe."""
+    """A rollout instance on vLLM, made by `create`. Lives on one event loop; not thread-safe."""
 
     def __init__(
         self,
@@ -103,12 +103,13 @@ class VllmEngine(protocols.RolloutEngine):
         loop = asyncio.get_running_loop()
         self._death: asyncio.Future[None] = loop.create_future()
         self._starting = loop.run_in_executor(vllm_launch.STARTER, self._launch.start)
-        # Cancelled by a deadline, the start goes on in its thread; shutdown ends what it makes, and nobody asks why.
+        # If a deadline cancels this call, the start continues in its thread, and shutdown ends its processes. Its
+        # exception is retrieved here, because nobody awaits it then.
         self._starting.add_done_callback(lambda start: start.cancelled() or start.exception())
         self._engine = engine = await asyncio.shield(self._starting)
         for process in self._launch.processes:
             self._watch(process.pid)
-        cache = engine.vllm_config.cache_config  # the core has told how many blocks fit
+        cache = engine.vllm_config.cache_config  # the core process has reported the number of blocks
         return protocols.EngineInfo(
             name=self.name,
             tensor_parallel=self._tensor_parallel,
@@ -119,7 +120,7 @@ class VllmEngine(protocols.RolloutEngine):
         )
 
     def _watch(self, pid: int) -> None:
-        """Learns of a process's end at once; vLLM's own notice takes a second, and leaves some waits unanswered."""
+        """Watches a process's end. vLLM's own notice takes a second, and leaves some waits unanswered."""
         try:
             watch = os.pidfd_open(pid)
         except ProcessLookupError:
@@ -135,7 +136,7 @@ class VllmEngine(protocols.RolloutEngine):
         self._watches.clear()
 
     def _ended(self, pid: int) -> None:
-        """Dies with the exception that the process left in its log, if it left one."""
+        """Ends the engine, with the exception from the process's log if it has one."""
         told = self._launch.reason()
         self._die(f"its process {pid} ended" + (f": {told}" if told else ""))
 
@@ -157,11 +158,11 @@ class VllmEngine(protocols.RolloutEngine):
         return self._engine
 
     async def _call(self, what: str, work: Awaitable[T]) -> T:
-        """Awaits a call into the engine's processes, which is never answered if they die meanwhile.
+        """Awaits a call into the engine's processes, which never answer if they die meanwhile.
 
         Raises:
-          WorkerLost: the engine died, or one of several workers failed: vLLM 0.32 then leaves the others' answers in
-            its queues, and takes them for answers to the next calls.
+          WorkerLost: the engine died, or one of several workers failed. After such a failure, vLLM 0.32 leaves the
+            others' answers in its queues and takes them for answers to the next calls.
           LibraError: the engine refused.
         """
         task = asyncio.ensure_future(work)
@@ -184,11 +185,11 @@ class VllmEngine(protocols.RolloutEngine):
         raise protocols.LibraError(f"engine {self.name} {problem}") from None
 
     async def generate(self, request: protocols.GenerationRequest) -> AsyncIterator[protocols.TokenDelta]:
-        """Streams the continuation; the last delta has a finish reason. Closing the iterator aborts the request.
+        """Streams the continuation. The last delta has a finish reason. Closing the iterator aborts the request.
 
         Raises:
-          WorkerLost: the engine died, now or before.
-          LibraError: the context has no room for a token, or a token is not the model's.
+          WorkerLost: the engine died, during the request or before.
+          LibraError: the context has no room for another token, or holds a token that the model does not have.
         """
         engine = self._serving()
         room = self._rollout.max_context - len(request.token_ids)
@@ -208,7 +209,7 @@ class VllmEngine(protocols.RolloutEngine):
         self._running += 1
         try:
             queue = await engine.add_request(request.request_id, prompt, params)
-            # Kept, because vLLM forgets it when the request ends, perhaps before its last output is read here.
+            # Keep the state: vLLM forgets it when the request ends, perhaps before its last output is read here.
             state = engine.output_processor.request_states.get(queue.request_id)
             sent = 0
             while not finished:
@@ -231,15 +232,16 @@ class VllmEngine(protocols.RolloutEngine):
             self._running -= 1
             if queue is not None:
                 queue.close()
+                # The caller closed the iterator early: vLLM must free the slot.
                 if not finished and not self._death.done():
                     await engine.abort(queue.request_id, internal=True)
 
     async def hand_over(self, request: protocols.GenerationRequest) -> Mapping[str, Any]:
-        """Keeps the context's keys and values for another engine; see `vllm_kv_transfer`, which has not been run.
+        """Keeps the context's keys and values for another engine. See `vllm_kv_transfer`, which has never run.
 
         Raises:
           WorkerLost: the engine died.
-          LibraError: it keeps nothing.
+          LibraError: the engine keeps nothing.
         """
         prompt = engine_inputs.tokens_input(list(request.token_ids))
         try:
@@ -256,35 +258,36 @@ class VllmEngine(protocols.RolloutEngine):
         return dict(kept)
 
     async def pause(self) -> None:
-        """Freezes decoding with requests kept, and drops all KV: it is recomputed after `resume`."""
-        # Not `AsyncLLM.pause_generation`, which sleeps 20 ms so that outputs are read first: each output carries the
-        # version that sampled it, so that reading it late stamps it no differently.
+        """Freezes decoding, keeps requests, and drops all keys and values, which are recomputed after `resume`."""
+        # Not `AsyncLLM.pause_generation`, which sleeps 20 ms so that outputs are read first. Here each output carries
+        # the version that sampled it, so a late read stamps it correctly.
         await self._call("pause", self._serving().engine_core.pause_scheduler_async(mode="keep", clear_cache=True))
 
     async def resume(self) -> None:
-        """Goes on decoding."""
+        """Resumes decoding."""
         await self._call("resume", self._serving().resume_generation())
 
     async def sleep(self) -> None:
-        """Aborts what runs; frees weights and cache where vLLM's platform can (CUDA), else only stands still.
+        """Aborts running requests. Frees weights and cache if vLLM's platform can (CUDA); otherwise only stops.
 
-        vLLM's CPU worker has no sleep mode: there the memory stays taken and the cores are free.
+        vLLM's CPU worker has no sleep mode: its memory stays allocated, and only its cores become free.
         """
         engine = self._serving()
         if self._launch.sleeps:
+            # Level 2 drops the weights, too: the next update brings new ones.
             await self._call("go to sleep", engine.sleep(level=2))
         else:
             await self._call("stand still", engine.engine_core.pause_scheduler_async(mode="abort", clear_cache=True))
 
     async def wake(self) -> None:
-        """Takes the memory again; what the weights are is undefined until they are updated, and `resume` follows."""
+        """Allocates the memory again. The weights are undefined until the next update, which `resume` follows."""
         engine = self._serving()
         if self._launch.sleeps:
             await self._call("wake up", engine.wake_up())
         await self.health()
 
     async def init_weight_transfer(self, transport: Mapping[str, Any]) -> None:
-        """First weight verb. The CUDA transports meet the trainer later, when their first chunk says where."""
+        """Opens the weight transport (first weight verb). The CUDA transports connect later, at their first chunk."""
         kind = transport.get("kind")
         if kind != self._rollout.transport:
             raise protocols.ConfigError(
@@ -299,21 +302,21 @@ class VllmEngine(protocols.RolloutEngine):
         await self._call("open the weight transport", self._serving().init_weight_transfer_engine(request))
 
     async def start_weight_update(self, policy_version: int) -> None:
-        """Second weight verb: readies every layer to be loaded afresh."""
+        """Prepares every layer for new weights (second weight verb)."""
         engine = self._serving()
         if self._loading:
-            # An update that was refused half-way has left vLLM's session open.
+            # An update that was refused midway has left vLLM's session open.
             await self._call("give up a weight update", engine.finish_weight_update())
         self._update.start(policy_version)
         await self._call("prepare for new weights", engine.start_weight_update())
         self._loading = True
 
     async def update_weights(self, chunk: protocols.WeightChunk) -> None:
-        """Third weight verb: loads one chunk.
+        """Loads one chunk (third weight verb).
 
         Raises:
-          WorkerLost: the engine died, or (with several workers) the bytes arrived damaged.
-          LibraError: a tensor is not the model's by name or shape, or the bytes arrived damaged.
+          WorkerLost: the engine died, or (with several workers) the bytes are damaged.
+          LibraError: a tensor is not the model's by name or shape, or the bytes are damaged.
         """
         engine = self._serving()
         self._update.add(chunk)
@@ -322,16 +325,16 @@ class VllmEngine(protocols.RolloutEngine):
         if init_info is not None and init_info != self._init_info:
             await self._open_transport(init_info)
             self._init_info = init_info
-        self._loading = False  # An error in a worker closes vLLM's session.
+        self._loading = False  # an error in a worker closes vLLM's session
         await self._call(f"load weight chunk {chunk.index}", engine.update_weights(request))
         self._loading = True
 
     async def finish_weight_update(self, policy_version: int) -> None:
-        """Fourth weight verb: tokens sampled from now on are stamped with `policy_version`.
+        """Serves the new weights: tokens sampled from now on carry `policy_version` (fourth weight verb).
 
         Raises:
           WorkerLost: the engine died.
-          LibraError: a chunk or a tensor did not come.
+          LibraError: a chunk or a tensor is missing.
         """
         engine = self._serving()
         self._update.finish(policy_version)
@@ -339,12 +342,12 @@ class VllmEngine(protocols.RolloutEngine):
         self._loading = False
 
     async def health(self) -> Mapping[str, float]:
-        """Asks the engine's core process; raises `WorkerLost` if it is gone. `running` counts requests here."""
+        """Asks the engine's core process. Raises `WorkerLost` if it is gone. `running` counts requests here."""
         paused = await self._call("answer", self._serving().is_paused())
         return {"running": float(self._running), "paused": float(paused)}
 
     async def shutdown(self) -> None:
-        """Ends and reaps every process of the engine, killing what does not end in time. Idempotent."""
+        """Ends and reaps every process of the engine. Kills those that do not end in time. Idempotent."""
         loop = asyncio.get_running_loop()
         if self._starting is not None:
             while not self._starting.done():
@@ -353,16 +356,16 @@ class VllmEngine(protocols.RolloutEngine):
             self._die("it was shut down")
         await loop.run_in_executor(None, self._launch.stop)
         self._engine = self._starting = None
-        # AsyncLLM sits in reference cycles, and its finaliser fails when it first runs as the interpreter exits.
+        # AsyncLLM is in reference cycles. Its finaliser fails if it first runs at the interpreter's exit.
         gc.collect()
 
 
 def _sampling(
     sampling: protocols.SamplingParams, room: int, kv_source: Mapping[str, Any] | None
 ) -> vllm.SamplingParams:
-    """vLLM's parameters under the log-prob contract.
+    """Returns vLLM's sampling parameters under the log-prob contract.
 
-    Never a per-request seed: on CPU the engine crashes when a seeded sample is discarded (vLLM 0.32).
+    They never hold a per-request seed: on CPU the engine crashes if a seeded sample is discarded (vLLM 0.32).
     """
     return vllm.SamplingParams(
         temperature=sampling.temperature,
@@ -379,10 +382,10 @@ def _sampling(
 
 
 def _version_starts(completion: Any, state: Any) -> Sequence[tuple[str, int]]:
-    """(version, index of its first token) spans of a request's output so far.
+    """Returns the (version, index of its first token) spans of a request's output so far.
 
-    vLLM labels each step's tokens with the version that sampled them, in the engine's core process, and reports the
-    spans with the last output; until then they are in the request's own state.
+    vLLM labels each step's tokens with their sampling version, in the engine's core process. It reports the spans with
+    the last output. Until then they are in the request's own state.
     """
     if completion.weight_versions is not None:
         return [(span.version, span.start) for span in completion.weight_versions]
@@ -394,9 +397,10 @@ def _delta(completion: Any, starts: Sequence[tuple[str, int]], sent: int) -> pro
     versions: list[int] = []
     for version, first in starts:
         number = protocols.NO_VERSION if version == UNTRAINED else int(version)
-        # Each span rules from its first token on; a later span overwrites the rest.
+        # Each span holds from its first token on; a later span overwrites the rest.
         del versions[max(0, first - sent) :]
         versions.extend([number] * (len(tokens) - len(versions)))
+    # Any other reason of vLLM (an abort, an error) means that the output is incomplete.
     reason = completion.finish_reason
     if reason is not None and reason not in ("stop", "length"):
         reason = "abort"
@@ -405,7 +409,7 @@ def _delta(completion: Any, starts: Sequence[tuple[str, int]], sent: int) -> pro
 
 
 def _sentence(error: BaseException) -> str:
-    """The cause inside vLLM's wrapping of an error in a worker."""
+    """Returns the cause of an error in a worker, without vLLM's wrapping."""
     text = " ".join(str(error).split())
     wrapped = re.search(r"Worker failed with error '(.*)', please check", text)
     return (wrapped.group(1) if wrapped else text).rstrip(".")

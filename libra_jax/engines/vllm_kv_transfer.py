@@ -1,9 +1,9 @@
-"""Bringing the keys and values of a request that moves from the instance it leaves: vLLM's NIXL connector.
+"""Moves a request's keys and values to its new instance, through vLLM's NIXL connector.
 
-Written against vLLM 0.32 and **not run**: it needs several GPUs and the nixl package. It is the hand-over of split
-prefill and decode, both roles in every instance: the one that is left prefills the context, which its prefix cache
-holds but for the tool's return, and keeps the blocks for the one that goes on, which pulls them over RDMA or NVLink.
-What cannot be pulled is computed again (`kv_load_failure_policy`). The coordinator asks for a hand-over only between
+Written against vLLM 0.32 and **not run**: it needs several GPUs and the nixl package. It uses the hand-over of split
+prefill and decode, with both roles in every instance. The old instance prefills the context, which its prefix cache
+holds except for the tool's return, and keeps the blocks. The new instance pulls the blocks over RDMA or NVLink. Blocks
+that cannot be pulled are recomputed (`kv_load_failure_policy`). The coordinator requests a hand-over only between
 instances of one policy version.
 """
 
@@ -25,14 +25,14 @@ from vllm.sampling_params import RequestOutputKind
 from libra_jax import config, protocols
 
 ARGUMENT = "kv_transfer_params"
-"""Where vLLM reads a request's part in a transfer: `SamplingParams.extra_args`."""
+"""Key under which vLLM reads a request's part of a transfer, in `SamplingParams.extra_args`."""
 
 
 def check(rollout: config.RolloutConfig) -> None:
-    """Refuses a transfer that this machine cannot make.
+    """Raises ConfigError if this machine cannot make the configured transfer.
 
     Raises:
-      ConfigError: there is no CUDA device, or no nixl package.
+      ConfigError: no CUDA device, or no nixl package, is available.
     """
     if rollout.kv_transfer == "none":
         return
@@ -49,7 +49,7 @@ def check(rollout: config.RolloutConfig) -> None:
 
 
 def engine_arguments(rollout: config.RolloutConfig) -> dict[str, Any]:
-    """What the engine starts with."""
+    """Returns the engine arguments of the transfer; empty without a transfer."""
     if rollout.kv_transfer == "none":
         return {}
     connector = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both", kv_load_failure_policy="recompute")
@@ -57,7 +57,7 @@ def engine_arguments(rollout: config.RolloutConfig) -> dict[str, Any]:
 
 
 def variables(rollout: config.RolloutConfig) -> dict[str, str]:
-    """Environment of the engine's processes: a port of its own, on which instances agree on memory addresses."""
+    """Returns environment variables for the engine's processes: a free port for exchanging memory addresses."""
     if rollout.kv_transfer == "none":
         return {}
     with socket.socket() as free:
@@ -66,7 +66,7 @@ def variables(rollout: config.RolloutConfig) -> dict[str, str]:
 
 
 def giving() -> vllm.SamplingParams:
-    """Sampling of a request whose keys and values are to be kept for another instance; its one token is thrown away."""
+    """Returns the sampling of a request that only fills keys and values for another instance."""
     remote = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
     return vllm.SamplingParams(
         temperature=0.0,
@@ -79,5 +79,5 @@ def giving() -> vllm.SamplingParams:
 
 
 def taking(source: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """`SamplingParams.extra_args` of a request whose keys and values another instance keeps, if one does."""
+    """Returns `SamplingParams.extra_args` to take keys and values from another instance; None without a source."""
     return None if source is None else {ARGUMENT: dict(source)}

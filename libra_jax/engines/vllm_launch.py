@@ -1,7 +1,7 @@
-"""Starting and ending vLLM's processes: arguments, environment, output, and the reaping of what is left.
+"""Starts and ends vLLM's processes: arguments, environment, output, and the removal of their remains.
 
-Written against vLLM 0.32. Environment variables and vLLM's loggers belong to the whole process, so engines start one
-at a time, on one thread that lives as long as the process: the kernel ties an engine's life to the very thread that
+Written against vLLM 0.32. Environment variables and vLLM's loggers belong to the whole process, so engines start one at
+a time. All start on one thread that lives as long as the process: the kernel ties an engine's life to the thread that
 started it (`parent_death`).
 """
 
@@ -36,33 +36,33 @@ from libra_jax import config, protocols
 from libra_jax.engines import logprob_contract, scratch, vllm_kv_transfer, vllm_plugin
 
 STARTER = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm-start")
-"""The thread on which engines start."""
+"""Thread on which engines start."""
 
 TRANSPORTS = {"memfd": vllm_plugin.TRANSPORT, "ipc": "ipc", "nccl": "nccl"}
-"""Our names for transports, and vLLM's."""
+"""vLLM's names of transports, by our names."""
 
 _VLLM_SETS = ("VLLM_", "TORCHINDUCTOR_", "NUMEXPR_MAX_THREADS", "LD_PRELOAD", "LOCAL_WORLD_SIZE", "NCCL_")
-"""How the variables begin that vLLM 0.32 sets in the process that starts it."""
+"""Prefixes of the environment variables that vLLM 0.32 sets in the process that starts it."""
 
 _TERMINATE_SECONDS = 2.0
 _KILL_SECONDS = 5.0
 
 
 def untied(model_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json that the engine sees: `lm_head.weight` comes explicitly with every update."""
+    """Returns the config.json for the engine. It is untied, because every update holds `lm_head.weight` explicitly."""
     return {**model_config, "tie_word_embeddings": False}
 
 
 def core_binding(cpu_cores: str, workers: int) -> str:
-    """vLLM's VLLM_CPU_OMP_THREADS_BIND.
+    """Returns the value of vLLM's VLLM_CPU_OMP_THREADS_BIND.
 
     Args:
-      cpu_cores: its value, or "auto": a single worker is not bound, so that several engines share the cores; of
-        several workers each gets its part of the cores that this process may use.
-      workers: worker processes (the tensor-parallel degree).
+      cpu_cores: the value itself, or "auto". "auto" does not bind a single worker, so that several engines share the
+        cores. It gives each of several workers its part of the cores that this process may use.
+      workers: number of worker processes (the tensor-parallel degree).
 
     Raises:
-      ConfigError: fewer cores than workers, or a core that does not exist.
+      ConfigError: the machine has fewer cores than workers, or a core does not exist.
     """
     if cpu_cores not in ("auto", "nobind"):
         config.check_cores(tuple(int(core) for core in re.findall(r"\d+", cpu_cores)), "rollout.cores")
@@ -80,20 +80,20 @@ def core_binding(cpu_cores: str, workers: int) -> str:
 
 
 class Launch:
-    """One engine's processes. Methods block; `start` runs on `STARTER`.
+    """The processes of one engine. Methods block; `start` runs on `STARTER`.
 
     Args:
-      name: the instance's name, for errors.
+      name: name of the instance, for errors.
       model_config: content of the model's config.json.
       rollout: the run's rollout settings.
-      tensor_parallel: worker processes.
-      seed: of the engine's sampler.
+      tensor_parallel: number of worker processes.
+      seed: seed of the engine's sampler.
       cpu_cores: see `core_binding`.
-      log_path: file that gets what vLLM's processes print; empty keeps it for error messages only.
-      hybrid: it will be put to sleep.
+      log_path: file for the output of vLLM's processes. If empty, the output is kept for error messages only.
+      hybrid: True if the engine will be put to sleep.
 
     Attributes:
-      sleeps: its memory is such as vLLM can give back.
+      sleeps: True if it uses memory that vLLM can free.
     """
 
     def __init__(
@@ -114,8 +114,9 @@ class Launch:
         self._tensor_parallel = tensor_parallel
         self._seed = seed
         self._binding = core_binding(cpu_cores, tensor_parallel)
-        # On CPU, vLLM gives even a single worker a process of its own, for the sake of its OpenMP variables, and the
-        # core process spins until it answers. Set for the core process, they do for a worker that lives in there.
+        # On CPU, vLLM runs even a single worker in its own process, because of its OpenMP variables, and the core
+        # process spins until the worker answers. If the variables are set for the core process, the worker can live
+        # inside it.
         self._in_core = current_platform.is_cpu() and tensor_parallel == 1
         self._log_path = log_path
         self._scratch: scratch.Scratch | None = None
@@ -130,7 +131,7 @@ class Launch:
         self._segments: set[str] = set()
 
     def start(self) -> async_llm.AsyncLLM:
-        """Starts the processes; returns when they serve.
+        """Starts the processes. Returns once they serve.
 
         Raises:
           LibraError: vLLM refused; the message has its reason.
@@ -141,10 +142,11 @@ class Launch:
         self._log = Path(self._log_path or self._directory / "engine.log").absolute()
         (self._directory / "config.json").write_text(json.dumps(untied(self._model_config)))
         (self._directory / "logging.json").write_text(json.dumps(_logging_config(self._log)))
-        # In this process the plug-in only registers; the variables below are for the processes that vLLM makes.
+        # In this process the plug-in only registers. The variables below are for the processes that vLLM makes.
         plugins.load_general_plugins()
         self._handler = _LogFile(self._log)
         self._handler.install()
+        # The file may hold errors of an earlier life.
         self._log_start = self._log.stat().st_size
         self._before = set(multiprocessing.active_children())
         try:
@@ -164,14 +166,14 @@ class Launch:
         return self._scratch.path
 
     def cancel(self) -> None:
-        """Makes a `start` that runs on its thread fail, by killing what it has made so far."""
+        """Makes a running `start` fail, by killing the processes that it has made so far."""
         self._cancelled = True
         for process in self._made():
             with contextlib.suppress(psutil.Error):
                 process.kill()
 
     def _made(self) -> list[psutil.Process]:
-        """The core processes that vLLM has made since `start` began."""
+        """Returns the core processes that vLLM has made since `start` began."""
         found = []
         for child in set(multiprocessing.active_children()) - self._before:
             if child.name.startswith("EngineCore") and child.pid is not None:
@@ -188,22 +190,23 @@ class Launch:
             "VLLM_LOGGING_LEVEL": "WARNING",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-            # The plug-in redirects output too late for what vLLM says while it is imported.
+            # The plug-in redirects output too late for vLLM's messages at import.
             "VLLM_CONFIGURE_LOGGING": "1",
             "VLLM_LOGGING_CONFIG_PATH": str(self._directory / "logging.json"),
         }
         variables |= vllm_kv_transfer.variables(self._rollout)
         if self._rollout.enforce_eager:
-            # Its sampler would still compile one comparison with the C++ compiler: 16 s before the first token.
+            # Without this, eager mode still compiles one comparison of the sampler with the C++ compiler: 16 s before
+            # the first token.
             variables["TORCH_COMPILE_DISABLE"] = "1"
         if self._rollout.transport == "ipc":
-            # CUDA handles are Python objects: they come pickled, from this process.
+            # CUDA handles are Python objects, which this process sends pickled.
             variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         if self._in_core and self._binding != "nobind":
             variables |= _bound_to(cpu_resource_utils.parse_id_list(self._binding))
         if self._binding == "nobind" and "OMP_NUM_THREADS" not in os.environ:
-            # A core is left to the core process and this one: threads that wait for a preempted one at every kernel's
-            # end are slower by far than one thread fewer.
+            # One core is left to the core process and this one. OpenMP threads wait for each other at every kernel's
+            # end, so a preempted thread costs far more than one thread fewer.
             variables["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) - 1))
         return variables
 
@@ -211,6 +214,7 @@ class Launch:
         rollout = self._rollout
         memory: dict[str, Any] = {"gpu_memory_utilization": rollout.gpu_memory_fraction}
         if current_platform.is_cpu():
+            # The config gives the engine's total, and vLLM takes each worker's part.
             memory = {"kv_cache_memory_bytes": int(rollout.kv_cache_gib * 2**30 / self._tensor_parallel)}
         executor = {"distributed_executor_backend": uniproc_executor.UniProcExecutor} if self._in_core else {}
         return arg_utils.AsyncEngineArgs(
@@ -238,7 +242,7 @@ class Launch:
         )
 
     def _record(self) -> None:
-        """Notes the engine's processes and the named shared memory that vLLM uses among them."""
+        """Records the engine's processes and the named shared memory that vLLM uses among them."""
         assert self._engine is not None
         manager = self._engine.engine_core.resources.engine_manager
         cores = [psutil.Process(process.pid) for process in manager.processes]
@@ -247,10 +251,10 @@ class Launch:
             with contextlib.suppress(psutil.Error, OSError), open(f"/proc/{process.pid}/maps") as maps:
                 self._segments.update(re.findall(r"/dev/shm/(\S+)", maps.read()))
         assert self._scratch is not None
-        self._scratch.list_segments(self._segments)  # for the next engine's start, if this process is killed
+        self._scratch.list_segments(self._segments)  # the next engine's start removes them if this process is killed
 
     def stop(self) -> None:
-        """Ends and reaps every process, in bounded time, killing what does not end; removes what they leave behind."""
+        """Ends and reaps every process in bounded time, with a kill if necessary, and removes its remains."""
         if self._ended:
             return
         self._ended = True
@@ -270,7 +274,7 @@ class Launch:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(f"/dev/shm/{segment}")
                 if segment.startswith("psm_"):
-                    # A process that was killed did not tell Python's tracker, which would complain when we exit.
+                    # A killed process has not unregistered it at Python's tracker, which would complain at our exit.
                     resource_tracker.unregister(f"/{segment}", "shared_memory")
         if self._handler is not None:
             self._handler.remove()
@@ -278,10 +282,11 @@ class Launch:
             self._scratch.close()
 
     def reason(self) -> str:
-        """The last error in the output of the engine's processes, on one line; empty without one."""
+        """Returns the last error in the output of the engine's processes, on one line; empty if none exists."""
         with contextlib.suppress(OSError):
             text = self._log.read_bytes()[self._log_start :].decode(errors="replace")
             found = re.findall(r"^.*?((?:\w+\.)*\w*(?:Error|Exception): .+)$", text, re.MULTILINE)
+            # These two only say that another process failed; the cause stands before them.
             causes = [line for line in found if not line.startswith("vllm.v1.engine.exceptions.EngineDeadError")]
             causes = [line for line in causes if "Engine core initialization failed" not in line]
             if causes:
@@ -290,16 +295,16 @@ class Launch:
 
 
 def _bound_to(cores: Sequence[int]) -> dict[str, str]:
-    """OpenMP's variables for a process whose threads stay on these cores, those that it starts later included."""
+    """Returns OpenMP's variables that keep a process's threads on these cores, including threads that start later."""
     places = ",".join(map(str, cores))
     return {"OMP_NUM_THREADS": str(len(cores)), "OMP_PLACES": f"{{{places}}}", "OMP_PROC_BIND": "true"}
 
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables, and afterwards puts back those and the ones that vLLM sets itself.
+    """Sets environment variables, and restores them and vLLM's own afterwards.
 
-    Others are left as they are: another actor of this process may be starting, with variables of its own.
+    Other variables stay as they are, because another actor of this process may be starting with variables of its own.
     """
     before = dict(os.environ)
     os.environ.update(variables)
@@ -316,7 +321,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _logging_config(log: Path) -> dict[str, Any]:
-    """Python's logging configuration for vLLM's processes."""
+    """Returns Python's logging configuration for vLLM's processes."""
     return {
         "version": 1,
         "disable_existing_loggers": False,
@@ -326,10 +331,10 @@ def _logging_config(log: Path) -> dict[str, Any]:
 
 
 class _LogFile(logging.FileHandler):
-    """Takes what vLLM logs in this process, warnings and worse, off the terminal."""
+    """Writes vLLM's warnings and errors in this process to a file instead of the terminal."""
 
     def install(self) -> None:
-        """Takes the place of handlers that are not ours."""
+        """Replaces all handlers except those of this class."""
         logger = logging.getLogger("vllm")
         logger.handlers = [handler for handler in logger.handlers if isinstance(handler, _LogFile)]
         logger.addHandler(self)
@@ -337,7 +342,7 @@ class _LogFile(logging.FileHandler):
         logger.setLevel(logging.WARNING)
 
     def remove(self) -> None:
-        """Silences the logger, unless another engine's file is still there."""
+        """Silences the logger, unless another engine's handler remains."""
         logger = logging.getLogger("vllm")
         logger.removeHandler(self)
         if not logger.handlers:

@@ -1,4 +1,4 @@
-"""Imported before vLLM itself, whose modules warn about the machine as they are imported: on the terminal, twice."""
+"""Silences vLLM's warnings about the machine. Import it before vLLM, whose modules warn at import."""
 
 import logging
 import os

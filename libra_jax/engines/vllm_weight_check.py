@@ -1,7 +1,8 @@
-"""One weight update as the engine's front end sees it: what must come, what has come, and how vLLM is told.
+"""Checks one weight update in the engine's front end: its expected chunks, its received chunks, and vLLM's payload.
 
-Chunks are checked here, against the checkpoint's tensors by name and shape, before a worker loads anything: vLLM 0.32
-names neither the tensor nor the problem, keeps old weights for what never came, and is left half-loaded by an error.
+Chunks are checked here against the checkpoint's tensors, by name and shape, before a worker loads anything. vLLM 0.32
+itself names neither the tensor nor the problem, keeps old weights for missing tensors, and stays half-loaded after an
+error.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from libra_jax.models import hf_names
 
 
 class Checker:
-    """Follows the weight verbs of one engine.
+    """Follows the weight verbs of one engine, and raises LibraError for a faulty update.
 
     Args:
-      name: the engine's name, for errors.
-      model_config: content of the config.json that the engine was started from.
+      name: name of the engine, for errors.
+      model_config: content of the config.json from which the engine was started.
     """
 
     def __init__(self, name: str, model_config: Mapping[str, Any]) -> None:
@@ -33,15 +34,15 @@ class Checker:
         self._names: set[str] = set()
 
     def start(self, version: int) -> None:
-        """An update begins, whatever became of the last one."""
+        """Starts an update, regardless of the last one's outcome."""
         self.version, self._count = version, 0
         self._indices, self._names = set(), set()
 
     def add(self, chunk: protocols.WeightChunk) -> None:
-        """A chunk is about to be loaded.
+        """Checks a chunk before it is loaded.
 
         Raises:
-          LibraError: it belongs to another version, or a tensor is not the model's by name or shape.
+          LibraError: the chunk is of another version, or a tensor is not the model's by name or shape.
         """
         if chunk.policy_version != self.version:
             self._refuse(f"a chunk of version {chunk.policy_version} came while version {self.version} is loaded")
@@ -56,10 +57,10 @@ class Checker:
         self._names.update(entry.name for entry in chunk.entries)
 
     def finish(self, version: int) -> None:
-        """The update is about to take effect.
+        """Checks that the update is complete, before it takes effect.
 
         Raises:
-          LibraError: a chunk or a tensor did not come.
+          LibraError: a chunk or a tensor is missing.
         """
         if version != self.version:
             self._refuse(f"version {version} was to be served while version {self.version} is loaded")
@@ -74,7 +75,7 @@ class Checker:
 
 
 def payload(chunk: protocols.WeightChunk) -> dict[str, Any]:
-    """What the worker's weight-transfer engine of the chunk's transport reads, as plain values."""
+    """Returns the chunk as plain values, for the worker's weight-transfer engine of the chunk's transport."""
     if chunk.transport["kind"] != "memfd":
         return dict(chunk.transport["update_info"])
     return {

@@ -1,7 +1,7 @@
-"""Weights through shared memory into vLLM: the worker's side, loaded inside each of the engine's worker processes.
+"""Loads weights from shared memory into vLLM: the worker's side, inside each of the engine's worker processes.
 
-Written against vLLM 0.32 (vllm/distributed/weight_transfer/base.py). Weights arrive in checkpoint format, so that a
-layer is reloaded as a whole: on CPU its kernels have repacked what they loaded first.
+Written against vLLM 0.32 (vllm/distributed/weight_transfer/base.py). Weights arrive in checkpoint format. Each layer is
+reloaded as a whole, because on CPU its kernels have repacked the weights that they loaded first.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from libra_jax.weights import memfd
 
 @dataclass
 class MemfdInitInfo(base.WeightTransferInitInfo):
-    """Nothing to agree on: each chunk says where its bytes are."""
+    """Empty: each chunk carries the address of its bytes."""
 
 
 @dataclass
 class MemfdUpdateInfo(base.WeightTransferUpdateInfo):
-    """A `protocols.WeightChunk` as plain values; entries are (name, dtype, shape, offset, nbytes)."""
+    """A `protocols.WeightChunk` as plain values. Entries are (name, dtype, shape, offset, nbytes)."""
 
     policy_version: int
     index: int
@@ -48,14 +48,14 @@ class MemfdWeightTransferEngine(base.WeightTransferEngine[MemfdInitInfo, MemfdUp
         self._peers = memfd.PeerMemory()
 
     def init_transfer_engine(self, init_info: MemfdInitInfo) -> None:
-        """Nothing to open before the first chunk says where it is."""
+        """Does nothing: the first chunk carries its address."""
 
     def start_weight_update(self) -> None:
-        """Readies every layer to be loaded afresh."""
+        """Prepares every layer for new weights."""
         reload.initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Loads one chunk. Overrides the base, which synchronises an accelerator that a CPU does not have."""
+        """Loads one chunk. Overrides the base method, which synchronises an accelerator that a CPU does not have."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: MemfdUpdateInfo) -> None:
@@ -68,16 +68,16 @@ class MemfdWeightTransferEngine(base.WeightTransferEngine[MemfdInitInfo, MemfdUp
         memory = self._peers.map(update_info.transport)
         if update_info.checksum is not None:
             _verify(memory, update_info)
-        # A layer that is not complete yet keeps views of its tensors, at the latest until the update finishes; the
-        # trainer keeps every chunk of the snapshot in place for as long.
+        # An incomplete layer keeps views of its tensors, until the update finishes at the latest. The trainer keeps
+        # every chunk of the snapshot in place until then.
         self.model.load_weights(_tensors(memory, update_info))
 
     def finish_weight_update(self) -> None:
-        """Goes over to the new weights. That they are all there has been checked before (`vllm_weight_check`)."""
+        """Switches to the new weights. `vllm_weight_check` has checked that they are complete."""
         reload.finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """Lets go of the trainer's memory."""
+        """Releases the trainer's memory."""
         self._peers.close()
 
 
@@ -94,7 +94,7 @@ def _tensors(memory: mmap.mmap, chunk: MemfdUpdateInfo) -> Iterator[tuple[str, t
     for name, dtype, shape, offset, nbytes in chunk.entries:
         kind = getattr(torch, dtype)
         with warnings.catch_warnings():
-            # The mapping is read-only on purpose; nothing here writes to it.
+            # The mapping is read-only on purpose, and nothing here writes to it.
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
             flat = torch.frombuffer(memory, dtype=kind, count=nbytes // kind.itemsize, offset=offset)
         yield name, flat.view(shape)

@@ -1,9 +1,9 @@
-"""Weight sync over CUDA, through vLLM's own trainer-side engines: the sending half of the ipc and nccl transports.
+"""Sends weights over CUDA through vLLM's own trainer-side engines: the sending half of the ipc and nccl transports.
 
-Written against vLLM 0.32's source; NOT RUN YET, on any machine. ipc is for a trainer and an engine on the same GPU,
-nccl for an engine on other GPUs; both serve one rollout instance. vLLM's trainer engines call the inference side
-themselves; here the coordinator does that, so that the client which they are given does nothing, and what they would
-have sent travels in the chunk: `init_info` once, `update_info` for each version.
+Written against vLLM 0.32's source; NOT RUN YET, on any machine. ipc serves a trainer and an engine on the same GPU,
+nccl an engine on other GPUs. Both serve one rollout instance. vLLM's trainer engines call the inference side
+themselves; here the coordinator makes these calls. So the client given to them only records, and the recorded data
+travel in the chunk: `init_info` once, `update_info` for each version.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Snapshot = Sequence[tuple[str, torch.Tensor]]
 
 
 class SnapshotSource(base.WeightSource):
-    """vLLM's view of the snapshot that is open: named CUDA tensors, in checkpoint order."""
+    """vLLM's view of the open snapshot: named CUDA tensors in checkpoint order."""
 
     def __init__(self) -> None:
         self.snapshot: Snapshot = ()
 
     def metadata(self) -> list[base.ParamMeta]:
-        """Name, wire dtype and shape of every tensor."""
+        """Returns name, wire dtype and shape of every tensor."""
         return [base.ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.snapshot]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -38,7 +38,7 @@ class SnapshotSource(base.WeightSource):
 
 
 class _Client:
-    """Keeps what vLLM's trainer engine would have told the inference side."""
+    """Records the calls of vLLM's trainer engine to the inference side."""
 
     def __init__(self) -> None:
         self.init_info: dict[str, Any] = {}
@@ -48,22 +48,22 @@ class _Client:
         self.init_info = init_info
 
     def start_weight_update(self) -> None:
-        """The coordinator has sent the verb."""
+        """Does nothing: the coordinator has sent the verb."""
 
     def update_weights(self, update_info: Any) -> None:
         self.update_info = update_info
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """The coordinator sends the verb."""
+        """Does nothing: the coordinator sends the verb."""
 
 
 class Sender:
-    """Sends one snapshot at a time: `begin` returns what the engine needs to receive it, `end` waits for the last byte.
+    """Sends one snapshot at a time. `begin` returns the address for the engine; `end` waits for the last byte.
 
     Args:
       transport: "ipc" or "nccl".
-      workers: worker processes of the engine that receives (its tensor-parallel degree).
-      seconds: longest wait for the engine to join and to take the last byte.
+      workers: number of worker processes of the receiving engine (its tensor-parallel degree).
+      seconds: maximum seconds for the engine to join, and to take the last byte.
     """
 
     def __init__(self, transport: str, workers: int, seconds: float) -> None:
@@ -100,7 +100,7 @@ class Sender:
         # Exporting handles does not wait for the receiver; the snapshot keeps the memory.
         self._engine.send_weights()
         update = dict(self._client.update_info)
-        # The handles hold Python types that vLLM's messages carry only pickled.
+        # The handles hold Python types, which vLLM's messages carry only pickled.
         update["ipc_handles_pickled"] = pybase64.b64encode(pickle.dumps(update.pop("ipc_handles"))).decode()
         return {"kind": "ipc", "init_info": dict(self._client.init_info), "update_info": update}
 
@@ -112,6 +112,7 @@ class Sender:
             "shapes": [list(item.shape) for item in meta],
         }
         if self._engine is None:
+            # Free at this moment; vLLM opens the port itself, later.
             with socket.socket() as probe:
                 probe.bind(("", 0))
                 port = probe.getsockname()[1]
@@ -134,7 +135,7 @@ class Sender:
         return {"kind": "nccl", "init_info": init, "update_info": update}
 
     def _send_nccl(self) -> None:
-        """Both calls wait for the receiving workers, which join when the chunk reaches their engine."""
+        """Connects and sends. Both calls wait for the receiving workers, which join at the chunk's arrival."""
         if self._engine is None:
             self._engine = self._connect(self._info)
         self._engine.send_weights()
@@ -156,7 +157,7 @@ class Sender:
         """Waits until everything is sent, and frees the snapshot.
 
         Raises:
-          DeadlineMissed: the engine did not take it in time; the snapshot is kept, because it is still being sent.
+          DeadlineMissed: the engine did not take it in time. The snapshot is kept, because the send is still running.
           LibraError: sending failed.
         """
         if self._thread is not None:

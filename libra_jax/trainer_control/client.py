@@ -1,7 +1,8 @@
-"""Typed clients of the trainer and of hybrid workers' training sides: each call has its deadline and its sentence.
+"""Typed clients of the trainer and of hybrid workers' training sides. Each call has a deadline and an error sentence.
 
-A trainer is one process or several that train together. Their programs are collectives: a process that is left out of
-a call keeps the others waiting. So a call goes to all processes at once, and the answer of process 0 counts.
+A trainer is one process, or several that train together. The programs of several processes are collectives: if a call
+leaves out a process, the others wait for it. So a call goes to all processes at once, and the answer of process 0
+counts.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MakeProcess = Callable[[int, int], protocols.ActorSpec]
-"""(process, processes) -> how to make that process of a trainer; its name is given to it later."""
+"""Makes the spec of one process of a trainer, from (process, number of processes). The name is set later."""
 
 MakeTrainer = Callable[[protocols.MeshSizes | None], MakeProcess]
-"""A mesh, or None for the config's -> how to make the processes of a trainer on that mesh."""
+"""Returns how to make the processes of a trainer on a mesh; None stands for the config's mesh."""
 
 FIRST_ALONE: frozenset[Callable[..., Any]] = frozenset(
     {
@@ -34,30 +35,32 @@ FIRST_ALONE: frozenset[Callable[..., Any]] = frozenset(
         TrainerProcess.is_saved,
     }
 )
-"""Calls that concern process 0 alone: the memory that it shares with others, and the place where it listens."""
+"""Calls that go to process 0 alone: they concern the memory that it shares and the address at which it listens."""
 
 AT_ANY_TIME: frozenset[Callable[..., Any]] = frozenset(
     {TrainerProcess.give_up_step, TrainerProcess.listen, TrainerProcess.connect, TrainerProcess.dismiss}
 )
-"""Calls that are made without the trainer's lock (`protocols.Trainer`)."""
+"""Calls that need no trainer lock (`protocols.Trainer`)."""
 
 VERDICT_SECONDS = 5.0
-"""Seconds for which one process's error waits for those of the others. If a process is killed, its peers fail before
-its end is noticed, and the error that names the killed process is the one to report."""
+"""Seconds that one process's error waits for the other processes' errors.
+
+If a process is killed, its peers fail before its end is noticed. The error to report names the killed process.
+"""
 
 
 class TrainerProcesses:
-    """The processes of one trainer. The same processes may be made again after `kill`.
+    """The processes of one trainer. After `kill`, `make` restarts the same processes.
 
     Args:
       cluster: makes the actors.
-      make_process: says how.
+      make_process: returns the spec of each process.
       count: number of processes.
-      name: of a process that is alone; several are named `<name>.0`, `<name>.1`, ...
+      name: name of a single process; several processes are named `<name>.0`, `<name>.1`, ...
 
     Attributes:
-      name: as given.
-      count: as given.
+      name: the given name.
+      count: the given number of processes.
     """
 
     def __init__(
@@ -73,35 +76,36 @@ class TrainerProcesses:
         self._actors: Sequence[protocols.ActorHandle] = ()
 
     async def make(self) -> None:
-        """Makes the actors, all at once.
+        """Creates all actors at once.
 
         Raises:
-          LibraError: an actor cannot be made (`protocols.Cluster.spawn`); `stop` reaps the others.
+          LibraError: an actor cannot be created (`protocols.Cluster.spawn`); `stop` reaps the others.
         """
         self._actors = await deadlines.together(*(self._cluster.spawn(spec) for spec in self._specs))
 
     async def meet(self) -> None:
-        """Lets several processes meet, which they have to do before they start."""
+        """Connects several processes with each other, before they start."""
         await self.call(TrainerProcess.join, await self.call(TrainerProcess.reserve))
 
     async def stop(self) -> None:
         """Ends and reaps every process, all at once because they leave together. Idempotent.
 
         Raises:
-          LibraError: a process did not end as it should; the others have ended.
+          LibraError: a process did not end cleanly; the others have ended.
         """
         await self._end(self._cluster.stop)
 
     async def kill(self) -> None:
-        """Ends and reaps every process without asking it: a process whose peer is lost may wait for it for ever.
+        """Ends and reaps every process by force: a process whose peer is lost may wait for it forever.
 
         Raises:
-          LibraError: a process did not end as it should; the others have ended.
+          LibraError: a process did not end cleanly; the others have ended.
         """
         self._actors = ()
         await self._end(self._cluster.kill)
 
     async def _end(self, end: Callable[[str], Coroutine[Any, Any, None]]) -> None:
+        # Every process has to end before the first error is raised.
         ended = await asyncio.gather(*(end(spec.name) for spec in self._specs), return_exceptions=True)
         for error in ended:
             if error is not None:
@@ -110,16 +114,17 @@ class TrainerProcesses:
     async def call(
         self, method: Callable[Concatenate[Any, P], Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Calls all processes at once, or process 0 alone (`FIRST_ALONE`), and returns the answer of process 0.
+        """Calls all processes at once, or process 0 alone (`FIRST_ALONE`). Returns the answer of process 0.
 
         Raises:
-          WorkerLost: a process is gone, or none has been made.
-          LibraError: the call failed in a process. The other processes may wait for it, so nothing can be retried.
+          WorkerLost: a process is gone, or no process has been made.
+          LibraError: the call failed in a process. The other processes may wait for it, so no retry is possible.
         """
         if not self._actors:
             raise protocols.WorkerLost(f"{self.name} has no processes, and so no {method.__name__}: make them first")
         if self.count == 1 or method in FIRST_ALONE:
             return await self._actors[0].call(method, *args, **kwargs)
+        # After an error the other processes may hang in a collective, so their calls are abandoned below.
         calls = [asyncio.ensure_future(actor.call(method, *args, **kwargs)) for actor in self._actors]
         try:
             await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
@@ -132,17 +137,17 @@ class TrainerProcesses:
 
 
 class TrainerClient:
-    """`protocols.TrainerClient`: the trainer, whichever processes train at the moment.
+    """`protocols.TrainerClient`: the trainer, through the processes that train at the moment.
 
     Methods without a docstring are those of `protocols.Trainer` and `protocols.MovableTrainer`.
 
     Args:
-      processes: train first; `adopt` puts others in their place.
+      processes: the first processes; `adopt` replaces them.
       limits: the deadlines of the calls.
 
     Attributes:
       lock: held by the caller of each call that is not in `AT_ANY_TIME`.
-      lost: the error by which the trainer is known to be gone; None while it is not. A lost trainer is not called.
+      lost: error that ended the trainer; None while it lives. A lost trainer is not called.
     """
 
     def __init__(self, processes: TrainerProcesses, limits: configuration.DeadlineConfig) -> None:
@@ -151,7 +156,7 @@ class TrainerClient:
         self._processes = processes
         self._limits = limits
         self._catching_up = False
-        self._life = 0  # counts hand-overs and restarts
+        self._life = 0  # number of hand-overs and restarts
 
     @property
     def name(self) -> str:
@@ -164,23 +169,23 @@ class TrainerClient:
     # The life of the processes -----------------------------------------------------------------------------------
 
     async def make(self) -> None:
-        """Makes the processes. Raises as `TrainerProcesses.make` does, or DeadlineMissed."""
+        """Creates the processes. Raises as `TrainerProcesses.make` does, or DeadlineMissed."""
         making = self._processes.make()
         await deadlines.limited(self._limits, "trainer_start", making, f"The making of {self.name}")
 
     async def stop(self) -> None:
-        """Ends and reaps the processes (`TrainerProcesses.stop`); the cluster has deadlines for that."""
+        """Ends and reaps the processes (`TrainerProcesses.stop`). The cluster has deadlines for that."""
         await self._processes.stop()
 
     async def kill(self) -> None:
-        """Ends and reaps the processes without asking them (`TrainerProcesses.kill`)."""
+        """Ends and reaps the processes by force (`TrainerProcesses.kill`)."""
         await self._processes.kill()
 
     @contextlib.contextmanager
     def catching_up(self) -> Iterator[None]:
-        """In this block the processes, which were made again, catch up. An error in the block means they are lost.
+        """Marks a block in which restarted processes catch up. An error in the block means that they are lost.
 
-        Calls that are made without the lock are refused: they would reach a trainer that is not as it was.
+        Calls without the lock are refused meanwhile, because the trainer does not hold its former state yet.
         """
         self.lost, self._catching_up, self._life = None, True, self._life + 1
         try:
@@ -192,7 +197,7 @@ class TrainerClient:
             self._catching_up = False
 
     def adopt(self, successor: TrainerClient) -> TrainerProcesses:
-        """Lets the successor's processes train from now on; returns the former ones, which the caller ends."""
+        """Replaces the processes by the successor's. Returns the former ones, which the caller ends."""
         former, self._processes = self._processes, successor._processes
         self.lost, self._life = None, self._life + 1
         return former
@@ -309,13 +314,13 @@ class TrainerClient:
         try:
             return await deadlines.limited(self._limits, limit, work, f"{subject}, asked to {what},")
         except protocols.WorkerLost as error:
-            if life == self._life:  # else other processes train by now, or the lost ones were made again
+            if life == self._life:  # otherwise a late error of former processes would condemn the present ones
                 self.lost = self.lost or error
             raise protocols.TrainerLost(str(error)) from error
 
 
 class HybridClient(clients.ActorClient):
-    """`protocols.HybridClient`: the training side of a hybrid worker, for one life of its process.
+    """`protocols.HybridClient`: the training side of a hybrid worker, during one life of its process.
 
     Methods without a docstring are those of `protocols.Replica`.
     """
@@ -356,7 +361,7 @@ def _errors(calls: Sequence[asyncio.Future[Any]]) -> list[BaseException]:
 
 
 async def _verdict(calls: Sequence[asyncio.Future[Any]]) -> BaseException:
-    """Returns the error to report: a lost process's before its peers' errors, and those before any other."""
+    """Returns the error to report: a lost process's error first, then its peers' errors, then all others."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + VERDICT_SECONDS
     while True:

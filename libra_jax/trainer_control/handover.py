@@ -1,15 +1,15 @@
-"""The trainer moves to other processes while it trains: a successor starts, catches up, and takes over between steps.
+"""Moves the trainer to other processes while it trains: a successor starts, catches up, and takes over between steps.
 
     starting    the successor's processes, runtime and mesh
     compiling   its programs, for every shape that the serving trainer has met
-    saving      a snapshot of the state, begun between two steps and written while the next ones are trained
+    saving      a snapshot of the state, taken between two steps and written during the next ones
     restoring   the snapshot, straight into the successor's shardings
     replaying   the steps that were trained since the snapshot
     ready       no step is missed
 
 The snapshot is taken late, after all work that needs no state, so that few steps are missed. The order of steps, the
-data position and the scheduler belong to the coordinator and stay; the learning rate follows the version. If anything
-fails before the take-over, the serving trainer trains on, the successor is ended and the snapshot is removed.
+data position and the scheduler belong to the coordinator and stay. The learning rate follows the version. If anything
+fails before the take-over, the serving trainer continues, the successor is ended and the snapshot is removed.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from libra_jax import deadlines, protocols
 from libra_jax.trainer_control import client
 
 FOLDER = "handover"
-"""Folder of the workdir that holds the snapshot while a hand-over is under way."""
+"""Folder in the workdir that holds the snapshot during a hand-over."""
 
 POLL_SECONDS = 0.2
-"""Seconds between two looks for the snapshot."""
+"""Seconds between two looks for the finished snapshot."""
 
 PHASES = ("start", "compile", "snapshot", "restore", "replay")
 
 
 @dataclasses.dataclass(frozen=True)
 class Taken:
-    """What a change of the mesh took.
+    """The cost of a change of the mesh.
 
     Attributes:
-      phases: seconds of each phase; most phases run beside training.
-      stall: seconds for which training stood still.
+      phases: seconds of each phase. Most phases run beside training.
+      stall: seconds in which training stood still.
       nbytes: bytes of state that moved.
     """
 
@@ -58,47 +58,47 @@ class Taken:
 
 
 class Way(Protocol):
-    """How a train state travels to another mesh. Calls come between two steps, with the trainer's lock held.
+    """The way in which a train state reaches another mesh. Calls come between two steps, under the trainer's lock.
 
     Attributes:
-      longest: seconds after which the change is given up, unless its caller has set a deadline.
-      outside: other processes train afterwards.
+      longest: seconds before the change is aborted, unless its caller sets a deadline.
+      outside: True if other processes train afterwards.
     """
 
     longest: float
     outside: bool
 
     async def begin(self) -> protocols.ResizeEstimate:
-        """Begins the work that goes on beside training."""
+        """Begins the part of the work that runs beside training."""
         ...
 
     async def progress(self) -> protocols.ResizeProgress:
-        """Returns how far that work is; raises LibraError if it has failed."""
+        """Returns the progress of that work. Raises LibraError if it has failed."""
         ...
 
     def trains(self, batch: protocols.TrainBatch) -> None:
-        """Learns of a training step as it begins."""
+        """Takes note of a training step as it begins."""
         ...
 
     async def take_over(self, step: int) -> Taken:
-        """Lets the new mesh train from now on."""
+        """Makes the new mesh train from now on."""
         ...
 
     async def end_former(self) -> None:
-        """Ends the processes that trained before, if others train now. Called beside training, without the lock."""
+        """Ends the former processes, if other processes train now. Called beside training, without the lock."""
         ...
 
     async def cancel(self) -> None:
-        """Gives the change up. Called without the lock if `outside`."""
+        """Aborts the change. Called without the lock if `outside`."""
         ...
 
 
 Successors = Callable[[protocols.MeshSizes, int], Way]
-"""(sizes, processes) -> how other processes take over."""
+"""Returns the way to other processes, from (mesh sizes, number of processes)."""
 
 
 def remove_snapshot(workdir: Path) -> None:
-    """Removes the snapshot of a hand-over, of this run or of one that was killed."""
+    """Removes the snapshot of a hand-over, of this run or of a killed one."""
     shutil.rmtree(workdir / FOLDER, ignore_errors=True)
 
 
@@ -110,7 +110,7 @@ def successors(
     limits: configuration.DeadlineConfig,
     workdir: Path,
 ) -> Successors:
-    """Returns what makes the hand-overs of a run; each successor has a name of its own."""
+    """Returns a function that makes the hand-overs of a run. Each successor has a new name."""
     numbers, name = itertools.count(1), serving.name
 
     def successor(sizes: protocols.MeshSizes, processes: int) -> Handover:
@@ -123,19 +123,19 @@ def successors(
 
 
 class Handover:
-    """`Way`: one move of the trainer to other processes. Made inside the event loop that it serves.
+    """`Way`: one move of the trainer to other processes. Create it inside the event loop that it serves.
 
     Args:
       limits: deadlines of the waits; each error names the worker.
-      serving: the trainer, which adopts the successor's processes.
-      successor: not made yet.
-      sizes: of the successor's mesh.
-      workdir: the run's folder, which the processes of both trainers reach.
+      serving: the present trainer, which adopts the successor's processes.
+      successor: the next trainer; its processes do not exist yet.
+      sizes: mesh of the successor.
+      workdir: the run's folder, which both trainers' processes can reach.
 
     Attributes:
-      phase: see above; "failed", or "" before `begin` and after the end.
-      error: why the move failed, a sentence.
-      replayed: steps that the successor has replayed.
+      phase: a phase of the module's table, "failed", or "" before `begin` and after the end.
+      error: sentence about why the move failed.
+      replayed: number of steps that the successor has replayed.
     """
 
     outside = True
@@ -159,31 +159,31 @@ class Handover:
         self._workdir = workdir
         self._path = str(workdir / FOLDER / successor.name)
         self._task: asyncio.Task[None] | None = None
-        self._more = asyncio.Event()  # a step was missed
-        self._arrived = asyncio.Event()  # in another phase
+        self._more = asyncio.Event()  # set after another missed step
+        self._arrived = asyncio.Event()  # set at each change of phase
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._stall = 0.0
         self._snapshot: protocols.Snapshot | None = None
         self._writing = False  # the serving trainer may still write the snapshot
         self._missed: collections.deque[protocols.TrainBatch] = collections.deque()
-        self._behind: int | None = None  # steps missed at the last look
-        self._near = False  # one step was missed at most, or as many as at the look before
+        self._behind: int | None = None  # number of missed steps at the last look
+        self._near = False  # at most one step is missed, or waiting longer does not reduce the number
         self._former: client.TrainerProcesses | None = None
 
     @property
     def missed(self) -> int:
-        """Steps that the successor still has to replay."""
+        """Number of steps that the successor still has to replay."""
         return len(self._missed)
 
     async def begin(self) -> protocols.ResizeEstimate:
-        """Begins to ready the successor; the serving trainer trains on."""
+        """Begins to prepare the successor. The serving trainer continues."""
         self._enter("starting")
         self._task = asyncio.get_running_loop().create_task(self._run(), name=f"handover to {self._successor.name}")
         self._task.add_done_callback(lambda _: self._arrived.set())
         return protocols.ResizeEstimate(0, 0, 0)
 
     async def progress(self) -> protocols.ResizeProgress:
-        """Returns whether the successor should take over: more time would not bring it nearer.
+        """Returns whether the successor should take over. It should once more time would bring it no nearer.
 
         Raises:
           LibraError: the move has failed.
@@ -191,12 +191,13 @@ class Handover:
         if self.phase == "failed":
             raise protocols.LibraError(self.error)
         if self.phase == "replaying":
+            # A successor that replays no faster than training proceeds never catches up while training runs.
             behind, self._behind = self._behind, self.missed
             self._near |= self.missed <= 1 or (behind is not None and self.missed >= behind)
         return protocols.ResizeProgress(0, 0, ready=self.phase == "ready" or (self.phase == "replaying" and self._near))
 
     def trains(self, batch: protocols.TrainBatch) -> None:
-        """Has the successor take the step, too, if its snapshot is from before: at the same time if it is ready."""
+        """Adds a step after the snapshot to the successor's missed steps. A ready successor replays it at once."""
         if self._snapshot is not None and batch.policy_version >= self._snapshot.policy_version:
             self._missed.append(batch)
             self._more.set()
@@ -204,16 +205,18 @@ class Handover:
                 self._enter("replaying")
 
     async def take_over(self, step: int) -> Taken:
-        """Lets the successor train from now on, once it has replayed what it missed.
+        """Makes the successor the trainer, once it has replayed the missed steps.
 
         Raises:
-          DeadlineMissed: it needs longer than `deadlines.transition`; the serving trainer trains on, the move goes on.
-          LibraError: the move failed, or the successor holds another version; the serving trainer trains on.
+          DeadlineMissed: the replay takes longer than `deadlines.transition`. The serving trainer continues, and so
+            does the move.
+          LibraError: the move failed, or the successor holds another version. The serving trainer continues.
         """
         loop, name = asyncio.get_running_loop(), self._successor.name
         if self._task is None:
             raise protocols.LibraError("the trainer is not moving to other processes: nothing can take over.")
-        if self.phase in ("starting", "compiling", "saving"):  # it needs the lock, or begins steps behind
+        # These phases need the trainer's lock, or end many steps behind.
+        if self.phase in ("starting", "compiling", "saving"):
             raise protocols.DeadlineMissed(f"The trainer {name} is still {self.phase}: it cannot take over yet.")
         began = loop.time()
         what = f"The trainer {name}, {self.phase} to take over,"
@@ -222,6 +225,7 @@ class Handover:
             self._task.result()
             raise protocols.LibraError(self.error)
         try:
+            # The last check before the point of no return: a wrong version would train the run from another state.
             held = await self._successor.policy_version()
             if held != step:
                 raise protocols.LibraError(f"it holds version {held} and the run is at {step}")
@@ -237,21 +241,21 @@ class Handover:
         return Taken(self._seconds, self._stall, self._snapshot.nbytes)
 
     async def end_former(self) -> None:
-        """Ends the processes that trained before.
+        """Ends the former processes.
 
         Raises:
-          LibraError: a process did not end as it should.
+          LibraError: a process did not end cleanly.
         """
         if self._former is not None:
             await self._former.stop()
 
     async def cancel(self) -> None:
-        """Ends the successor and removes the snapshot; nothing happens if the move is over.
+        """Ends the successor and removes the snapshot. Does nothing if the move is over.
 
-        Not with the lock held: while the snapshot is written, the serving trainer is asked whether it is.
+        Call without the trainer's lock: while the snapshot is written, the serving trainer has to be asked about it.
 
         Raises:
-          LibraError: something did not end as it should.
+          LibraError: a process or file did not go away cleanly.
         """
         if self.phase in ("", "failed"):
             return
@@ -261,17 +265,17 @@ class Handover:
         if left:
             raise protocols.LibraError(left)
 
-    # What goes on beside training --------------------------------------------------------------------------------
+    # Work beside training ----------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
         try:
-            await self._remove()  # what a run that was killed left
+            await self._remove()  # remains of a killed run
             await self._start()
             await self._copy_state()
             await self._replay()
         except protocols.LibraError as error:
             await self._fail(error)
-        except Exception as error:  # a fault of ours or of the disk: the serving trainer trains on all the same
+        except Exception as error:  # a fault of this program or of the disk must not stop the serving trainer
             await self._fail(protocols.LibraError(f"{type(error).__name__}: {error}"))
 
     async def _start(self) -> None:
@@ -281,7 +285,7 @@ class Handover:
         self._enter("compiling")
         with self._timed("compile"):
             shapes: list[protocols.ProgramShape] = []
-            while len(met := await self._met()) > len(shapes):  # training may meet another shape meanwhile
+            while len(met := await self._met()) > len(shapes):  # training may use a new shape meanwhile
                 shapes = met
                 await self._successor.warm(shapes)
 
@@ -313,6 +317,7 @@ class Handover:
             while self._missed:
                 with self._timed("replay"):
                     await self._successor.train_step(self._missed[0])
+                # Removed only after the step, so that `missed` counts a step that is being replayed.
                 self._missed.popleft()
                 self.replayed += 1
             self._enter("ready")
@@ -320,17 +325,17 @@ class Handover:
             await self._more.wait()
 
     async def _caught_up(self) -> None:
-        """Returns when no step is missed, or the move has failed."""
+        """Waits until no step is missed, or the move has failed."""
         assert self._task is not None
         while self.phase != "ready" and not self._task.done():
             self._arrived.clear()
             await self._arrived.wait()
 
     async def _saved(self) -> None:
-        """Returns when the snapshot is durable.
+        """Waits until the snapshot is durable.
 
-        The successor looks for it, because the serving trainer, which alone knows what may go wrong, answers between
-        two steps only.
+        Only the serving trainer knows about errors of the write, but it answers only between two steps. So the
+        successor also looks for the finished snapshot.
         """
         telling = asyncio.ensure_future(self._told_saved())
         try:
@@ -351,7 +356,7 @@ class Handover:
 
     @contextlib.asynccontextmanager
     async def _between_steps(self) -> AsyncIterator[None]:
-        """Holds the trainer's lock; the block's time is time for which training stands still."""
+        """Holds the trainer's lock, and counts the time in the block as a stall of training."""
         async with self._serving.lock:
             began = asyncio.get_running_loop().time()
             try:
@@ -368,7 +373,7 @@ class Handover:
         self._enter("failed")
 
     async def _clean(self) -> str:
-        """Ends the successor and removes the snapshot; returns what did not end as it should."""
+        """Ends the successor and removes the snapshot. Returns what did not end cleanly, as text."""
         left = []
         try:
             await self._successor.stop()
@@ -376,7 +381,8 @@ class Handover:
             left.append(str(error))
         if self._writing:
             writing = self._told_saved()
-            with contextlib.suppress(protocols.LibraError):  # that it could not be written matters no more
+            # The snapshot is discarded, so a failed write does not matter.
+            with contextlib.suppress(protocols.LibraError):
                 await deadlines.limited(self._limits, "checkpoint", writing, f"The snapshot of {self._serving.name}")
             self._writing = False
         try:
@@ -391,7 +397,7 @@ class Handover:
         await asyncio.wait({self._task})
 
     async def _remove(self) -> None:
-        """Removes the snapshot, on a thread: it may be many files of a slow disk."""
+        """Removes the snapshot on a thread, because a slow disk may hold many files."""
         removing = asyncio.to_thread(remove_snapshot, self._workdir)
         await deadlines.limited(self._limits, "checkpoint", removing, f"The removal of {self._workdir / FOLDER}")
 

@@ -1,19 +1,19 @@
-"""Restarts a trainer that is lost, one of its processes or all, while the run lives, and lets it catch up.
+"""Restarts a trainer after the loss of one or all of its processes, while the run lives, and lets it catch up.
 
     lost         a call to the trainer fails, because a process or its host is gone; the other processes are killed.
                  The trainer is also called now and then while it waits for a batch
-    restarted    the same processes by the same specs; a host that is gone is replaced if there is a spare one
+    restarted    the same processes by the same specs; a lost host is replaced if a spare one exists
     restored     the last committed checkpoint; before the first one, the state that a run begins with
     caught up    the steps since are trained again, on the groups that they were trained on
-    synced       its weights go to every engine once more, so that the engines hold the bits of this trainer
-    asked again  each call that the lost trainer did not answer
+    synced       its weights go to every engine again, so that the engines hold the bits of this trainer
+    repeated     each call that the lost trainer did not answer
 
-Nothing but the trainer goes back. Each version is trained from the same batches in the same order, so its number names
-the policy that it named before. On the same devices the two agree bit for bit; other devices, or a share that a hybrid
-worker had computed, round differently. So tokens keep the version that sampled them, and groups under way, records and
-the data position stay as they are. Rollouts go on meanwhile, up to the staleness bound. Each group is trained into the
-resulting state once. The batches since the last checkpoint are kept for this until a later checkpoint is committed.
-If no checkpoint is committed for too long (`KEPT`), a lost trainer ends the run.
+Only the trainer goes back. Each version is trained from the same batches in the same order, so its number names the
+same policy as before. On the same devices the two agree bit for bit. Other devices, or a share that a hybrid worker
+computed, round differently. So tokens keep the version that sampled them; groups under way, records and the data
+position stay. Rollouts continue meanwhile, up to the staleness bound. Each group is trained into the resulting state
+once. The batches since the last checkpoint are kept until a later checkpoint is committed. If no checkpoint is
+committed for too long (`KEPT`), a lost trainer ends the run.
 """
 
 from __future__ import annotations
@@ -31,20 +31,22 @@ from libra_jax.trainer_control import client, resize
 T = TypeVar("T")
 
 KEPT = 4
-"""Steps that are kept since the last checkpoint, as a multiple of `checkpoint.every`: while the disk takes no
-checkpoint, the kept groups must not fill the memory."""
+"""Number of steps kept since the last checkpoint, as a multiple of `checkpoint.every`.
+
+The limit keeps the kept groups from filling the memory while the disk takes no checkpoint.
+"""
 
 
 class Checkpoints(Protocol):
-    """The run's checkpoints, as recovery needs them."""
+    """The part of the run's checkpoints that recovery calls."""
 
     @property
     def newest(self) -> int:
-        """The step of the checkpoint restored or committed last, -1 if there is none."""
+        """Step of the checkpoint restored or committed last; -1 if none exists."""
         ...
 
     async def verified(self) -> tuple[int, str]:
-        """Returns the step of the newest checkpoint that verifies, -1 for none, and what is wrong with later ones."""
+        """Returns the step of the newest checkpoint that verifies (-1 for none), and the faults of later ones."""
         ...
 
     def lost(self) -> None:
@@ -52,34 +54,34 @@ class Checkpoints(Protocol):
         ...
 
     async def restore_lost(self) -> int:
-        """Restores the restarted trainer; returns the number of warm-start steps that its state holds."""
+        """Restores the restarted trainer. Returns the number of warm-start steps in its state."""
         ...
 
 
 class Weights(Protocol):
-    """The weights of the engines, as recovery needs them."""
+    """The part of the weight sync that recovery calls."""
 
     async def resync(self) -> None:
-        """Gives every engine the trainer's weights again. Called with the trainer's lock held."""
+        """Sends the trainer's weights to every engine again. Called with the trainer's lock held."""
         ...
 
 
 class Recovery:
-    """Made inside the event loop that it serves.
+    """Restarts a lost trainer. Create it inside the event loop that it serves.
 
     Args:
       config: the run's configuration (`trainer.restarts`, `checkpoint.every`, `rollout`, `deadlines`).
-      trainer: is restarted.
-      checkpoints: restore it.
-      weights: give its weights to the engines.
-      resizing: says on which mesh it is to be, and gives up a resize under way.
-      recorder: gets a span and sentences.
-      events: TrainerReplaced is published before the restart; CheckpointCommitted is listened to.
-      scope: ends if the trainer cannot be restarted.
-      fencing: the run's right to its workdir; None disables fencing.
+      trainer: the trainer to restart.
+      checkpoints: restores the trainer.
+      weights: sends the trainer's weights to the engines.
+      resizing: knows the trainer's mesh, and aborts a resize under way.
+      recorder: gets a span and notes.
+      events: gets TrainerReplaced before the restart, and delivers CheckpointCommitted.
+      scope: runs the restart, and ends if the trainer cannot be restarted.
+      fencing: the run's fencing token; None disables fencing.
 
     Attributes:
-      seconds: for which training stood still in all, the restart under way included.
+      seconds: total seconds in which training stood still, including a restart under way.
     """
 
     def __init__(
@@ -120,7 +122,7 @@ class Recovery:
 
     @property
     def under_way(self) -> bool:
-        """Whether the trainer is being restarted."""
+        """True while the trainer is being restarted."""
         return self._task is not None and not self._task.done()
 
     @property
@@ -129,34 +131,35 @@ class Recovery:
         return self._seconds + under_way
 
     def watch(self) -> None:
-        """Looks at the trainer from now on while it waits for a batch: restarted then, it may be back in time."""
+        """Starts to check the trainer while it waits for a batch. A trainer restarted then may be back in time."""
         if not self._why_not:
             self._scope.start(self._watch(), f"{self._name} health")
 
     def warmed(self, number: int, batch: Sequence[protocols.Trajectory]) -> None:
-        """Keeps a warm-start step that has been taken after `number` others."""
+        """Keeps a warm-start step for a replay. `number` steps were taken before it."""
         if not self._why_not:
             self._warm.append((number, batch))
 
     def trained(self, batch: protocols.TrainBatch) -> None:
-        """Keeps a training step that has been taken."""
+        """Keeps a training step for a replay."""
         if not self._why_not:
             self._steps.append(batch)
 
     def _committed(self, event: protocols.CheckpointCommitted) -> None:
+        # A committed checkpoint holds the warm start and all steps before its own.
         self._warm.clear()
         while self._steps and self._steps[0].policy_version < event.step:
             self._steps.popleft()
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns the metrics of restarts since the last call; empty if there was none."""
+        """Returns the metrics of restarts since the last call; empty if none took place."""
         if self._restarts == self._reported and not self._replayed:
             return {}
         self._reported, replayed, self._replayed = self._restarts, self._replayed, 0
         return {"trainer/restarts": float(self._restarts), "trainer/replayed_steps": float(replayed)}
 
     async def through(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Runs a trainer call. If the trainer dies, waits for its restart and retries. Call without its lock.
+        """Runs a trainer call. If the trainer dies, waits for its restart and retries. Call without the trainer's lock.
 
         Raises:
           WorkerLost: the trainer is lost and is not restarted; the message says why.
@@ -166,17 +169,17 @@ class Recovery:
                 return await work()
             except protocols.TrainerLost as error:
                 if self._task is None or not self.under_way:
-                    if self._trainer.lost is None:  # it was restarted meanwhile
+                    if self._trainer.lost is None:  # another caller has had it restarted
                         continue
                     # A task of its own: the caller that found the loss may be cancelled, and others wait for it, too.
                     self._task = self._scope.start(self._restart(error), f"restart of {self._name}")
-                with turns.queued():  # the steps of a restart have deadlines of their own
+                with turns.queued():  # each step of the restart has its own deadline
                     await asyncio.shield(self._task)
 
     async def _watch(self) -> None:
         async def look() -> None:
             async with self._trainer.lock:
-                with contextlib.suppress(protocols.DeadlineMissed):  # the next call that matters will say so
+                with contextlib.suppress(protocols.DeadlineMissed):  # the next training call reports it
                     await self._trainer.policy_version()
 
         while True:
@@ -186,6 +189,7 @@ class Recovery:
 
     async def _restart(self, error: protocols.LibraError) -> None:
         async with self._trainer.lock:
+            # Under the lock, so that no other call reaches the trainer before it has caught up.
             self._began = began = asyncio.get_running_loop().time()
             self._recorder.status(self._name, protocols.LOST)
             while True:
@@ -215,12 +219,12 @@ class Recovery:
             )
 
     async def _check(self, error: protocols.LibraError) -> None:
-        """Raises WorkerLost if the trainer is not restarted (again), DataError if no checkpoint verifies."""
+        """Raises WorkerLost if the trainer cannot be restarted (again), and DataError if no checkpoint verifies."""
         if self._why_not:
             raise protocols.WorkerLost(f"{_text(error)}. It is not restarted: {self._why_not}.")
         step, skipped = await self._checkpoints.verified()
         goes_on = f"goes on from the checkpoint at step {step}" if step >= 0 else "begins again: there is none"
-        if step < self._checkpoints.newest:  # the steps between the two are no longer kept
+        if step < self._checkpoints.newest:  # the batches between the two are no longer kept
             raise protocols.WorkerLost(
                 f"{_text(error)}. It is not restarted: its last checkpoint cannot be used. {skipped} The same command "
                 f"{goes_on}."
@@ -236,11 +240,12 @@ class Recovery:
                 f"The trainer was lost once more than config.trainer.restarts = {self._most} allows, the last time: "
                 f"{_text(error)}. The same command {goes_on}."
             )
+        # A superseded run must not restart a trainer: the workdir and its checkpoints belong to its successor.
         if self._fencing is not None and not self._fencing.may_write():
             self._fencing.check()
 
     async def _attempt(self) -> tuple[int, int]:
-        """Restarts the trainer; returns the checkpoint's step, -1 for none, and the number of steps trained again."""
+        """Restarts the trainer. Returns the checkpoint's step (-1 for none) and the number of repeated steps."""
         with self._timed("end"):
             taken = self._steps[-1].policy_version + 1 if self._steps else max(self._checkpoints.newest, 0)
             await self._resizing.trainer_lost(taken)
@@ -274,7 +279,7 @@ class Recovery:
         return step, again
 
     async def _replay(self, step: int, warm: int) -> int:
-        """Takes the steps after a checkpoint that holds `warm` steps of the warm start; returns those of training."""
+        """Repeats the steps after a checkpoint with `warm` warm-start steps. Returns the number of training steps."""
         for sequences in [batch for number, batch in self._warm if number >= warm]:
             await self._trainer.warm_start_step(sequences)
         steps = [batch for batch in self._steps if batch.policy_version >= step]
@@ -296,7 +301,7 @@ def _text(error: BaseException) -> str:
 
 
 def _why_not(config: configuration.RunConfig) -> str:
-    """Returns why a lost trainer of this run is not restarted; empty if it is."""
+    """Returns why a lost trainer of this run cannot be restarted; empty if it can."""
     if not config.trainer.restarts:
         return "config.trainer.restarts is 0"
     if not config.checkpoint.every:

@@ -1,9 +1,9 @@
-"""Changes of the trainer's mesh while the run goes on: one call, and a handle with progress, deadline and cancel.
+"""Changes the trainer's mesh while the run continues: one call, and a handle with progress, deadline and cancel.
 
-`Resizing.resize` takes the wish and returns at once. All else happens beside training and between two training steps,
-when the run calls `boundary`. If the trainer's process holds the devices of the new mesh, the state moves inside it
-once its programs are compiled. If not, other processes catch up and take over (`handover`). A resize that is refused,
-takes too long or fails leaves the trainer on the mesh it has, and its handle says why.
+`Resizing.resize` takes the request and returns at once. All else happens beside training, and between two training
+steps when the run calls `boundary`. If the trainer's process holds the devices of the new mesh, the state moves inside
+that process once its programs are compiled. If not, other processes catch up and take over (`handover`). If a resize is
+refused, takes too long or fails, the trainer keeps its mesh, and the handle says why.
 """
 
 from __future__ import annotations
@@ -18,35 +18,36 @@ from libra_jax import protocols
 from libra_jax.trainer_control import handover
 
 TRAINER = "trainer"
-"""The trainer's name in `transitions.jsonl`."""
+"""Name of the trainer in `transitions.jsonl`."""
 
 
 class PendingCheckpoint(Protocol):
-    """The checkpoint that the trainer writes at the moment, if there is one."""
+    """The checkpoint that the trainer is writing, if any."""
 
     async def commit_held(self) -> None:
-        """Waits until the checkpoint is durable and commits it. Called with the trainer's lock held."""
+        """Waits until the checkpoint is durable, and commits it. Called with the trainer's lock held."""
         ...
 
 
 class Resize:
-    """One resize, from the call to its end.
+    """One resize, from the request to its end.
 
     Attributes:
-      sizes: of the mesh to come.
-      reason: why, for the record.
-      processes: number of processes that the mesh is to belong to.
-      way: how the state travels; None before the first boundary.
-      held: the resize gets ready and does not take over until `go`.
-      deadline: seconds from the first boundary until it has to be ready; None before, if the config's is taken.
-      cancelled: why it is given up at the next boundary; empty if it is not.
-      begun: event-loop seconds of the first boundary; None before.
-      estimate: what it moves, known from the first boundary on.
-      progress: how far it is.
-      compiled: done when taking over would wait for nothing; fails with the resize.
-      left: seconds for which training waited for the checkpoint under way before a hand-over.
-      late: seconds for which training waited for attempts to take over that failed.
-      done: done when the trainer is on the new mesh; a failed or cancelled resize raises LibraError there.
+      sizes: sizes of the new mesh.
+      reason: reason for the record.
+      processes: number of processes of the new mesh.
+      way: way of the state to the new mesh; None before the first boundary.
+      held: True if the resize gets ready and waits for `go` to take over.
+      deadline: seconds from the first boundary until the resize must be ready. None before that boundary, if the
+        config's deadline applies.
+      cancelled: reason to abort it at the next boundary; empty if none.
+      begun: event-loop time of the first boundary; None before.
+      estimate: estimate of the state to move, from the first boundary on.
+      progress: present progress.
+      compiled: future that resolves once a take-over would wait for nothing, and fails with the resize.
+      left: seconds in which training waited for a pending checkpoint before a hand-over.
+      late: seconds in which training waited for take-overs that failed.
+      done: future that resolves once the trainer is on the new mesh. It raises LibraError after a failure or cancel.
     """
 
     def __init__(
@@ -71,26 +72,26 @@ class Resize:
 
     @property
     def stalls(self) -> dict[str, float]:
-        """Seconds for which training has stood still so far, by phase."""
+        """Seconds in which training has stood still so far, by phase."""
         return {name: seconds for name, seconds in (("leave", self.left), ("late", self.late)) if seconds}
 
     @property
     def overdue(self) -> bool:
-        """Whether its deadline has passed."""
+        """True if the deadline has passed."""
         if self.begun is None or self.deadline is None:
             return False
         return asyncio.get_running_loop().time() - self.begun > self.deadline
 
     def go(self) -> None:
-        """Lets a resize that was asked for with `hold` take over."""
+        """Allows a resize with `hold` to take over."""
         self.held = False
 
     def cancel(self, why: str) -> None:
-        """Gives it up at the next boundary; nothing happens if it is over."""
+        """Aborts the resize at the next boundary. Does nothing if the resize is over."""
         self.cancelled = self.cancelled or why
 
     def fail(self, error: protocols.LibraError) -> None:
-        """Ends it without the new mesh."""
+        """Fails the handle: the mesh stays as it was."""
         for future in (self.compiled, self.done):
             if not future.done():
                 future.set_exception(error)
@@ -107,18 +108,18 @@ class Inside:
         self._sizes = sizes
 
     async def begin(self) -> protocols.ResizeEstimate:
-        """Begins to compile."""
+        """Starts to compile the programs of the new mesh."""
         return await self._trainer.begin_resize(self._sizes)
 
     async def progress(self) -> protocols.ResizeProgress:
-        """Returns how many programs are compiled."""
+        """Returns the number of compiled programs."""
         return await self._trainer.resize_progress()
 
     def trains(self, batch: protocols.TrainBatch) -> None:
         """Does nothing: the same process trains."""
 
     async def take_over(self, step: int) -> handover.Taken:
-        """Moves the state."""
+        """Moves the state to the new mesh."""
         took = await self._trainer.finish_resize(self.longest)
         phases = {"compile": took.compile_seconds, "wait": took.wait_seconds, "move": took.move_seconds}
         return handover.Taken(phases, took.wait_seconds + took.move_seconds, took.moved_bytes)
@@ -127,24 +128,24 @@ class Inside:
         """Does nothing: the same process trains."""
 
     async def cancel(self) -> None:
-        """Stays on the mesh it has."""
+        """Keeps the present mesh."""
         await self._trainer.cancel_resize()
 
 
 class Resizing:
-    """The trainer's mesh over a run. Made inside the event loop that it serves.
+    """Changes the trainer's mesh over a run. Create it inside the event loop that it serves.
 
     Args:
       config: the run's configuration (`trainer`, `elastic`, `deadlines`).
-      trainer: changes its mesh.
-      sizes: of its mesh.
-      checkpoint: committed before other processes take over, because those that write it end: the phase "leave".
-      recorder: gets a transition, a span and a sentence for each resize.
-      events: gets TrainerResized and, before the former processes end, TrainerReplaced: the phase "settle".
-      successors: makes other processes that take over; None: the trainer stays in its own.
+      trainer: the trainer whose mesh changes.
+      sizes: sizes of its present mesh.
+      checkpoint: checkpoint to commit before other processes take over, because its writers end (phase "leave").
+      recorder: gets a transition, a span and a note for each resize.
+      events: gets TrainerResized, and TrainerReplaced before the former processes end (phase "settle").
+      successors: makes other processes that take over. If None, the trainer stays in its process.
 
     Attributes:
-      sizes: of the mesh that trains.
+      sizes: sizes of the mesh that trains.
     """
 
     def __init__(
@@ -167,12 +168,12 @@ class Resizing:
         self._spare = config.elastic.spare_devices
         # Pinned cores, and weights that do not travel by memfd, serve one process only.
         self._alone = bool(config.trainer.cores) or config.rollout.transport != "memfd"
-        self._reach = sizes.devices + self._spare  # devices that a process which is alone holds
-        self._each = self._reach // trainer.processes  # most devices that a process has had
+        self._reach = sizes.devices + self._spare  # devices that a single process can use
+        self._each = self._reach // trainer.processes  # largest number of devices that a process has had
         self._longest = config.deadlines.trainer_start
         self._resize: Resize | None = None
-        self._ending: set[asyncio.Task[None]] = set()  # of processes that end beside the run
-        self._aborting: asyncio.Task[None] | None = None  # of those that were to take over and do not
+        self._ending: set[asyncio.Task[None]] = set()  # tasks that end processes beside the run
+        self._aborting: asyncio.Task[None] | None = None  # task that ends the processes of an aborted take-over
 
     def resize(
         self,
@@ -183,17 +184,17 @@ class Resizing:
         hold: bool = False,
         deadline: float | None = None,
     ) -> Resize:
-        """Asks for another mesh; what is wrong with it shows when the handle is awaited.
+        """Requests another mesh. Faults of the request show when the handle is awaited.
 
         Args:
-          sizes: of the mesh to come.
-          reason: why, for the record.
-          processes: number of processes that the mesh is to belong to. None: the fewest of which none has more devices
-            than one has had before, because a host has that many. A trainer that the config pins to cores, or whose
-            weights do not travel by memfd, stays one process.
-          hold: only gets ready, until `Resize.go`.
-          deadline: seconds, above zero, from the next boundary until the resize has to be ready; None: those of the
-            config's deadlines.
+          sizes: sizes of the new mesh.
+          reason: reason for the record.
+          processes: number of processes of the new mesh. If None, the fewest processes with no more devices each than a
+            process has had before, because a host has that many. A trainer stays one process if the config pins it to
+            cores, or if its weights do not travel by memfd.
+          hold: if True, the resize gets ready and waits for `Resize.go`.
+          deadline: positive seconds from the next boundary until the resize must be ready. None applies the config's
+            deadlines.
 
         Raises:
           ConfigError: a resize is under way, or the deadline is not positive.
@@ -217,21 +218,22 @@ class Resizing:
         devices = sizes.devices
         if self._successors is None or self._alone or devices < 1:
             return self._trainer.processes
+        # From the fewest processes that can hold the devices; every process gets the same number.
         return next(count for count in range(-(-devices // self._each), devices + 1) if devices % count == 0)
 
     def trains(self, batch: protocols.TrainBatch) -> None:
-        """A step begins; processes that are to take over have to take it, too."""
+        """Passes a beginning step on to the processes that will take over, because they have to take it, too."""
         if self._resize is not None and self._resize.way is not None:
             self._resize.way.trains(batch)
 
     async def boundary(self, step: int) -> None:
-        """Begins a resize, lets it take over or gives it up, between two steps and with the trainer's lock held.
+        """Starts a resize, lets it take over or aborts it, between two steps. The caller holds the trainer's lock.
 
         Args:
-          step: training steps taken, which is the trainer's version.
+          step: number of training steps taken, which is the trainer's version.
 
         Raises:
-          WorkerLost: the trainer is lost, which ends more than a resize. Other errors end the resize alone.
+          WorkerLost: the trainer is lost, which needs more than an aborted resize. Other errors end only the resize.
         """
         resize = self._resize
         if resize is None:
@@ -248,7 +250,7 @@ class Resizing:
         loop = asyncio.get_running_loop()
         began = loop.time()
         if way.outside:
-            await self._checkpoint.commit_held()  # what fails here would fail without a resize, too
+            await self._checkpoint.commit_held()  # a failure here would also occur without a resize
             resize.left += loop.time() - began
             began = loop.time()
         try:
@@ -265,7 +267,7 @@ class Resizing:
                 await self._give_up(resize, error, step)
 
     async def _advance(self, resize: Resize) -> handover.Way | None:
-        """Begins the resize, or looks how far it is; returns its way if it should take over now."""
+        """Starts the resize, or checks its progress. Returns its way if it should take over now."""
         if resize.cancelled:
             raise protocols.LibraError(f"the resize to {resize.sizes} was cancelled: {resize.cancelled}.")
         if resize.way is None:
@@ -312,7 +314,7 @@ class Resizing:
             await self._events.publish(protocols.TrainerReplaced(lost=False))
             taken = taken.with_stalls(settle=asyncio.get_running_loop().time() - began)
             self._end_beside(way.end_former(), "The trainer's former processes")
-            # The successor was made for this mesh; only a process that is alone holds more than its devices.
+            # The successor was made for this mesh only; a single process also holds spare devices.
             self._reach = resize.sizes.devices + (self._spare if resize.processes == 1 else 0)
             self._each = max(self._each, resize.sizes.devices // resize.processes)
         self._record(resize, before, step, taken, "done", "")
@@ -326,7 +328,7 @@ class Resizing:
     async def _give_up(self, resize: Resize, error: protocols.LibraError, step: int) -> None:
         self._resize = None
         if resize.way is not None and resize.way.outside:
-            # Beside the run: the serving trainer may have to be asked whether its snapshot is written.
+            # In the background: `cancel` may wait until the serving trainer says that its snapshot is written.
             self._aborting = self._end_beside(resize.way.cancel(), "The processes that were to take over")
         elif resize.way is not None:
             try:
@@ -343,16 +345,16 @@ class Resizing:
         resize.fail(error)
 
     async def trainer_lost(self, step: int) -> None:
-        """Gives up a resize under way, because the trainer that was to move or to hand over is gone."""
+        """Aborts a resize under way, because the trainer that was to move is gone."""
         if (resize := self._resize) is None:
             return
         if resize.way is not None and not resize.way.outside:
-            resize.way = None  # it went with its process
+            resize.way = None  # the way ended with the trainer's process
         error = protocols.LibraError("the trainer was lost meanwhile, and is restarted.")
         await self._give_up(resize, error, step)
 
     async def close(self) -> None:
-        """Ends a resize that is not over, because the run ends."""
+        """Aborts a pending resize at the end of the run."""
         for ending in self._ending:
             ending.cancel()
         if self._ending:

@@ -1,4 +1,4 @@
-"""This host's address on its network, as others reach it."""
+"""Finds this host's address on its network, as other hosts reach it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import psutil
 LOOPBACK = "127.0.0.1"
 
 ANY = "192.0.2.1"
-"""An address reserved for documentation: it stands for any on the network."""
+"""An address reserved for documentation. It stands for any host on the network."""
 
 
 def own(towards: str = ANY) -> str:
-    """This host's address on the way to another one, without asking that one.
+    """Returns this host's address on the route to another host, without contacting that host.
 
-    Where there is no way, as to `ANY` on hosts of a cluster without a default route, it is that of the first interface
-    that is up; the loopback where there is none.
+    If no route exists (to `ANY` on a cluster without a default route), returns the address of the first interface that
+    is up. If none is up, returns the loopback.
 
     Args:
-      towards: name or address of the other; one of this host's own gives itself.
+      towards: name or address of the other host. An address of this host returns itself.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
         probe.connect((towards, 9))  # a datagram socket sends nothing yet
@@ -30,17 +30,17 @@ def own(towards: str = ANY) -> str:
 
 
 def in_cluster(address: str) -> str:
-    """This host's address on the network of a cluster.
+    """Returns this host's address on the network of a cluster.
 
     Args:
-      address: of its head, as `config.cluster.address` has it ("host:port"); "auto" and the empty one name none.
+      address: address of the cluster's head as in `config.cluster.address` ("host:port"). "auto" and "" name no head.
     """
     head = address.rpartition(":")[0]
     return own(head) if head else own()
 
 
 def _of_interfaces() -> Iterator[str]:
-    """Addresses of the interfaces that are up, by the interfaces' names; the loopback's are not among them."""
+    """Yields the addresses of interfaces that are up, sorted by interface name, without the loopback."""
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     for name, found in sorted(psutil.net_if_addrs().items()):
         for address in found:

@@ -1,6 +1,7 @@
-"""Weight sync without host memory: a snapshot in torch's own memory on the trainer's first GPU, sent by vLLM's engines.
+"""Syncs weights without host memory: a snapshot in torch's memory on the trainer's first GPU, sent by vLLM's engines.
 
-NOT RUN YET, on any machine. A copy in torch's memory, because CUDA IPC exports only what torch's allocator made.
+NOT RUN YET, on any machine. The snapshot is a copy in torch's memory, because CUDA IPC exports only memory that torch
+allocated.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from libra_jax.models import config as models_config
 from libra_jax.weights import snapshot
 
 SENDER = "libra_jax.engines.vllm_weight_sender"
-"""Named, not imported: weights do not depend on an engine."""
+"""Module of the sender. It is named and not imported, because weights do not depend on an engine."""
 
 
 class DeviceSnapshot:
-    """`snapshot.Snapshot` over the ipc and nccl transports; one chunk holds the whole model."""
+    """`snapshot.Snapshot` over the ipc and nccl transports. One chunk holds the whole model."""
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class DeviceSnapshot:
         self._chunk: protocols.WeightChunk | None = None
 
     def open(self, version: int, params: Mapping[str, Any]) -> int:
-        """Takes the snapshot and begins to send; see `snapshot.HostSnapshot.open`."""
+        """Takes the snapshot and starts to send it. See `snapshot.HostSnapshot.open`."""
         leaves = {source.path: snapshot.leaf(params, source) for source in self._sources}
         gathered: dict[tuple[str, ...], torch.Tensor] = {}
         for path, leaf in leaves.items():
@@ -49,7 +50,9 @@ class DeviceSnapshot:
         for source in self._sources:
             tensor = gathered[source.path] if source.layer is None else gathered[source.path][source.layer]
             snapshot.append((source.hf_name, tensor.to(self._dtype, copy=True)))
+        # The copies must be complete before the gathered arrays go, and before the engine reads them.
         torch.cuda.synchronize()
+        # The snapshot has its own copies.
         gathered.clear()
         entries, offset = [], 0
         for name, tensor in snapshot:
@@ -61,13 +64,13 @@ class DeviceSnapshot:
         return 1
 
     def stage(self, version: int, index: int) -> protocols.WeightChunk:
-        """The one chunk."""
+        """Returns the only chunk."""
         if version != self._version or index != 0 or self._chunk is None:
             raise protocols.LibraError(f"chunk {index} of version {version} cannot be staged: {self._version} is open")
         return self._chunk
 
     def close(self, version: int) -> None:
-        """Waits for the last byte and frees the snapshot."""
+        """Waits until the last byte is sent, and frees the snapshot."""
         if version == self._version:
             self._version, self._chunk = None, None
             self._sender.end()

@@ -1,16 +1,17 @@
-"""The gradient channel: gradient sums from a hybrid replica to the core trainer, over torch.distributed's gloo.
+"""The gradient channel: carries gradient sums from a hybrid worker to the core trainer, over torch.distributed's gloo.
 
-Between weight relays (`relay`) a channel carries the bytes of weights, from the sender to the relay that listens.
+Between weight relays (`relay`) a channel carries the bytes of weights, from the sender to the listening relay.
 
-A channel is one gloo process group of its own, made from a store of its own, for one member and one membership epoch;
-torch's global process group is not touched. Its ranks are the core's processes, in their order, and last the replica.
-A sum travels as a header of fixed size and then its arrays as one run of bytes, cut into few large messages. The first
-failure closes a channel for good: gloo cannot use a connection again after a wait that ran out.
+A channel is one gloo process group with a store of its own, for one worker and one membership generation. It does not
+touch torch's global process group. Its ranks are the core's processes, in their order, and last the worker. A sum
+travels as a header of fixed size, followed by its arrays as one run of bytes, cut into few large messages. The first
+failure closes a channel for good, because gloo cannot use a connection again after a wait has timed out.
 
-Gloo (torch 2.13) ends the *receiving process* when a message is larger than the receive that it meets, and does not
-notice one that is smaller. So a message's tag is its size: messages of another size meet no receive at all.
+Gloo (torch 2.13) ends the *receiving process* if a message is larger than its receive, and does not notice a smaller
+message. So a message's tag is its size: a message of another size matches no receive.
 
-Thread-safety: one thread sends or receives; connecting runs on a thread of the channel's own, and any may close it.
+Thread-safety: one thread sends or receives. Connecting runs on the channel's own thread. Any thread may close the
+channel.
 """
 
 from __future__ import annotations
@@ -34,36 +35,36 @@ from libra_jax import protocols
 from libra_jax.weights import addresses
 
 HEADER_BYTES = 64 * 2**10
-"""Size of every header."""
+"""Bytes of every header."""
 
 PART_BYTES = 64 * 2**20
-"""Most bytes of a message."""
+"""Maximum bytes of a message."""
 
 LOOK_SECONDS = 0.02
-"""Seconds between two looks whether all ranks have come to the meeting."""
+"""Seconds between two looks whether all ranks have arrived."""
 
 MEETING_SECONDS = 10.0
-"""Seconds for ranks that have all come to connect to each other; if it takes longer, one of them has died."""
+"""Seconds for ranks to connect after all have arrived. If it takes longer, one of them has died."""
 
 ArrayKind = tuple[str, tuple[int, ...]]
-"""An array's dtype, by numpy's name, and shape."""
+"""Dtype of an array, by numpy's name, and its shape."""
 
 
 class ChannelError(protocols.LibraError):
-    """A gradient channel that is closed; the message says why."""
+    """A closed gradient channel; the message says why."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """Says what a gradient sum belongs to, or which chunk of weights follows.
+    """Describes a gradient sum, or the chunk of weights that follows.
 
     Attributes:
-      member: the replica that computed it, or the relay that it is for.
-      epoch: the membership epoch in which that joined.
+      member: the hybrid worker that computed the sum, or the relay that receives the chunk.
+      epoch: membership generation in which the worker joined.
       version: policy version of its parameters.
-      digest: of those parameters, as the trainer's snapshot had them.
+      digest: digest of those parameters, as in the trainer's snapshot.
       first: first micro-batch of the sum, or number of the chunk.
-      last: the one after its last.
+      last: one after the last micro-batch, or one after the chunk's number.
       metrics: metric name to (sum, count) over those micro-batches.
       maxima: metric name to maximum over them.
     """
@@ -79,11 +80,11 @@ class Header:
 
 
 class Sent(NamedTuple):
-    """What sending a sum took.
+    """The cost of sending a sum.
 
     Attributes:
-      nbytes: sent to each process of the core.
-      waited: seconds until all of them took the header: until they were ready, not what the sum took on its way.
+      nbytes: bytes sent to each process of the core.
+      waited: seconds until all processes took the header. It measures their readiness, not the transfer.
     """
 
     nbytes: int
@@ -94,17 +95,17 @@ class Listener:
     """The meeting point of one channel: a store on a free port, in the core's first process.
 
     Attributes:
-      address: what the other ranks are told; plain values.
+      address: address to pass to the other ranks; plain values.
     """
 
     def __init__(self, member: str, epoch: int, ranks: int, host: str = "127.0.0.1") -> None:
         """Opens the port.
 
         Args:
-          member: the replica that is to come.
-          epoch: its membership epoch.
-          ranks: the core's processes, and the replica.
-          host: address of this host to listen at, as the others reach it.
+          member: the hybrid worker that will connect.
+          epoch: membership generation of the worker.
+          ranks: number of ranks: the core's processes and the worker.
+          host: address of this host at which to listen, as other ranks reach it.
 
         Raises:
           ChannelError: this host has no such address.
@@ -114,7 +115,7 @@ class Listener:
             door.bind((host, 0))
             door.listen()
             port = door.getsockname()[1]
-            # Given a port alone, the store would listen at every address of the host.
+            # With a port alone, the store would listen at every address of the host.
             self.store: Any = distributed.TCPStore(
                 host, port, is_master=True, wait_for_workers=False, master_listen_fd=door.detach()
             )
@@ -131,26 +132,26 @@ class Listener:
         }
 
     def close(self) -> None:
-        """Closes the port, unless a channel uses the store: then it goes with that. Idempotent."""
+        """Closes the port. If a channel uses the store, the port closes with that channel. Idempotent."""
         self.store = None
 
 
 class Channel:
-    """One rank's end of a channel. It connects on a thread of its own; `wait` returns when it stands.
+    """One rank's end of a channel. It connects on its own thread; `wait` returns once it is connected.
 
     Attributes:
-      member: the replica.
-      epoch: its membership epoch.
+      member: the hybrid worker.
+      epoch: membership generation of the worker.
     """
 
     def __init__(self, address: Mapping[str, Any], rank: int, seconds: float, listener: Listener | None = None) -> None:
-        """Begins to connect.
+        """Starts to connect.
 
         Args:
-          address: the listener's.
-          rank: this process's: the core's processes from 0, the replica last.
-          seconds: deadline for all ranks to have come.
-          listener: in the process that listens; its store is this channel's from now on.
+          address: address of the listener.
+          rank: rank of this process: the core's processes from 0, the worker last.
+          seconds: deadline in seconds for all ranks to arrive.
+          listener: the listener, in the process that listens. Its store then belongs to this channel.
         """
         self.member, self.epoch = str(address["member"]), int(address["epoch"])
         self._ranks = int(address["ranks"])
@@ -168,19 +169,19 @@ class Channel:
 
     @property
     def ready(self) -> bool:
-        """It stands and is open."""
+        """True while the channel is connected and open."""
         return self._group is not None
 
     @property
     def closed(self) -> str:
-        """Why it is closed; empty while it connects or is open."""
+        """Reason of the closing; empty while the channel connects or is open."""
         return self._why
 
     def wait(self, seconds: float) -> None:
-        """Returns when the channel stands.
+        """Waits until the channel is connected.
 
         Raises:
-          ChannelError: it is closed, or does not stand in time, and is closed therefore.
+          ChannelError: the channel is closed, or does not connect in time and is closed therefore.
         """
         self._thread.join(max(seconds, 0.0))
         if not self.ready:
@@ -189,10 +190,10 @@ class Channel:
     def send(self, header: Header, arrays: Sequence[np.ndarray], seconds: float) -> Sent:
         """Sends one sum to every process of the core.
 
-        A message leaves only when the other side waits for it, so this ends when the core takes the sum.
+        A message leaves only when the other side waits for it. So this method returns after the core has taken the sum.
 
         Raises:
-          ChannelError: the channel is closed, is so by the other side, or the deadline passed.
+          ChannelError: the channel is closed, here or by the other side, or the deadline passed.
           ValueError: the header does not fit.
         """
         deadline = time.monotonic() + seconds
@@ -205,12 +206,12 @@ class Channel:
         return self._send(header, [(str(array.dtype), array.shape) for array in arrays], flat, deadline)
 
     def send_bytes(self, header: Header, data: np.ndarray, seconds: float) -> Sent:
-        """Sends bytes from where they are, with no copy of them; otherwise as `send`.
+        """Sends bytes without a copy; otherwise like `send`.
 
         Args:
-          header: what they are.
-          data: of dtype uint8 and one dimension.
-          seconds: deadline for all of it.
+          header: description of the bytes.
+          data: one-dimensional array of dtype uint8.
+          seconds: deadline in seconds for the whole transfer.
         """
         deadline = time.monotonic() + seconds
         self.wait(seconds)
@@ -226,18 +227,18 @@ class Channel:
         return Sent(len(head) + len(flat), waited)
 
     def receive(self, wanted: Sequence[ArrayKind], seconds: float) -> tuple[Header, list[np.ndarray]]:
-        """The next sum that the replica sent.
+        """Receives the next sum from the hybrid worker.
 
         Args:
-          wanted: the arrays that a sum has; what a sender says of their sizes is compared with this, never trusted.
-          seconds: deadline for all of it.
+          wanted: the arrays of a sum. The sender's sizes are compared with these, never trusted.
+          seconds: deadline in seconds for the whole transfer.
 
         Returns:
-          What it is of, and its arrays: views of this channel's memory, valid until the next sum.
+          The header, and the arrays: views of this channel's memory, valid until the next sum.
 
         Raises:
-          ChannelError: the channel is closed, is so by the other side, the deadline passed, or what came is no
-            sum of those arrays.
+          ChannelError: the channel is closed, here or by the other side, the deadline passed, or the sum has other
+            arrays.
         """
         deadline = time.monotonic() + seconds
         self.wait(seconds)
@@ -253,11 +254,11 @@ class Channel:
         ]
 
     def receive_bytes(self, target: np.ndarray, seconds: float) -> Header:
-        """What `send_bytes` sends next, into memory of the caller's; otherwise as `receive`.
+        """Receives the bytes of the next `send_bytes` into the caller's memory; otherwise like `receive`.
 
         Args:
-          target: of dtype uint8 and one dimension; as many bytes as it has are expected.
-          seconds: deadline for all of it.
+          target: one-dimensional array of dtype uint8, whose size is the expected number of bytes.
+          seconds: deadline in seconds for the whole transfer.
         """
         deadline = time.monotonic() + seconds
         self.wait(seconds)
@@ -273,12 +274,13 @@ class Channel:
             header, kinds = _decode(head.tobytes())
         except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError):
             raise self._fail("what came over it is no header of a gradient sum") from None
+        # Sizes from the network never decide how much is read or allocated.
         if kinds != [(dtype, tuple(shape)) for dtype, shape in wanted]:
             raise self._fail("the sum offered over it has other arrays than this model's")
         return header
 
     def close(self, why: str = "it was aborted here") -> None:
-        """Closes the connection; the thread that connects ends by itself. Idempotent: the first reason stays."""
+        """Closes the connection. The connecting thread ends by itself. Idempotent: the first reason stays."""
         with self._lock:
             self._why = self._why or f"the gradient channel of {self.member} (epoch {self.epoch}) is closed: {why}."
             self._group = self._store = None
@@ -296,7 +298,7 @@ class Channel:
                     timeout=datetime.timedelta(seconds=seconds),
                     wait_for_workers=False,
                 )
-            # Gloo's own meeting cannot be called off, so it begins only when everybody is there.
+            # Gloo's own rendezvous cannot be cancelled, so it begins only once all ranks have arrived.
             store.set(f"rank {rank}", "here")
             everybody = [f"rank {other}" for other in range(self._ranks)]
             while not store.check(everybody):
@@ -315,11 +317,11 @@ class Channel:
                 self._store, self._group = store, group
 
     def _room(self, nbytes: int) -> np.ndarray:
-        """Memory that is kept from sum to sum, which spares the page faults."""
+        """Returns memory that is kept from sum to sum, which saves page faults."""
         buffer = self._buffer
         if buffer.nbytes != nbytes:
             buffer = self._buffer = np.empty(nbytes, np.uint8)
-        return buffer  # not the attribute: a thread that closes the channel meanwhile empties it
+        return buffer  # not the attribute, which another thread empties if it closes the channel meanwhile
 
     def _give(self, message: np.ndarray, deadline: float) -> None:
         tensor = torch.from_numpy(message)
@@ -341,7 +343,7 @@ class Channel:
         for work in works:
             left = deadline - time.monotonic()
             try:
-                # A wait of zero would be one without end.
+                # Gloo takes a timeout of zero as no timeout.
                 work.wait(datetime.timedelta(seconds=max(left, 0.001)))
             except RuntimeError as error:
                 late = time.monotonic() >= deadline
@@ -355,6 +357,7 @@ class Channel:
 
 
 def _group(store: Any, rank: int, ranks: int, host: str) -> Any:
+    # Private names of torch: its public functions make groups in the global registry only.
     options = distributed.ProcessGroupGloo._Options()
     options._devices = [distributed.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = datetime.timedelta(seconds=MEETING_SECONDS)
@@ -369,6 +372,7 @@ def _encode(header: Header, kinds: Sequence[ArrayKind]) -> np.ndarray:
     text = json.dumps({**dataclasses.asdict(header), "arrays": kinds}).encode()
     if len(text) > HEADER_BYTES:
         raise ValueError(f"a header of {len(text)} bytes, of which {HEADER_BYTES} fit")
+    # Padded with blanks, which JSON ignores.
     return np.frombuffer(text.ljust(HEADER_BYTES), np.uint8).copy()
 
 
@@ -389,6 +393,6 @@ def _decode(text: bytes) -> tuple[Header, list[ArrayKind]]:
 
 
 def _line(error: BaseException) -> str:
-    """The first line of an error's text, without the place in gloo's sources, cut to a readable length."""
+    """Returns the first line of an error's text, without gloo's source position, cut to a readable length."""
     text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return text.rpartition("] ")[2].partition(". ")[0][:200]

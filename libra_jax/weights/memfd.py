@@ -1,7 +1,7 @@
-"""Anonymous shared memory between processes of one host: a memfd, opened by the peer through its owner's `/proc`.
+"""Shares anonymous memory between processes of one host: a memfd, which the peer opens through its owner's `/proc`.
 
-Nothing here has a name in any file system, so nothing can leak: the memory goes when the last process that maps it
-does, killed or not. Standard library only, so that engine processes import it without reaching JAX.
+The memory has no name in any file system, so it cannot leak: it is freed with the last process that maps it, even after
+a kill. This module needs only the standard library, so that engine processes import it without JAX.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import Any
 from libra_jax import machine, protocols
 
 HOST_VARIABLE = "LIBRA_JAX_HOST"
-"""Environment variable that names the host where several are emulated on one machine."""
+"""Environment variable with the host's name, for several emulated hosts on one machine."""
 
 
 class SharedMemoryError(protocols.LibraError):
-    """Shared memory that cannot be made or reached."""
+    """Raised if shared memory cannot be created or reached."""
 
 
 def host() -> str:
-    """This host, as addresses name it: what shares its memory and its process ids."""
+    """Returns this host's name in addresses. Processes with the same name share memory and process ids."""
     return os.environ.get(HOST_VARIABLE) or machine.identity()
 
 
 def digest(data: memoryview) -> str:
-    """BLAKE2b of a chunk's bytes, 128 bits, in hex."""
+    """Returns the BLAKE2b digest of a chunk's bytes: 128 bits, in hex."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
@@ -46,9 +46,9 @@ def _meminfo_available() -> int:
 
 
 def _cgroup_available() -> int | None:
-    """Bytes left under this process's cgroup v2 limit, None without one.
+    """Returns the bytes left under this process's cgroup v2 limit, or None without a limit.
 
-    Cached files count as free: the cgroup is charged for them, and the kernel drops them when memory is asked for.
+    Cached files count as free: the cgroup is charged for them, but the kernel drops them if memory is needed.
     """
     try:
         with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
@@ -64,14 +64,14 @@ def _cgroup_available() -> int | None:
 
 
 def available_bytes() -> int:
-    """Memory that this process could still take, in bytes: the machine's, or what its container's limit leaves."""
+    """Returns the bytes that this process can still allocate: the machine's, or the rest of its container's limit."""
     limit = _cgroup_available()
     machine = _meminfo_available()
     return machine if limit is None else min(machine, limit)
 
 
 def too_little(purpose: str, nbytes: int, free: int) -> SharedMemoryError:
-    """The error for memory that is not there, with the numbers."""
+    """Returns the error for too little memory, with the numbers."""
     return SharedMemoryError(
         f"{purpose} needs {_mib(nbytes)} of shared memory but only {_mib(free)} of memory is available: free memory on "
         "this host, raise the container's limit, or sync in a smaller config.rollout.dtype"
@@ -79,13 +79,13 @@ def too_little(purpose: str, nbytes: int, free: int) -> SharedMemoryError:
 
 
 class Owner:
-    """Memory that this process writes and that others may map. Not thread-safe.
+    """Memory that this process writes and other processes may map. Not thread-safe.
 
     Every page is reserved and mapped at once, so that later writes neither fail nor fault.
 
     Args:
       nbytes: size in bytes, above zero.
-      purpose: what it is for, as the error for too little memory says it.
+      purpose: use of the memory, for the error message.
 
     Raises:
       SharedMemoryError: there is too little memory; the message has the numbers.
@@ -93,6 +93,7 @@ class Owner:
 
     def __init__(self, nbytes: int, purpose: str) -> None:
         free = available_bytes()
+        # Checked first, because the kernel may kill a process rather than refuse memory.
         if nbytes > free:
             raise too_little(purpose, nbytes, free)
         self.nbytes = nbytes
@@ -112,12 +113,12 @@ class Owner:
 
     @property
     def buffer(self) -> mmap.mmap:
-        """The memory, writable."""
+        """The writable memory."""
         return self._map
 
     @property
     def address(self) -> dict[str, Any]:
-        """How a peer reaches the memory; plain values, valid while this process lives and has not closed it."""
+        """Address for a peer; plain values, valid while this process lives and has not closed the memory."""
         return {
             "kind": "memfd",
             "host": host(),
@@ -128,7 +129,7 @@ class Owner:
         }
 
     def close(self) -> None:
-        """Gives the memory up; it is freed when the last peer's mapping goes. Idempotent."""
+        """Releases the memory, which is freed with the last peer's mapping. Idempotent."""
         if self._fd < 0:
             return
         os.close(self._fd)
@@ -141,7 +142,7 @@ class Owner:
 
 
 def open_peer(address: Mapping[str, Any]) -> mmap.mmap:
-    """Maps memory that another process owns, read-only.
+    """Maps memory of another process, read-only.
 
     The mapping stays valid after the owner has closed the memory or died.
 
@@ -149,7 +150,7 @@ def open_peer(address: Mapping[str, Any]) -> mmap.mmap:
       address: the owner's `Owner.address`.
 
     Raises:
-      SharedMemoryError: the owner is on another host or gone, or the address names something else by now.
+      SharedMemoryError: the owner is on another host or gone, or the address now names other memory.
     """
     if address["host"] != host():
         raise SharedMemoryError(
@@ -167,6 +168,7 @@ def open_peer(address: Mapping[str, Any]) -> mmap.mmap:
         ) from None
     try:
         status = os.fstat(fd)
+        # The owner may have reused the descriptor, or its process id may belong to another process by now.
         if status.st_ino != address["inode"] or status.st_size < address["nbytes"]:
             raise SharedMemoryError(
                 f"shared weights of process {address['pid']} are gone: its descriptor {address['fd']} is another file"
@@ -177,7 +179,7 @@ def open_peer(address: Mapping[str, Any]) -> mmap.mmap:
 
 
 class PeerMemory:
-    """Maps the chunks that other processes own, each chunk once. Not thread-safe."""
+    """Maps chunks that other processes own, each chunk once. Not thread-safe."""
 
     def __init__(self) -> None:
         self._mappings: dict[tuple[int, int, int], mmap.mmap] = {}
@@ -197,5 +199,5 @@ class PeerMemory:
         return self._mappings[key]
 
     def close(self) -> None:
-        """Drops every mapping; a tensor that still views one keeps it alive. Idempotent."""
+        """Drops every mapping. A tensor that still views one keeps it alive. Idempotent."""
         self._mappings.clear()

@@ -1,7 +1,7 @@
 """Receives weights in a JAX process: from the chunks of an open snapshot to parameters on a mesh.
 
-This is the inverse of `snapshot`, and does what an engine does: map the trainer's shared memory, verify the checksums,
-load. The parameters are copies, because the trainer writes its next version over the shared memory.
+This is the inverse of `snapshot`, and does what an engine does: maps the trainer's shared memory, verifies the
+checksums, and loads. The parameters are copies, because the trainer overwrites the shared memory with its next version.
 
 Thread-safety: none.
 """
@@ -21,16 +21,17 @@ from libra_jax.weights import memfd, snapshot
 
 
 class Receiver:
-    """Receives one version after the other.
+    """Receives versions one after the other.
 
     Args:
       model_config: the model's shape.
-      places: a `jax.ShapeDtypeStruct` with its sharding for each parameter, in the parameters' nesting.
+      places: a `jax.ShapeDtypeStruct` with a sharding for each parameter, nested like the parameters.
     """
 
     def __init__(self, model_config: models_config.TransformerConfig, places: Mapping[str, Any]) -> None:
         self._places = places
         self._sources = {source.hf_name: source for source in snapshot.wire_entries(model_config)}
+        # Tensors that travel although another parameter holds them (`lm_head.weight` of tied embeddings).
         self._copies = set(self._sources) - {source.hf_name for source in hf_names.weight_map(model_config)}
         self._peers = memfd.PeerMemory()
         self._version: int | None = None
@@ -39,21 +40,22 @@ class Receiver:
         self._tensors: dict[str, np.ndarray] = {}
 
     def start(self, version: int) -> None:
-        """Begins a version, and drops one that was half received."""
+        """Starts a version, and drops one that was partly received."""
         self._forget()
         self._version = version
 
     def load(self, chunk: protocols.WeightChunk) -> None:
-        """Takes note of a chunk's tensors, which must stay where they are until `finish`.
+        """Takes a chunk's tensors, which must stay in place until `finish`.
 
         Raises:
           SharedMemoryError: the trainer's memory cannot be reached.
-          LibraError: the chunk is another version's, came before, is damaged or has no checksum, or holds a tensor
-            that the model has not, or has otherwise.
+          LibraError: the chunk is of another version, was received before, is damaged, or has no checksum; or a tensor
+            is not the model's by name or shape.
         """
         named = f"chunk {chunk.index} of version {chunk.policy_version}"
         if chunk.policy_version != self._version or chunk.index in self._checksums:
             raise protocols.LibraError(f"{named} does not belong to the update of version {self._version}.")
+        # The version's digest, which every gradient sum carries, is made of the checksums.
         if chunk.checksum is None:
             raise protocols.LibraError(
                 f"{named} has no checksum, so nobody can tell whose it is: set rollout.checksum."
@@ -78,10 +80,10 @@ class Receiver:
         self._checksums[chunk.index] = chunk.checksum
 
     def finish(self, version: int) -> tuple[Any, str]:
-        """The parameters on their devices, and the digest of the version (`snapshot.HostSnapshot.digest`).
+        """Returns the parameters on their devices, and the version's digest (`snapshot.HostSnapshot.digest`).
 
         Raises:
-          LibraError: another version was begun, or not all of it has come.
+          LibraError: another version was started, or parts of it are missing.
         """
         if version != self._version:
             raise protocols.LibraError(
@@ -94,13 +96,13 @@ class Receiver:
                 f"{', '.join(missing[:3]) or 'nothing'}; sync it again."
             )
         checksums = [self._checksums[index] for index in range(self._count)]
-        # Not only begun: the trainer may write over the memory as soon as this returns.
+        # Wait for the copies: the trainer may overwrite the memory as soon as this method returns.
         params = jax.block_until_ready(self._assemble())
         self._forget()
         return params, snapshot.snapshot_digest(checksums)
 
     def close(self) -> None:
-        """Lets go of the trainer's memory. Idempotent."""
+        """Releases the trainer's memory. Idempotent."""
         self._forget()
         self._peers.close()
 
@@ -128,7 +130,7 @@ class Receiver:
 
 
 def _placed(tensors: list[np.ndarray], place: jax.ShapeDtypeStruct) -> jax.Array:
-    """A parameter on its devices; each device's piece is copied out of the shared memory, and cast, once."""
+    """Returns a parameter on its devices. Each device's piece is copied out of the shared memory, and cast, once."""
     stacked = len(place.shape) > tensors[0].ndim
 
     def piece(index: tuple[slice, ...]) -> np.ndarray:

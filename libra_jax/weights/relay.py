@@ -1,18 +1,18 @@
-"""A weight relay: keeps a host's copy of the weights, which the engines and replicas of this host read.
+"""A weight relay: keeps a host's copy of the weights, for the engines and training sides on this host.
 
-Every host that needs weights and does not run the trainer's first process runs one relay. The trainer's host runs one,
-too, which reads the trainer's memory. The coordinator (`relay_tree`) arranges the relays in a tree. For each chunk it
-asks one relay to send and the next one to receive, so that the bytes cross to each host once.
+Every host that needs weights runs one relay. The relay on the host of the trainer's first process is the root, and
+reads the trainer's memory. The coordinator (`relay_tree`) arranges the relays in a tree. For each chunk it asks one
+relay to send and the next one to receive, so that the bytes cross to each host once.
 
-A link is a gradient channel (gloo) of two ends, and the receiving relay listens. gloo sends straight from the shared
-memory of one host and receives into the shared memory of the other, so the relay copies nothing. It unpickles nothing.
+A link is a gradient channel (gloo) of two ends, and the receiving relay listens. gloo sends straight from one host's
+shared memory and receives into the other's, so the relay copies nothing. It also unpickles nothing.
 
-The receiver compares each chunk's version, number and checksum with what the coordinator told it on its own connection.
-Links are neither encrypted nor authenticated. They belong on a network that only the run can reach; bytes of a stranger
-fail the checksum.
+The receiver compares each chunk's version, number and checksum with the coordinator's values, which come on a separate
+connection. Links are neither encrypted nor authenticated. They belong on a network that only the run can reach. Bytes
+from a stranger fail the checksum.
 
-Thread-safety: one event loop calls. gloo's waits run on threads: one for receiving, and one for each link that sends.
-Each wait ends at its deadline. An aborted wait goes on until then, and the next one queues behind it, so that no two
+Thread-safety: one event loop calls. gloo's waits run on threads: one for receiving, and one for each sending link. Each
+wait ends at its deadline. An aborted wait still runs until then, and the next wait queues behind it, so that no two
 write the same memory.
 """
 
@@ -34,21 +34,22 @@ T = TypeVar("T")
 
 
 class _Link(NamedTuple):
-    """To a relay that takes from this one."""
+    """A link to a relay that receives from this one."""
 
     channel: gradient_channel.Channel
     thread: futures.ThreadPoolExecutor
 
 
 def create(name: str, link_seconds: float, cluster: str = "") -> Relay:
-    """Makes the relay of this host.
+    """Creates the relay of this host.
 
     Args:
-      name: its name, as errors show it.
-      link_seconds: deadline for a link to stand, and for a chunk to cross it.
-      cluster: address of the cluster's head (`config.cluster.address`), towards which this host's own is looked up.
+      name: name of the relay, for errors.
+      link_seconds: deadline in seconds to connect a link, and for a chunk to cross it.
+      cluster: address of the cluster's head (`config.cluster.address`). This host's own address is the one on that
+        route.
     """
-    # What is sent has been mapped read-only, so that nothing here writes to it; torch could not know.
+    # The sent memory is mapped read-only and never written here, which torch cannot know.
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
     return Relay(name, link_seconds, addresses.in_cluster(cluster))
 
@@ -67,14 +68,14 @@ class Relay(protocols.Relay):
         self._peers = memfd.PeerMemory()
 
     async def health(self) -> Mapping[str, float]:
-        """It is there; bytes of the copy that it keeps."""
+        """Returns the bytes of this relay's copy, which also shows that it answers."""
         return {"bytes": float(sum(owner.nbytes for owner in self._memory.values()))}
 
     async def listen(self, epoch: int) -> dict[str, Any]:
-        """Opens the link over which this relay receives from now on; returns its address, plain values.
+        """Opens the link over which this relay receives from now on. Returns its address, as plain values.
 
         Raises:
-          ChannelError: this host cannot be listened at.
+          ChannelError: this host cannot listen at its address.
         """
         if self._parent is not None:
             self._parent.close("another took its place")
@@ -83,10 +84,10 @@ class Relay(protocols.Relay):
         return listener.address
 
     async def connect(self, child: str, epoch: int, address: Mapping[str, Any]) -> None:
-        """Begins to connect to the relay that listens there; an earlier link to it is closed.
+        """Starts to connect to a listening relay. An earlier link to that relay is closed.
 
         Raises:
-          LibraError: the address is another relay's, or of another epoch.
+          LibraError: the address is another relay's, or of another link number (`epoch`).
         """
         if (address["member"], address["epoch"]) != (child, epoch):
             raise protocols.LibraError(
@@ -98,10 +99,10 @@ class Relay(protocols.Relay):
         self._children[child] = _Link(channel, futures.ThreadPoolExecutor(1, f"{self._name} sends to {child}"))
 
     async def send(self, chunk: protocols.WeightChunk, child: str) -> None:
-        """Sends a chunk that lies on this host; returns when the other relay has taken it.
+        """Sends a chunk of this host. Returns once the other relay has taken it.
 
         Raises:
-          ChannelError: the link is gone, or it was not taken in time.
+          ChannelError: the link is gone, or the chunk was not taken in time.
           SharedMemoryError: the chunk cannot be read here.
         """
         link = self._children.get(child)
@@ -121,15 +122,15 @@ class Relay(protocols.Relay):
         await _on(link.thread, lambda: link.channel.send_bytes(header, data, self._seconds))
 
     async def receive(self, chunk: protocols.WeightChunk) -> protocols.WeightChunk:
-        """Receives a chunk and keeps it until the next of that number; returns it as engines of this host reach it.
+        """Receives a chunk and keeps it until the next one of that number. Returns it with its address on this host.
 
         Args:
-          chunk: as it is on the host that sends.
+          chunk: the chunk as described on the sending host.
 
         Raises:
-          ChannelError: the link is gone, or nothing came in time.
-          SharedMemoryError: there is too little memory here.
-          LibraError: what came is another chunk, or damaged.
+          ChannelError: the link is gone, or nothing arrived in time.
+          SharedMemoryError: this host has too little memory.
+          LibraError: another chunk arrived, or a damaged one.
         """
         channel = self._parent
         if channel is None:
@@ -137,7 +138,7 @@ class Relay(protocols.Relay):
         return await _on(self._receiving, lambda: self._take(channel, chunk))
 
     async def shutdown(self) -> None:
-        """Closes every link and gives the memory back; engines that map it keep it as long. Idempotent."""
+        """Closes every link and releases the memory. Engines that map the memory keep it. Idempotent."""
         for child in list(self._children):
             self._part_from(child)
         if self._parent is not None:
@@ -154,6 +155,7 @@ class Relay(protocols.Relay):
         target = np.frombuffer(owner.buffer, np.uint8, chunk.nbytes)
         header = channel.receive_bytes(target, self._seconds)
         named = f"chunk {chunk.index} of version {chunk.policy_version}"
+        # The bytes came over an unauthenticated link; the expected values came from the coordinator.
         if (header.version, header.first) != (chunk.policy_version, chunk.index):
             raise protocols.LibraError(
                 f"{self._name} was sent chunk {header.first} of version {header.version} in place of {named}."
@@ -165,7 +167,7 @@ class Relay(protocols.Relay):
         return dataclasses.replace(chunk, transport=owner.address)
 
     def _room(self, chunk: protocols.WeightChunk) -> memfd.Owner:
-        """Memory for a chunk, the same from version to version."""
+        """Returns the memory for a chunk number, the same from version to version."""
         owner = self._memory.get(chunk.index)
         if owner is None or owner.nbytes < chunk.nbytes:
             if owner is not None:
@@ -183,6 +185,6 @@ class Relay(protocols.Relay):
 async def _on(thread: futures.ThreadPoolExecutor, work: Callable[[], T]) -> T:
     try:
         running = asyncio.get_running_loop().run_in_executor(thread, work)
-    except RuntimeError as error:  # the thread takes nothing more
+    except RuntimeError as error:  # the executor is shut down
         raise protocols.LibraError("the relay or its link has been closed.") from error
     return await running

@@ -1,17 +1,17 @@
-"""The tree of a run's weight relays: brings each version to the hosts other than the trainer's.
+"""The tree of a run's weight relays: brings each version to hosts other than the trainer's.
 
-The root relay reads the trainer's memory. Every other relay receives each chunk once, from the relay above it, and
-passes it on to at most `FAN_OUT` relays below. So the trainer's host sends `FAN_OUT` copies, however many hosts there
-are, and the last host has a chunk after as many hops as the tree is deep. Chunks follow each other: a version of S
-bytes in b chunks takes about FAN_OUT x S / bandwidth x (1 + depth / b).
+The root relay reads the trainer's memory. Every other relay receives each chunk once, from its parent, and passes it on
+to at most `FAN_OUT` children. So the trainer's host sends `FAN_OUT` copies for any number of hosts. The last host has a
+chunk after as many hops as the tree is deep. Chunks are pipelined: a version of S bytes in b chunks takes about FAN_OUT
+x S / bandwidth x (1 + depth / b).
 
-The coordinator makes two calls for each chunk and host, which cost it 0.5 ms of CPU with doubles of 1,280 hosts; Ray
-adds its own cost. With that many hosts, use larger chunks (`rollout.bucket_mib`).
+The coordinator makes two calls for each chunk and host. They cost it 0.5 ms of CPU, measured with doubles of 1,280
+hosts; Ray adds its own cost. With that many hosts, use larger chunks (`rollout.bucket_mib`).
 
-A chunk may fail to come, because the relay above is lost or slow, or because the bytes are damaged. Then it is asked
-for once more, from the root over a new link. If it fails again, or not within `deadlines.publish`, its relay is
-dropped, and made again when its host next needs weights. Callers that wait for that host's copy get the error; other
-hosts go on. A relay that is being made again holds up no other host.
+A chunk may fail to arrive, because the parent is lost or slow, or because the bytes are damaged. Then it is requested
+once more, from the root over a new link. If that fails too, or exceeds `deadlines.publish`, its relay is dropped. It is
+restarted when its host next needs weights. Callers that wait for that host's copy get the error; other hosts continue.
+A restarting relay holds up no other host.
 """
 
 from __future__ import annotations
@@ -26,44 +26,44 @@ from libra_jax import deadlines, protocols
 from libra_jax.weights import relay_client
 
 FAN_OUT = 2
-"""Most relays to which one relay passes a chunk on."""
+"""Maximum number of relays to which one relay passes a chunk on."""
 
 ANSWER_SECONDS = 15.0
 """Seconds for a relay to answer if no engine waits for its copy."""
 
 MAKE_SECONDS = 60.0
-"""Seconds for a relay to be made again if a replica waits for its copy, and no engine."""
+"""Seconds for the restart of a relay if only training sides wait for its copy, and no engine."""
 
 T = TypeVar("T")
 
 Chunks = Sequence["asyncio.Future[protocols.WeightChunk]"]
-"""The chunks of a version, in order, as they come."""
+"""The chunks of a version, in order, each resolved on arrival."""
 
 
 def expected(count: int) -> list[asyncio.Future[protocols.WeightChunk]]:
-    """Returns `count` chunks that have not come yet."""
+    """Returns `count` chunks that have not arrived yet."""
     return [asyncio.get_running_loop().create_future() for _ in range(count)]
 
 
 async def came(awaited: asyncio.Future[T]) -> T:
-    """Awaits a future that others await, too: if this call is cancelled, the future is not."""
+    """Awaits a future that others await, too. Cancelling this call does not cancel the future."""
     await asyncio.wait({awaited})
     return awaited.result()
 
 
 @dataclass
 class Relay:
-    """The relay of one host, over all lives of its process.
+    """The relay of one host, across all its processes.
 
     Attributes:
-      spec: how its actor is made.
+      spec: how to make its actor.
       host: number of the host.
-      client: calls the present process; None while there is none.
-      life: counts the processes.
-      epoch: counts the links over which the relay received.
-      link: the host that it receives from, and the life of the relay there; None while it has no link.
-      kept: the chunks that lie on its host, by number, with the checksum of each as staged.
-      making: held while the process is checked or made.
+      client: calls the present process; None without a process.
+      life: number of processes so far.
+      epoch: number of links so far over which the relay received.
+      link: the sending host, and the life of its relay; None without a link.
+      kept: chunks on its host, by number, with the checksum of each as staged.
+      making: lock held while the process is checked or restarted.
     """
 
     spec: protocols.ActorSpec
@@ -87,13 +87,13 @@ class Relay:
 
 
 class RelayTree:
-    """All weight relays of a run. Made inside the event loop it serves; passes on one version at a time.
+    """All weight relays of a run; passes on one version at a time. Create it inside the event loop that it serves.
 
     Args:
       config: the run's configuration (`deadlines`).
       cluster: makes and ends the actors.
-      specs: host to how its relay is made; the lowest number is the host of the trainer's first process.
-      recorder: gets a span for each host that was given a version, on the track `weights`.
+      specs: how to make each host's relay. The lowest number is the host of the trainer's first process.
+      recorder: gets a span for each host that received a version, on the track `weights`.
     """
 
     def __init__(
@@ -111,14 +111,14 @@ class RelayTree:
         self._root = self._relays[min(specs)]
 
     def serve(self, host: int | None) -> bool:
-        """Returns whether workers of this host read a relay's copy, and not the trainer's memory."""
+        """Returns whether workers of this host read a relay's copy instead of the trainer's memory."""
         return host is not None and host != self._root.host
 
     async def start(self, hosts: Collection[int]) -> None:
-        """Makes the relays of these hosts before the first version; a relay that fails is tried again at that version.
+        """Starts the relays of these hosts before the first version. A relay that fails is tried again at that version.
 
         Raises:
-          ConfigError: a relay can never be made.
+          ConfigError: a relay can never be started.
         """
         wanted = [self._relays[host] for host in sorted(hosts)]
         if wanted:
@@ -128,25 +128,27 @@ class RelayTree:
                     raise error
 
     async def ready(self, host: int | None) -> protocols.LibraError | None:
-        """Makes a host's relay if it is missing, before an engine waits for its copy; returns why that failed."""
+        """Restarts a host's missing relay before an engine waits for its copy. Returns the error if that failed."""
         return await self._made(self._relays[host]) if host is not None and self.serve(host) else None
 
     async def pass_on(
         self, staged: Chunks, copies: Mapping[int, Chunks], needed: Collection[int], lent: Collection[int] = ()
     ) -> None:
-        """Gives hosts a version. Fills `copies` as chunks come, or fails all of a host's with the error of its relay.
+        """Brings a version to hosts. Resolves `copies` on arrival, or fails a host's copies with its relay's error.
 
         Args:
-          staged: the chunks on the trainer's host, as they come.
-          copies: for each host, its chunks there; none has come yet.
-          needed: hosts with engines to load; a missing relay is made. Other hosts get the version if their relay
-            answers: the relay of a host that is being replaced is made when an engine comes back there (`ready`).
-          lent: hosts with engines asleep, whose devices train; a missing relay is made if that is quick.
+          staged: the chunks on the trainer's host, each resolved once it is staged.
+          copies: the chunks of each host, all still unresolved.
+          needed: hosts with engines to load, whose missing relays are restarted. Other hosts get the version if their
+            relay answers. If a host is being replaced, its relay is restarted once an engine comes back there
+            (`ready`).
+          lent: hosts with engines asleep, whose devices train. A missing relay is restarted if that is quick.
         """
         begin = asyncio.get_running_loop().time()
-        await self._made(self._root)  # if that fails, each fetch from the root finds out why
+        await self._made(self._root)  # if that fails, each fetch from the root reports the error
         hosts = [self._relays[host] for host in sorted(copies)]
         standing = [relay for relay in hosts if relay.client is not None]
+        # A complete tree by position among the standing relays: children of place p are 2p + 2 and 2p + 3.
         above = {
             relay.host: self._root if place < FAN_OUT else standing[place // FAN_OUT - 1]
             for place, relay in enumerate(standing)
@@ -167,7 +169,8 @@ class RelayTree:
                 return
             parent = above.get(relay.host, self._root)
             if parent is not self._root and await came(answering[parent.host]) is not None:
-                parent = self._root  # only its own host waits for a relay that is being made
+                parent = self._root  # only its own host waits for a restarting relay
+            # A link ends with the life of either relay.
             if relay.link != (parent.host, parent.life):
                 await self._try_to_connect(parent, relay)
             await self._supply(relay, staged, copies, begin)
@@ -179,12 +182,13 @@ class RelayTree:
                 deadlines.abandon(answer)
 
     async def _supply(self, relay: Relay, staged: Chunks, copies: Mapping[int, Chunks], begin: float) -> None:
-        """Brings all chunks of a version to one host, and records what that took."""
+        """Brings all chunks of a version to one host, and records the cost."""
         arrived = 0
         for number, chunk in enumerate(staged):
             source = await came(chunk)
             try:
                 held = relay.kept.get(number)
+                # An unchanged chunk is not sent again. Without a checksum, nothing proves that it is unchanged.
                 if held is None or held.checksum is None or not _same(held, source):
                     held = await self._fetch(relay, source, copies)
                     arrived += held.nbytes
@@ -201,14 +205,14 @@ class RelayTree:
     async def _fetch(
         self, relay: Relay, chunk: protocols.WeightChunk, copies: Mapping[int, Chunks]
     ) -> protocols.WeightChunk:
-        """Brings a chunk to a host: from the relay above as soon as that has it, or from the root."""
+        """Brings a chunk to a host: from its parent as soon as the parent has it, or from the root."""
         above, source = self._root, chunk
         if relay.link is not None and relay.link[0] != self._root.host:
             try:
                 source = await came(copies[relay.link[0]][chunk.index])
                 above = self._relays[relay.link[0]]
             except protocols.LibraError:
-                relay.link = None  # the relay above has been dropped
+                relay.link = None  # the parent has been dropped
         what = f"{relay.name}, asked to bring chunk {chunk.index} to host {relay.host},"
         work = self._fetch_from(above, relay, source, chunk)
         return await deadlines.within(self._limits.publish, work, what, "publish")
@@ -225,21 +229,21 @@ class RelayTree:
                 f"Chunk {chunk.index} of version {chunk.policy_version} did not come to host {relay.host} from host "
                 f"{above.host} ({error}); it is asked for again."
             )
-        # A failed link cannot be used again. The root may be lost, too; the first caller to find that makes it again.
+        # A failed link cannot be used again. The root may be lost, too; the first caller to find that restarts it.
         if (error_of_root := await self._made(self._root)) is not None:
             raise error_of_root
         await self._connect(self._root, relay)
         return await self._transfer(self._root, relay, chunk)
 
     async def _transfer(self, above: Relay, relay: Relay, source: protocols.WeightChunk) -> protocols.WeightChunk:
-        relay.kept.pop(source.index, None)  # it is written over
+        relay.kept.pop(source.index, None)  # its memory is overwritten
         _, copy = await deadlines.together(above.called().send(source, relay.name), relay.called().receive(source))
         assert isinstance(copy, protocols.WeightChunk)
         relay.kept[source.index] = copy
         return copy
 
     async def _try_to_connect(self, above: Relay, relay: Relay) -> None:
-        """Connects a relay; one that stays without a link gets another when the first chunk is due."""
+        """Connects a relay. A relay without a link gets one when its first chunk is due."""
         try:
             await self._connect(above, relay)
         except protocols.LibraError as error:
@@ -254,12 +258,12 @@ class RelayTree:
         relay.link = above.host, above.life
 
     async def _made(self, relay: Relay) -> protocols.LibraError | None:
-        """Makes a relay's process if it does not answer; returns why that failed."""
+        """Restarts a relay's process if it does not answer. Returns the error if that failed."""
         async with relay.making:
             try:
                 if await self._answers(relay, patient=True) is not None:
                     await self._make(relay)
-            except protocols.ConfigError as error:  # the cluster has no room for the run, which ends with this error
+            except protocols.ConfigError as error:  # the cluster has no room for the run, and this error ends the run
                 return error
             except protocols.LibraError as error:
                 self._recorder.note(f"{relay.name} is not there, and is tried again when it is needed: {error}")
@@ -273,7 +277,7 @@ class RelayTree:
             return protocols.WorkerLost(f"{relay.name} could not be restarted within {MAKE_SECONDS:g} s")
 
     async def _answers(self, relay: Relay, *, patient: bool) -> protocols.LibraError | None:
-        """Drops a relay that does not answer, and returns why; an impatient caller waits for `ANSWER_SECONDS`."""
+        """Drops a relay that does not answer, and returns the error. An impatient caller waits `ANSWER_SECONDS`."""
         if relay.client is None:
             return protocols.WorkerLost(f"{relay.name} is not there")
         seconds = self._limits.publish if patient else min(self._limits.publish, ANSWER_SECONDS)
@@ -288,7 +292,7 @@ class RelayTree:
         self._recorder.status(relay.name, "starting its process")
         client = relay_client.RelayClient(self._cluster, relay.spec, self._limits)
         try:
-            await client.stop()  # what is left of a process that was dropped
+            await client.stop()  # remains of a dropped process
         except protocols.LibraError as error:
             self._recorder.note(f"{relay.name} could not be stopped cleanly: {error}")
         await client.make()
@@ -297,7 +301,7 @@ class RelayTree:
         self._recorder.status(relay.name, "idle")
 
     def _drop(self, relay: Relay, error: protocols.LibraError) -> None:
-        """Calls a relay's process no more; `_make` ends it and makes another."""
+        """Stops using a relay's process. `_make` later ends and restarts it."""
         if relay.client is None:
             return
         relay.client, relay.link = None, None
@@ -307,7 +311,7 @@ class RelayTree:
 
 
 def _same(held: protocols.WeightChunk, source: protocols.WeightChunk) -> bool:
-    """Returns whether the bytes are the version's: a restarted trainer may stage other bytes under the same number."""
+    """Returns whether the bytes are the version's. A restarted trainer may stage other bytes under the same number."""
     return (held.policy_version, held.checksum) == (source.policy_version, source.checksum)
 
 
@@ -315,4 +319,4 @@ def _fail(copies: Chunks, error: protocols.LibraError) -> None:
     for copy in copies:
         if not copy.done():
             copy.set_exception(error)
-            copy.exception()  # marked as seen: perhaps nobody waits for it
+            copy.exception()  # marks it as seen, because perhaps no call awaits it

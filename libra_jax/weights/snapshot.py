@@ -32,17 +32,17 @@ from libra_jax.models import gathering, hf_names
 from libra_jax.weights import memfd
 
 ALIGNMENT = 64
-"""Bytes to which each tensor's place in a chunk is aligned (a cache line)."""
+"""Alignment in bytes of each tensor's place in a chunk (a cache line)."""
 
 PART_BYTES = 4 * 2**20
-"""Approximate bytes of one copy: a large tensor is split, so that all copying threads work on it."""
+"""Approximate bytes of one copy. A large tensor is split, so that all copying threads work on it."""
 
 MOST_COPIERS = 4
-"""Most threads that copy; more do not make a host's memory faster."""
+"""Maximum number of copying threads. More threads do not raise a host's memory bandwidth."""
 
 
 def wire_entries(config: models_config.TransformerConfig) -> tuple[hf_names.HfEntry, ...]:
-    """Returns the tensors that travel: the checkpoint's, and an explicit output projection if embeddings are tied."""
+    """Returns the tensors to send: the checkpoint's, plus an explicit output projection if embeddings are tied."""
     entries = hf_names.weight_map(config)
     if not config.tie_word_embeddings:
         return entries
@@ -53,21 +53,21 @@ def wire_entries(config: models_config.TransformerConfig) -> tuple[hf_names.HfEn
 def wire_dtype(shape: Sequence[int], dtype: str) -> str:
     """Returns the dtype in which a tensor of this shape travels.
 
-    Vectors travel in float32. A trainer computes with norm weights in float32, and a hybrid replica that got them
-    rounded to bfloat16 returned gradients 2% off. An engine rounds them to its own dtype as it copies them.
+    Vectors travel in float32. A trainer computes with norm weights in float32. When a hybrid worker got them rounded to
+    bfloat16, its gradients were off by 2%. An engine rounds them to its own dtype as it copies them.
     """
     return "float32" if len(shape) == 1 else dtype
 
 
 class Snapshot(Protocol):
-    """One version's parameters for others to read, as the trainer holds it for any transport."""
+    """One version's parameters for others to read, for any transport."""
 
     def open(self, version: int, params: Mapping[str, Any]) -> int:
-        """Takes a snapshot of `params`, which may be donated afterwards; returns the number of chunks."""
+        """Takes a snapshot of `params`, which may be donated afterwards. Returns the number of chunks."""
         ...
 
     def stage(self, version: int, index: int) -> protocols.WeightChunk:
-        """Returns where one chunk of the open snapshot is."""
+        """Returns one chunk of the open snapshot, with its address."""
         ...
 
     def close(self, version: int) -> None:
@@ -75,7 +75,7 @@ class Snapshot(Protocol):
         ...
 
     def shutdown(self) -> None:
-        """Gives the memory back. Idempotent."""
+        """Releases the memory. Idempotent."""
         ...
 
 
@@ -93,14 +93,14 @@ def create(
     Args:
       model_config: the model's shape.
       dtype: wire dtype.
-      chunk_bytes: most bytes of a chunk (memfd).
+      chunk_bytes: maximum bytes of a chunk (memfd).
       transport: "memfd", "ipc" or "nccl".
-      checksum: digest each chunk (memfd).
-      tensor_parallel: degrees of the rollout instances that receive.
-      publish_seconds: longest wait for an instance to receive (ipc, nccl).
+      checksum: True to digest each chunk (memfd).
+      tensor_parallel: degrees of the receiving rollout instances.
+      publish_seconds: maximum seconds to wait for an instance to receive (ipc, nccl).
 
     Raises:
-      ConfigError: the transport needs CUDA, or serves fewer instances or trainer processes than there are.
+      ConfigError: the transport needs CUDA, or serves fewer instances or trainer processes than the run has.
     """
     if transport == "memfd":
         return HostSnapshot(model_config, dtype, chunk_bytes, checksum)
@@ -123,9 +123,9 @@ class HostSnapshot:
 
     Args:
       model_config: the model's shape.
-      dtype: wire dtype of matrices: float32, bfloat16 or float16; what the engine computes in. Vectors: `wire_dtype`.
-      chunk_bytes: most bytes of a chunk; a single larger tensor gets a chunk of its own size.
-      checksum: digest each chunk, so that the engine notices damage.
+      dtype: wire dtype of matrices (float32, bfloat16 or float16), in which the engine computes. Vectors: `wire_dtype`.
+      chunk_bytes: maximum bytes of a chunk. A single larger tensor gets a chunk of its own size.
+      checksum: True to digest each chunk, so that the engine notices damage.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class HostSnapshot:
         self._chunks = _pack(self._sources, dtype, chunk_bytes)
         self._memory: list[memfd.Owner] = []
         self._version: int | None = None
-        self._written: int | None = None  # the version whose bytes lie in memory, closed or not
+        self._written: int | None = None  # version of the bytes in memory, even after `close`
         self._checksums: dict[int, str] = {}
         cores = len(os.sched_getaffinity(0))
         self._copiers = futures.ThreadPoolExecutor(min(MOST_COPIERS, cores), "copy", torch.set_num_threads, (1,))
@@ -151,23 +151,24 @@ class HostSnapshot:
         return sum(_size(entries) for entries in self._chunks)
 
     def open(self, version: int, params: Mapping[str, Any]) -> int:
-        """Takes a snapshot of `params`; they may be donated as soon as this returns. Replaces one that is open.
+        """Takes a snapshot of `params`, which may be donated once this returns. Replaces an open snapshot.
 
         Args:
-          version: the policy version that the parameters are.
-          params: nested dict of arrays, addressed as by `hf_names.weight_map`; sharded in any way or not. Where several
-            processes share them, all of them call this, and process 0 holds the snapshot.
+          version: policy version of the parameters.
+          params: nested dict of arrays, addressed as by `hf_names.weight_map`, with any sharding. If several processes
+            share them, all processes call this method, and process 0 holds the snapshot.
 
         Returns:
           The number of chunks.
 
         Raises:
           SharedMemoryError: there is too little memory.
-          LibraError: a parameter is missing, of another shape, or donated already.
+          LibraError: a parameter is missing, has another shape, or is donated already.
         """
         self._version = self._written = None
         leaves = {source.path: leaf(params, source) for source in self._sources}
         self._checksums.clear()
+        # All processes take part in the gathering, and process 0 alone keeps the result.
         with gathering.whole(leaves.values()) as gathered:
             if jax.process_index() == 0:
                 self._allocate()
@@ -177,7 +178,7 @@ class HostSnapshot:
         return len(self._chunks)
 
     def stage(self, version: int, index: int) -> protocols.WeightChunk:
-        """Where one chunk of the open snapshot is. It stays readable until the next snapshot is opened."""
+        """Returns one chunk of the open snapshot. It stays readable until the next snapshot is opened."""
         if version != self._version or not 0 <= index < len(self._chunks):
             raise protocols.LibraError(
                 f"chunk {index} of version {version} cannot be staged: version {self._version} is open, with "
@@ -196,7 +197,7 @@ class HostSnapshot:
         )
 
     def digest(self, version: int) -> str:
-        """Returns the digest of the last opened version, from its chunks' checksums, also after `close`.
+        """Returns the digest of the last opened version, from its chunks' checksums. Works also after `close`.
 
         Raises:
           LibraError: the version is not the last opened one.
@@ -208,12 +209,12 @@ class HostSnapshot:
         return snapshot_digest([self._chunk_checksum(index) for index in range(len(self._chunks))])
 
     def close(self, version: int) -> None:
-        """Ends the snapshot; its memory stays for the next one."""
+        """Ends the snapshot. Its memory is reused for the next one."""
         if version == self._version:
             self._version = None
 
     def shutdown(self) -> None:
-        """Gives the shared memory back. Idempotent."""
+        """Releases the shared memory. Idempotent."""
         self._version = self._written = None
         self._copiers.shutdown()
         self._free()
@@ -234,6 +235,7 @@ class HostSnapshot:
             return
         purpose = f"the snapshot of the weights ({self.nbytes / 2**20:.1f} MiB in all)"
         free = memfd.available_bytes()
+        # Checked in total first, so that a failure comes before any memory is taken.
         if self.nbytes > free:
             raise memfd.too_little(purpose, self.nbytes, free)
         try:
@@ -254,16 +256,19 @@ class HostSnapshot:
             flat = torch.frombuffer(owner.buffer, dtype=kind, count=math.prod(entry.shape), offset=entry.offset)
             targets[source.path].append((source.layer, flat.view(entry.shape)))
         for target in targets.values():
-            self._copy_leaf(next(gathered), target)  # no name holds the leaf while the next one is gathered
+            self._copy_leaf(next(gathered), target)  # no variable keeps the leaf alive while the next one is gathered
 
     def _copy_leaf(self, array: jax.Array, targets: Sequence[tuple[int | None, torch.Tensor]]) -> None:
         copies = (copy for piece in pieces(array) for layer, target in targets for copy in _parts(piece, layer, target))
         for _ in self._copiers.map(lambda copy: copy[0].copy_(copy[1]), copies):
-            pass  # raises what a copier raised
+            pass  # iterating raises a copying thread's error
 
 
 def _parts(piece: Piece, layer: int | None, target: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields a device's part of one tensor (a whole leaf, or one layer), split, each with the place to copy it to."""
+    """Yields the pieces of a device's part of one tensor, each with its target.
+
+    The tensor is a whole leaf, or one layer of it.
+    """
     start, tensor = piece.start, piece.tensor
     if layer is not None:
         if not start[0] <= layer < start[0] + tensor.shape[0]:
@@ -276,10 +281,10 @@ def _parts(piece: Piece, layer: int | None, target: torch.Tensor) -> Iterator[tu
 
 
 def leaf(params: Mapping[str, Any], source: hf_names.HfEntry) -> jax.Array:
-    """Returns the parameter of a checkpoint's tensor: the tensor itself, or the stack of layers that holds it.
+    """Returns the parameter that holds a checkpoint's tensor: the tensor itself, or a stack of layers.
 
     Raises:
-      LibraError: it is missing or of another shape.
+      LibraError: the parameter is missing or has another shape.
     """
     found: Any = params
     for key in source.path:
@@ -295,7 +300,7 @@ def leaf(params: Mapping[str, Any], source: hf_names.HfEntry) -> jax.Array:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Keeps torch to one thread: its own threads would wait for each other at the end of every tensor."""
+    """Limits torch to one thread. Its own threads would wait for each other at the end of every tensor."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -305,7 +310,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def snapshot_digest(checksums: Sequence[str]) -> str:
-    """Returns the digest of a whole snapshot from the checksums of its chunks, in order."""
+    """Returns the digest of a whole snapshot, from the checksums of its chunks in order."""
     return memfd.digest(memoryview(" ".join(checksums).encode()))
 
 
@@ -316,11 +321,12 @@ def _size(entries: Sequence[protocols.WeightEntry]) -> int:
 def _pack(
     sources: Sequence[hf_names.HfEntry], dtype: str, chunk_bytes: int
 ) -> tuple[tuple[protocols.WeightEntry, ...], ...]:
-    """Returns the chunks, with each tensor's place, in order."""
+    """Returns the chunks in order, with each tensor's place."""
     chunks: list[list[protocols.WeightEntry]] = [[]]
     for source in sources:
         kind = wire_dtype(source.shape, dtype)
         nbytes = getattr(torch, kind).itemsize * math.prod(source.shape)
+        # Rounds up to the alignment.
         offset = -(-_size(chunks[-1]) // ALIGNMENT) * ALIGNMENT if chunks[-1] else 0
         if offset and offset + nbytes > chunk_bytes:
             chunks.append([])
@@ -343,7 +349,7 @@ class Piece:
 
 
 def to_torch(array: jax.Array) -> torch.Tensor:
-    """Returns a single-device array as a CPU tensor: shared if it lies on a CPU device, else copied to the host.
+    """Returns a single-device array as a CPU tensor: shared if the array is on a CPU device, else copied to the host.
 
     Raises:
       LibraError: the array's buffer has been donated.
@@ -363,7 +369,7 @@ def to_torch(array: jax.Array) -> torch.Tensor:
 
 
 def pieces(array: jax.Array) -> tuple[Piece, ...]:
-    """Returns the parts of an array that is spread over this process's devices, each part once."""
+    """Returns the parts of an array that is sharded over this process's devices, each part once."""
     if array.is_deleted():
         raise protocols.LibraError(f"an array of shape {array.shape} was donated before it was handed to torch")
     if not (array.is_fully_addressable or array.is_fully_replicated):
@@ -372,6 +378,7 @@ def pieces(array: jax.Array) -> tuple[Piece, ...]:
         return (Piece((0,) * array.ndim, to_torch(array.addressable_data(0))),)
     return tuple(
         Piece(tuple(axis.start or 0 for axis in shard.index), to_torch(shard.data))
+        # Several devices may hold the same shard: one copy is enough.
         for shard in array.addressable_shards
         if shard.replica_id == 0
     )

@@ -1,7 +1,7 @@
 """Weight sync: brings every rollout engine to the trainer's version.
 
-The trainer takes a snapshot of its parameters and stages it chunk by chunk; all engines load a chunk while the trainer
-stages the next. Requests in flight are kept: an engine is paused, loads the weights through the four weight verbs, and
+The trainer takes a snapshot of its parameters and stages it chunk by chunk. All engines load a chunk while the trainer
+stages the next. Requests in flight are kept: an engine pauses, loads the weights through the four weight verbs, and
 resumes. A chunk stays readable until the next snapshot is opened.
 
 Engines on the trainer's host read the snapshot itself. Engines on another host read the copy of their host's weight
@@ -25,21 +25,21 @@ from libra_jax.weights import relay_tree
 
 
 class WeightSync:
-    """Brings engines, and the replicas of hybrid workers, to the trainer's version.
+    """Brings engines and the training sides of hybrid workers to the trainer's version.
 
     Args:
       config: the run's configuration (`deadlines.publish`).
       trainer: takes the snapshots.
-      engines: the rollout engines. An engine that fails is reported lost there, and the others go on.
+      engines: the rollout engines. An engine that fails is reported lost there, and the others continue.
       recorder: gets a span for each engine, on the track `weights`.
-      members: replicas that read the same snapshots; None without hybrid workers.
+      members: training sides that read the same snapshots; None without hybrid workers.
       hosts: the weight relays; None if the run has one host.
 
     Attributes:
-      version: the version that the trainer holds. A caller that trains sets it while it holds the trainer's lock.
-      served: the version of the last completed sync. A group that is dispatched now is dispatched at this version.
+      version: the trainer's version. A caller that trains sets it while it holds the trainer's lock.
+      served: version of the last completed sync, which is the dispatch version of a group dispatched now.
 
-    `engines.load_weights` is set to `catch_up`; the owner may replace it by a function that wraps `catch_up`.
+    `engines.load_weights` is set to `catch_up`. The owner may replace it by a function that wraps `catch_up`.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class WeightSync:
         engines.load_weights = self.catch_up
 
     async def sync_weights(self, version: int) -> float:
-        """Gives the trainer's present version to every engine that is up; returns the seconds that this took."""
+        """Sends the trainer's present version to every engine that is up. Returns the seconds this took."""
         start = asyncio.get_running_loop().time()
         async with self._trainer.lock:
             self.version = version
@@ -74,16 +74,16 @@ class WeightSync:
         return asyncio.get_running_loop().time() - start
 
     async def resync(self) -> None:
-        """Gives every engine the version again, because a restarted trainer holds it. Call with the lock held."""
+        """Sends the version to every engine again, because a restarted trainer holds it. The caller holds the lock."""
         if self.served != protocols.NO_VERSION:
             await self._send(self.version, self._up())
 
     async def catch_up(self, engine: instances.Engine) -> None:
-        """Gives the present version to an engine that starts or wakes, before it serves.
+        """Sends the present version to an engine that starts or wakes, before it serves.
 
         If the last snapshot is still in shared memory, the engine reads it there and does not wait for a training step.
         """
-        if engine.state != "loaded":  # this call was repeated after a loss of the trainer, and the engine moved on
+        if engine.state != "loaded":  # a repeated call after a loss of the trainer, while the engine moved on
             return
         if self._hosts is not None:
             life = engine.life
@@ -98,6 +98,7 @@ class WeightSync:
         if self._keeps:
             async with self._engines.weights:
                 version, chunks = self._staged
+                # A staged snapshot of another version is useless: a new one is opened below.
                 if version not in (self.version, protocols.NO_VERSION) or engine.state != "loaded":
                     version = protocols.NO_VERSION
                 if version != protocols.NO_VERSION:
@@ -119,11 +120,11 @@ class WeightSync:
             await self._members.settle()
 
     def _up(self) -> list[instances.Engine]:
-        """Returns the engines to load. An engine that waits for its host's relay catches up by itself afterwards."""
+        """Returns the engines to load. An engine that waits for its host's relay catches up afterwards."""
         return [item for item in self._engines.loadable() if item.name not in self._waiting]
 
     async def _read(self, engine: instances.Engine, version: int, chunks: Sequence[protocols.WeightChunk]) -> None:
-        """Lets one engine load the snapshot that is in memory, without a call to the trainer."""
+        """Loads the snapshot in memory into one engine, without a call to the trainer."""
         updates = [_Update(engine, version, self._recorder)]
         staged = relay_tree.expected(len(chunks))
         for chunk, place in zip(chunks, staged, strict=True):
@@ -135,11 +136,11 @@ class WeightSync:
             self._members.add_copies(version, copies)
 
     async def _send(self, version: int, engines: Sequence[instances.Engine]) -> None:
-        """Opens a new snapshot, gives it to the engines, and offers it to the replicas. Call with the lock held."""
+        """Opens a new snapshot, sends it to the engines, and offers it to the training sides. Needs the lock."""
         if not engines and self._members is None:
             return
         if self._members is not None:
-            await self._members.settle()  # the new snapshot is written over the memory that they read
+            await self._members.settle()  # the new snapshot overwrites the memory that they read
         async with self._engines.weights:
             staged, copies = await self._load_snapshot(version, engines)
         if self._members is not None:
@@ -149,7 +150,7 @@ class WeightSync:
         self, version: int, engines: Sequence[instances.Engine]
     ) -> tuple[Sequence[protocols.WeightChunk], training_sides.Copies]:
         self._staged = protocols.NO_VERSION, ()
-        # Made before the first await: an engine that is lost meanwhile has another life, and its update is dropped.
+        # Made before the first await: if an engine is lost meanwhile, its life changes and its update is dropped.
         up = [engine for engine in engines if engine.state in ("loaded", "serving")]
         updates = [_Update(engine, version, self._recorder) for engine in up]
         count = await self._trainer.open_weights(version)
@@ -161,11 +162,12 @@ class WeightSync:
                 await self._trainer.close_weights(version)
         except protocols.TrainerLost as error:
             for update in updates:
-                if update.half:  # the engine holds some of the new weights, and the rest is gone with the trainer
+                if update.half:  # the engine holds part of the new weights, and the rest is lost with the trainer
                     self._engines.lost(update.engine, update.life, error)
             self._serve(update for update in updates if update.ended)
             raise
         self._serve(updates)
+        # Only now may an engine that starts later read the snapshot from memory.
         self._staged = version, [chunk.result() for chunk in staged]
         return self._staged[1], copies
 
@@ -179,17 +181,17 @@ class WeightSync:
     async def _spread(
         self, updates: Sequence[_Update], staged: relay_tree.Chunks, *staging: Coroutine[Any, Any, None]
     ) -> training_sides.Copies:
-        """Brings a version to the hosts of engines and replicas and loads it into the engines; returns the copies.
+        """Brings a version to all hosts and loads it into the engines. Returns the hosts' copies.
 
         Args:
-          updates: the engines' parts.
-          staged: the chunks on the trainer's host, as they come.
-          staging: stages the chunks; left out if they are all staged.
+          updates: one update for each engine.
+          staged: the chunks on the trainer's host, each resolved once it is staged.
+          staging: stages the chunks; left out if all are staged.
         """
         groups: dict[int | None, list[_Update]] = {}
         for update in updates:
             groups.setdefault(self._copied_to(update.engine.spec.host), []).append(update)
-        if staging and self._members is not None:  # replicas read whole syncs, not the catching up of one engine
+        if staging and self._members is not None:  # training sides read whole syncs, not one engine's catch-up
             for host in self._members.hosts:
                 groups.setdefault(self._copied_to(host), [])
         copies = {host: relay_tree.expected(len(staged)) for host in groups if host is not None}
@@ -205,21 +207,21 @@ class WeightSync:
         }
 
     def _copied_to(self, host: int | None) -> int | None:
-        """Returns the host whose relay workers of `host` read; None if they read the trainer's memory."""
+        """Returns the host whose relay the workers of `host` read; None if they read the trainer's memory."""
         return host if self._hosts is not None and self._hosts.serve(host) else None
 
     async def _load(self, updates: Sequence[_Update], chunks: relay_tree.Chunks) -> None:
-        """Loads the version into the engines of one host, chunk by chunk as the chunks come there."""
+        """Loads the version into the engines of one host, chunk by chunk on arrival."""
         for index, place in enumerate(chunks):
             try:
                 chunk = await relay_tree.came(place)
-            except protocols.LibraError as error:  # the host's relay failed, so the rest cannot come
+            except protocols.LibraError as error:  # the host's relay failed, so the rest cannot arrive
                 for update in updates:
                     self._engines.lost(update.engine, update.life, error)
                 return
             if not index:
                 await self._each(updates, _Update.begin)
-            if not self._checksum:  # the checksum was for relays, which have compared it, or for replicas
+            if not self._checksum:  # the checksum was for relays, which have compared it, or for training sides
                 chunk = dataclasses.replace(chunk, checksum=None)
             await self._each(updates, _Update.load, chunk)
         await self._each(updates, _Update.end)
@@ -230,7 +232,7 @@ class WeightSync:
         verb: Callable[..., Coroutine[Any, Any, None]],
         *arguments: protocols.WeightChunk,
     ) -> None:
-        """Does one verb for all engines at once; an engine that fails is reported lost."""
+        """Runs one verb on all engines at once. An engine that fails is reported lost."""
 
         async def guarded(update: _Update) -> None:
             try:
@@ -242,7 +244,7 @@ class WeightSync:
 
 
 class _Update:
-    """One engine's part in one weight sync."""
+    """One engine's part of a weight sync."""
 
     def __init__(self, engine: instances.Engine, version: int, recorder: protocols.Recorder) -> None:
         self.engine = engine
@@ -255,23 +257,23 @@ class _Update:
 
     @property
     def half(self) -> bool:
-        """Whether the engine holds part of the version."""
+        """True if the engine holds part of the version."""
         return self.going and self._begun and not self.ended
 
     @property
     def going(self) -> bool:
-        """Whether the engine is still in the life in which the update began."""
+        """True while the engine is in the life in which the update began."""
         return self.engine.life == self.life
 
     @property
     def client(self) -> protocols.EngineClient:
-        """Calls the engine's life in which the update began, so that a later life never gets a part of it."""
+        """Client of the life in which the update began, so that a later life never gets part of it."""
         if self._client is None:
             raise protocols.WorkerLost(f"engine {self.engine.name} was lost before its weight update")
         return self._client
 
     async def begin(self) -> None:
-        """Freezes decoding and readies the engine for new weights."""
+        """Freezes decoding and prepares the engine for new weights."""
         self._start, self._begun = asyncio.get_running_loop().time(), True
         self.engine.paused = True
         await self.client.pause()
