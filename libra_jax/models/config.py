@@ -33,15 +33,15 @@ class RopeConfig:
     Attributes:
       theta: base of the wavelengths.
       kind: "default"; "linear"; "llama3" (Llama 3.1, by wavelength); "yarn" (arXiv 2309.00071).
-        factor: ratio of the stretched to the original context; 1 for "default".
+      factor: ratio of the stretched to the original context; 1 for "default".
       original_max_positions: context length before stretching (llama3, yarn).
       low_freq_factor: llama3: wavelengths above original/low are divided by the factor.
       high_freq_factor: llama3: wavelengths below original/high are kept.
       beta_fast: yarn: dimensions that turn more often than this over the original context are kept.
       beta_slow: yarn: dimensions that turn less often than this are divided by the factor.
-        attention_factor: yarn: scale of cosine and sine; None means the paper's 0.1 ln(factor) + 1.
-        mscale: yarn: slope in the numerator of that scale, used with `mscale_all_dim`.
-        mscale_all_dim: yarn: slope in the denominator of that scale.
+      attention_factor: yarn: scale of cosine and sine; None means the paper's 0.1 ln(factor) + 1.
+      mscale: yarn: slope in the numerator of that scale, used with `mscale_all_dim`.
+      mscale_all_dim: yarn: slope in the denominator of that scale.
       truncate: yarn: the ramp's ends are rounded outwards to whole dimensions.
     """
 
@@ -72,8 +72,8 @@ class TransformerConfig:
       num_heads: query heads.
       num_kv_heads: key and value heads; divides `num_heads`.
       head_dim: width of a head; not necessarily hidden_size / num_heads.
-        max_position_embeddings: longest context in tokens that the model was made for; for yarn, after stretching.
-        rms_norm_eps: constant added to the mean square under the root.
+      max_position_embeddings: longest context in tokens that the model was made for; for yarn, after stretching.
+      rms_norm_eps: constant added to the mean square under the root.
       rope: rotary position embedding.
       qkv_bias: query, key and value projections have a bias.
       output_bias: the attention output projection has a bias.
@@ -118,7 +118,7 @@ def from_hf(values: Mapping[str, Any], source: str = "config.json") -> Transform
 
     Args:
       values: the parsed file.
-        source: name of the file, for errors.
+      source: name of the file, for errors.
 
     Raises:
       DataError: the architecture or one of its options is not supported, or a field is missing or out of range.
@@ -209,7 +209,7 @@ def read_directory(path: str | pathlib.Path) -> TransformerConfig:
     """Reads `<path>/config.json`.
 
     Raises:
-        DataError: the directory or the file is missing, incomplete, or describes an unsupported model.
+      DataError: the directory or the file is missing, incomplete, or describes an unsupported model.
     """
     directory = pathlib.Path(path)
     if not directory.is_dir():

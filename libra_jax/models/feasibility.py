@@ -20,7 +20,7 @@ def check_tensor_parallel(config: TransformerConfig, degree: int) -> None:
     Key and value heads may also be copied: vLLM copies them if the degree is a multiple of their number.
 
     Raises:
-        ConfigError: a size is not divisible by `degree`; the message names the size.
+      ConfigError: a size is not divisible by `degree`; the message names the size.
     """
     for name, size in (("attention heads", config.num_heads), ("feed-forward columns", config.intermediate_size)):
         if size % degree:
@@ -36,8 +36,8 @@ def check_served(config: TransformerConfig) -> None:
     """Checks that vLLM serves the model as the trainer computes it.
 
     Raises:
-        ConfigError: the model is a Qwen2 whose head_dim is not hidden_size / num_attention_heads. vLLM's Qwen2 reads no
-          head_dim (vllm/model_executor/models/qwen2.py) and dies while it loads the weights.
+      ConfigError: the model is a Qwen2 whose head_dim is not hidden_size / num_attention_heads. vLLM's Qwen2 reads no
+        head_dim (vllm/model_executor/models/qwen2.py) and dies while it loads the weights.
     """
     width = config.hidden_size // config.num_heads
     if config.architecture == "qwen2" and config.head_dim != width:
@@ -52,11 +52,11 @@ def check_mesh(config: TransformerConfig, mesh_shape: Mapping[str, int]) -> None
     """Checks that the model splits evenly over a mesh.
 
     Args:
-        config: shape of the model.
-        mesh_shape: size of each mesh axis; a missing axis has size 1.
+      config: shape of the model.
+      mesh_shape: size of each mesh axis; a missing axis has size 1.
 
-      Raises:
-        ConfigError: a size is not divisible by its axis; the message names both.
+    Raises:
+      ConfigError: a size is not divisible by its axis; the message names both.
     """
     splits = {
         "tensor": {

@@ -41,14 +41,14 @@ def load(
     """Reads the weights of a Hugging Face directory.
 
     Args:
-        directory: directory with `model.safetensors`, or else the shards that `model.safetensors.index.json` lists.
-        config: shape of the model (`config.read_directory`).
-        dtype: dtype of every leaf; the files may hold another dtype.
-        shardings: a Sharding for each leaf, in the parameters' nesting; None places all on the default device.
+      directory: directory with `model.safetensors`, or else the shards that `model.safetensors.index.json` lists.
+      config: shape of the model (`config.read_directory`).
+      dtype: dtype of every leaf; the files may hold another dtype.
+      shardings: a Sharding for each leaf, in the parameters' nesting; None places all on the default device.
 
-      Raises:
-        DataError: a file is missing or truncated; or a tensor is missing, misshapen or unknown to the model; or the output
-          projection of a tied model differs from the embedding. Rotary frequencies are ignored.
+    Raises:
+      DataError: a file is missing or truncated; or a tensor is missing, misshapen or unknown to the model; or the
+        output projection of a tied model differs from the embedding. Rotary frequencies are ignored.
     """
     with contextlib.ExitStack() as stack:
         tensors = _open_tensors(pathlib.Path(directory), stack)

@@ -17,10 +17,10 @@ class HfEntry:
     """One Hugging Face tensor.
 
     Attributes:
-        hf_name: name in the checkpoint.
-        path: keys of the leaf in the nested dict of parameters.
-        layer: index into the leaf's axis 0, or None if the whole leaf is the tensor.
-        shape: shape of the tensor.
+      hf_name: name in the checkpoint.
+      path: keys of the leaf in the nested dict of parameters.
+      layer: index into the leaf's axis 0, or None if the whole leaf is the tensor.
+      shape: shape of the tensor.
     """
 
     hf_name: str

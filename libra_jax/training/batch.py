@@ -142,13 +142,13 @@ def statistics(
     """Describes the advantages of a batch.
 
     Args:
-        values: advantage of each token, one array per trajectory.
-        members: `examples` of the trajectories, in the same order.
-        groups: groups of the batch, in the same order.
+      values: advantage of each token, one array per trajectory.
+      members: `examples` of the trajectories, in the same order.
+      groups: groups of the batch, in the same order.
 
-      Returns:
-        `groups/without_gradient`: the fraction of groups whose trained tokens have no advantage (equal rewards, or all
-        rollouts masked). `advantage/mean`, `/std`, `/min` and `/max`: over trained tokens, absent if there are none.
+    Returns:
+      `groups/without_gradient`: the fraction of groups whose trained tokens have no advantage (equal rewards, or all
+      rollouts masked). `advantage/mean`, `/std`, `/min` and `/max`: over trained tokens, absent if there are none.
     """
     trained_each = [value[1:][example.mask_N[1:]] for value, example in zip(values, members, strict=True)]
     largest = iter([float(np.abs(row).max(initial=0.0)) for row in trained_each])

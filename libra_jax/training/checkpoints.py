@@ -41,7 +41,7 @@ class Checkpointer:
     """Saves and restores train states.
 
     Args:
-        compress: compress the arrays. False makes a snapshot ready sooner, if it is read once and then removed.
+      compress: compress the arrays. False makes a snapshot ready sooner, if it is read once and then removed.
     """
 
     def __init__(self, *, compress: bool = True) -> None:

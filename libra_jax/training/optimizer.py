@@ -15,7 +15,7 @@ def schedule(config: config_lib.OptimizerConfig, steps: int) -> optax.Schedule:
     `linear`). The first step already moves: its rate is (step + 1) / warmup_steps of the peak.
 
     Args:
-        config: settings of the optimizer.
+      config: settings of the optimizer.
       steps: training steps of the whole run.
     """
     peak = config.learning_rate

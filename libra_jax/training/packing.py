@@ -29,7 +29,7 @@ class Example:
       sequence_id: names the sequence in errors.
       tokens_N: int32 token ids.
       mask_N: True for each token whose prediction is trained; the first token has no prediction.
-        behaviour_N: float32 log-probability under the policy that sampled the token; 0 if no policy sampled it.
+      behaviour_N: float32 log-probability under the policy that sampled the token; 0 if no policy sampled it.
       on_version_N: True for each token sampled by the version that trains.
     """
 

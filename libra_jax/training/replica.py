@@ -65,7 +65,7 @@ class ReplicaActor:
         """Builds the mesh.
 
         Raises:
-            ConfigError: too few devices, a CPU core that does not exist, or the model is not divisible over the mesh.
+          ConfigError: too few devices, a CPU core that does not exist, or the model is not divisible over the mesh.
         """
         if self._cores:
             # Pins this thread; the threads that XLA starts from it inherit the cores.

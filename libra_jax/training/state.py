@@ -49,7 +49,7 @@ class Accumulator:
     Attributes:
       gradients: float32, gradient of the summed loss, shaped like the parameters.
       loss: float32 scalar, summed loss.
-        count: float32 scalar, divisor of the sums at the end of the step (tokens or sequences).
+      count: float32 scalar, divisor of the sums at the end of the step (tokens or sequences).
     """
 
     gradients: PyTree
@@ -63,7 +63,7 @@ class Layout:
 
     Attributes:
       mesh: the devices.
-        state: `jax.ShapeDtypeStruct` leaves with their shardings, in the structure of `TrainState`.
+      state: `jax.ShapeDtypeStruct` leaves with their shardings, in the structure of `TrainState`.
       accumulator: the same for `Accumulator`.
     """
 

@@ -86,7 +86,7 @@ class TrainerActor:
         """Builds the mesh and the train state, and compiles the steps over the shortest rows.
 
         Raises:
-            ConfigError: too few devices, a CPU core that does not exist, or the model is not divisible over the mesh.
+          ConfigError: too few devices, a CPU core that does not exist, or the model is not divisible over the mesh.
           DataError: the model directory cannot be used.
         """
         config, learner = self._config, self._open()

@@ -64,8 +64,8 @@ class World:
         """Joins the world; returns when all processes have joined. Call before JAX is first asked for its devices.
 
         Args:
-            address: the result of process 0's `reserve`.
-            seconds: seconds to wait for the others. JAX aborts this process if they do not join.
+          address: the result of process 0's `reserve`.
+          seconds: seconds to wait for the others. JAX aborts this process if they do not join.
 
         Raises:
           LibraError: JAX has begun to use its devices, or has joined a world before.
