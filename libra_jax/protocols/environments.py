@@ -67,7 +67,7 @@ class Listener(Protocol):
         A plain function that returns at once. It decides nothing: `step` gets the whole output. An output may be
         stepped though it was heard only in part or not at all (in a resumed rollout). It may also be heard and never
         stepped (if cut off).
-"""
+        """
         ...
 
 
@@ -79,7 +79,7 @@ class Queued(Protocol):
 
         The wait does not count as tool time. Its deadline is `task.wait_seconds`; after it, the environment counts as
         crashed. The rollout holds no instance's slot meanwhile.
-"""
+        """
         ...
 
 
