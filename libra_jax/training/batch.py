@@ -115,6 +115,7 @@ def token_advantages(
             alone_N = (sizes > 1)[groups_N] & (kept == 1)[groups_N] & ~masked_N
         # Each masked trajectory gets a group number of its own, so that no other baseline sees its reward.
         groups_N = np.where(masked_N, len(groups) + np.arange(len(members)), groups_N).astype(np.int32)
+        # A reward of 0 in a group of one gives an advantage of 0: exactly at the baseline.
         rewards_N = np.where(alone_N, np.float32(0.0), rewards_N)
     mask_NxT = _stack([example.mask_N for example in members])
     mask_NxT[:, 0] = False  # no position predicts the first token
@@ -150,6 +151,7 @@ def statistics(
       `groups/without_gradient`: the fraction of groups whose trained tokens have no advantage (equal rewards, or all
       rollouts masked). `advantage/mean`, `/std`, `/min` and `/max`: over trained tokens, absent if there are none.
     """
+    # No position predicts the first token, so its advantage never counts.
     trained_each = [value[1:][example.mask_N[1:]] for value, example in zip(values, members, strict=True)]
     largest = iter([float(np.abs(row).max(initial=0.0)) for row in trained_each])
     idle = [max([next(largest) for _ in group.trajectories], default=0.0) <= NO_ADVANTAGE for group in groups]

@@ -80,6 +80,7 @@ class Checkpointer:
             raise protocols.CheckpointFailed(f"{target}: not written, because the train state {NOT_FINITE}.")
         try:
             _check_writable(target.parent, sum(leaf.nbytes for leaf in jax.tree.leaves(_tree(state))))
+            # force: a killed save may have left an unsealed directory here.
             if self._saves is self._orbax:
                 self._orbax.save(target, _tree(state), force=True)
             else:
@@ -214,6 +215,7 @@ def _seal(directory: pathlib.Path, host: Mapping[str, Any]) -> None:
     with (directory / HOST).open("w") as file:
         json.dump(dict(host), file)
         file.flush()
+        # Durable before the seal, which vouches for this file too.
         os.fsync(file.fileno())
     checksums.seal_folder(directory)
 

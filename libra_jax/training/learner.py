@@ -231,6 +231,7 @@ class Learner:
                     else:
                         accumulator = self._accumulate(loss, state.params, packed, extras, item, accumulator, parts)
             self.state, accumulator, report = self.programs.apply_step(state, accumulator, learning_rate)
+            # Reports come to the host once per step, because every transfer waits for the devices.
             report, parts = jax.device_get((report, parts))
         except jax.errors.JaxRuntimeError as error:
             if world.is_loss(error):
@@ -278,6 +279,7 @@ def _sum_up(parts: Sequence[step.Report]) -> step.Report:
             before = metrics.get(name, (0.0, 0.0))
             metrics[name] = before[0] + float(total), before[1] + float(count)
         for name, value in part["maxima"].items():
+            # np.max, not max: a NaN must win, and Python's max may drop it.
             maxima[name] = float(np.max([value, maxima.get(name, value)]))
     return {"metrics": metrics, "maxima": maxima}
 

@@ -132,6 +132,7 @@ def supervised(params: Any, batch: Batch, *, scorer: Scorer) -> objective.Object
       batch: arrays [B, T] of `packing.MicroBatch`.
       scorer: scores the tokens.
     """
+    # Demonstrations were not sampled from the policy, so no sampling temperature applies.
     log_probs_BxT, entropy_BxT = scorer(params, batch, temperature=1.0)
     mask_BxT = batch["mask"]
     count = jnp.sum(mask_BxT, dtype=jnp.float32)

@@ -67,8 +67,9 @@ class Members:
         self._channels: dict[str, gradient_channel.Channel] = {}
 
     def listen(self, member: str, epoch: int) -> dict[str, Any]:
-        """Opens a listener in the core's first process; closes that of an earlier membership generation."""
+        """Opens a listener in the core's first process; closes the listener of an earlier membership generation."""
         self.dismiss(member)
+        # One end for each process of the core, and one for the hybrid worker.
         listener = gradient_channel.Listener(member, epoch, jax.process_count() + 1, self._host)
         self._listeners[member] = listener
         return listener.address
@@ -124,6 +125,7 @@ class Members:
             )
         while True:
             header, arrays = channel.receive(wanted.arrays, deadline - time.monotonic())
+            # Sums of an earlier version are leftovers of a step that stopped waiting; `_check` refuses other errors.
             if (header.member, header.epoch) != (share.member, share.epoch) or header.version >= wanted.version:
                 break
         _check(header, arrays, share, wanted, wanted.ranges[number])

@@ -45,6 +45,7 @@ def transform(config: config_lib.OptimizerConfig) -> optax.GradientTransformatio
         raise protocols.ConfigError(
             f"config.optimizer.weight_decay: {config.name} has none; use optimizer.name = 'adamw' or set it to 0"
         )
+    # Clipping comes first, so that a huge gradient does not enter Adam's moments.
     parts = [optax.clip_by_global_norm(config.clip_norm)] if config.clip_norm else []
     if config.name != "sgd":
         parts.append(optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.eps))

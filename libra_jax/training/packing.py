@@ -42,6 +42,7 @@ class Example:
     @property
     def columns(self) -> int:
         """Number of columns: the predictions up to the last trained prediction. Later predictions have no effect."""
+        # Column j - 1 predicts token j, so the index of the last trained token is the number of columns.
         return int(np.flatnonzero(self.mask_N)[-1]) if self.mask_N[1:].any() else 0
 
 
@@ -160,6 +161,7 @@ def _lay_out(
     each = config.rows_per_micro_batch
     micro_batches: list[MicroBatch] = []
     slot: dict[int, tuple[int, int]] = {}  # row -> (micro-batch, row in it)
+    # A micro-batch has one shape, so all of its rows have one length.
     for length in sorted(set(fit.length)):
         members = [row for row, its_length in enumerate(fit.length) if its_length == length]
         for position, row in enumerate(members):

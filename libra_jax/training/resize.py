@@ -136,6 +136,7 @@ class Resize:
             ) from self._error
         self.estimate = self._checked()  # since then, others may have taken memory, and a first step its accumulator
         began = time.monotonic()
+        # `move` frees each old leaf only if nobody else refers to it.
         leaves, structure = self._present.release()
         try:
             move(leaves, jax.tree.leaves(self._next.layout.state))
@@ -167,7 +168,7 @@ class Resize:
         return dataclasses.replace(made, unchecked=len(devices) - len(free))
 
     def _program_bytes(self) -> int:
-        """Temporary bytes of the new mesh's programs on a device; before compilation, scaled from the present ones."""
+        """Returns the temporary bytes of the new mesh's programs on a device, scaled from the present until compiled."""
         present, following = self._present, self._next
         if compiled := following.programs.temporary_bytes:
             return compiled
@@ -216,6 +217,7 @@ def estimate(
         for device, part in there.items():
             arriving += item * (_size(part) - (_overlap(here[device], part) if device in here else 0))
         _add(held, _bytes(new), 1)
+        # The old leaf is freed after the new leaf exists, so the peak counts both.
         peak = max(peak, *held.values())
         _add(held, _bytes(old), -1)
     for sums in jax.tree.leaves(after.accumulator):

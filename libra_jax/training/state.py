@@ -64,7 +64,7 @@ class Layout:
     Attributes:
       mesh: the devices.
       state: `jax.ShapeDtypeStruct` leaves with their shardings, in the structure of `TrainState`.
-      accumulator: the same for `Accumulator`.
+      accumulator: `jax.ShapeDtypeStruct` leaves in the structure of `Accumulator`.
     """
 
     mesh: Mesh
@@ -159,6 +159,7 @@ def begin(params: PyTree, where: Layout, transform: optax.GradientTransformation
     return TrainState(
         step=step,
         params=params,
+        # Jitted, so that each moment is made on its own devices, never whole on one device.
         opt_state=jax.jit(transform.init, out_shardings=shardings_of(where.state.opt_state))(params),
         rng=rng,
         # A copy, because `apply_step` donates the state: a shared buffer would be consumed with the parameters.

@@ -45,6 +45,7 @@ def grad_step(
 
     gradients, sums = jax.grad(total, has_aux=True)(params)
     added = state_lib.Accumulator(
+        # Summed in the accumulator's dtype, float32, for parameters of any dtype.
         gradients=jax.tree.map(lambda a, g: a + g.astype(a.dtype), accumulator.gradients, gradients),
         loss=accumulator.loss + sums.loss_sum,
         count=accumulator.count + sums.count,
@@ -67,8 +68,10 @@ def apply_step(
     count = jnp.where(accumulator.count > 0, accumulator.count, 1.0)
     gradients = jax.tree.map(lambda g: g / count, accumulator.gradients)
     norm = optax.tree_utils.tree_norm(gradients)
+    # One NaN or infinity in any gradient makes the norm non-finite, so the norm stands for all gradients.
     finite = jnp.isfinite(accumulator.loss) & jnp.isfinite(norm)
     updates, opt_state = transform.update(gradients, state.opt_state, state.params)
+    # Applied here, not in the transform: one compiled program serves every schedule.
     params = jax.tree.map(lambda p, u: p - learning_rate * u, state.params, updates)
 
     def keep_if_skipped(new: jax.Array, old: jax.Array) -> jax.Array:
@@ -254,8 +257,10 @@ class Programs:
                 dict.fromkeys(batch, mesh_lib.batch_sharding(where.mesh)),
             ),
             out_shardings=(accumulator, mesh_lib.replicated(where.mesh)),
+            # Donated: the new sums take the old buffers, so only one accumulator exists.
             donate_argnums=1,
         )
+        # The model pins its activations on the current mesh (`models.axes.constrain`).
         with jax.set_mesh(where.mesh):
             return program.lower(where.state.params, where.accumulator, _shapes(batch)).compile(self._options)
 

@@ -97,6 +97,7 @@ class TrainerActor:
         else:
             params = state_lib.random_params(self._model, where, config.seed)
         learner.begin(params)
+        # Only the shortest rows; longer rows are compiled when a batch first needs them.
         learner.compile(learner_lib.POLICY)
         if config.warm_start.steps:
             learner.compile(learner_lib.SUPERVISED)
@@ -146,6 +147,7 @@ class TrainerActor:
             rollout.tensor_parallel,
             config.deadlines.publish,
         )
+        # The next trainer reads a snapshot once, so speed matters more than size: no compression.
         self._checkpointer, self._snapshots = checkpoints.Checkpointer(), checkpoints.Checkpointer(compress=False)
         self._learner = learner
         return protocols.TrainerInfo(
@@ -167,6 +169,7 @@ class TrainerActor:
         examples = batch_lib.examples(sequences, self._version, self._model.vocab_size)
         packed = prepare.pack(self._config, examples)
         self._warm = True
+        # The parameters change without a new version, so the synced snapshot no longer matches.
         self._published = None
         rate = self._config.warm_start.learning_rate
         metrics = learner.update(learner_lib.SUPERVISED, packed, rate)
@@ -197,6 +200,7 @@ class TrainerActor:
         rate = float(self._schedule(self._version))
         own, collection = self._collection(prepared, shares) if shares else (None, None)
         metrics = learner.update(learner_lib.POLICY, prepared.packed, rate, prepared.extras, own, collection)
+        # A skipped step counts too: the version is the number of steps taken.
         self._version += 1
         metrics |= batch_lib.statistics(prepared.advantages, prepared.examples, batch.groups)
         if collection is not None:
@@ -371,6 +375,7 @@ class TrainerActor:
                 "to an earlier checkpoint, and lower optimizer.learning_rate or look at the rewards."
             )
         hf.save(params, self._model, path)
+        # Process 0 alone writes (`hf.save`), so it alone seals.
         if jax.process_index() == 0:
             try:
                 checksums.seal_folder(pathlib.Path(path))
@@ -411,6 +416,7 @@ class TrainerActor:
     ) -> tuple[range, members.Collection]:
         """Returns the core's own micro-batches, and the collection that brings the other sums."""
         own, *ranges = shares_lib.split(prepared.work, shares)
+        # Without a sync of this version, no hybrid worker can hold its parameters.
         known = self._published == self._version
         wanted = members.Wanted(
             version=self._version,

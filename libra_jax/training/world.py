@@ -83,6 +83,7 @@ class World:
                 initialization_timeout=max(1, int(seconds)),
                 heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
                 shutdown_timeout_seconds=LEAVE_SECONDS,
+                # By default, JAX's coordinator would listen on all addresses of the host.
                 coordinator_bind_address=address,
             )
         except RuntimeError as error:
@@ -110,7 +111,7 @@ class World:
     def leave(self) -> None:
         """Leaves the world together with the others, or alone if they do not come. Idempotent.
 
-        A process that leaves alone tells nobody, so that the others finish their work (the rest of a save).
+        A process that leaves alone does not notify the others, so that they finish their work (the rest of a save).
         """
         self._release()
         if not self._joined:
@@ -129,6 +130,7 @@ class World:
 def is_loss(error: BaseException) -> bool:
     """Returns True if the error of a program or barrier means that a process of this world is gone."""
     text = str(error).lower()
+    # JAX raises one type for all failures of a program, so only the text identifies a lost peer.
     return jax.process_count() > 1 and any(sign in text for sign in _SIGNS)
 
 
