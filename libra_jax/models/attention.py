@@ -21,6 +21,7 @@ from libra_jax.models import axes, kernels
 SAVED_NAMES = ("attention_output", "attention_normalizer")
 """`checkpoint_name`s of the forward results that the chunked backward pass needs."""
 
+# Finite, because -inf minus -inf is NaN.
 _MASKED = -1e30
 _FLOOR = -1e20  # a query without a key has maximum _FLOOR, so that all its weights underflow to exactly 0
 
@@ -99,6 +100,7 @@ def dense(q_BxTxHxK: jax.Array, k_BxTxNxK: jax.Array, v_BxTxNxK: jax.Array, segm
     total = weights.sum(-1)
     weights = weights.astype(v_BxTxNxK.dtype)
     out = jnp.einsum("bngts,bsnk->btngk", weights, v_BxTxNxK, preferred_element_type=jnp.float32)
+    # A padding query has no key: its total is 0, and its output becomes 0.
     total_BxTxNxG = jnp.where(total == 0, 1.0, total).transpose(0, 3, 1, 2)
     return (out / total_BxTxNxG[..., None]).astype(q_BxTxHxK.dtype).reshape(q_BxTxHxK.shape)
 
@@ -170,6 +172,7 @@ def _flash_backward(
     q, k, v, segments_BxT, out, normalizer = saved
     needed = _needed_blocks(segments_BxT, chunk)
     count = len(needed)
+    # The mirror of the forward range: from the diagonal to the last query block that needs the key block.
     stop = jnp.where(needed.any(axis=0), count - jnp.argmax(needed[::-1], axis=0), 0)
     dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     # Sum over keys of weight * d(weight): the softmax gradient subtracts it (arXiv 2205.14135, appendix B.2).

@@ -255,6 +255,7 @@ def parameter_count(config: TransformerConfig) -> int:
     """Counts the parameters of the model; a tied table counts once."""
     width, ffn = config.hidden_size, config.intermediate_size
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    # Two norms; query and output, key and value projections; gate, up and down projections.
     layer = 2 * width + width * (2 * query + 2 * kv) + 3 * width * ffn
     layer += (query + 2 * kv) * config.qkv_bias + width * config.output_bias
     layer += (2 * ffn + width) * config.mlp_bias + 2 * config.head_dim * config.qk_norm

@@ -108,6 +108,7 @@ def _save(
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         try:
+            # mkdtemp makes a folder for this user only.
             partial.chmod(0o755)
             _write(leaves, dtype, config, partial, max_shard_bytes)
             _replace(target, partial)
@@ -167,6 +168,7 @@ def _refuse_strangers(config: model_config.TransformerConfig, tensors: _Tensors)
     # The untied names, because a tied model's file may still hold a copy of the head.
     known = {entry.hf_name for entry in hf_names.weight_map(model_config.untied(config))}
     for name, (file, _) in tensors.items():
+        # Old checkpoints also store rotary frequencies, which follow from the config.
         if name not in known and not name.endswith("rotary_emb.inv_freq"):
             raise DataError(f"{file}: tensor {name} has no place in the model that config.json describes.")
 

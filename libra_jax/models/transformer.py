@@ -1,7 +1,8 @@
 """The decoder: Llama, Qwen2 and Qwen3 in Flax NNX, with stacked and scanned layers.
 
 The modules define the parameters and the computation of a layer. Other rooms use a functional interface: parameters are
-a nested plain dict of arrays, and `forward` is a pure function of it. Axis 0 of every leaf under "layers" is the layer.
+a nested plain dict of arrays, and `forward` is a pure function of the dict. Axis 0 of the leaves under "layers" is the
+layer.
 
 Letters: B rows, T tokens, D hidden size, V vocabulary, H query heads, N key and value heads, K head width, L layers.
 """
@@ -269,4 +270,5 @@ def _rematerialized(layer: Any, remat: str) -> Any:
         policy = policies.save_from_both_policies(
             policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(*attention.SAVED_NAMES)
         )
+    # A scan already prevents the merging of both passes that prevent_cse guards against.
     return jax.checkpoint(layer, policy=policy, prevent_cse=False)
