@@ -72,6 +72,7 @@ def grpo(rewards_N: jax.Array, groups_N: jax.Array, *, eps: float = 1e-6) -> jax
       Shao et al. (DeepSeekMath), arXiv 2402.03300, section 4.1.2.
     """
     centred_N, size_N, number_N = _centred(rewards_N, groups_N)
+    # The maximum avoids 0 / 0 in a group of one, whose scale is set below.
     variance_N = _group_sum(jnp.square(centred_N), number_N) / jnp.maximum(size_N - 1, 1)
     scale_N = jnp.where(size_N > 1, jnp.sqrt(variance_N) + eps, 1.0)
     return centred_N / scale_N
@@ -181,6 +182,7 @@ def spread_rewards(rewards_N: jax.Array, mask_NxT: jax.Array, penalties_NxT: jax
     checks.same_shape(mask_NxT=mask_NxT, penalties_NxT=penalties_NxT)
     rewards_N = checks.floats(rewards_N, "rewards_N")
     trained_NxT = mask_NxT != 0
+    # Counted from the end, the last trained token has count 1.
     trained_after_NxT = jnp.cumsum(trained_NxT[:, ::-1], axis=1)[:, ::-1]
     last_NxT = trained_NxT & (trained_after_NxT == 1)
     token_rewards_NxT = jnp.where(last_NxT, rewards_N[:, None], 0.0)
@@ -299,6 +301,7 @@ def gae(
         reward_N, value_N, trained_N = token
         delta_N = reward_N + discount * next_value_N - value_N
         advantage_N = delta_N + discount * trace_decay * next_advantage_N
+        # An untrained token passes the later values on unchanged, as if the trained tokens were adjacent.
         carry = (jnp.where(trained_N, value_N, next_value_N), jnp.where(trained_N, advantage_N, next_advantage_N))
         return carry, jnp.where(trained_N, advantage_N, 0.0)
 
@@ -318,8 +321,8 @@ def compute(
 ) -> np.ndarray:
     """Computes the advantages of a whole training batch with the config's estimator: host arrays in, host arrays out.
 
-    Call it once per step on the unpacked batch, because groups and whitening need all of it. T is rounded up to a power
-    of two inside, so that batches of all lengths share a few compiled programs.
+    Call it once per step on the unpacked batch, because groups and whitening need the whole batch. T is rounded up to a
+    power of two inside, so that batches of all lengths share a few compiled programs.
 
     Args:
       config: `advantage` names the estimator. With `kl_in_reward`, the rewards are reduced by `kl_coefficient` times
@@ -358,7 +361,9 @@ def compute(
             raise protocols.ConfigError("config.algorithm.kl_in_reward: needs kl_NxT, the KL estimate of each token")
         penalties_NxT = np.where(mask_NxT, config.kl_coefficient * np.asarray(kl_NxT, np.float32), 0.0)
     tokens = mask_NxT.shape[1]
+    # Padded columns are masked out, so they change no advantage.
     padding = ((0, 0), (0, (1 << (tokens - 1).bit_length()) - tokens))
+    # Small int32 numbers: JAX has no int64 by default, and group ids may be any integers.
     group_index_N = np.unique(groups_N, return_inverse=True)[1].astype(np.int32)
     advantages_NxT = _dispatch(
         config.advantage, rewards_N, group_index_N, np.pad(mask_NxT, padding), np.pad(penalties_NxT, padding)

@@ -32,6 +32,7 @@ def segment_sums(values_BxT: jax.Array, segments_BxT: jax.Array, *, max_segments
     """
 
     def row(values_T: jax.Array, segments_T: jax.Array) -> jax.Array:
+        # Number 0 collects the padding and is dropped.
         return jax.ops.segment_sum(values_T, segments_T, num_segments=max_segments + 1)[1:]
 
     return jax.vmap(row)(values_BxT, segments_BxT)
@@ -47,6 +48,7 @@ def spread(values_BxS: jax.Array, segments_BxT: jax.Array) -> jax.Array:
     Returns:
       Values of shape [B, T].
     """
+    # Segment number 0, the padding, reads the added zero column.
     padded_BxP = jnp.pad(values_BxS, ((0, 0), (1, 0)))
     return jnp.take_along_axis(padded_BxP, segments_BxT, axis=1)
 
@@ -98,6 +100,7 @@ def token_weights(
     sequences = jnp.sum(lengths_BxS > 0, dtype=dtype)
     if mode == "sequence_sum":
         return trained_BxT / constant, sequences
+    # The maximum avoids 0 times infinity for a segment without a trained token.
     return trained_BxT * spread(1.0 / jnp.maximum(lengths_BxS, 1.0), segments_BxT), sequences
 
 

@@ -109,6 +109,7 @@ def diagnostics(
     trained_BxT = mask_BxT != 0
     count = jnp.sum(trained_BxT, dtype=weights_BxT.dtype)
     kept_BxT = jnp.where(trained_BxT, weights_BxT, 0.0)
+    # From the ratio, not the weight: a truncated weight equals the cap, and a masked weight is 0.
     capped_BxT = trained_BxT & (bounded_ratio(log_ratio_BxT) > cap)
     return {
         "correction/weight": (jnp.sum(kept_BxT), count),

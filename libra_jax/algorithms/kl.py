@@ -8,9 +8,9 @@ With x ~ π and d = log π_ref(x) - log π(x) (J. Schulman, "Approximating KL di
 - k2 = d²/2: biased, small variance.
 - k3 = exp(d) - 1 - d: unbiased, small variance, never negative.
 
-The choice matters for the gradient. On samples of π, the gradient of k1 has expectation zero. That of k3 estimates the
-gradient of KL(π_ref ‖ π), and that of k2 the gradient of KL(π ‖ π_ref). The straight-through forms `k1+` and `k3+` keep
-the value of k1 or k3 and take the gradient of k2.
+The choice matters for the gradient. On samples of π, the gradient of k1 has expectation zero. The gradient of k3
+estimates the gradient of KL(π_ref ‖ π), and the gradient of k2 estimates the gradient of KL(π ‖ π_ref). The
+straight-through forms `k1+` and `k3+` keep the value of k1 or k3 and take the gradient of k2.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def k2(log_probs_BxT: jax.Array, reference_log_probs_BxT: jax.Array) -> jax.Arra
 def k3(log_probs_BxT: jax.Array, reference_log_probs_BxT: jax.Array) -> jax.Array:
     """Returns exp(d) - 1 - d per token with d = log π_ref - log π cut to ±20; shape [B, T].
 
-    Uses expm1, because near d = 0, where the two policies mostly are, `exp(d) - 1 - d` loses every digit in float32 and
+    Uses expm1, because near d = 0, the usual case, `exp(d) - 1 - d` loses every digit in float32 and
     turns negative.
 
     Example:
@@ -52,6 +52,7 @@ def k3(log_probs_BxT: jax.Array, reference_log_probs_BxT: jax.Array) -> jax.Arra
 
 def straight_through(value_BxT: jax.Array, gradient_of_BxT: jax.Array) -> jax.Array:
     """Returns the value of the first argument with the gradient of the second."""
+    # In the value, the second argument cancels; only the last term has a gradient.
     return jax.lax.stop_gradient(value_BxT - gradient_of_BxT) + gradient_of_BxT
 
 

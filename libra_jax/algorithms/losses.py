@@ -120,6 +120,7 @@ def sequence_log_ratio(
     log_ratio_BxT = jnp.where(trained_BxT, log_ratio_BxT, 0.0)
     fixed_BxT = jax.lax.stop_gradient(log_ratio_BxT)
     means_BxS = aggregation.segment_sums(fixed_BxT * weights_BxT, segments_BxT, max_segments=max_segments)
+    # Added and subtracted, the token's log-ratio gives the gradient and leaves the mean as the value.
     return jnp.where(trained_BxT, aggregation.spread(means_BxS, segments_BxT) + log_ratio_BxT - fixed_BxT, 0.0)
 
 
@@ -192,6 +193,7 @@ def cispo(
     """
     checks.same_shape(log_probs_BxT=log_probs_BxT, log_ratio_BxT=log_ratio_BxT, advantages_BxT=advantages_BxT)
     log_probs_BxT = checks.floats(log_probs_BxT, "log_probs_BxT")
+    # The ratio is only a weight here; the gradient flows through log π alone.
     ratio_BxT = jax.lax.stop_gradient(corrections.bounded_ratio(checks.floats(log_ratio_BxT, "log_ratio_BxT")))
     weight_BxT = jnp.clip(ratio_BxT, 1.0 - clip_low, 1.0 + clip_high)
     loss_BxT = -weight_BxT * checks.floats(advantages_BxT, "advantages_BxT") * log_probs_BxT

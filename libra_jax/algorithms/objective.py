@@ -137,6 +137,7 @@ def policy_objective(
         same_version_BxT=same_version_BxT,
     )
     _check_given(config, entropy_BxT, proximal_log_probs_BxT, reference_log_probs_BxT)
+    # Padding is never trained, even if the mask is set there.
     trained_BxT = (mask_BxT != 0) & (segments_BxT > 0)
 
     def clean(array: jax.Array, name: str) -> jax.Array:
@@ -207,6 +208,7 @@ def _sums(config: config_lib.AlgorithmConfig, tokens: _Tokens, max_segments: int
             entropy_sum = -config.entropy_coefficient * aggregation.weighted_sum(tokens.entropy, weights_BxT)
             metrics["loss/entropy"] = (jax.lax.stop_gradient(entropy_sum), count)
             loss_sum += entropy_sum
+    # KL(π_b ‖ π): the behaviour policy sampled the tokens, so it is the first argument.
     metrics["kl/behaviour"] = token_mean(kl.k3(tokens.behaviour, tokens.log_probs))
     metrics["clip/low_fraction"] = token_mean(token_loss.low_BxT)
     metrics["clip/high_fraction"] = token_mean(token_loss.high_BxT)
@@ -223,12 +225,14 @@ def _policy_loss(
     decoupled = config.objective == "decoupled"
     anchor_BxT = tokens.proximal if decoupled and tokens.proximal is not None else tokens.behaviour
     log_ratio_BxT = tokens.log_probs - anchor_BxT
+    # Decoupled: π_p/π_b is a separate weight. Else the ratio π/π_b is itself the importance weight.
     importance_BxT = anchor_BxT - tokens.behaviour if decoupled else log_ratio_BxT
     if config.loss == "gspo":
         normalise = functools.partial(
             losses.sequence_log_ratio, mask_BxT=tokens.trained, segments_BxT=tokens.segments, max_segments=max_segments
         )
         log_ratio_BxT, importance_BxT = normalise(log_ratio_BxT), normalise(importance_BxT)
+    # Weights change the measure, not the objective, so no gradient flows through them.
     importance_BxT = jax.lax.stop_gradient(importance_BxT)
     weights_BxT = corrections.weights(importance_BxT, config.correction, cap=config.correction_cap)
     factor_BxT = weights_BxT
@@ -253,6 +257,7 @@ def _correct_ratio(
     if config.correction == "truncated":
         log_ratio_BxT = corrections.cap_log_ratio(log_ratio_BxT, cap=config.correction_cap)
         return log_ratio_BxT, jnp.ones_like(weights_BxT)
+    # Masked: the factor only drops tokens; a weight of r would count the ratio twice.
     return log_ratio_BxT, (weights_BxT > 0).astype(weights_BxT.dtype)
 
 
