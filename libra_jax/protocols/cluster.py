@@ -74,6 +74,7 @@ class DirectHandle:
         self, method: Callable[Concatenate[Any, P], Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
         """Awaits the object's own method."""
+        # By name, as a real handle does: the object need not be a subclass of the protocol.
         return cast(T, await getattr(self._actor, method.__name__)(*args, **kwargs))
 
     def stream(

@@ -58,7 +58,7 @@ class TrainerResized:
 
 @dataclass(frozen=True)
 class TrainerReplaced:
-    """Other processes train, or are about to. After this event, nobody uses the former processes' channels or memory.
+    """Other processes train, or are about to. After this event, the former processes' channels and memory are not used.
 
     Attributes:
       lost: True if the former processes died; False if they handed over and still live.

@@ -116,8 +116,8 @@ class ResizePhases:
 class Share:
     """The part of a training step that a hybrid worker computes.
 
-    Every party splits the step's micro-batches by the same shares with the same function (`training.shares`), so nobody
-    has to send the split.
+    Every party splits the step's micro-batches by the same shares with the same function (`training.shares`). The split
+    itself is never sent.
 
     Attributes:
       member: name of the hybrid worker.
@@ -292,7 +292,7 @@ class TrainerProcess(MovableTrainer, Protocol):
     """One process of a trainer: an actor, perhaps one of several that train together."""
 
     async def reserve(self) -> str:
-        """Returns the address where the trainer's processes will meet. Called on process 0 only."""
+        """Returns the address at which the trainer's processes will meet. Called on process 0 only."""
         ...
 
     async def join(self, address: str) -> None:
