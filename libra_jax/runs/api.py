@@ -221,6 +221,7 @@ def train(
             opened=opened,
         )
 
+    # asyncio.run handles Ctrl-C only on the main thread.
     if threading.current_thread() is threading.main_thread() and not _loop_runs():
         return asyncio.run(run(lambda _: None))
     return _beside_a_loop(run)
@@ -261,6 +262,7 @@ def _beside_a_loop(run: Callable[[Callable[[Path], None]], Coroutine[Any, Any, T
                     drawn.look(folders[0])
         except KeyboardInterrupt:
             print("interrupted: the run's workers are being ended; call train again to go on.", file=sys.stderr)
+            # Cancelling lets the run end its workers; the thread itself cannot be interrupted.
             if training:
                 loop.call_soon_threadsafe(training[0].cancel)
             futures.wait([ended], timeout=END_SECONDS)
@@ -307,7 +309,7 @@ def plan(
 
 
 def _batches() -> settings.SimulatedRun:
-    """Returns the batches and limits of a plan without a config: those of configs/simulate.py."""
+    """Returns the batches and limits of a plan without a config, equal to configs/simulate.py."""
     run = settings.SimulatedRun()
     run.model.remat = "full"  # otherwise a row of the longest context fits no device
     run.rollout.max_context, run.rollout.max_tokens = 131_072, 65_536

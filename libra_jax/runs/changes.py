@@ -1,4 +1,4 @@
-"""Compares a workdir's config with that of a run that goes on in it, and records the changes.
+"""Compares a workdir's config with the config of a run that goes on there, and records the changes.
 
 Settings fall into three classes. Settings that only affect reports or waits may change freely
 (`libra_config.MAY_CHANGE`). Settings that change the learning or the devices need --allow_changes. Settings that the

@@ -388,6 +388,7 @@ def _source(name: str, asked: Asked) -> str:
 
 def _limited(run: settings.SimulatedRun, longest: int, given: frozenset[str]) -> settings.SimulatedRun:
     """Fits the run's context and rows to the longest rollout, because the config's are for another workload."""
+    # The longest rollout and one more token, rounded up to a multiple of 1,024.
     context = max(1_024, -(-(longest + 1) // 1_024) * 1_024)
     rollout, trainer = run.rollout, run.trainer
     if "rollout.max_context" not in given:

@@ -47,7 +47,7 @@ def policy_shape(config: libra_config.RunConfig, *, need_weights: bool) -> model
 def known_shape(config: libra_config.RunConfig) -> model_config.TransformerConfig | None:
     """Returns the policy's shape, or None if this machine cannot know it.
 
-    If `model.path` does not exist here, the shape is that of `model.preset`, provided that the config chose a preset.
+    If `model.path` does not exist here, the shape comes from `model.preset`, if the config chose a preset.
     """
     path, preset = config.model.path, config.model.preset
     if path and not Path(path).exists() and preset == libra_config.ModelConfig().preset:
@@ -56,7 +56,7 @@ def known_shape(config: libra_config.RunConfig) -> model_config.TransformerConfi
 
 
 def trainer_spec(config: libra_config.RunConfig, workdir: Path, process: int = 0) -> protocols.ActorSpec:
-    """Describes the trainer actor, or one process of it, on the devices of `trainer.platform`.
+    """Describes the trainer actor, or one of its processes, on the devices of `trainer.platform`.
 
     JAX trains on the first platform of JAX_PLATFORMS. Weights pass through its CPU backend on their way to the engines.
 
@@ -117,6 +117,7 @@ def replica_specs(config: libra_config.RunConfig, workdir: Path) -> list[protoco
     if not count:
         return []
     needed, specs = trainer.fsdp * trainer.tensor, []
+    # The hybrid instances are the last ones (`placement.Engines`).
     instances = list(enumerate(placement.partition(config).instances))
     for place, (number, devices) in enumerate(instances[-count:]):
         host, local = placement.place(config, devices)
@@ -177,7 +178,7 @@ def scheduler(config: libra_config.RunConfig) -> protocols.Scheduler:
 
 
 def planned_devices(config: libra_config.RunConfig) -> int:
-    """Counts the devices that plans lay out: the trainer's, and those of instances that are not hybrid."""
+    """Counts the devices that plans lay out: the devices of the trainer and of all instances that are not hybrid."""
     return config.trainer.devices + sum(plans.core_degrees(config))
 
 
@@ -231,6 +232,7 @@ def _keep_profile(config: libra_config.RunConfig, workdir: Path) -> None:
     if config.planner.profile and config.planner.period and not kept.exists():
         partial = kept.with_suffix(".partial")
         shutil.copyfile(config.planner.profile, partial)
+        # Renamed into place, so that a killed start leaves no half copy.
         partial.rename(kept)
 
 
@@ -254,6 +256,7 @@ async def train(
         that works without workers. A result of None disables fencing.
       at_signal: called at once on SIGINT and SIGTERM.
     """
+    # Before the fencing token is taken: an error here must not end a run that lives in the workdir.
     parts = _parts(config, workdir, tools)
     epoch = take_epoch()
     with observing.observed(config, workdir, epoch) as watcher:

@@ -160,6 +160,7 @@ def _open(path: Path, config: libra_config.RunConfig, take_over: bool, allow_cha
             _refuse_if_in_use(path)
     partial = stored_file.with_suffix(".partial")
     partial.write_text(json.dumps(resolved, indent=2))
+    # Renamed into place, so that no reader sees half a file.
     partial.rename(stored_file)
     return path
 
@@ -211,6 +212,7 @@ def _refuse_if_in_use(workdir: Path) -> None:
 
 def _lock(workdir: Path) -> bool:
     """Locks the workdir until `release` or the end of this process. Returns False if another local process holds it."""
+    # O_CLOEXEC: a child that outlives this process must not keep the lock.
     descriptor = os.open(workdir / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -236,6 +238,7 @@ def _status(workdir: Path) -> dict[str, Any] | None:
 
 def _lives_elsewhere(workdir: Path, record: dict[str, Any]) -> bool:
     """Returns True if the run that wrote `record` lives on another host, which our lock may not reach."""
+    # On the same machine, the lock has already decided.
     if record["ended"] or record["place"].split("/")[0] == machine.identity().split("/")[0]:
         return False
     print(
