@@ -130,8 +130,8 @@ def lost(actor: str, why: str) -> WorkerLost:
 class ActorThread:
     """One daemon thread that runs the given functions in order.
 
-    Not a ThreadPoolExecutor, because the interpreter joins those at exit: one hanging method would keep the process
-    alive forever.
+    Not a ThreadPoolExecutor, because the interpreter joins its threads at exit: one hanging method would keep the
+    process alive forever.
     """
 
     def __init__(self, name: str) -> None:
@@ -317,6 +317,7 @@ class ActorHost:
         self._stopped = True
         work = set(self._work)
         if self._thread is not None:
+            # Queued calls would delay `shutdown`; only the running call may finish.
             self._thread.drop_waiting()
         ending = asyncio.ensure_future(self._end())
         try:

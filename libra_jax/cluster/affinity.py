@@ -42,6 +42,7 @@ def cores_near(visible: str) -> tuple[int, ...]:
         nvml.nvmlShutdown()
     usable = os.sched_getaffinity(0)
     kept = near & usable
+    # If all usable cores are near, or none, there is nothing to pin.
     return () if kept in (set(), usable) else tuple(sorted(kept))
 
 

@@ -152,6 +152,7 @@ def short(layout: hosts.Layout, resource: str, free: Mapping[str, float]) -> str
 
 def _too_few_cpus(needs: Sequence[int], resource: str, nodes: Sequence[Node], purpose: str) -> str:
     """Explains why hosts with enough accelerators have too few CPUs; empty if they have enough."""
+    # Largest need against largest node, sorted: if this pairing fails, every other assignment fails too.
     both = [min(node.resources.get(resource, 0), node.resources.get("CPU", 0)) for node in nodes]
     if all(need <= have for need, have in zip(sorted(needs)[::-1], sorted(both)[::-1], strict=False)):
         return ""
@@ -180,6 +181,7 @@ def refusal(needs: Sequence[int], resource: str, nodes: Sequence[Node], purpose:
         there = f"{len(have)} ({listed(name for name, _ in have)})" if have else "none"
         meant = f" that may do that ({ROLE_LABEL})" if purpose else ""
         return f"{where}: {asked}, and the Ray cluster has {there}{meant}; {mend}"
+    # Largest need against largest node: if this pairing fails, every other assignment fails too.
     pairs = zip(sorted(needs, reverse=True), sorted((count for _, count in have), reverse=True), strict=False)
     if all(need <= count for need, count in pairs):
         return ""

@@ -28,6 +28,7 @@ async def _environment(variables: Mapping[str, str]) -> AsyncIterator[None]:
         yield
         return
     lock = _environment_locks.setdefault(asyncio.get_running_loop(), asyncio.Lock())
+    # Deadlines do not count the wait for this lock.
     with turns.queued():
         await lock.acquire()
     before = {name: os.environ.get(name) for name in variables}
@@ -52,7 +53,7 @@ class InProcessCluster:
     """
 
     def __init__(self, *, shutdown_seconds: float = 60.0) -> None:
-        """`shutdown_seconds`: seconds for an actor to stop."""
+        """Starts with no actors. `shutdown_seconds`: seconds for an actor to stop."""
         self._shutdown_seconds = shutdown_seconds
         self._hosts: dict[str, actors.ActorHost] = {}
 

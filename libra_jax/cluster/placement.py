@@ -1,4 +1,4 @@
-"""Gives each worker its devices, and makes the specs of rollout engines: the config's, and those that a plan adds."""
+"""Gives each worker its devices, and makes the specs of rollout engines, both the config's and a plan's."""
 
 from __future__ import annotations
 
@@ -134,6 +134,7 @@ class Engines:
                 "model_config": self._model,
                 "rollout": rollout,
                 "tensor_parallel": len(devices),
+                # A different seed for each instance, or equal requests would get equal samples.
                 "seed": config.seed + number,
                 "log_path": str(self._workdir / f"{name}.log"),
                 "cpu_cores": "|".join(map(str, cores)) or "auto",

@@ -30,12 +30,13 @@ class _Actor:
     """The driver's end of one actor process."""
 
     def __init__(self, spec: ActorSpec, where: Mapping[str, Any]) -> None:
-        """`where`: Ray's options for the actor's place, beside its resources."""
+        """Starts the actor's process. `where`: Ray's options for the actor's place, beside its resources."""
         self.spec = spec
         options: dict[str, Any] = {
             "num_cpus": spec.cpus,
             "num_gpus": spec.gpus,
             "max_concurrency": _CONCURRENT_CALLS,
+            # The coordinator decides about restarts, and a call that Ray repeats could act twice.
             "max_restarts": 0,
             "max_task_retries": 0,
             **where,
@@ -89,6 +90,7 @@ class _Actor:
         await asyncio.wait({self.death}, timeout=seconds)
         await self.streams.end(seconds)
         deadline = asyncio.get_running_loop().time() + seconds
+        # Only processes of this host can be looked up.
         here = self.birth.node == ray.get_runtime_context().get_node_id()
         while here and any(map(_runs, (self.birth.pid, self.birth.guard_pid))):
             if asyncio.get_running_loop().time() > deadline:
@@ -131,7 +133,7 @@ class RayCluster:
         """Starts the actor and returns its handle.
 
         Raises:
-          ConfigError: the factory does not exist where the actor runs; no cluster answers at the address; the cluster
+          ConfigError: the factory does not exist on the actor's host; no cluster answers at the address; the cluster
             does not match the run (`ray_placement.Placement.place`); or this machine lacks the GPUs.
           DeadlineMissed: Ray did not place the actor in time: its resources are taken or missing, or its host is gone.
           LibraError: the factory failed, or the name is taken.
@@ -143,6 +145,7 @@ class RayCluster:
         await self._runtime.ensure()
         self._check_gpus(spec)
         spec, where = await self._place(spec)
+        # Again, because another `spawn` may have taken the name meanwhile.
         actors.check_name_free(spec.name, self._actors)
         actor = self._actors[spec.name] = _Actor(spec, where)
         actor.death.add_done_callback(lambda _: self._ended(actor))

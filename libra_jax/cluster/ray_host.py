@@ -31,7 +31,7 @@ class RayHost:
     """An async Ray actor. Its methods interleave on one event loop; the real actor's sync methods have a thread."""
 
     def __init__(self, spec: ActorSpec, import_path: Sequence[str]) -> None:
-        """`import_path`: the driver's `sys.path`, so that the driver's factories are found here too."""
+        """Prepares the process. `import_path`: the driver's `sys.path`, so that its factories are found here too."""
         sys.path.extend(path for path in import_path if path not in sys.path)
         self._host = actors.ActorHost(spec)
         self._streams = ray_streams.HostStreams(self._host)

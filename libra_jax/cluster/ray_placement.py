@@ -78,6 +78,7 @@ class Placement:
         """
         if self._placing is None:
             self._placing = asyncio.get_running_loop().create_task(self._place())
+        # Shielded: the placement serves all callers, so a cancelled caller must not end it.
         await asyncio.shield(self._placing)
         if spec.host is None:
             return spec, await self._elsewhere(spec)
@@ -114,6 +115,7 @@ class Placement:
         not_meant = {"training": "!rollout", "rollout": "!training"}  # so nodes without a label match both
         self._group = ray.util.placement_group(
             shapes,
+            # Every bundle on a node of its own.
             strategy="STRICT_SPREAD",
             bundle_label_selector=[{granted.ROLE_LABEL: not_meant[host.role]} for host in self._layout.hosts],
         )

@@ -17,7 +17,7 @@ def make() -> Callable[[Sequence[str], str], dict[str, Any]]:
     packages = PACKAGES
 
     def look(import_path: Sequence[str], resource: str) -> dict[str, Any]:
-        """`import_path`: the driver's `sys.path`; `resource`: Ray's name for the run's accelerators."""
+        """Describes this host. `import_path`: the driver's `sys.path`; `resource`: Ray's name for the accelerators."""
         import hashlib
         import importlib.metadata
         import importlib.util

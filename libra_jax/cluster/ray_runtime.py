@@ -45,7 +45,7 @@ class RayRuntime:
     """
 
     def __init__(self, address: str, *, object_store_mib: int, start_seconds: float, hosts: bool = True) -> None:
-        """`hosts`: the run is laid out over hosts, so the cluster may have several."""
+        """Starts nothing yet. `hosts`: the run is laid out over hosts, so the cluster may have several."""
         self._address = address
         self._hosts = hosts
         self._object_store_bytes = object_store_mib << 20
@@ -108,6 +108,7 @@ class RayRuntime:
         except Exception as error:
             shutil.rmtree(self._directory, ignore_errors=True)
             raise LibraError(f"Ray did not start on this machine: {actors.summary(error)}") from error
+        # All children that appeared during the start are Ray's.
         self._guard = guard.Guard(sorted(_ray_children() - before), self._directory)
 
     def _join(self) -> None:
@@ -169,7 +170,7 @@ class RayRuntime:
 
 
 def _reach(address: str, seconds: float) -> None:
-    """Checks that a server at the address speaks Ray's protocol. Ray's own attempt takes minutes and cannot be stopped.
+    """Checks that a server at the address speaks Ray's protocol. Ray's own check takes minutes and cannot be stopped.
 
     Raises:
       ValueError: the address is malformed.
