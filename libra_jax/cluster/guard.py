@@ -78,6 +78,7 @@ class Guard:
 
     def fire(self, seconds: float) -> bool:
         """Kills and removes now; returns False if that takes longer than `seconds`."""
+        # The closed pipe is the signal: the shell reads its end and begins to kill.
         self._close_pipe()
         try:
             self._shell.wait(seconds)

@@ -143,6 +143,7 @@ def _rollout(degrees: Sequence[int], each: int, first: int) -> tuple[Place, ...]
                 f"host, and a host has {each} (config.cluster.accelerators_per_host)"
             )
         host = next((host for host, used in enumerate(taken) if used + degree <= each), len(taken))
+        # If no host has room, the instance opens a new host.
         if host == len(taken):
             taken.append(0)
         places[number] = Place(first + host, _run_of(taken[host], degree))

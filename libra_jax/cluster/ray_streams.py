@@ -69,6 +69,7 @@ class HostStreams:
         """Closes the actor's generator and so the stream. Does nothing if the stream has ended."""
         opened = self._opened.get(number)
         if opened is not None and opened.relay is not None:
+            # The relay's `finally` closes the actor's generator and sends the end of the stream.
             opened.relay.cancel()
             await asyncio.wait({opened.relay})
 

@@ -32,6 +32,7 @@ def whole(leaves: Iterable[jax.Array]) -> Iterator[Iterator[jax.Array]]:
 def _gather(leaf: jax.Array) -> jax.Array:
     if leaf.is_fully_replicated:
         return leaf
+    # Waiting keeps one gathered array alive at a time; JAX would otherwise run ahead.
     return jax.block_until_ready(_replicate(leaf.sharding.mesh)(leaf))
 
 

@@ -239,6 +239,7 @@ def _write(
     (directory / "config.json").write_text(json.dumps(values, indent=2) + "\n")
     files: list[list[str]] = []
     total = 0
+    # The number of files is known only at the end, so files get their final names then.
     for number, shard in enumerate(_in_shards(leaves, config, max_shard_bytes), start=1):
         # Hugging Face's readers refuse files that do not name the framework of their tensor layout.
         safetensors.numpy.save_file(shard, directory / f"{number}.safetensors", metadata={"format": "pt"})

@@ -123,6 +123,7 @@ class Trajectory:
         count = len(token_ids)
         self.token_ids.extend(token_ids)
         self.sources.extend([int(source)] * count)
+        # No policy sampled these tokens, so they are not trained and have no log-probability.
         self.loss_mask.extend([False] * count)
         self.log_probs.extend([0.0] * count)
         self.policy_versions.extend([NO_VERSION] * count)

@@ -257,6 +257,7 @@ def _beside_a_loop(run: Callable[[Callable[[Path], None]], Coroutine[Any, Any, T
         ended = pool.submit(work)
         try:
             while not ended.done():
+                # A short wait keeps this thread responsive to Ctrl-C, and sets the pace of the curve.
                 futures.wait([ended], timeout=LOOK_SECONDS)
                 if folders:
                     drawn.look(folders[0])

@@ -175,6 +175,7 @@ def record(workdir: Path, changes: Sequence[Change], allowed: Sequence[str], ste
 
 
 def _covers(name: str, setting: str) -> bool:
+    # The name of a group covers all of its settings.
     return setting == name or setting.startswith(f"{name}.")
 
 

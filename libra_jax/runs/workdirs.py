@@ -197,7 +197,7 @@ def _check_steps(path: Path, resolved: dict[str, Any]) -> None:
 
 
 def _refuse_if_in_use(workdir: Path) -> None:
-    """Takes the workdir's lock until this process ends. Raises ConfigError if a run lives in the workdir."""
+    """Takes the workdir's lock, kept until `release` or exit. Raises ConfigError if a run lives in the workdir."""
     locked, record = _lock(workdir), _status(workdir)
     if locked and (record is None or not _lives_elsewhere(workdir, record)):
         return

@@ -41,6 +41,7 @@ def token_log_probs(
     score = functools.partial(_chunk_log_probs, temperature=temperature, entropy_gradient=entropy_gradient)
     if width == columns:
         return score(hidden_BxTxD, head_DxV, targets_BxT)
+    # A scan needs equal chunks, so the last chunk is padded and `_join` cuts the padding off.
     count = -(-columns // width)
     padding = count * width - columns
     hidden_NxBxCxD = _split(jnp.pad(hidden_BxTxD, ((0, 0), (0, padding), (0, 0))), count)

@@ -138,6 +138,7 @@ class Members:
 
     def late_after(self, own_seconds: float) -> float:
         """Returns the seconds to wait for shares after the core has computed its own share."""
+        # At least `late_seconds`, because a multiple of a very short own time would be no time at all.
         return max(self._config.late_seconds, self._config.late * own_seconds)
 
 

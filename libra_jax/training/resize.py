@@ -158,6 +158,7 @@ class Resize:
         made = estimate(before, after, holds_sums=self._present.holds_sums, program_bytes=self._program_bytes())
         devices = list(after.mesh.devices.flat)
         free = self._free_bytes(devices)
+        # The move and the first step on the new mesh must both fit.
         most = max(made.peak_bytes, made.step_bytes)
         for device, room in free.items():
             if most > room:
@@ -168,7 +169,7 @@ class Resize:
         return dataclasses.replace(made, unchecked=len(devices) - len(free))
 
     def _program_bytes(self) -> int:
-        """Returns the temporary bytes of the new mesh's programs on a device, scaled from the present until compiled."""
+        """Returns the new programs' temporary bytes on a device; until compiled, scaled from the present ones."""
         present, following = self._present, self._next
         if compiled := following.programs.temporary_bytes:
             return compiled

@@ -171,11 +171,13 @@ class Programs:
         self.compile_grad_step(loss, batch)
         if self._apply_step is None:
             self._apply_step = self._compile_apply_step()
+        # Ahead of time, so that the first share to arrive does not wait for a compilation.
         if self._helped and self._add is None:
             self._add = self._compile_add()
 
     def compile_grad_step(self, loss: str, batch: Mapping[str, Any]) -> None:
         """Compiles `grad_step` alone, the only program that a hybrid worker needs."""
+        # XLA programs have fixed shapes, so each loss and shape needs its own program.
         key = (loss, _shape_key(batch))
         if key not in self._grad_steps:
             self._grad_steps[key] = self._compile_grad_step(loss, batch)
