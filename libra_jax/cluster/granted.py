@@ -192,9 +192,8 @@ def refusal(needs: Sequence[int], resource: str, nodes: Sequence[Node], purpose:
 def differences(here: Mapping[str, str], nodes: Sequence[Node]) -> str:
     """Lists in one sentence the packages in which the hosts differ from this one; empty if none differs.
 
-    A package that is missing on either side is no difference: its user will report it, if any (a host that trains
-      serves
-    nothing). Builds of one version (0.32.0+cpu) count as equal.
+    Except for `SOURCES`, a missing package is no difference: its user reports it, because not every host needs every
+    package. Builds of one version (0.32.0+cpu) count as equal.
     """
     found: dict[tuple[str, str], list[str]] = {}
     for node in nodes:

@@ -165,9 +165,8 @@ class Sampler(Protocol):
         """Appends one model output to the trajectory, from any instances that serve it; never returns "abort".
 
         A failed engine is invisible here: the request resumes elsewhere from the trajectory's tokens. `heard` is called
-          after tokens have been appended; it returns at once and never raises. If `sample` is cancelled, the tokens
-          received
-        so far stay, and nothing more is appended.
+        after tokens have been appended; it returns at once and never raises. If `sample` is cancelled, the tokens
+        received so far stay, and nothing more is appended.
         """
         ...
 
