@@ -1,13 +1,13 @@
-"""Advantages: how much better a trajectory, or a token, was than expected.
+"""Advantages: the reward of a trajectory, or of a token, relative to the expected reward.
 
 Letters: N trajectories, T tokens.
 
-Group estimators map one reward a trajectory and the id of its group to one advantage a trajectory; token estimators
-map rewards a token to advantages a token. `mask_NxT` is true on the tokens that are trained on; tool and prompt tokens
-between them are skipped, as if the trained tokens of a trajectory stood side by side. A group of one has nobody to be
-compared with: its baseline is 0 and its scale 1, so its advantage is its reward.
+Group estimators map one reward per trajectory and the id of its group to one advantage per trajectory. Token estimators
+map rewards per token to advantages per token. `mask_NxT` is true on trained tokens. Tool and prompt tokens between them
+are skipped, as if a trajectory's trained tokens were adjacent. A group of one has no comparison: its baseline is 0 and
+its scale 1, so its advantage is its reward.
 
-`compute` is what the trainer calls.
+The trainer calls `compute`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from libra_jax.algorithms import checks
 
 
 def _centred(rewards_N: jax.Array, groups_N: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Rewards minus their group's mean (a group of one keeps its reward), group sizes, and group numbers below N.
+    """Returns rewards minus their group's mean (a group of one keeps its reward), group sizes, and group numbers.
 
-    The mean is subtracted twice: the second pass removes the rounding error of the first, which an estimator that
-    divides by a standard deviation would otherwise blow up where all rewards of a group are equal.
+    The mean is subtracted twice: the second pass removes the rounding error of the first. If all rewards of a group are
+    equal, division by the standard deviation would blow that error up. Group numbers are below N.
     """
     rewards_N = checks.floats(rewards_N, "rewards_N")
     checks.rank(1, rewards_N=rewards_N)
     checks.same_shape(rewards_N=rewards_N, groups_N=groups_N)
     checks.integer(groups_N=groups_N)
-    # Numbered 0, 1, ... by a sort, so that time and memory grow with N and not with N squared.
+    # Numbered 0, 1, ... by a sort, so that time and memory grow with N, not with N squared.
     _, number_N = jnp.unique(groups_N, return_inverse=True, size=groups_N.shape[0])
     size_N = _group_sum(jnp.ones_like(rewards_N), number_N)
     centred_N = rewards_N
@@ -43,25 +43,25 @@ def _centred(rewards_N: jax.Array, groups_N: jax.Array) -> tuple[jax.Array, jax.
 
 
 def _group_sum(values_N: jax.Array, number_N: jax.Array) -> jax.Array:
-    """Returns to every trajectory the sum over its group."""
+    """Returns, for each trajectory, the sum over its group."""
     return jax.ops.segment_sum(values_N, number_N, num_segments=values_N.shape[0])[number_N]
 
 
 def grpo(rewards_N: jax.Array, groups_N: jax.Array, *, eps: float = 1e-6) -> jax.Array:
-    """Group-relative advantages: A_i = (R_i - mean(R)) / (std(R) + eps) over i's group.
+    """Computes group-relative advantages: A_i = (R_i - mean(R)) / (std(R) + eps) over i's group.
 
-    The standard deviation is the sample one (divisor n - 1), as in verl; the paper does not say which.
+    Uses the sample standard deviation (divisor n - 1), as in verl; the paper does not specify it.
 
     Args:
-      rewards_N: one reward a trajectory.
+      rewards_N: one reward per trajectory.
       groups_N: integer id of each trajectory's group; any integers, in any order.
-      eps: added to the standard deviation.
+      eps: constant added to the standard deviation.
 
     Returns:
       Advantages of shape [N].
 
     Raises:
-      LibraError: shapes or dtypes do not fit.
+      LibraError: shapes or dtypes do not match.
 
     Example:
       >>> import jax.numpy as jnp
@@ -72,24 +72,26 @@ def grpo(rewards_N: jax.Array, groups_N: jax.Array, *, eps: float = 1e-6) -> jax
       Shao et al. (DeepSeekMath), arXiv 2402.03300, section 4.1.2.
     """
     centred_N, size_N, number_N = _centred(rewards_N, groups_N)
+    # The maximum avoids 0 / 0 in a group of one, whose scale is set below.
     variance_N = _group_sum(jnp.square(centred_N), number_N) / jnp.maximum(size_N - 1, 1)
     scale_N = jnp.where(size_N > 1, jnp.sqrt(variance_N) + eps, 1.0)
     return centred_N / scale_N
 
 
 def dr_grpo(rewards_N: jax.Array, groups_N: jax.Array) -> jax.Array:
-    """GRPO done right: A_i = R_i - mean(R) over i's group, without the standard deviation, whose division weighs
-    prompts that are nearly solved or nearly hopeless more than others.
+    """Computes A_i = R_i - mean(R) over i's group, without GRPO's standard deviation ("GRPO done right").
+
+    Division by the standard deviation gives more weight to prompts that are nearly solved or nearly hopeless.
 
     Args:
-      rewards_N: one reward a trajectory.
+      rewards_N: one reward per trajectory.
       groups_N: integer id of each trajectory's group.
 
     Returns:
       Advantages of shape [N].
 
     Raises:
-      LibraError: shapes or dtypes do not fit.
+      LibraError: shapes or dtypes do not match.
 
     Example:
       >>> import jax.numpy as jnp
@@ -103,17 +105,17 @@ def dr_grpo(rewards_N: jax.Array, groups_N: jax.Array) -> jax.Array:
 
 
 def rloo(rewards_N: jax.Array, groups_N: jax.Array) -> jax.Array:
-    """Leave-one-out: A_i = R_i - mean of the others of i's group = n / (n - 1) (R_i - mean(R)).
+    """Computes leave-one-out advantages: A_i = R_i - mean of the others in i's group = n / (n - 1) (R_i - mean(R)).
 
     Args:
-      rewards_N: one reward a trajectory.
+      rewards_N: one reward per trajectory.
       groups_N: integer id of each trajectory's group.
 
     Returns:
       Advantages of shape [N].
 
     Raises:
-      LibraError: shapes or dtypes do not fit.
+      LibraError: shapes or dtypes do not match.
 
     Example:
       >>> import jax.numpy as jnp
@@ -128,18 +130,18 @@ def rloo(rewards_N: jax.Array, groups_N: jax.Array) -> jax.Array:
 
 
 def whiten(values_NxT: jax.Array, mask_NxT: jax.Array, *, eps: float = 1e-8) -> jax.Array:
-    """(x - mean) / sqrt(variance + eps) with mean and sample variance over all masked tokens of the batch.
+    """Computes (x - mean) / sqrt(variance + eps), with mean and sample variance over all masked tokens of the batch.
 
     Args:
       values_NxT: per-token values.
       mask_NxT: true (non-zero) on the tokens that count.
-      eps: added to the variance.
+      eps: constant added to the variance.
 
     Returns:
-      Whitened values of shape [N, T], zero where the mask is not set, and everywhere if fewer than two tokens count.
+      Whitened values of shape [N, T]; zero outside the mask, and everywhere if fewer than two tokens count.
 
     Raises:
-      LibraError: shapes or dtypes do not fit.
+      LibraError: shapes or dtypes do not match.
 
     Example:
       >>> import jax.numpy as jnp
@@ -150,7 +152,7 @@ def whiten(values_NxT: jax.Array, mask_NxT: jax.Array, *, eps: float = 1e-8) -> 
     counted_NxT = mask_NxT != 0
     centred_NxT = jnp.where(counted_NxT, checks.floats(values_NxT, "values_NxT"), 0.0)
     count = jnp.sum(counted_NxT)
-    for _ in range(2):  # twice, for the reason given at _centred
+    for _ in range(2):  # twice, for the reason given in _centred
         mean = jnp.sum(centred_NxT) / jnp.maximum(count, 1)
         centred_NxT = jnp.where(counted_NxT, centred_NxT - mean, 0.0)
     variance = jnp.sum(jnp.square(centred_NxT)) / jnp.maximum(count - 1, 1)
@@ -158,18 +160,18 @@ def whiten(values_NxT: jax.Array, mask_NxT: jax.Array, *, eps: float = 1e-8) -> 
 
 
 def spread_rewards(rewards_N: jax.Array, mask_NxT: jax.Array, penalties_NxT: jax.Array | None = None) -> jax.Array:
-    """Token rewards of outcome rewards: R_i on the last trained token, minus a penalty on every trained token.
+    """Spreads outcome rewards over tokens: R_i on the last trained token, minus a penalty on every trained token.
 
     Args:
-      rewards_N: one reward a trajectory.
+      rewards_N: one reward per trajectory.
       mask_NxT: true (non-zero) on trained tokens.
-      penalties_NxT: what each token costs, such as a coefficient times its KL estimate.
+      penalties_NxT: penalty of each token, such as a coefficient times its KL estimate.
 
     Returns:
-      Rewards of shape [N, T], zero where nothing is trained. A trajectory without a trained token has none.
+      Rewards of shape [N, T], zero on untrained tokens. A trajectory without a trained token gets no reward.
 
     Raises:
-      LibraError: shapes or dtypes do not fit.
+      LibraError: shapes or dtypes do not match.
 
     Example:
       >>> import jax.numpy as jnp
@@ -180,6 +182,7 @@ def spread_rewards(rewards_N: jax.Array, mask_NxT: jax.Array, penalties_NxT: jax
     checks.same_shape(mask_NxT=mask_NxT, penalties_NxT=penalties_NxT)
     rewards_N = checks.floats(rewards_N, "rewards_N")
     trained_NxT = mask_NxT != 0
+    # Counted from the end, the last trained token has count 1.
     trained_after_NxT = jnp.cumsum(trained_NxT[:, ::-1], axis=1)[:, ::-1]
     last_NxT = trained_NxT & (trained_after_NxT == 1)
     token_rewards_NxT = jnp.where(last_NxT, rewards_N[:, None], 0.0)
@@ -189,13 +192,14 @@ def spread_rewards(rewards_N: jax.Array, mask_NxT: jax.Array, penalties_NxT: jax
 
 
 def discounted_returns(token_rewards_NxT: jax.Array, mask_NxT: jax.Array, *, discount: float = 1.0) -> jax.Array:
-    """G_t = r_t + discount · G_{next trained token}; shape [N, T], zero where nothing is trained."""
+    """Returns G_t = r_t + discount · G_{next trained token}; shape [N, T], zero on untrained tokens."""
     checks.same_shape(token_rewards_NxT=token_rewards_NxT, mask_NxT=mask_NxT)
     rewards_NxT = checks.floats(token_rewards_NxT, "token_rewards_NxT")
 
     def step(following_N: jax.Array, token: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         reward_N, trained_N = token
         return_N = reward_N + discount * following_N
+        # An untrained token passes the later return on unchanged, as if the trained tokens were adjacent.
         return jnp.where(trained_N, return_N, following_N), jnp.where(trained_N, return_N, 0.0)
 
     start_N = jnp.zeros_like(rewards_NxT[:, 0])
@@ -206,19 +210,19 @@ def discounted_returns(token_rewards_NxT: jax.Array, mask_NxT: jax.Array, *, dis
 def reinforce_plus_plus(
     token_rewards_NxT: jax.Array, mask_NxT: jax.Array, *, discount: float = 1.0, eps: float = 1e-8
 ) -> jax.Array:
-    """REINFORCE++: discounted returns per token, whitened over all trained tokens of the batch. No groups.
+    """Computes REINFORCE++: discounted returns per token, whitened over all trained tokens of the batch. No groups.
 
     Args:
-      token_rewards_NxT: rewards per token (see `spread_rewards`); those at untrained tokens are ignored.
+      token_rewards_NxT: rewards per token (see `spread_rewards`); rewards at untrained tokens are ignored.
       mask_NxT: true (non-zero) on trained tokens.
-      discount: factor a trained token.
-      eps: added to the variance.
+      discount: discount factor per trained token.
+      eps: constant added to the variance.
 
     Returns:
       Advantages of shape [N, T].
 
     Raises:
-      LibraError: shapes or dtypes do not fit.
+      LibraError: shapes or dtypes do not match.
 
     References:
       Hu et al., arXiv 2501.03262.
@@ -229,19 +233,19 @@ def reinforce_plus_plus(
 def reinforce_plus_plus_baseline(
     rewards_N: jax.Array, groups_N: jax.Array, mask_NxT: jax.Array, *, eps: float = 1e-8
 ) -> jax.Array:
-    """REINFORCE++ with baseline: R_i - mean(R) of i's group on every trained token, whitened over the batch's tokens.
+    """Computes REINFORCE++ with baseline: R_i - mean(R) of i's group on every trained token, whitened over the batch.
 
     Args:
-      rewards_N: one reward a trajectory.
+      rewards_N: one reward per trajectory.
       groups_N: integer id of each trajectory's group.
       mask_NxT: true (non-zero) on trained tokens.
-      eps: added to the variance.
+      eps: constant added to the variance.
 
     Returns:
       Advantages of shape [N, T].
 
     Raises:
-      LibraError: shapes or dtypes do not fit.
+      LibraError: shapes or dtypes do not match.
 
     References:
       Hu et al., arXiv 2501.03262.
@@ -258,23 +262,23 @@ def gae(
     discount: float = 1.0,
     trace_decay: float = 1.0,
 ) -> tuple[jax.Array, jax.Array]:
-    """Generalised advantage estimation over the trained tokens, not whitened.
+    """Computes generalised advantage estimation over the trained tokens, not whitened.
 
-    δ_t = r_t + γ V_{t+1} - V_t;  A_t = δ_t + γ λ A_{t+1};  return_t = A_t + V_t, where t + 1 is the next trained token
+    δ_t = r_t + γ V_{t+1} - V_t;  A_t = δ_t + γ λ A_{t+1};  return_t = A_t + V_t. Here t + 1 is the next trained token,
     and V and A are 0 after the last.
 
     Args:
-      token_rewards_NxT: rewards per token; those at untrained tokens are ignored.
+      token_rewards_NxT: rewards per token; rewards at untrained tokens are ignored.
       values_NxT: V, the critic's estimates.
       mask_NxT: true (non-zero) on trained tokens.
       discount: γ.
       trace_decay: λ.
 
     Returns:
-      Advantages and returns, both of shape [N, T], zero where nothing is trained.
+      Advantages and returns, both of shape [N, T], zero on untrained tokens.
 
     Raises:
-      LibraError: shapes or dtypes do not fit.
+      LibraError: shapes or dtypes do not match.
 
     Example:
       >>> import jax.numpy as jnp
@@ -297,6 +301,7 @@ def gae(
         reward_N, value_N, trained_N = token
         delta_N = reward_N + discount * next_value_N - value_N
         advantage_N = delta_N + discount * trace_decay * next_advantage_N
+        # An untrained token passes the later values on unchanged, as if the trained tokens were adjacent.
         carry = (jnp.where(trained_N, value_N, next_value_N), jnp.where(trained_N, advantage_N, next_advantage_N))
         return carry, jnp.where(trained_N, advantage_N, 0.0)
 
@@ -314,25 +319,25 @@ def compute(
     mask_NxT: np.ndarray,
     kl_NxT: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Advantages of a whole training batch by the config's estimator: host arrays in, host arrays out.
+    """Computes the advantages of a whole training batch with the config's estimator: host arrays in, host arrays out.
 
-    Call it once a step, on the unpacked batch: groups and the whitening look at all of it. T is rounded up to a power
-    of two inside, so that batches of every length share a few compiled programs.
+    Call it once per step on the unpacked batch, because groups and whitening need the whole batch. T is rounded up to a
+    power of two inside, so that batches of all lengths share a few compiled programs.
 
     Args:
-      config: `advantage` names the estimator; with `kl_in_reward`, `kl_coefficient` times `kl_NxT` is taken off the
-        rewards, token by token for `reinforce_plus_plus` and summed per trajectory for the others.
-      rewards_N: one finite reward a trajectory.
+      config: `advantage` names the estimator. With `kl_in_reward`, the rewards are reduced by `kl_coefficient` times
+        `kl_NxT`: token by token for `reinforce_plus_plus`, summed per trajectory for the others.
+      rewards_N: one finite reward per trajectory.
       groups_N: integer id of each trajectory's group.
       mask_NxT: true (non-zero) on trained tokens.
-      kl_NxT: per-token estimate of KL(π ‖ π_ref) (`kl.estimate`); required with `kl_in_reward` and a coefficient.
+      kl_NxT: estimate of KL(π ‖ π_ref) per token (`kl.estimate`); required with `kl_in_reward` and a coefficient.
 
     Returns:
-      Advantages of shape [N, T], float32, zero where nothing is trained.
+      Advantages of shape [N, T], float32, zero on untrained tokens.
 
     Raises:
       ConfigError: `kl_in_reward` without `kl_NxT`.
-      LibraError: shapes or dtypes do not fit, or a reward is not finite.
+      LibraError: shapes or dtypes do not match, or a reward is not finite.
 
     Example:
       >>> import numpy as np
@@ -356,7 +361,9 @@ def compute(
             raise protocols.ConfigError("config.algorithm.kl_in_reward: needs kl_NxT, the KL estimate of each token")
         penalties_NxT = np.where(mask_NxT, config.kl_coefficient * np.asarray(kl_NxT, np.float32), 0.0)
     tokens = mask_NxT.shape[1]
+    # Padded columns are masked out, so they change no advantage.
     padding = ((0, 0), (0, (1 << (tokens - 1).bit_length()) - tokens))
+    # Small int32 numbers: JAX has no int64 by default, and group ids may be any integers.
     group_index_N = np.unique(groups_N, return_inverse=True)[1].astype(np.int32)
     advantages_NxT = _dispatch(
         config.advantage, rewards_N, group_index_N, np.pad(mask_NxT, padding), np.pad(penalties_NxT, padding)

@@ -1,12 +1,12 @@
-"""From per-token values to one number: sums and counts over packed rows.
+"""Aggregates per-token values into one number: sums and counts over packed rows.
 
 Letters: B rows, T tokens, S segments (trajectories) of a row.
 
-A packed row holds several trajectories one behind another. `segments_BxT` numbers them 1..S inside their row and is 0
-on padding; `mask_BxT` is true on the tokens that are trained on. A trajectory never crosses rows, so whatever is
-per sequence is a reduction by segment inside a row, and equals the same computation on unpacked trajectories.
+A packed row holds several trajectories one after another. `segments_BxT` numbers them 1..S inside their row and is 0
+on padding; `mask_BxT` is true on trained tokens. A trajectory never crosses rows. A value per sequence is therefore a
+reduction by segment inside a row, with the same result as on unpacked trajectories.
 
-Every mode is a weighted sum over tokens. Weights depend on the mask alone, never on the parameters, so the backward
+Every mode is a weighted sum over tokens. The weights depend only on the mask, never on the parameters, so the backward
 pass needs no segment reduction.
 """
 
@@ -20,18 +20,19 @@ from libra_jax.algorithms import checks
 
 
 def segment_sums(values_BxT: jax.Array, segments_BxT: jax.Array, *, max_segments: int) -> jax.Array:
-    """Sum of each trajectory's tokens.
+    """Sums the tokens of each trajectory.
 
     Args:
-      values_BxT: per-token values, zero wherever a token should not count.
+      values_BxT: per-token values; zero for tokens that must not count.
       segments_BxT: trajectory number inside the row, 1..S; 0 is padding and is left out.
-      max_segments: S, the largest number that occurs (static).
+      max_segments: S, the largest trajectory number (static).
 
     Returns:
-      Sums, of shape [B, S]; column s belongs to segment s + 1 and is zero where the row has no such segment.
+      Sums of shape [B, S]. Column s belongs to segment s + 1 and is zero if the row has no such segment.
     """
 
     def row(values_T: jax.Array, segments_T: jax.Array) -> jax.Array:
+        # Number 0 collects the padding and is dropped.
         return jax.ops.segment_sum(values_T, segments_T, num_segments=max_segments + 1)[1:]
 
     return jax.vmap(row)(values_BxT, segments_BxT)
@@ -41,12 +42,13 @@ def spread(values_BxS: jax.Array, segments_BxT: jax.Array) -> jax.Array:
     """Gives each token the value of its trajectory; zero on padding. Inverse direction of `segment_sums`.
 
     Args:
-      values_BxS: one value a trajectory.
+      values_BxS: one value per trajectory.
       segments_BxT: trajectory number inside the row, 1..S; 0 is padding.
 
     Returns:
       Values of shape [B, T].
     """
+    # Segment number 0, the padding, reads the added zero column.
     padded_BxP = jnp.pad(values_BxS, ((0, 0), (1, 0)))
     return jnp.take_along_axis(padded_BxP, segments_BxT, axis=1)
 
@@ -60,14 +62,14 @@ def token_weights(
     constant: float = 1.0,
     dtype: jnp.dtype = jnp.float32,
 ) -> tuple[jax.Array, jax.Array]:
-    """Weight of each token in the aggregated sum, and the count that the sum is divided by in the end.
+    """Returns the weight of each token in the aggregated sum, and the count that finally divides the sum.
 
     With |i| the trained tokens of trajectory i:
 
-    - `token_mean`: weight 1, count Σ_i |i|. Every token counts alike (DAPO, arXiv 2503.14476 eq. 12).
-    - `sequence_mean`: weight 1/|i|, count the trajectories. Every trajectory counts alike (GRPO, arXiv 2402.03300
-      eq. 3).
-    - `sequence_sum`: weight 1/constant, count the trajectories. No division by a length, hence no length bias
+    - `token_mean`: weight 1, count Σ_i |i|. Every token has the same weight (DAPO, arXiv 2503.14476 eq. 12).
+    - `sequence_mean`: weight 1/|i|, count = number of trajectories. Every trajectory has the same weight (GRPO, arXiv
+      2402.03300 eq. 3).
+    - `sequence_sum`: weight 1/constant, count = number of trajectories. No division by a length, hence no length bias
       (Dr. GRPO, arXiv 2503.20783).
 
     Trajectories without a trained token have no weight and are not counted.
@@ -78,14 +80,14 @@ def token_weights(
       mode: one of `config.AGGREGATIONS`.
       max_segments: S (static).
       constant: divisor of `sequence_sum`.
-      dtype: of the results.
+      dtype: dtype of the results.
 
     Returns:
-      Weights of shape [B, T], zero where nothing is trained, and the scalar count.
+      Weights of shape [B, T], zero on untrained tokens, and the scalar count.
 
     Raises:
       ConfigError: the mode is unknown.
-      LibraError: shapes or dtypes do not fit.
+      LibraError: shapes or dtypes do not match.
     """
     config.check_choice(mode, config.AGGREGATIONS, "algorithm.aggregation")
     checks.rank(2, mask_BxT=mask_BxT)
@@ -98,6 +100,7 @@ def token_weights(
     sequences = jnp.sum(lengths_BxS > 0, dtype=dtype)
     if mode == "sequence_sum":
         return trained_BxT / constant, sequences
+    # The maximum avoids 0 times infinity for a segment without a trained token.
     return trained_BxT * spread(1.0 / jnp.maximum(lengths_BxS, 1.0), segments_BxT), sequences
 
 
@@ -110,10 +113,10 @@ def aggregate(
     max_segments: int,
     constant: float = 1.0,
 ) -> tuple[jax.Array, jax.Array]:
-    """Aggregates per-token values into a sum and a count; `sum / count` over the whole batch is the aggregated value.
+    """Aggregates per-token values into a sum and a count; `sum / count` over the whole batch is the result.
 
-    Sums and counts of any split of the batch add up to those of the whole. Values at untrained tokens are ignored,
-    not multiplied by zero, so NaN may stand there.
+    Sums and counts of any split of the batch add up. Values at untrained tokens are ignored, not multiplied by zero, so
+    they may be NaN.
 
     Args:
       values_BxT: per-token values.
@@ -128,7 +131,7 @@ def aggregate(
 
     Raises:
       ConfigError: the mode is unknown.
-      LibraError: shapes or dtypes do not fit.
+      LibraError: shapes or dtypes do not match.
 
     Example:
       >>> import jax.numpy as jnp
@@ -147,5 +150,5 @@ def aggregate(
 
 
 def weighted_sum(values_BxT: jax.Array, weights_BxT: jax.Array) -> jax.Array:
-    """Scalar Σ weight·value over the tokens whose weight is not zero; what stands elsewhere is ignored, even NaN."""
+    """Returns the scalar Σ weight·value over tokens with non-zero weight; other values are ignored, even NaN."""
     return jnp.sum(jnp.where(weights_BxT != 0, values_BxT, 0.0) * weights_BxT)

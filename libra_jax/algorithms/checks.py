@@ -1,6 +1,6 @@
-"""Early checks of what the functions of this room are given: shapes, dtypes, names.
+"""Early checks of the arguments of this room's functions: shapes, dtypes, names.
 
-Shapes are static under `jax.jit`, so these run at trace time and cost nothing afterwards.
+Shapes are static under `jax.jit`, so the checks run at trace time and cost nothing later.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from libra_jax import protocols
 
 
 def same_shape(**arrays: jax.Array | None) -> None:
-    """Raises unless every given array (None is skipped) has the shape of the first.
+    """Raises unless every given array has the shape of the first; None is skipped.
 
     Raises:
       protocols.LibraError: names the two arrays and their shapes.
@@ -47,7 +47,7 @@ def integer(**arrays: jax.Array) -> None:
 
 
 def floats(array: jax.Array, name: str) -> jax.Array:
-    """The array in float32, or in float64 if it has that: log-probs in half precision are too coarse to compare.
+    """Casts to float32, or keeps float64: log-probs in half precision are too coarse to compare.
 
     Raises:
       protocols.LibraError: the array does not hold real numbers.

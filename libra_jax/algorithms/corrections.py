@@ -1,12 +1,12 @@
-"""Importance-sampling corrections: what a sampled token's loss weighs when another policy drew it.
+"""Importance-sampling corrections: weights for tokens that another policy sampled.
 
 Letters: B rows, T tokens.
 
-A token drawn by the behaviour policy and trained on by another one π carries the importance ratio
-r = π(token) / π_behaviour(token). Exact weighting by r is unbiased and of unbounded variance, so r goes through one of
+A token sampled by the behaviour policy and trained under another policy π has the importance ratio r = π(token) /
+π_behaviour(token). Exact weighting by r is unbiased but has unbounded variance, so r is bounded by one of
 
 - truncated: min(r, C) (truncated importance sampling; E. Ionides 2008; IMPALA, arXiv 1802.01561 section 4.1);
-- masked: r where r <= C, else 0 (the token is dropped; it stays in the denominator of the loss).
+- masked: r if r <= C, else 0 (the token is dropped but stays in the denominator of the loss).
 
 Weights never carry a gradient: they change the measure, not the objective.
 """
@@ -21,12 +21,12 @@ from libra_jax.algorithms import checks, kl
 
 
 def bounded_ratio(log_ratio_BxT: jax.Array) -> jax.Array:
-    """exp of the log-ratio cut to ±20, so that no ratio overflows and no product with zero turns into NaN."""
+    """Returns exp of the log-ratio cut to ±20, so that no ratio overflows and no product with zero becomes NaN."""
     return jnp.exp(jnp.clip(log_ratio_BxT, -kl.LOG_RATIO_BOUND, kl.LOG_RATIO_BOUND))
 
 
 def truncated(log_ratio_BxT: jax.Array, *, cap: float) -> jax.Array:
-    """min(r, cap) per token, without a gradient; shape [B, T].
+    """Returns min(r, cap) per token, without a gradient; shape [B, T].
 
     Example:
       >>> import jax.numpy as jnp
@@ -37,7 +37,7 @@ def truncated(log_ratio_BxT: jax.Array, *, cap: float) -> jax.Array:
 
 
 def masked(log_ratio_BxT: jax.Array, *, cap: float) -> jax.Array:
-    """r where r <= cap, else 0, per token, without a gradient; shape [B, T].
+    """Returns r if r <= cap, else 0, per token, without a gradient; shape [B, T].
 
     Example:
       >>> import jax.numpy as jnp
@@ -49,12 +49,12 @@ def masked(log_ratio_BxT: jax.Array, *, cap: float) -> jax.Array:
 
 
 def weights(log_ratio_BxT: jax.Array, correction: str, *, cap: float) -> jax.Array:
-    """Importance weights by the correction's name in the config; all ones for "none".
+    """Returns importance weights for the correction that the config names; all ones for "none".
 
     Args:
       log_ratio_BxT: log π - log π_behaviour of the sampled tokens.
       correction: one of `config.CORRECTIONS`.
-      cap: C above.
+      cap: C, the bound of the ratio.
 
     Returns:
       Weights of shape [B, T], without a gradient.
@@ -72,11 +72,11 @@ def weights(log_ratio_BxT: jax.Array, correction: str, *, cap: float) -> jax.Arr
 
 
 def cap_log_ratio(log_ratio_BxT: jax.Array, *, cap: float) -> jax.Array:
-    """log min(r, cap) whose gradient is still that of log r: a ratio truncated as an importance weight.
+    """Returns log min(r, cap) with the gradient of log r: a ratio truncated as an importance weight.
 
-    Where the ratio of a policy loss itself goes back to the behaviour policy, it already is the importance weight.
-    A second factor min(r, C) would count it twice; truncating the ratio is the correction there. Unlike a plain
-    minimum, a truncated token still learns, with weight `cap`.
+    If the ratio of a policy loss already refers to the behaviour policy, the ratio is the importance weight. A second
+    factor min(r, C) would count it twice, so the correction truncates the ratio itself. Unlike with a plain minimum, a
+    truncated token still learns, with weight `cap`.
 
     Args:
       log_ratio_BxT: log π - log π_behaviour, differentiable in π.
@@ -91,24 +91,25 @@ def cap_log_ratio(log_ratio_BxT: jax.Array, *, cap: float) -> jax.Array:
 def diagnostics(
     log_ratio_BxT: jax.Array, weights_BxT: jax.Array, mask_BxT: jax.Array, *, cap: float
 ) -> dict[str, tuple[jax.Array, jax.Array]]:
-    """How far the correction reaches, as (sum, count) pairs over the trained tokens.
+    """Measures the effect of the correction, as (sum, count) pairs over the trained tokens.
 
-    `correction/weight` and `correction/weight_squared` are the first two moments of the weights; from their sums over
-    the whole batch follows the effective sample size, as a fraction of the samples weight² / weight_squared (Kish).
+    `correction/weight` and `correction/weight_squared` are the first two moments of the weights. Their sums over the
+    whole batch give the effective sample size as a fraction of the samples: weight² / weight_squared (Kish).
 
     Args:
       log_ratio_BxT: log π - log π_behaviour.
-      weights_BxT: what `weights` made of it.
+      weights_BxT: result of `weights`.
       mask_BxT: true (non-zero) on trained tokens.
       cap: the cap of the weights.
 
     Returns:
-      `correction/weight`, `correction/weight_squared` and `correction/capped_fraction` (ratios above the cap, which
-      were cut or dropped).
+      `correction/weight`, `correction/weight_squared` and `correction/capped_fraction` (fraction of ratios above the
+      cap, which were cut or dropped).
     """
     trained_BxT = mask_BxT != 0
     count = jnp.sum(trained_BxT, dtype=weights_BxT.dtype)
     kept_BxT = jnp.where(trained_BxT, weights_BxT, 0.0)
+    # From the ratio, not the weight: a truncated weight equals the cap, and a masked weight is 0.
     capped_BxT = trained_BxT & (bounded_ratio(log_ratio_BxT) > cap)
     return {
         "correction/weight": (jnp.sum(kept_BxT), count),

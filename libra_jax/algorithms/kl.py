@@ -1,6 +1,6 @@
 """Estimators of KL(π ‖ π_ref) from the log-probabilities of sampled tokens.
 
-Letters: the functions are per token and take any shape, written [B, T] here.
+Letters: B rows, T tokens. The functions work per token and take any shape; [B, T] stands for it here.
 
 With x ~ π and d = log π_ref(x) - log π(x) (J. Schulman, "Approximating KL divergence", joschu.net/blog/kl-approx.html):
 
@@ -8,9 +8,9 @@ With x ~ π and d = log π_ref(x) - log π(x) (J. Schulman, "Approximating KL di
 - k2 = d²/2: biased, small variance.
 - k3 = exp(d) - 1 - d: unbiased, small variance, never negative.
 
-Which one is differentiated matters. On samples of π the gradient of k1 has expectation zero, that of k3 estimates
-the gradient of KL(π_ref ‖ π), and that of k2 the gradient of KL(π ‖ π_ref). The straight-through forms `k1+` and
-`k3+` keep the value of k1 or k3 and take the gradient of k2.
+The choice matters for the gradient. On samples of π, the gradient of k1 has expectation zero. The gradient of k3
+estimates the gradient of KL(π_ref ‖ π), and the gradient of k2 estimates the gradient of KL(π ‖ π_ref). The
+straight-through forms `k1+` and `k3+` keep the value of k1 or k3 and take the gradient of k2.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from libra_jax import config
 from libra_jax.algorithms import checks
 
 LOG_RATIO_BOUND = 20.0
-"""Log-ratios are cut to ±20 before they are exponentiated: exp(20) = 4.9e8 is still far from overflow."""
+"""Limit of log-ratios before they are exponentiated, in nats (±20): exp(20) = 4.9e8 is far from overflow."""
 
 
 def k1(log_probs_BxT: jax.Array, reference_log_probs_BxT: jax.Array) -> jax.Array:
-    """log π - log π_ref per token; shape [B, T]."""
+    """Returns log π - log π_ref per token; shape [B, T]."""
     return log_probs_BxT - reference_log_probs_BxT
 
 
 def k2(log_probs_BxT: jax.Array, reference_log_probs_BxT: jax.Array) -> jax.Array:
-    """(log π - log π_ref)² / 2 per token; shape [B, T]."""
+    """Returns (log π - log π_ref)² / 2 per token; shape [B, T]."""
     return 0.5 * jnp.square(log_probs_BxT - reference_log_probs_BxT)
 
 
 def k3(log_probs_BxT: jax.Array, reference_log_probs_BxT: jax.Array) -> jax.Array:
-    """exp(d) - 1 - d per token with d = log π_ref - log π cut to ±20; shape [B, T].
+    """Returns exp(d) - 1 - d per token with d = log π_ref - log π cut to ±20; shape [B, T].
 
-    Written with expm1: near d = 0, where the two policies mostly are, `exp(d) - 1 - d` loses every digit in float32
-    and turns negative.
+    Uses expm1, because near d = 0, the usual case, `exp(d) - 1 - d` loses every digit in float32 and
+    turns negative.
 
     Example:
       >>> import jax.numpy as jnp
@@ -51,12 +51,13 @@ def k3(log_probs_BxT: jax.Array, reference_log_probs_BxT: jax.Array) -> jax.Arra
 
 
 def straight_through(value_BxT: jax.Array, gradient_of_BxT: jax.Array) -> jax.Array:
-    """The value of the first argument with the gradient of the second."""
+    """Returns the value of the first argument with the gradient of the second."""
+    # In the value, the second argument cancels; only the last term has a gradient.
     return jax.lax.stop_gradient(value_BxT - gradient_of_BxT) + gradient_of_BxT
 
 
 def estimate(log_probs_BxT: jax.Array, reference_log_probs_BxT: jax.Array, estimator: str) -> jax.Array:
-    """Per-token estimate of KL(π ‖ π_ref) by the estimator's name in the config.
+    """Estimates KL(π ‖ π_ref) per token with the estimator that the config names.
 
     Args:
       log_probs_BxT: log π of the sampled tokens.
@@ -64,11 +65,11 @@ def estimate(log_probs_BxT: jax.Array, reference_log_probs_BxT: jax.Array, estim
       estimator: one of `config.KL_ESTIMATORS`.
 
     Returns:
-      Estimates of shape [B, T], in nats.
+      Estimates in nats, of shape [B, T].
 
     Raises:
       ConfigError: the estimator is unknown.
-      LibraError: shapes or dtypes do not fit.
+      LibraError: shapes or dtypes do not match.
 
     Example:
       >>> import jax.numpy as jnp

@@ -2,9 +2,9 @@
 
 Letters: B rows, T tokens.
 
-With r the ratio of the current policy to the one it is compared with (its *anchor*: behaviour or proximal policy) and
-A the advantage, all are minimised. They take log-ratios, differentiable in the current policy; `aggregation` turns
-their tokens into sums.
+r is the ratio of the current policy to the policy that it is compared with (its *anchor*: behaviour or proximal
+policy). A is the advantage. All losses are minimised. They take log-ratios, differentiable in the current policy;
+`aggregation` turns their tokens into sums.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class TokenLoss(NamedTuple):
     """A policy loss before aggregation; every array has the shape [B, T].
 
     Attributes:
-      loss_BxT: what is aggregated and minimised.
+      loss_BxT: loss per token, to aggregate and minimise.
       ratio_BxT: the importance ratio that was clipped.
-      low_BxT: true where the lower clip decides, so that the token does not pull its ratio further down.
-      high_BxT: true where the upper clip decides.
-      dual_BxT: true where the dual clip decides.
+      low_BxT: true if the lower clip decides, so that the token does not push its ratio further down.
+      high_BxT: true if the upper clip decides.
+      dual_BxT: true if the dual clip decides.
     """
 
     loss_BxT: jax.Array
@@ -43,10 +43,10 @@ def clipped(
     clip_high: float,
     dual_clip: float = 0.0,
 ) -> TokenLoss:
-    """The clipped surrogate with separate bounds and optional dual clip.
+    """Computes the clipped surrogate with separate bounds and an optional dual clip.
 
-    loss = max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A), and where A < 0 and `dual_clip` = c > 1 at most -c A, so
-    that one very likely bad token cannot dominate the batch.
+    loss = max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A). If A < 0 and `dual_clip` = c > 1, the loss is at most -c
+    A, so that one very likely bad token cannot dominate the batch.
 
     Args:
       log_ratio_BxT: log r, differentiable.
@@ -59,7 +59,7 @@ def clipped(
       A TokenLoss.
 
     Raises:
-      LibraError: shapes or dtypes do not fit.
+      LibraError: shapes or dtypes do not match.
 
     Example:
       >>> import jax.numpy as jnp
@@ -93,12 +93,12 @@ def clipped(
 def sequence_log_ratio(
     log_ratio_BxT: jax.Array, mask_BxT: jax.Array, segments_BxT: jax.Array, *, max_segments: int
 ) -> jax.Array:
-    """GSPO's length-normalised log-ratio of a whole trajectory, given to each of its tokens.
+    """Returns GSPO's length-normalised log-ratio of a whole trajectory at each of its tokens.
 
-    log s_i = (1/|y_i|) Σ_t log r_{i,t} over the trained tokens. In the token form that is returned,
-    log s_{i,t} = sg[log s_i] + log r_{i,t} - sg[log r_{i,t}] (sg: no gradient): its value is log s_i at every token,
-    and any aggregation of its tokens has the gradient of the same aggregation of s_i if A is one number a trajectory;
-    it also holds for advantages that differ between tokens. No gradient crosses tokens.
+    log s_i = (1/|y_i|) Σ_t log r_{i,t} over the trained tokens. The result is the token form
+    log s_{i,t} = sg[log s_i] + log r_{i,t} - sg[log r_{i,t}] (sg: no gradient). Its value is log s_i at every token. If
+    A is one number per trajectory, any aggregation of the tokens has the gradient of the same aggregation of s_i. The
+    form also holds for advantages that differ between tokens. No gradient crosses tokens.
 
     Args:
       log_ratio_BxT: log r per token, differentiable.
@@ -120,6 +120,7 @@ def sequence_log_ratio(
     log_ratio_BxT = jnp.where(trained_BxT, log_ratio_BxT, 0.0)
     fixed_BxT = jax.lax.stop_gradient(log_ratio_BxT)
     means_BxS = aggregation.segment_sums(fixed_BxT * weights_BxT, segments_BxT, max_segments=max_segments)
+    # Added and subtracted, the token's log-ratio gives the gradient and leaves the mean as the value.
     return jnp.where(trained_BxT, aggregation.spread(means_BxS, segments_BxT) + log_ratio_BxT - fixed_BxT, 0.0)
 
 
@@ -134,17 +135,17 @@ def gspo(
     clip_high: float,
     dual_clip: float = 0.0,
 ) -> TokenLoss:
-    """Group sequence policy optimisation: the clipped surrogate of the length-normalised sequence ratio.
+    """Computes group sequence policy optimisation: the clipped surrogate of the length-normalised sequence ratio.
 
     Args:
       log_ratio_BxT: log r per token, differentiable.
-      advantages_BxT: A, usually one number a trajectory.
+      advantages_BxT: A, usually one number per trajectory.
       mask_BxT: true (non-zero) on trained tokens.
       segments_BxT: trajectory number inside the row, 1..S; 0 is padding.
       max_segments: S (static).
       clip_low: the lower bound is 1 - clip_low; sequence ratios stay near 1, the paper uses 3e-4.
       clip_high: the upper bound is 1 + clip_high; the paper uses 4e-4.
-      dual_clip: as in `clipped`.
+      dual_clip: same meaning as in `clipped`.
 
     Returns:
       A TokenLoss; the paper's objective aggregates it by `sequence_mean`.
@@ -164,7 +165,7 @@ def cispo(
     clip_low: float,
     clip_high: float,
 ) -> TokenLoss:
-    """Clipped importance-sampling-weight policy optimisation: every token keeps its gradient, its weight is clipped.
+    """Computes clipped importance-sampling-weight policy optimisation: tokens keep their gradient, weights are clipped.
 
     loss = -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log π.
 
@@ -179,7 +180,7 @@ def cispo(
       A TokenLoss; `low_BxT` and `high_BxT` mark the clipped weights.
 
     Raises:
-      LibraError: shapes or dtypes do not fit.
+      LibraError: shapes or dtypes do not match.
 
     Example:
       >>> import jax.numpy as jnp
@@ -192,6 +193,7 @@ def cispo(
     """
     checks.same_shape(log_probs_BxT=log_probs_BxT, log_ratio_BxT=log_ratio_BxT, advantages_BxT=advantages_BxT)
     log_probs_BxT = checks.floats(log_probs_BxT, "log_probs_BxT")
+    # The ratio is only a weight here; the gradient flows through log π alone.
     ratio_BxT = jax.lax.stop_gradient(corrections.bounded_ratio(checks.floats(log_ratio_BxT, "log_ratio_BxT")))
     weight_BxT = jnp.clip(ratio_BxT, 1.0 - clip_low, 1.0 + clip_high)
     loss_BxT = -weight_BxT * checks.floats(advantages_BxT, "advantages_BxT") * log_probs_BxT

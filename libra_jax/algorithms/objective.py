@@ -1,22 +1,22 @@
-"""The trainer's one entry point: from log-probabilities to the sums that a training step adds up.
+"""The trainer's one entry point to this room: turns log-probabilities into the sums of a training step.
 
 Letters: B rows, T tokens.
 
     objective = Σ [ w · policy loss + kl_coefficient · KL(π ‖ π_ref) - entropy_coefficient · H(π) ]
 
-aggregated by one mode, hence over one count. `loss_sum / count` over the whole global batch is the loss; a gradient
-step differentiates `loss_sum` of its micro-batch, and the apply step divides by the global count.
+One aggregation mode applies to all parts, so all share one count. `loss_sum / count` over the global batch is the loss.
+A gradient step differentiates `loss_sum` of its micro-batch, and the apply step divides by the global count.
 
-Three policies may differ: *behaviour* π_b drew the tokens, *proximal* π_p is the policy when the batch arrived, and
-*current* π is being updated.
+Three policies may differ. The *behaviour* policy π_b sampled the tokens, the *proximal* policy π_p is the policy when
+the batch arrived, and the *current* policy π is being updated.
 
-- `objective="behaviour"`: the ratio of the policy loss is π/π_b. It is the importance weight already, so a correction
-  truncates that ratio, or drops the tokens where it is too large; it is not a second factor.
-- `objective="decoupled"`: the ratio is π/π_p, clipped around the proximal policy, and the correction weighs each token
-  by π_p/π_b, truncated or masked (AReaL, arXiv 2505.24298, section 5.2). Exact weights are "truncated" with a cap
-  beyond reach; "none" leaves the weight out.
+- `objective="behaviour"`: the ratio of the policy loss is π/π_b. This ratio already is the importance weight, so a
+  correction truncates the ratio or drops tokens with too large a ratio. It is not a second factor.
+- `objective="decoupled"`: the ratio is π/π_p, clipped around the proximal policy. The correction weighs each token by
+  π_p/π_b, truncated or masked (AReaL, arXiv 2505.24298, section 5.2). For exact weights, use "truncated" with a cap
+  out of reach; "none" leaves the weight out.
 
-With `loss="gspo"` both ratios are length-normalised over the trajectory, so that its tokens share one weight.
+With `loss="gspo"`, both ratios are length-normalised over the trajectory, so its tokens share one weight.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ Metrics = dict[str, tuple[jax.Array, jax.Array]]
 
 
 class ObjectiveSums(NamedTuple):
-    """What a piece of the batch contributes; the parts of any split add up, and their maxima compare.
+    """Contribution of one piece of the batch. The sums of any split add up; maxima combine by comparison.
 
     Attributes:
       loss_sum: scalar to differentiate.
-      count: scalar that the sum of all `loss_sum` is divided by.
-      metrics: name to (sum, count); the metric is sum / count after all parts are added, no value where count is 0.
-      maxima: name to the largest of positive values; 0 where there are none.
+      count: scalar; the sum of all `loss_sum` is divided by the sum of all `count`.
+      metrics: (sum, count) by name. A metric is sum / count after all parts are added; it has no value if count is 0.
+      maxima: largest of positive values by name; 0 if there are none.
     """
 
     loss_sum: jax.Array
@@ -51,7 +51,7 @@ class ObjectiveSums(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    """The inputs, in one float dtype and zero wherever nothing is trained, whatever stood there."""
+    """The inputs in one float dtype, set to zero at all untrained tokens."""
 
     log_probs: jax.Array
     behaviour: jax.Array
@@ -77,36 +77,37 @@ def policy_objective(
     reference_log_probs_BxT: jax.Array | None = None,
     same_version_BxT: jax.Array | None = None,
 ) -> ObjectiveSums:
-    """The objective of packed rows, as sums.
+    """Computes the objective of packed rows, as sums.
 
-    Only `log_probs_BxT` and `entropy_BxT` are differentiated. Log-probs are those of the sampled token at its own
-    position t, in nats, at the sampling temperature. What stands at untrained tokens is ignored, NaN included.
+    Only `log_probs_BxT` and `entropy_BxT` are differentiated. Log-probs belong to the sampled token at its own position
+    t, in nats, at the sampling temperature. Values at untrained tokens are ignored, even NaN.
 
     Args:
-      config: the algorithm (static).
-      log_probs_BxT: current policy.
-      behaviour_log_probs_BxT: policy that drew the token.
-      advantages_BxT: per token.
+      config: settings of the algorithm (static).
+      log_probs_BxT: log-probs under the current policy.
+      behaviour_log_probs_BxT: log-probs under the policy that sampled the token.
+      advantages_BxT: advantages per token.
       mask_BxT: true (non-zero) on trained tokens.
       segments_BxT: trajectory number inside the row, 1..S; 0 is padding.
       max_segments: S (static).
-      entropy_BxT: entropy of the next-token distribution that the token was drawn from; required with an entropy
+      entropy_BxT: entropy of the next-token distribution that the token was sampled from. Required with an entropy
         coefficient, else only reported.
-      proximal_log_probs_BxT: policy at the step's start; required by `objective="decoupled"`. A trainer that takes one
-        update a batch passes `log_probs_BxT` itself: no gradient flows through this argument.
-      reference_log_probs_BxT: frozen reference; required with a KL coefficient as a loss, else only reported.
-      same_version_BxT: true where the policy version that drew the token is the one that scores it; adds
-        `mismatch/kl` and `mismatch/ratio_max`, the disagreement of engine and trainer about the same weights.
+      proximal_log_probs_BxT: log-probs under the policy at the step's start; required by `objective="decoupled"`. A
+        trainer with one update per batch passes `log_probs_BxT` itself: no gradient flows through this argument.
+      reference_log_probs_BxT: log-probs under the frozen reference. Required with a KL coefficient in the loss, else
+        only reported.
+      same_version_BxT: true for tokens sampled by the policy version that scores them. Adds `mismatch/kl` and
+        `mismatch/ratio_max`, the disagreement of engine and trainer about the same weights.
 
     Returns:
-      ObjectiveSums. Metrics: `loss/policy`, `loss/kl` and `loss/entropy` (the parts of the loss, coefficients
-      included, over the loss's count); over trained tokens `entropy`, `kl/reference`, `kl/behaviour` (k3 estimate of
+      ObjectiveSums. Metrics over the loss's count: `loss/policy`, `loss/kl` and `loss/entropy` (parts of the loss,
+      coefficients included). Metrics over trained tokens: `entropy`, `kl/reference`, `kl/behaviour` (k3 estimate of
       KL(π_b ‖ π)), `clip/low_fraction`, `clip/high_fraction`, `clip/dual_fraction`, `correction/*` (see
       `corrections.diagnostics`), `mismatch/kl`. Maxima: `ratio/max` (of the policy loss), `mismatch/ratio_max`.
 
     Raises:
-      ConfigError: the config asks for log-probs or an entropy that are not given.
-      LibraError: shapes or dtypes do not fit.
+      ConfigError: the config needs log-probs or an entropy that are not given.
+      LibraError: shapes or dtypes do not match.
 
     Example:
       >>> import jax.numpy as jnp
@@ -136,9 +137,11 @@ def policy_objective(
         same_version_BxT=same_version_BxT,
     )
     _check_given(config, entropy_BxT, proximal_log_probs_BxT, reference_log_probs_BxT)
+    # Padding is never trained, even if the mask is set there.
     trained_BxT = (mask_BxT != 0) & (segments_BxT > 0)
 
     def clean(array: jax.Array, name: str) -> jax.Array:
+        # A where, not a product: 0 * NaN is NaN, in the value and in the gradient.
         return jnp.where(trained_BxT, checks.floats(array, name), 0.0)
 
     def fixed(array: jax.Array | None, name: str) -> jax.Array | None:
@@ -166,7 +169,7 @@ def _check_given(
     proximal_BxT: jax.Array | None,
     reference_BxT: jax.Array | None,
 ) -> None:
-    """Raises ConfigError for an input that the config asks for and the caller left out."""
+    """Raises ConfigError if the config needs an input that the caller left out."""
     if config.objective == "decoupled" and proximal_BxT is None:
         raise protocols.ConfigError('config.algorithm.objective: "decoupled" needs proximal_log_probs_BxT')
     if config.kl_coefficient > 0 and not config.kl_in_reward and reference_BxT is None:
@@ -205,6 +208,7 @@ def _sums(config: config_lib.AlgorithmConfig, tokens: _Tokens, max_segments: int
             entropy_sum = -config.entropy_coefficient * aggregation.weighted_sum(tokens.entropy, weights_BxT)
             metrics["loss/entropy"] = (jax.lax.stop_gradient(entropy_sum), count)
             loss_sum += entropy_sum
+    # KL(π_b ‖ π): the behaviour policy sampled the tokens, so it is the first argument.
     metrics["kl/behaviour"] = token_mean(kl.k3(tokens.behaviour, tokens.log_probs))
     metrics["clip/low_fraction"] = token_mean(token_loss.low_BxT)
     metrics["clip/high_fraction"] = token_mean(token_loss.high_BxT)
@@ -217,16 +221,18 @@ def _sums(config: config_lib.AlgorithmConfig, tokens: _Tokens, max_segments: int
 def _policy_loss(
     config: config_lib.AlgorithmConfig, tokens: _Tokens, max_segments: int
 ) -> tuple[losses.TokenLoss, Metrics]:
-    """The corrected policy loss per token, and the correction's diagnostics."""
+    """Returns the corrected policy loss per token, and the correction's diagnostics."""
     decoupled = config.objective == "decoupled"
     anchor_BxT = tokens.proximal if decoupled and tokens.proximal is not None else tokens.behaviour
     log_ratio_BxT = tokens.log_probs - anchor_BxT
+    # Decoupled: π_p/π_b is a separate weight. Else the ratio π/π_b is itself the importance weight.
     importance_BxT = anchor_BxT - tokens.behaviour if decoupled else log_ratio_BxT
     if config.loss == "gspo":
         normalise = functools.partial(
             losses.sequence_log_ratio, mask_BxT=tokens.trained, segments_BxT=tokens.segments, max_segments=max_segments
         )
         log_ratio_BxT, importance_BxT = normalise(log_ratio_BxT), normalise(importance_BxT)
+    # Weights change the measure, not the objective, so no gradient flows through them.
     importance_BxT = jax.lax.stop_gradient(importance_BxT)
     weights_BxT = corrections.weights(importance_BxT, config.correction, cap=config.correction_cap)
     factor_BxT = weights_BxT
@@ -247,15 +253,16 @@ def _policy_loss(
 def _correct_ratio(
     config: config_lib.AlgorithmConfig, log_ratio_BxT: jax.Array, weights_BxT: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Where the ratio itself is the importance weight: the corrected log-ratio, and the factor that drops tokens."""
+    """Corrects a ratio that is itself the importance weight: returns the log-ratio, and a factor that drops tokens."""
     if config.correction == "truncated":
         log_ratio_BxT = corrections.cap_log_ratio(log_ratio_BxT, cap=config.correction_cap)
         return log_ratio_BxT, jnp.ones_like(weights_BxT)
+    # Masked: the factor only drops tokens; a weight of r would count the ratio twice.
     return log_ratio_BxT, (weights_BxT > 0).astype(weights_BxT.dtype)
 
 
 def _report_mismatch(sums: ObjectiveSums, tokens: _Tokens, same_BxT: jax.Array) -> None:
-    """Adds how far engine and trainer disagree on the tokens whose policy version is the scoring one."""
+    """Adds the disagreement of engine and trainer on tokens sampled by the scoring version."""
     log_probs_BxT = jax.lax.stop_gradient(tokens.log_probs)
     kl_BxT = jnp.where(same_BxT, kl.k3(tokens.behaviour, log_probs_BxT), 0.0)
     sums.metrics["mismatch/kl"] = (jnp.sum(kl_BxT), jnp.sum(same_BxT, dtype=kl_BxT.dtype))
@@ -263,5 +270,5 @@ def _report_mismatch(sums: ObjectiveSums, tokens: _Tokens, same_BxT: jax.Array) 
 
 
 def _largest(values_BxT: jax.Array, keep_BxT: jax.Array) -> jax.Array:
-    """Largest of the (positive) values that are kept; 0 if none is."""
+    """Returns the largest of the kept (positive) values; 0 if none is kept."""
     return jax.lax.stop_gradient(jnp.max(jnp.where(keep_BxT, values_BxT, 0.0), initial=0.0))

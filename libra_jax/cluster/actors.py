@@ -1,13 +1,13 @@
-"""What both backends share: making an actor from its spec, calling it, and turning what goes wrong into one sentence.
+"""The common part of both backends: makes an actor from its spec, calls it, and turns errors into one sentence.
 
-An actor is any object; its public methods are what its handle can call. Where a method runs depends on its kind alone:
+An actor is any object; its handle can call its public methods. The kind of a method decides where it runs:
 
-- *sync* methods run on the actor's own thread, always the same one (JAX's mesh contexts are thread-local);
+- *sync* methods run on the actor's own thread, always the same thread (JAX's mesh contexts are thread-local);
 - *async* methods run on the event loop and interleave;
-- *stream* methods (async generators) run on the event loop in one task each, which reads ahead a little, so that an
-  actor never waits for the round trip to its caller.
+- *stream* methods (async generators) run on the event loop in one task each. The task reads a little ahead, so that
+  an actor never waits for the round trip to its caller.
 
-An actor without async and stream methods is made on its thread too; any other on the event loop.
+An actor with only sync methods is also made on its thread; any other actor is made on the event loop.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ T = TypeVar("T")
 MethodKind = Literal["sync", "async", "stream"]
 
 READ_AHEAD = 64
-"""Items of a stream that may wait for their reader before the actor's generator is held back."""
+"""Maximum unread items of a stream before the actor's generator is held back."""
 
 _LONGEST_MESSAGE = 400
-_CANCEL_SECONDS = 5.0  # for async work that was cancelled at stop to unwind
+_CANCEL_SECONDS = 5.0  # for cancelled async work to unwind at stop
 
 
 def resolve(spec: ActorSpec) -> Callable[..., Any]:
-    """The callable that `spec.factory` names.
+    """Returns the callable that `spec.factory` names.
 
     Raises:
       ConfigError: the name is malformed, its module cannot be imported, or the module lacks it.
@@ -64,7 +64,7 @@ def resolve(spec: ActorSpec) -> Callable[..., Any]:
 
 
 def methods_of(actor: Any) -> dict[str, MethodKind]:
-    """Public methods of an actor (an object or its class) and their kinds, without running its properties."""
+    """Returns the kinds of an actor's public methods by name, without running its properties. Takes a class, too."""
     kinds: dict[str, MethodKind] = {}
     for name in dir(actor):
         if name.startswith("_") or isinstance(inspect.getattr_static(actor, name), property):
@@ -80,6 +80,7 @@ def _kind(method: Callable[..., Any]) -> MethodKind:
         return "stream"
     if inspect.iscoroutinefunction(method):
         return "async"
+    # A plain function that returns an async iterator is a stream too; only its annotation says so.
     try:
         returned = typing.get_type_hints(method).get("return")
     except (NameError, TypeError, AttributeError):
@@ -89,9 +90,9 @@ def _kind(method: Callable[..., Any]) -> MethodKind:
 
 
 def made_on_loop(factory: Callable[..., Any]) -> bool:
-    """Whether the factory has to run on the event loop: it is async itself, or makes an actor with async methods.
+    """Returns True if the factory must run on the event loop: it is async, or makes an actor with async methods.
 
-    A plain function tells by its return annotation; without one that names a concrete class, it runs on the thread.
+    A plain function declares its actor by the return annotation. Without a concrete class there, it runs on the thread.
     """
     if inspect.iscoroutinefunction(factory):
         return True
@@ -107,7 +108,7 @@ def made_on_loop(factory: Callable[..., Any]) -> bool:
 
 
 def summary(error: BaseException) -> str:
-    """`Type: message` on one line, cut to a readable length."""
+    """Returns `Type: message` on one line, cut to a readable length."""
     text = " ".join(str(error).split())
     if len(text) > _LONGEST_MESSAGE:
         text = f"{text[:_LONGEST_MESSAGE]}..."
@@ -115,22 +116,22 @@ def summary(error: BaseException) -> str:
 
 
 def translate(error: BaseException, actor: str, what: str) -> LibraError:
-    """The error as its reader gets it: ours as themselves, any other as one sentence that names the actor."""
+    """Returns a LibraError unchanged, and any other error as one sentence that names the actor."""
     if isinstance(error, LibraError):
         return error
     return LibraError(f"actor {actor!r}: {what} failed with {summary(error)}")
 
 
 def lost(actor: str, why: str) -> WorkerLost:
-    """The error of every call to an actor that is gone."""
+    """Returns the error of every call to an actor that is gone."""
     return WorkerLost(f"actor {actor!r} {why}; make it anew to go on")
 
 
 class ActorThread:
-    """One daemon thread that runs what it is given, in order.
+    """One daemon thread that runs the given functions in order.
 
-    Not a ThreadPoolExecutor: the interpreter joins those at exit, so one method that hangs would keep the process
-    alive for ever.
+    Not a ThreadPoolExecutor, because the interpreter joins its threads at exit: one hanging method would keep the
+    process alive forever.
     """
 
     def __init__(self, name: str) -> None:
@@ -148,30 +149,30 @@ class ActorThread:
             self.running = what
             try:
                 future.set_result(function())
-            except BaseException as error:  # SystemExit included: it must reach the caller, not end this thread
+            except BaseException as error:  # including SystemExit: the caller must get it, and this thread must live
                 future.set_exception(error)
             self.running = ""
-            del job, function, future  # what they hold (arrays, batches) is freed now, not at the next call
+            del job, function, future  # frees their arrays and batches now, not at the next call
 
     def submit(self, what: str, function: Callable[[], Any]) -> asyncio.Future[Any]:
-        """Queues the function; the future belongs to the running event loop."""
+        """Queues the function. The future belongs to the running event loop."""
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         self._jobs.put((what, function, future))
         return asyncio.wrap_future(future)
 
     def drop_waiting(self) -> None:
-        """Cancels what is queued and has not begun."""
+        """Cancels the queued functions that have not begun."""
         with contextlib.suppress(queue.Empty):
             while (job := self._jobs.get_nowait()) is not None:
                 job[2].cancel()
 
     def close(self) -> None:
-        """Lets the thread end after what is queued."""
+        """Ends the thread after the queued functions."""
         self._jobs.put(None)
 
 
 class Pump:
-    """Reads an async iterator in one task of its own, at most `READ_AHEAD` items ahead of its reader."""
+    """Reads an async iterator in its own task, at most `READ_AHEAD` items ahead of its reader."""
 
     def __init__(self, iterator: AsyncIterator[Any]) -> None:
         self._iterator = iterator
@@ -194,7 +195,7 @@ class Pump:
                 await self._iterator.aclose()
 
     async def take(self) -> list[Any]:
-        """Everything read since the last call, at least one item; empty at the end. Raises what the iterator raised."""
+        """Returns all items since the last call, at least one; empty at the end. Raises the iterator's error."""
         while not self._items:
             if self.task.done():
                 self.task.result()
@@ -211,11 +212,11 @@ class Pump:
         self.task.cancel()
         await asyncio.wait({self.task})
         if not self.task.cancelled():
-            self.task.exception()  # seen: a generator that raises while it is closed has nobody left to tell
+            self.task.exception()  # marked as retrieved: nobody waits for the error of a generator that is being closed
 
 
 class ActorHost:
-    """An actor, its thread, and what it is doing now. Lives in the process, and on the event loop, that runs it."""
+    """An actor, its thread and its running calls. Lives in the process and on the event loop that run the actor."""
 
     def __init__(self, spec: ActorSpec) -> None:
         self.spec = spec
@@ -255,11 +256,11 @@ class ActorHost:
         return asyncio.ensure_future(function())
 
     async def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The result of a sync or async method.
+        """Returns the result of a sync or async method.
 
         Raises:
-          WorkerLost: the actor has been stopped, before or during the call.
-          LibraError: whatever the method raised.
+          WorkerLost: the actor was stopped, before or during the call.
+          LibraError: the method raised an error.
         """
         self._check_alive()
         work = self._begin(method, args, kwargs)
@@ -275,7 +276,7 @@ class ActorHost:
             self._work.discard(work)
 
     def open(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Pump:
-        """Begins a stream method; the pump is read with `take` and has to be closed."""
+        """Starts a stream method. The caller reads the pump with `take` and must close it."""
         self._check_alive()
         pump = Pump(getattr(self._actor, method)(*args, **kwargs))
         self._work.add(pump.task)
@@ -283,7 +284,7 @@ class ActorHost:
         return pump
 
     async def take(self, pump: Pump, method: str) -> list[Any]:
-        """The next items of a stream, as many as have come in; empty at its end. Raises as `call` does."""
+        """Returns all items of a stream that have arrived; empty at its end. Raises the same errors as `call`."""
         try:
             return await pump.take()
         except asyncio.CancelledError:
@@ -297,7 +298,7 @@ class ActorHost:
             raise lost(self.spec.name, "has been stopped")
 
     def _check_caller_cancelled(self) -> None:
-        """Tells two meanings of a cancelled call apart: its caller gave up, or the work was cancelled under it."""
+        """Raises WorkerLost if the work of a cancelled call was cancelled, not its caller."""
         task = asyncio.current_task()
         if task is None or not task.cancelling():
             raise lost(
@@ -305,10 +306,10 @@ class ActorHost:
             ) from None
 
     async def stop(self, seconds: float) -> None:
-        """Calls the actor's `shutdown`, after the sync method it may be in, and ends every other call with WorkerLost.
+        """Calls the actor's `shutdown` after its current sync method. Ends every other call with WorkerLost.
 
         Raises:
-          DeadlineMissed: something still ran after `seconds`; it is named, and left behind.
+          DeadlineMissed: a call still ran after `seconds`; the message names the call, which is left behind.
           LibraError: `shutdown` failed.
         """
         if self._stopped:
@@ -316,6 +317,7 @@ class ActorHost:
         self._stopped = True
         work = set(self._work)
         if self._thread is not None:
+            # Queued calls would delay `shutdown`; only the running call may finish.
             self._thread.drop_waiting()
         ending = asyncio.ensure_future(self._end())
         try:
@@ -342,11 +344,12 @@ class ActorHost:
         if "shutdown" in self.methods:
             await self._begin("shutdown", (), {})
         if self._thread is not None:
+            # An empty job behind `shutdown`: when it has run, the thread is idle even if `shutdown` is async.
             await self._thread.submit("shutdown", lambda: None)
 
 
 def _origin(error: BaseException) -> BaseException | None:
-    """What `raise ... from` keeps: the error itself where it is translated, its own cause where it is ours."""
+    """Returns the cause for `raise ... from`: the cause of a LibraError, else the error itself."""
     return error.__cause__ if isinstance(error, LibraError) else error
 
 
@@ -354,8 +357,8 @@ class Handle:
     """`protocols.ActorHandle` of an actor that a backend made.
 
     Args:
-      name: the actor's name.
-      kinds: the actor's public methods.
+      name: name of the actor.
+      kinds: public methods of the actor.
       call: runs a sync or async method by its name.
       stream: runs a stream method by its name.
     """
@@ -391,7 +394,7 @@ class Handle:
     def stream(
         self, method: Callable[Concatenate[Any, P], AsyncIterator[T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> AsyncGenerator[T, None]:
-        """Yields the items of a stream method; its errors are those of `call`."""
+        """Yields the items of a stream method. Raises the same errors as `call`."""
         self._kind(method.__name__)
         return cast(AsyncGenerator[T, None], self._stream(method.__name__, *args, **kwargs))
 
@@ -408,10 +411,10 @@ def check_name_free(name: str, taken: Collection[str]) -> None:
 
 
 async def stop_all(stop: Callable[[str], Awaitable[None]], names: Collection[str]) -> None:
-    """Stops the named actors, last first, all of them even if some fail; then raises one error for those.
+    """Stops all named actors, the last first, even if some fail; then raises one error for all failures.
 
-    Processes of one set (`<name>.0`, `<name>.1`, ...: `trainer_control.client`) stop together: each waits for the
-    others before it leaves, and asked alone would do so until it gives up.
+    Processes of one set (`<name>.0`, `<name>.1`, ...: `trainer_control.client`) stop together. Each waits for the
+    others before it leaves, so a process stopped alone would wait until its deadline.
     """
     sets: dict[str, list[str]] = {}
     for name in reversed(list(names)):

@@ -1,6 +1,6 @@
-"""Which CPU cores are near a worker's GPUs, on hosts of several NUMA nodes.
+"""Finds the CPU cores near a worker's GPUs, on hosts with several NUMA nodes.
 
-NVIDIA's library tells, through its own Python package (nvidia-ml-py, which installs `pynvml`). Not run on a host with a
+Asks NVIDIA's library through its own Python package (nvidia-ml-py, which installs `pynvml`). Not run on a host with a
 GPU: tested against a stand-in for that library.
 """
 
@@ -14,14 +14,14 @@ _WORD_BITS = 64
 
 
 def cores_near(visible: str) -> tuple[int, ...]:
-    """Cores of the NUMA nodes that the GPUs are attached to, of those that this process may use.
+    """Returns the usable cores of the NUMA nodes that the GPUs are attached to.
 
-    Empty where there is nothing to choose or to learn: all cores are as near, no GPU is named, or there is no library
-    or driver to ask.
+    The result is empty if there is no choice (all cores are equally near), no GPU is named, or the library or driver is
+    missing.
 
     Args:
-      visible: the GPUs, as CUDA_VISIBLE_DEVICES names them, by number or UUID. Numbers are taken as the library's,
-        in the order of the bus, which is CUDA's too where all GPUs of a host are alike.
+      visible: GPUs as in CUDA_VISIBLE_DEVICES, by number or UUID. Numbers are read as the library's, in bus order,
+        which is CUDA's order too if all GPUs of a host are alike.
 
     Source: `nvmlDeviceGetCpuAffinityWithinScope` of NVIDIA's NVML reference.
     """
@@ -36,12 +36,13 @@ def cores_near(visible: str) -> tuple[int, ...]:
         return ()
     try:
         near = {core for name in names for core in _of_gpu(nvml, name)}
-    except nvml.NVMLError:  # an older driver does not tell
+    except nvml.NVMLError:  # an older driver lacks this query
         return ()
     finally:
         nvml.nvmlShutdown()
     usable = os.sched_getaffinity(0)
     kept = near & usable
+    # If all usable cores are near, or none, there is nothing to pin.
     return () if kept in (set(), usable) else tuple(sorted(kept))
 
 

@@ -1,4 +1,4 @@
-"""The cluster that the config asks for. Reaches for Ray only where the config does."""
+"""Makes the cluster that the config requests. Imports Ray only if the config requests Ray."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from libra_jax.config import ClusterConfig
 from libra_jax.protocols import Cluster, ConfigError
 
 RESOURCES = {"cuda": "GPU", "tpu": "TPU"}
-"""Ray's names for accelerators, by `trainer.platform`. Elsewhere CPU cores stand for them."""
+"""Ray's names for accelerators, by `trainer.platform`. For other platforms, CPU cores stand for them."""
 
 
 def create(
@@ -22,18 +22,18 @@ def create(
     platform: str = "cpu",
     told: Callable[[granted.Granted], None] | None = None,
 ) -> Cluster:
-    """Makes the cluster; Ray itself is started or joined at the first `spawn`.
+    """Makes the cluster. The first `spawn` starts or joins Ray itself.
 
     Args:
       config: the backend and, for Ray, the address of the cluster to join.
-      start_seconds: deadline for reaching or starting Ray, and for it to place an actor.
-      shutdown_seconds: deadline for an actor to stop.
-      layout: of the run over hosts; None: Ray places each actor wherever there is room.
-      platform: what the hosts' accelerators are, as `trainer.platform` has it.
-      told: is given what the cluster granted of the layout, and again whenever a host is replaced.
+      start_seconds: seconds for reaching or starting Ray, and for Ray to place an actor.
+      shutdown_seconds: seconds for an actor to stop.
+      layout: layout of the run over hosts; None: Ray places each actor on any node with room.
+      platform: platform of the hosts' accelerators, as in `trainer.platform`.
+      told: called with the granted hosts, and again whenever a host is replaced.
 
     Raises:
-      ConfigError: Ray is asked for and not installed.
+      ConfigError: the config requests Ray, and it is not installed.
     """
     if config.backend == "inprocess":
         return inprocess.InProcessCluster(shutdown_seconds=shutdown_seconds)

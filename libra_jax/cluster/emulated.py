@@ -1,10 +1,12 @@
-"""Hosts that are emulated on this machine: Ray nodes, each with an address of its own on the loopback network.
+"""Emulated hosts on this machine: Ray nodes, each with its own address on the loopback network.
 
-They are started with `ray start`, as hosts of a real cluster are, and not with Ray's own utility for tests
-(`ray.cluster_utils`), whose nodes share one address and one process, and which tells every program on the machine to
-join them. Ray 2.60 listens on all networks of a machine unless a node has the address 127.0.0.1, which two cannot have:
-these ask for a token, made for them alone. What is emulated is who is where, and who dies with whom;
-links between hosts are as fast as memory here, and all share the machine's cores. Linux only.
+`ray start` starts them, as on the hosts of a real cluster. Ray's own test utility (`ray.cluster_utils`) would give all
+nodes one address and one process, and would tell every program on the machine to join them. Ray 2.60 listens on all
+networks of a machine unless the node's address is 127.0.0.1, which two nodes cannot share. These nodes therefore ask
+for a token, made only for them.
+
+The emulation covers placement and shared failure: which process is on which host, and dies with it. Links between the
+hosts are as fast as memory, and all hosts share the machine's cores. Linux only.
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ from libra_jax.protocols import LibraError
 from libra_jax.weights import memfd
 
 PREFIX = "libra-ray-"
-"""Of folders for Ray; what a killed process left is removed by its number (`cluster.ray_runtime`)."""
+"""Prefix of Ray's folders, followed by a process id, by which leftovers are removed (`cluster.ray_runtime`)."""
 
 MOST = 250
-"""Hosts, each the last number of its address."""
+"""Maximum number of hosts; each uses one last number of an address."""
 
 _OBJECT_STORE_MIB = 100
 _END_SECONDS = 10.0
@@ -38,21 +40,21 @@ _STARTED = "Ray runtime started"
 
 
 class EmulatedHosts:
-    """So many hosts, `host-0` and on; the first is Ray's head. A context manager, which starts and ends them.
+    """A number of hosts, `host-0` and on; the first is Ray's head. A context manager, which starts and ends them.
 
-    Ended with this process, however that ends.
+    The hosts end with this process, in any case.
 
     Args:
-      count: hosts.
-      accelerators: of each; cores stand for them.
-      gpus: Ray is told of as many GPUs as well, which are not there.
-      seconds: deadline for all to be up.
-      environment: environment variables of single hosts, by number.
-      roles: what single hosts are for, by number; the others are for anything (`granted.ROLE_LABEL`).
+      count: number of hosts.
+      accelerators: number of accelerators of each host; CPU cores stand for them.
+      gpus: tell Ray of an equal number of GPUs, which do not exist.
+      seconds: seconds for all hosts to start.
+      environment: environment variables of single hosts, by host number.
+      roles: roles of single hosts, by host number; other hosts have any role (`granted.ROLE_LABEL`).
 
     Attributes:
-      address: of the head, for `config.cluster.address`.
-      environment: environment variables of programs that are to join them.
+      address: address of the head, for `config.cluster.address`.
+      environment: environment variables of programs that are to join the hosts.
     """
 
     def __init__(
@@ -78,11 +80,11 @@ class EmulatedHosts:
         self._folder = Path()
         self._hosts: dict[int, subprocess.Popen[bytes]] = {}
         self._guards: dict[int, guard.Guard] = {}
-        # A network of its own, so that those of two programs do not meet at Ray's fixed ports.
+        # Each program has its own network, so that two programs do not collide at Ray's fixed ports.
         self._network = f"127.{1 + os.getpid() // MOST % MOST}.{os.getpid() % MOST}"
 
     def __enter__(self) -> EmulatedHosts:
-        # Names of Ray's sockets are long, and the kernel takes 107 characters: not in a deep TMPDIR.
+        # Socket names of Ray are long, and the kernel allows 107 characters, so a deep TMPDIR does not work.
         self._folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir="/tmp"))
         token = self._folder / "token"
         token.touch(mode=0o600)
@@ -105,10 +107,10 @@ class EmulatedHosts:
         self.end()
 
     def add(self, number: int, *, seconds: float = 120.0) -> None:
-        """Starts one more, or one that was killed, under a number that is free; does not wait if `seconds` is 0.
+        """Starts a new or a killed host under a free number. Does not wait if `seconds` is 0.
 
         Raises:
-          LibraError: it does not start in time.
+          LibraError: the host does not start in time.
         """
         self._start(number, f"--address={self.address}")
         if seconds:
@@ -120,22 +122,22 @@ class EmulatedHosts:
         with contextlib.suppress(psutil.NoSuchProcess):
             whole = psutil.Process(host.pid)
             processes = [whole, *whole.children(recursive=True)]
-            for process in processes:  # none sees another's end and tidies up
+            for process in processes:  # suspended first, so that none sees another's end and cleans up
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.suspend()
             for process in processes + whole.children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
         host.wait()
-        if number:  # the head's guard stays: it removes the folder in the end
+        if number:  # the head's guard stays, because it removes the folder in the end
             self._guards.pop(number).fire(_END_SECONDS)
 
     def lives(self, number: int) -> bool:
-        """Whether a host is up: it has neither been killed nor ended of itself, as Ray's do that lose their raylet."""
+        """Returns True if a host is up. A host also ends by itself if it loses its raylet."""
         return number in self._hosts and self._hosts[number].poll() is None
 
     def end(self) -> None:
-        """Ends them all, and removes their files. Idempotent."""
+        """Ends all hosts and removes their files. Idempotent."""
         for host in self._hosts.values():
             host.terminate()
         for host in self._hosts.values():
@@ -153,7 +155,7 @@ class EmulatedHosts:
         )
         self._wait(0, deadline)
         file = self._folder / "0" / "ray_current_cluster"
-        while not (address := file.read_text().strip() if file.exists() else ""):  # Ray says that it has started first
+        while not (address := file.read_text().strip() if file.exists() else ""):  # "started" comes before the file
             if time.monotonic() > deadline:
                 raise LibraError(f"Ray's head, emulated here, did not tell its address within {self._seconds:g} s")
             time.sleep(0.1)
@@ -166,7 +168,7 @@ class EmulatedHosts:
             f"--node-name=host-{number}",
             f"--num-cpus={self._accelerators}",
             f"--num-gpus={self._gpus}",
-            f"--temp-dir={self._folder / str(number)}",  # their own: nodes that start at once would take one's sockets
+            f"--temp-dir={self._folder / str(number)}",  # one each: nodes that start at once would share sockets
             f"--object-store-memory={_OBJECT_STORE_MIB << 20}",
             *("--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"),
             "--include-log-monitor=false",
@@ -179,7 +181,7 @@ class EmulatedHosts:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for the command that uses them
+                start_new_session=True,  # Ctrl-C is only for the command that uses the hosts
                 env={**os.environ, **self.environment, **_named(number), **self._own.get(number, {})},
             )
         folder = str(self._folder) if number == 0 else ""
@@ -199,5 +201,5 @@ class EmulatedHosts:
 
 
 def _named(number: int) -> dict[str, str]:
-    """Has the processes of a host take the memory of others for another host's, which it would be."""
+    """Returns variables by which a host's processes treat other hosts' memory as remote, as it would really be."""
     return {memfd.HOST_VARIABLE: f"emulated-{number}"}

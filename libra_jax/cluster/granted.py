@@ -1,6 +1,6 @@
-"""What a cluster gave a run: the nodes that are its hosts and what they have installed, or why it gave none.
+"""The cluster's answer to a run: the nodes that are its hosts and their packages, or the reason for a refusal.
 
-Pure decisions and sentences over what `cluster.ray_placement` has found out.
+Pure decisions and sentences about the findings of `cluster.ray_placement`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from libra_jax.cluster import hosts
 from libra_jax.protocols import LibraError
 
 NAMED = 8
-"""Of a long list, so many are named in a sentence; a run's `hosts.json` has them all."""
+"""Maximum number of names that a sentence lists; a run's `hosts.json` lists all."""
 
 ROLE_LABEL = "libra-role"
-"""Of a node (`ray start --labels libra-role=rollout`): "training" or "rollout" is all that it may do, where a cluster
-has machines of two kinds."""
+"""Label of a node (`ray start --labels libra-role=rollout`). It limits the node to "training" or "rollout", if a
+cluster has two kinds of machines."""
 
 SOURCES = "libra_jax"
-"""Of `Node.versions`, what must be there on every host; other packages only some of them need."""
+"""Entry of `Node.versions` that every host must have; not all hosts need the other packages."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,13 @@ class Node:
     """A node of the cluster.
 
     Attributes:
-      node_id: Ray's.
-      name: that it was started with; its address if it was given none.
-      address: under which the others reach it.
-      resources: that it has in all, taken or not, by Ray's names for them.
-      accelerators: ids of those that the run has of it, as its own programs are to be told of them; empty on CPU.
-      versions: of what matters to a run and is installed there, by the package's name.
-      role: that it is labelled to have (`ROLE_LABEL`); empty: any.
+      node_id: Ray's id of the node.
+      name: name that the node was started with; its address if it has no name.
+      address: address by which other nodes reach it.
+      resources: total resources of the node, taken or free, by Ray's names.
+      accelerators: ids of the accelerators that the run has there, for the run's programs; empty on CPU.
+      versions: versions of the packages that matter to a run, by package name.
+      role: role of the node's label (`ROLE_LABEL`); empty: any role.
     """
 
     node_id: str
@@ -49,12 +49,12 @@ class Node:
 
 @dataclass(frozen=True)
 class Granted:
-    """A run's hosts, and the node that each is.
+    """The hosts of a run, and the node of each host.
 
     Attributes:
-      layout: how the run lies on them.
-      nodes: one each, in the order of the hosts' numbers.
-      resource: Ray's name for what its accelerators are: "GPU", "TPU"; "CPU" where cores stand for them.
+      layout: layout of the run over the hosts.
+      nodes: one node per host, in the order of the hosts' numbers.
+      resource: Ray's name for the accelerators: "GPU" or "TPU"; "CPU" if cores stand for them.
     """
 
     layout: hosts.Layout
@@ -62,7 +62,7 @@ class Granted:
     resource: str
 
     def sentence(self) -> str:
-        """What was granted, on one line."""
+        """Describes the granted hosts on one line."""
         parts = []
         for role, verb in (("training", "to train"), ("rollout", "to roll out")):
             mine = [host for host in self.layout.hosts if host.role == role]
@@ -74,7 +74,7 @@ class Granted:
         return f"Ray placed the run on {len(self.nodes)} hosts: {'; '.join(parts)}. {versions}."
 
     def record(self) -> list[dict[str, Any]]:
-        """The same for a program, all of it; JSON-able."""
+        """Returns all granted hosts as JSON-able values."""
         return [
             {
                 "host": host.number,
@@ -92,32 +92,31 @@ class Granted:
 
 
 def listed(names: Iterable[str]) -> str:
-    """The first of them, and how many more there are."""
+    """Joins the first names, and counts the rest."""
     known = list(names)
     more = len(known) - NAMED
     return ", ".join(known) if more <= 0 else f"{', '.join(known[:NAMED])} and {more} more"
 
 
 def label(role: hosts.Role) -> str:
-    """Of a node that is for one role, as `ray start --labels` takes it."""
+    """Returns the label of a node with one role, for `ray start --labels`."""
     return f"{ROLE_LABEL}={role}"
 
 
 def natural(name: str) -> list[tuple[bool, int, str]]:
-    """Sorts names as people do: node-2 before node-10."""
+    """Returns a sort key that sorts names as people do: node-2 before node-10."""
     return [(not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name)]
 
 
 def by_name(shapes: Sequence[Mapping[str, float]], nodes: Sequence[Node]) -> tuple[int, ...]:
-    """Which bundle each host gets: of bundles of one shape, the hosts of lower numbers get the nodes named first.
+    """Assigns a bundle to each host: among bundles of one shape, lower host numbers get nodes that sort first by name.
 
-    Where nodes are labelled with roles, so among those of one label.
-
-    Neighbours in name are neighbours in most machine rooms, so that the trainer's mesh is contiguous over their links.
+    If nodes have role labels, this holds among the nodes of one label. Neighbours in name are neighbours in most
+    machine rooms, so the trainer's mesh is contiguous over their links.
 
     Args:
-      shapes: of each host, and of the bundle that was asked for it: resource to quantity.
-      nodes: that each bundle was placed on.
+      shapes: resources of each host, and of the bundle requested for it: resource to quantity.
+      nodes: node that each bundle was placed on.
     """
     alike: dict[tuple[frozenset[tuple[str, float]], str], list[int]] = {}
     for number, (shape, node) in enumerate(zip(shapes, nodes, strict=True)):
@@ -129,12 +128,12 @@ def by_name(shapes: Sequence[Mapping[str, float]], nodes: Sequence[Node]) -> tup
 
 
 def why_not(layout: hosts.Layout, resource: str, nodes: Sequence[Node]) -> str:
-    """Why the nodes can never hold the run, whatever else they are busy with; empty if they can.
+    """Explains why the nodes can never hold the run, even if idle; empty if they can.
 
     Args:
-      layout: of the run over its hosts, each of which takes as many CPUs as accelerators.
-      resource: Ray's name for its accelerators.
-      nodes: that there are.
+      layout: layout of the run over its hosts. Each host takes one CPU per accelerator.
+      resource: Ray's name for the accelerators.
+      nodes: nodes of the cluster.
     """
     for role, purpose in (("", ""), ("training", " to train"), ("rollout", " to roll out")):
         needs = [host.accelerators for host in layout.hosts if role in ("", host.role)]
@@ -145,14 +144,15 @@ def why_not(layout: hosts.Layout, resource: str, nodes: Sequence[Node]) -> str:
 
 
 def short(layout: hosts.Layout, resource: str, free: Mapping[str, float]) -> str:
-    """What the run takes in all, and of which other programs leave too little; the accelerators where it is neither."""
+    """Compares the run's total with what other programs leave free: of accelerators, or of CPUs if only they lack."""
     taken = sum(host.accelerators for host in layout.hosts)
     kind = "CPU" if free.get(resource, 0) >= taken > free.get("CPU", 0) else resource
     return f"it takes {taken} {kind}s, and other programs leave {free.get(kind, 0):g}"
 
 
 def _too_few_cpus(needs: Sequence[int], resource: str, nodes: Sequence[Node], purpose: str) -> str:
-    """Why hosts that have the accelerators are short of CPUs; empty if they are not."""
+    """Explains why hosts with enough accelerators have too few CPUs; empty if they have enough."""
+    # Largest need against largest node, sorted: if this pairing fails, every other assignment fails too.
     both = [min(node.resources.get(resource, 0), node.resources.get("CPU", 0)) for node in nodes]
     if all(need <= have for need, have in zip(sorted(needs)[::-1], sorted(both)[::-1], strict=False)):
         return ""
@@ -165,13 +165,13 @@ def _too_few_cpus(needs: Sequence[int], resource: str, nodes: Sequence[Node], pu
 
 
 def refusal(needs: Sequence[int], resource: str, nodes: Sequence[Node], purpose: str = "") -> str:
-    """Why the nodes cannot hold hosts that need so many accelerators each; empty if they can.
+    """Explains why the nodes cannot hold hosts of these sizes; empty if they can.
 
     Args:
-      needs: accelerators of each host.
-      resource: Ray's name for them.
-      nodes: that there are; with a purpose, those that are for it.
-      purpose: of the hosts, as " to train"; empty: all of the run.
+      needs: number of accelerators of each host.
+      resource: Ray's name for the accelerators.
+      nodes: nodes of the cluster; with a purpose, only nodes that allow it.
+      purpose: purpose of the hosts, as " to train"; empty: the whole run.
     """
     have = [(node.name, int(node.resources.get(resource, 0))) for node in nodes]
     asked = f"the run takes {len(needs)} hosts{purpose} ({_sizes(needs, resource)})"
@@ -181,6 +181,7 @@ def refusal(needs: Sequence[int], resource: str, nodes: Sequence[Node], purpose:
         there = f"{len(have)} ({listed(name for name, _ in have)})" if have else "none"
         meant = f" that may do that ({ROLE_LABEL})" if purpose else ""
         return f"{where}: {asked}, and the Ray cluster has {there}{meant}; {mend}"
+    # Largest need against largest node: if this pairing fails, every other assignment fails too.
     pairs = zip(sorted(needs, reverse=True), sorted((count for _, count in have), reverse=True), strict=False)
     if all(need <= count for need, count in pairs):
         return ""
@@ -189,10 +190,10 @@ def refusal(needs: Sequence[int], resource: str, nodes: Sequence[Node], purpose:
 
 
 def differences(here: Mapping[str, str], nodes: Sequence[Node]) -> str:
-    """What the hosts have installed otherwise than this one, in one sentence; empty if nothing.
+    """Lists in one sentence the packages in which the hosts differ from this one; empty if none differs.
 
-    What a host has not, or this one has not, is for whatever needs it to say: a host that trains serves nothing. Builds
-    of one version (0.32.0+cpu) are alike.
+    Except for `SOURCES`, a missing package is no difference: its user reports it, because not every host needs every
+    package. Builds of one version (0.32.0+cpu) count as equal.
     """
     found: dict[tuple[str, str], list[str]] = {}
     for node in nodes:
@@ -210,10 +211,10 @@ def differences(here: Mapping[str, str], nodes: Sequence[Node]) -> str:
 
 
 def own(node: Node, local: str) -> str:
-    """Ids of a host's accelerators as its programs are to be told, for those that a layout numbers ("0,1").
+    """Translates a layout's accelerator numbers ("0,1") into the host's ids for its programs.
 
     Raises:
-      LibraError: the host has fewer.
+      LibraError: the host has fewer accelerators.
     """
     numbers = [int(number) for number in local.split(",")]
     if max(numbers) >= len(node.accelerators):
@@ -225,7 +226,7 @@ def own(node: Node, local: str) -> str:
 
 
 def _sizes(counts: Sequence[int], resource: str) -> str:
-    """`8 GPUs each`, or how many each has."""
+    """Returns `8 GPUs each`, or the count of each host if they differ."""
     if len(set(counts)) == 1:
         return f"{counts[0]} {resource}{'s' * (counts[0] != 1)} each"
     return f"{listed(map(str, counts))} {resource}s"

@@ -1,8 +1,8 @@
-"""What a process leaves behind when it is killed with -9: a shell that waits for that, ends it, and ends itself.
+"""Cleans up after a process that was killed with -9: a shell waits for its end, ends its children, then itself.
 
-A killed process runs no clean-up of its own, and the kernel's parent-death signal reaches only children that ask for
-it, which processes made by somebody else's code do not. The guard is a shell blocked on a pipe whose other end only
-the guarded process holds: the pipe closes when that process is gone, however it went.
+A killed process runs no clean-up of its own. The kernel's parent-death signal reaches only children that ask for it,
+and processes started by other libraries do not. The guard is a shell that blocks on a pipe; only the guarded process
+holds the other end. The pipe closes when that process is gone, in any way.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import os
 import subprocess
 from collections.abc import Sequence
 
-# Python's resource trackers ignore the first signal and are spared the second: they end by themselves once nobody uses
-# them, and unlink the shared memory that the others left. A group is killed member by member for their sake, twice,
-# because one that is killed may just have made another. Removing is tried again: a dying process may write one more
-# file.
+# Python's resource trackers ignore SIGTERM and are spared SIGKILL: they end by themselves when nobody uses them, and
+# unlink the shared memory that the others left. For their sake, a group is killed process by process, and twice,
+# because a process may start another just before it is killed. Removal is retried, because a dying process may write
+# one more file.
 _SCRIPT = """
 kill_group() {
   group=$1
@@ -49,15 +49,17 @@ for attempt in 1 2 3 4 5; do rm -rf -- "$directory" 2>/dev/null && exit; sleep 1
 
 
 class Guard:
-    """Armed from the start; `fire` does now what the death of this process would."""
+    """A guard, armed from the start. `fire` triggers it at once, as the death of this process would."""
 
     def __init__(self, processes: Sequence[int], directory: str = "") -> None:
-        """Args:
-        processes: process ids to kill; negative ones are process groups.
-        directory: removed afterwards, if not empty.
+        """Starts the shell.
+
+        Args:
+          processes: ids of the processes to kill; negative ids are process groups.
+          directory: folder to remove afterwards, if not empty.
         """
         command = ["/bin/sh", "-c", _SCRIPT, "libra-guard", directory, *map(str, processes)]
-        # A session of its own: neither Ctrl-C nor the killing of the guarded process's group may end it first.
+        # Its own session: neither Ctrl-C nor a kill of the guarded process's group may end the guard first.
         self._shell = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -75,7 +77,8 @@ class Guard:
             self._shell.stdin.close()
 
     def fire(self, seconds: float) -> bool:
-        """Kills and removes now; False if that is not over after `seconds`."""
+        """Kills and removes now; returns False if that takes longer than `seconds`."""
+        # The closed pipe is the signal: the shell reads its end and begins to kill.
         self._close_pipe()
         try:
             self._shell.wait(seconds)

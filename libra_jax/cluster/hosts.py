@@ -1,9 +1,9 @@
-"""The hosts of a run: which of its accelerators are where, whatever starts them (Slurm, Kubernetes, a TPU pod, here).
+"""The hosts of a run: which of its accelerators are on which host (Slurm, Kubernetes, a TPU pod, or this machine).
 
-Accelerators of a run are numbered through: the trainer's mesh first, then each rollout instance in the order of
-`rollout.tensor_parallel`. Hosts are numbered too: those that train first, next to each other, so that the mesh is
-contiguous over the links between them; then those that roll out. No host does both, so that each kind can be another
-kind of machine. Pure decisions over the config; what really is there is found out by `cluster.ray_placement`.
+The accelerators of a run have running numbers: first the trainer's mesh, then each rollout instance in the order of
+`rollout.tensor_parallel`. Hosts have numbers too. Hosts that train come first, next to each other, so that the mesh is
+contiguous over their links; hosts that roll out follow. No host does both, so the two kinds may be different machines.
+This module makes pure decisions over the config; `cluster.ray_placement` finds the real nodes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Role = Literal["training", "rollout"]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker is.
+    """The place of a worker.
 
     Attributes:
-      host: its host's number.
-      devices: its accelerators, as that host numbers them.
+      host: number of its host.
+      devices: accelerators of the worker, as that host numbers them.
     """
 
     host: int
@@ -38,11 +38,11 @@ class Host:
     """One host of a run.
 
     Attributes:
-      number: among the run's hosts.
-      role: what its accelerators do.
-      accelerators: that the run takes of it.
-      processes: of the trainer that are there.
-      instances: of rollout that are there.
+      number: number among the run's hosts.
+      role: role of its accelerators.
+      accelerators: number of accelerators that the run uses on this host.
+      processes: trainer processes on this host.
+      instances: rollout instances on this host.
     """
 
     number: int
@@ -54,12 +54,12 @@ class Host:
 
 @dataclass(frozen=True)
 class Layout:
-    """A run over its hosts.
+    """The layout of a run over its hosts.
 
     Attributes:
-      hosts: in the order of their numbers.
-      processes: where each process of the trainer is.
-      instances: where each rollout instance is.
+      hosts: hosts in the order of their numbers.
+      processes: place of each trainer process.
+      instances: place of each rollout instance.
     """
 
     hosts: tuple[Host, ...]
@@ -67,18 +67,18 @@ class Layout:
     instances: tuple[Place, ...]
 
     def of_role(self, role: Role) -> tuple[Host, ...]:
-        """The hosts that train, or those that roll out."""
+        """Returns the hosts that train, or the hosts that roll out."""
         return tuple(host for host in self.hosts if host.role == role)
 
     def host_of(self, device: int) -> int:
-        """The host of one of the run's accelerators."""
+        """Returns the host of one of the run's accelerators."""
         return self._numbered[device][0]
 
     def place(self, devices: Sequence[int]) -> Place:
-        """Where a worker on these of the run's accelerators is.
+        """Returns the place of a worker on these accelerators of the run.
 
         Raises:
-          LibraError: they are on several hosts.
+          LibraError: the accelerators are on several hosts.
         """
         found = [self._numbered[device] for device in devices]
         if len({host for host, _ in found}) != 1:
@@ -88,16 +88,16 @@ class Layout:
 
     @functools.cached_property
     def _numbered(self) -> tuple[tuple[int, int], ...]:
-        """Host, and number there, of each of the run's accelerators."""
+        """Host, and number on that host, of each accelerator of the run."""
         places = (*self.processes, *self.instances)
         return tuple((place.host, local) for place in places for local in place.devices)
 
 
 def layout(config: libra_config.RunConfig) -> Layout | None:
-    """How a run's workers lie on hosts of `cluster.accelerators_per_host` each; None where all are on one host.
+    """Lays a run's workers out over hosts of `cluster.accelerators_per_host` each; None if the run has one host.
 
-    A process of the trainer, and an instance, is on one host: tensor-parallel groups never cross a link between hosts.
-    Instances are packed, those of most accelerators first, into the first host that has room for them.
+    A trainer process or an instance never spans hosts, so tensor-parallel groups never cross a link between hosts.
+    Instances are packed, the largest first, into the first host with room.
 
     Raises:
       ConfigError: a process, a tensor group of the mesh or an instance is larger than a host.
@@ -143,6 +143,7 @@ def _rollout(degrees: Sequence[int], each: int, first: int) -> tuple[Place, ...]
                 f"host, and a host has {each} (config.cluster.accelerators_per_host)"
             )
         host = next((host for host, used in enumerate(taken) if used + degree <= each), len(taken))
+        # If no host has room, the instance opens a new host.
         if host == len(taken):
             taken.append(0)
         places[number] = Place(first + host, _run_of(taken[host], degree))

@@ -1,7 +1,7 @@
-"""The embedded backend: actors live in this process, and an engine in whatever processes it makes itself.
+"""The embedded backend: actors live in this process; engines may start processes of their own.
 
-Sync actors get a thread each, async ones share the event loop; a stall of one is a stall of all, which is what the
-Ray backend is for.
+Each sync actor gets a thread; async actors share the event loop. If one actor stalls, all stall; the Ray backend
+avoids that.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ _environment_locks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio
 
 @contextlib.asynccontextmanager
 async def _environment(variables: Mapping[str, str]) -> AsyncIterator[None]:
-    """Sets environment variables for the block, one block at a time: they are the process's, not the actor's."""
+    """Sets environment variables for the block. One block at a time: all actors share the process's variables."""
     if not variables:
         yield
         return
     lock = _environment_locks.setdefault(asyncio.get_running_loop(), asyncio.Lock())
+    # Deadlines do not count the wait for this lock.
     with turns.queued():
         await lock.acquire()
     before = {name: os.environ.get(name) for name in variables}
@@ -44,15 +45,15 @@ async def _environment(variables: Mapping[str, str]) -> AsyncIterator[None]:
 
 
 class InProcessCluster:
-    """`protocols.Cluster` without further processes of ours.
+    """`protocols.Cluster` within this process.
 
-    An actor's environment variables hold while it is made and while its `start` runs: processes that it makes then
-    inherit them. Meanwhile no other actor that has variables is made or started: it waits for its turn, which deadlines
-    do not count. One that has none is, and sees them.
+    An actor's environment variables are set while it is made and while its `start` runs, so that the processes it
+    starts inherit them. Meanwhile, other actors with variables wait for their turn; deadlines do not count that wait.
+    An actor without variables does not wait, and sees the variables.
     """
 
     def __init__(self, *, shutdown_seconds: float = 60.0) -> None:
-        """`shutdown_seconds`: how long an actor may take to stop."""
+        """Starts with no actors. `shutdown_seconds`: seconds for an actor to stop."""
         self._shutdown_seconds = shutdown_seconds
         self._hosts: dict[str, actors.ActorHost] = {}
 
@@ -74,10 +75,10 @@ class InProcessCluster:
         return actors.Handle(spec.name, methods, functools.partial(_call, host), functools.partial(_stream, host))
 
     async def stop(self, name: str) -> None:
-        """Ends the actor; nothing happens if it has been stopped before.
+        """Ends the actor. Does nothing if it was stopped before.
 
         Raises:
-          DeadlineMissed: it did not stop in time; the message names what it was doing.
+          DeadlineMissed: the actor did not stop in time; the message names the call it was in.
           LibraError: its `shutdown` failed.
         """
         host = self._hosts.pop(name, None)
@@ -85,18 +86,18 @@ class InProcessCluster:
             await host.stop(self._shutdown_seconds)
 
     async def kill(self, name: str) -> None:
-        """Ends the actor as `stop` does: nobody can kill a thread."""
+        """Ends the actor as `stop` does, because a thread cannot be killed."""
         await self.stop(name)
 
     async def shutdown(self) -> None:
-        """Stops every actor, last made first; raises one LibraError for all that failed."""
+        """Stops every actor, the last made first. Raises one LibraError for all failures."""
         await actors.stop_all(self.stop, self._hosts)
 
 
 async def _call(host: actors.ActorHost, method: str, /, *args: Any, **kwargs: Any) -> Any:
     if method != "start":
         return await host.call(method, args, kwargs)
-    async with _environment(host.spec.environment):  # for the processes that it makes
+    async with _environment(host.spec.environment):  # `start` makes processes, which inherit them
         return await host.call(method, args, kwargs)
 
 

@@ -1,4 +1,4 @@
-"""Gives each worker its devices, and makes the specs of rollout engines: the config's, and those that a plan adds."""
+"""Gives each worker its devices, and makes the specs of rollout engines, both the config's and a plan's."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ ENGINES = {"vllm": "libra_jax.engines.vllm_engine:create", "fake": "libra_jax.en
 
 
 HOSTS_FILE = "hosts.json"
-"""File of the workdir with the hosts that the cluster gave the run."""
+"""Name of the workdir's file with the hosts that the cluster granted to the run."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Which accelerators train and which roll out. On CPU every worker shares the machine's cores.
+    """The devices that train and the devices that roll out. On CPU, all workers share the machine's cores.
 
     Attributes:
       trainer: device ordinals of the trainer's mesh.
@@ -47,10 +47,10 @@ def partition(config: libra_config.RunConfig) -> Partition:
 
 
 def place(config: libra_config.RunConfig, devices: Sequence[int]) -> tuple[int | None, tuple[int, ...]]:
-    """Returns the host of a worker on these devices, and that host's numbers for them; None: the run has one host.
+    """Returns the host of a worker on these devices, and that host's numbers for them. None: the run has one host.
 
     Raises:
-      LibraError: they are on several hosts.
+      LibraError: the devices are on several hosts.
     """
     layout = hosts.layout(config)
     if layout is None:
@@ -60,7 +60,7 @@ def place(config: libra_config.RunConfig, devices: Sequence[int]) -> tuple[int |
 
 
 def together(config: libra_config.RunConfig) -> int | None:
-    """Returns the most devices that the cluster grants the run on one host; None: the run has one host."""
+    """Returns the maximum number of devices that the cluster grants the run on one host. None: the run has one host."""
     layout = hosts.layout(config)
     return None if layout is None else max(host.accelerators for host in layout.hosts)
 
@@ -79,7 +79,7 @@ def record(workdir: Path, note: Callable[[str], None], guard: Callable[[], bool]
 
 
 def instance_name(number: int) -> str:
-    """Returns the name of a rollout instance, which is also its hybrid worker's."""
+    """Returns the name of a rollout instance, which is also the name of its hybrid worker."""
     return f"rollout-{number}"
 
 
@@ -87,9 +87,9 @@ class Engines:
     """Makes the specs of a run's rollout engines.
 
     Args:
-      config: the run's configuration.
-      shape: shape of its model.
-      workdir: its folder, in which each engine has a log file.
+      config: configuration of the run.
+      shape: shape of the model.
+      workdir: folder of the run; each engine has a log file in it.
     """
 
     def __init__(self, config: libra_config.RunConfig, shape: model_config.TransformerConfig, workdir: Path) -> None:
@@ -107,9 +107,9 @@ class Engines:
         return [self._spec(number, devices, slots[number]) for number, devices in enumerate(self._partition.instances)]
 
     def add(self, number: int, degree: int, others: Sequence[protocols.ActorSpec]) -> protocols.ActorSpec:
-        """Returns an instance that a plan adds, on the last devices that the others leave free.
+        """Returns an instance that a plan adds, on the last devices that other instances leave free.
 
-        Its slots are those of the config's first instance of its degree, or `rollout.slots`.
+        It has the slots of the config's first instance with its degree, or `rollout.slots`.
         """
         taken = {device for other in others for device in other.devices}
         free = [device for device in range(self._partition.total) if device not in taken]
@@ -134,6 +134,7 @@ class Engines:
                 "model_config": self._model,
                 "rollout": rollout,
                 "tensor_parallel": len(devices),
+                # A different seed for each instance, or equal requests would get equal samples.
                 "seed": config.seed + number,
                 "log_path": str(self._workdir / f"{name}.log"),
                 "cpu_cores": "|".join(map(str, cores)) or "auto",
@@ -151,15 +152,15 @@ class Engines:
         return count - self._config.elastic.hybrid <= number < count
 
     def _cores(self, devices: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns an instance's cores, one for each of its workers; none if it is not pinned."""
+        """Returns an instance's cores, one for each of its workers; empty if it is not pinned."""
         cores, first = self._config.rollout.cores, self._config.trainer.devices
-        if not cores or min(devices) < first:  # it has taken the place of training, whose cores are not told apart
+        if not cores or min(devices) < first:  # it replaces a part of training, whose cores are not listed one by one
             return ()
         return tuple(cores[device - first] for device in devices)
 
 
 def _on_one_host(layout: hosts.Layout, free: Sequence[int], degree: int) -> list[int]:
-    """Returns the free devices of one host: the last one that has enough."""
+    """Returns the free devices of the last host that has enough."""
     by_host: dict[int, list[int]] = {}
     for device in free:
         by_host.setdefault(layout.host_of(device), []).append(device)

@@ -1,6 +1,6 @@
-"""The Ray backend: every actor in a process of its own, on this host or on any node of a cluster.
+"""The Ray backend: every actor in its own process, on this host or on any node of a cluster.
 
-Ray places the actor, detects its death and kills it; restarts are the coordinator's decision (`spawn` again).
+Ray places the actor, detects its death and kills it. The coordinator decides about restarts (`spawn` again).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from libra_jax.protocols import ActorSpec, ConfigError, DeadlineMissed, WorkerLo
 
 _log = logging.getLogger(__name__)
 
-_CONCURRENT_CALLS = 10_000  # of one actor; each open stream is one, and the verbs must never queue behind them
+_CONCURRENT_CALLS = 10_000  # calls to one actor; open streams count too, and other calls must never queue behind them
 
 _Host = ray.remote(ray_host.RayHost)
 
@@ -30,12 +30,13 @@ class _Actor:
     """The driver's end of one actor process."""
 
     def __init__(self, spec: ActorSpec, where: Mapping[str, Any]) -> None:
-        """`where`: Ray's options for its place, beside what it asks for."""
+        """Starts the actor's process. `where`: Ray's options for the actor's place, beside its resources."""
         self.spec = spec
         options: dict[str, Any] = {
             "num_cpus": spec.cpus,
             "num_gpus": spec.gpus,
             "max_concurrency": _CONCURRENT_CALLS,
+            # The coordinator decides about restarts, and a call that Ray repeats could act twice.
             "max_restarts": 0,
             "max_task_retries": 0,
             **where,
@@ -50,7 +51,7 @@ class _Actor:
         self.streams = ray_streams.DriverStreams(self.handle, check=self.check, lost=self.lost)
 
     def lost(self, error: BaseException | None = None) -> WorkerLost:
-        """The error of every call once the process is gone."""
+        """Returns the error of every call after the process is gone."""
         if self.stopping:
             return actors.lost(self.spec.name, "has been stopped")
         if not self.birth.pid:
@@ -68,7 +69,7 @@ class _Actor:
         return await self.remote(self.handle.call, method, args, kwargs)
 
     async def remote(self, host_method: Any, *args: Any) -> Any:
-        """Calls a method of the host; gives the call up there if it is given up here."""
+        """Calls a method of the host process. If the caller cancels the call, cancels it there too."""
         reference = host_method.remote(*args)
         try:
             outcome = await reference
@@ -80,15 +81,16 @@ class _Actor:
         return outcome.unwrap() if isinstance(outcome, ray_outcome.Outcome) else outcome
 
     async def kill(self, seconds: float) -> bool:
-        """Ends the process and what it left behind; False if it is still there after `seconds`."""
+        """Ends the process and its leftovers; returns False if they still exist after `seconds`."""
         self.stopping = True
         if not ray.is_initialized():
             await self.streams.end(0.0)
-            return True  # somebody shut Ray down, which ended its actors; asking Ray anything would start it again
+            return True  # another part shut Ray down, which ended its actors; any question to Ray would restart it
         ray.kill(self.handle, no_restart=True)
         await asyncio.wait({self.death}, timeout=seconds)
         await self.streams.end(seconds)
         deadline = asyncio.get_running_loop().time() + seconds
+        # Only processes of this host can be looked up.
         here = self.birth.node == ray.get_runtime_context().get_node_id()
         while here and any(map(_runs, (self.birth.pid, self.birth.guard_pid))):
             if asyncio.get_running_loop().time() > deadline:
@@ -98,7 +100,7 @@ class _Actor:
 
 
 class RayCluster:
-    """`protocols.Cluster` on Ray. Ray is started or joined by the first `spawn`."""
+    """`protocols.Cluster` on Ray. The first `spawn` starts or joins Ray."""
 
     def __init__(
         self,
@@ -109,12 +111,14 @@ class RayCluster:
         object_store_mib: int = 256,
         placement: ray_placement.Placement | None = None,
     ) -> None:
-        """Args:
-        address: `host:port` of a Ray head, from a node of its cluster; empty starts Ray on this machine.
-        start_seconds: deadline for Ray to come up, and for it to place an actor.
-        shutdown_seconds: deadline for an actor to stop.
-        object_store_mib: shared memory of an embedded Ray; what does not fit spills to disk.
-        placement: of actors on the run's hosts; None: wherever there is room.
+        """Prepares the cluster; Ray itself starts later.
+
+        Args:
+          address: `host:port` of a Ray head, from a node of its cluster; empty starts Ray on this machine.
+          start_seconds: seconds for Ray to start, and for Ray to place an actor.
+          shutdown_seconds: seconds for an actor to stop.
+          object_store_mib: shared memory of an embedded Ray, in MiB; objects beyond it spill to disk.
+          placement: placement of actors on the run's hosts; None: any node with room.
         """
         self._placement = placement
         self._embedded = not address
@@ -126,12 +130,12 @@ class RayCluster:
         self._actors: dict[str, _Actor] = {}
 
     async def spawn(self, spec: ActorSpec) -> actors.Handle:
-        """Makes the actor and returns its handle.
+        """Starts the actor and returns its handle.
 
         Raises:
-          ConfigError: the factory cannot be found where the actor runs; no cluster at the address, or one that the
-            run does not fit (`ray_placement.Placement.place`); GPUs that this machine does not have.
-          DeadlineMissed: Ray did not place the actor in time: its resources are not there, or its host is gone.
+          ConfigError: the factory does not exist on the actor's host; no cluster answers at the address; the cluster
+            does not match the run (`ray_placement.Placement.place`); or this machine lacks the GPUs.
+          DeadlineMissed: Ray did not place the actor in time: its resources are taken or missing, or its host is gone.
           LibraError: the factory failed, or the name is taken.
           WorkerLost: the process died while it made the actor.
         """
@@ -141,6 +145,7 @@ class RayCluster:
         await self._runtime.ensure()
         self._check_gpus(spec)
         spec, where = await self._place(spec)
+        # Again, because another `spawn` may have taken the name meanwhile.
         actors.check_name_free(spec.name, self._actors)
         actor = self._actors[spec.name] = _Actor(spec, where)
         actor.death.add_done_callback(lambda _: self._ended(actor))
@@ -149,14 +154,14 @@ class RayCluster:
             methods = await actor.remote(actor.handle.make)
         except BaseException:
             self._doubt(actor)
-            if self._actors.get(spec.name) is actor:  # else it was killed meanwhile
+            if self._actors.get(spec.name) is actor:  # otherwise `kill` was called meanwhile
                 del self._actors[spec.name]
             await actor.kill(self._shutdown_seconds)
             raise
         return actors.Handle(spec.name, methods, actor.call, actor.streams.stream)
 
     def _check_gpus(self, spec: ActorSpec) -> None:
-        """A Ray of the run's own gets no more GPUs by waiting; one that was joined may."""
+        """Raises ConfigError at once for an embedded Ray, which never gets more GPUs; a joined cluster may."""
         there = ray.cluster_resources().get("GPU", 0.0)
         if self._embedded and spec.gpus > there:
             raise ConfigError(
@@ -169,13 +174,13 @@ class RayCluster:
         return (spec, {}) if self._placement is None else await self._placement.place(spec)
 
     def _ended(self, actor: _Actor) -> None:
-        """Says so at once if nobody asked for it: who has no use for the actor now may learn of it much later."""
+        """Warns at once of an unexpected end, because the next caller of the actor may notice it much later."""
         if actor.birth.pid and not actor.stopping:
             _log.warning("Actor %s has ended unasked (process %d).", actor.spec.name, actor.birth.pid)
         self._doubt(actor)
 
     def _doubt(self, actor: _Actor) -> None:
-        """It ended unasked: its host may be gone."""
+        """Doubts the actor's host after an unexpected end, because the host may be gone."""
         if self._placement is not None and not actor.stopping:
             self._placement.doubt(actor.spec.host)
 
@@ -191,10 +196,10 @@ class RayCluster:
             ) from None
 
     async def stop(self, name: str) -> None:
-        """Ends the actor and reaps its process and what that made; nothing happens if it has been stopped before.
+        """Ends the actor and reaps its process and its children. Does nothing if it was stopped before.
 
         Raises:
-          DeadlineMissed: it did not stop in time and was killed; the message names what it was doing.
+          DeadlineMissed: the actor did not stop in time and was killed; the message names the call it was in.
           LibraError: its `shutdown` failed.
         """
         actor = self._actors.pop(name, None)
@@ -208,16 +213,16 @@ class RayCluster:
         self._check_dead(actor, dead)
 
     async def kill(self, name: str) -> None:
-        """Ends the actor without asking it: it may wait for ever for one that is gone. Nothing happens if it is.
+        """Ends the actor without calling it, because it may wait forever for a lost peer. Does nothing if it is gone.
 
         Raises:
-          DeadlineMissed: its process, or what that made, was not gone in time.
+          DeadlineMissed: its process or the process's children did not end in time.
         """
         actor = self._actors.pop(name, None)
         if actor is None:
             return
         dead = await actor.kill(self._shutdown_seconds)
-        if self._placement is not None:  # its host may be gone, and Ray not know it yet
+        if self._placement is not None:  # the host may be gone before Ray knows
             self._placement.doubt(actor.spec.host)
         self._check_dead(actor, dead)
 
@@ -245,7 +250,7 @@ class RayCluster:
             return  # it died first
 
     async def shutdown(self) -> None:
-        """Stops every actor, last made first, and Ray if this started it; raises one LibraError for all that failed."""
+        """Stops every actor, the last started first, then an embedded Ray. Raises one LibraError for all failures."""
         try:
             await actors.stop_all(self.stop, self._actors)
         finally:
@@ -256,11 +261,11 @@ class RayCluster:
 
 def _seen(future: asyncio.Future[Any]) -> None:
     if not future.cancelled():
-        future.exception()  # looked at, so that asyncio does not report it
+        future.exception()  # marked as retrieved, so that asyncio does not report it
 
 
 def _runs(pid: int) -> bool:
-    """Whether a process of this host runs; a zombie does not."""
+    """Returns True if a process of this host runs; a zombie does not count."""
     try:
         stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
     except OSError:

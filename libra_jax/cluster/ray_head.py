@@ -1,7 +1,7 @@
-"""Whether Ray's head is there: said before Ray itself ends the driver, as it does a minute after the head was lost.
+"""Watches Ray's head, and warns before Ray ends the driver, a minute after the head was lost.
 
-That end is no exception here: Ray 2.60 leaves the process from a thread of its own, with a line on standard error.
-Until then calls to actors go on, because they need no head.
+Ray 2.60 raises no exception then: one of its threads ends the process, with a line on standard error. Until then,
+calls to actors go on, because they need no head.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ _log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 5.0
 SILENT_SECONDS = 20.0
-"""Without an answer, after which it is said; Ray ends the driver after 60."""
+"""Seconds without an answer before the warning. Ray ends the driver after 60."""
 
 
 async def watch(address: str) -> None:
-    """Looks again and again, and warns once each time that the head falls silent; ends by being cancelled.
+    """Probes the head repeatedly, and warns once each time that it falls silent. Runs until cancelled.
 
     Args:
-      address: of the head, `host:port`.
+      address: address of the head, `host:port`.
     """
     loop = asyncio.get_running_loop()
     answered, told = loop.time(), False

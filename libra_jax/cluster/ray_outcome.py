@@ -1,6 +1,6 @@
-"""What a call in another process came to, as it travels: over Ray, errors are values.
+"""The outcome of a call in another process, as a value: Ray would wrap a raised error into its own error.
 
-Ray would wrap whatever is raised into an error of its own, traceback and all.
+Ray's own error would include the whole traceback.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from libra_jax.protocols import LibraError
 
 
 class RemoteTraceback(Exception):
-    """The traceback of an error in the actor's process, as text: the `__cause__` of that error here."""
+    """The traceback of an error in the actor's process, as text. It is the `__cause__` of the error here."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call came to: a value, or one of our errors with its traceback."""
+    """The outcome of a call: a value, or a LibraError with its traceback."""
 
     value: Any = None
     error: LibraError | None = None
@@ -27,16 +27,16 @@ class Outcome:
 
     @classmethod
     def of_failure(cls, error: LibraError) -> Outcome:
-        """An error of ours, which the driver raises again."""
+        """Wraps a LibraError, which the driver raises again."""
         trace = "".join(traceback.format_exception(error))
         try:
             pickle.loads(pickle.dumps(error))
-        except Exception:  # a subclass with a constructor of its own: its sentence is what counts
+        except Exception:  # a subclass with its own constructor may not unpickle; its message is enough
             error = LibraError(str(error))
         return cls(error=error, trace=trace)
 
     def unwrap(self) -> Any:
-        """The value; raises the error if there is one."""
+        """Returns the value, or raises the error if there is one."""
         if self.error is not None:
             raise self.error from RemoteTraceback(f"\n{self.trace}")
         return self.value

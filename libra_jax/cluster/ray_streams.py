@@ -1,8 +1,8 @@
-"""Stream methods over Ray: what all streams of an actor have to tell travels together.
+"""Stream methods over Ray: the items of all streams of an actor travel together.
 
-A stream of Ray's own costs about a millisecond of either process, and as much again to be closed. Here a stream is one
-call to open it; from then on, one call that is always under way (`HostStreams.news`) is answered with whatever has come
-in on all of the actor's streams.
+A stream of Ray's own costs about a millisecond in each process, and the same again to close. Here, one call opens a
+stream. From then on, one call is always pending (`HostStreams.news`); its answer carries the new items of all streams
+of the actor.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from libra_jax.cluster import actors, ray_outcome
 from libra_jax.protocols import LibraError, WorkerLost
 
 GATHER_SECONDS = 0.001
-"""For which news wait for others, so that they travel together."""
+"""Seconds that news wait for more news, so that they travel together."""
 
 UNREAD = 16
-"""Batches of a stream that may wait for their reader before the actor's end of it is held back."""
+"""Maximum unread batches of a stream before the actor's end of the stream is held back."""
 
 News = Mapping[int, list[ray_outcome.Outcome | None]]
-"""What has come in, by the number of the stream: batches of items in order, None where the stream has ended."""
+"""New batches of items by stream number, in order; None after the end of a stream."""
 
 
 @dataclass
@@ -47,12 +47,12 @@ class HostStreams:
         self._told = asyncio.Event()
 
     def open(self, number: int, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Begins a stream method; all that comes of it, an error included, is among the `news`."""
+        """Starts a stream method. All its results, including an error, arrive in `news`."""
         opened = self._opened[number] = _Opened()
         opened.relay = asyncio.get_running_loop().create_task(self._relay(opened, number, method, args, kwargs))
 
     async def news(self) -> News:
-        """What has come in since the last call; waits until something has."""
+        """Waits for items since the last call and returns them."""
         await self._told.wait()
         await asyncio.sleep(GATHER_SECONDS)
         self._told.clear()
@@ -60,15 +60,16 @@ class HostStreams:
         return dict(news)
 
     def read(self, number: int, batches: int) -> None:
-        """The reader has taken so many batches."""
+        """Records that the reader has taken `batches` batches."""
         if (opened := self._opened.get(number)) is not None:
             opened.unread -= batches
             opened.room.set()
 
     async def close(self, number: int) -> None:
-        """Closes the actor's generator, and so the stream; nothing happens if it has ended."""
+        """Closes the actor's generator and so the stream. Does nothing if the stream has ended."""
         opened = self._opened.get(number)
         if opened is not None and opened.relay is not None:
+            # The relay's `finally` closes the actor's generator and sends the end of the stream.
             opened.relay.cancel()
             await asyncio.wait({opened.relay})
 
@@ -128,9 +129,9 @@ class DriverStreams:
     """The streams of an actor, in the process that reads them.
 
     Args:
-      handle: Ray's, of an actor with the methods `open_stream`, `news`, `read_stream` and `close_stream`.
-      check: raises if the actor is known to be gone.
-      lost: the error of a stream whose actor is gone.
+      handle: Ray's handle of an actor with the methods `open_stream`, `news`, `read_stream` and `close_stream`.
+      check: raises an error if the actor is known to be gone.
+      lost: returns the error of a stream whose actor is gone.
     """
 
     def __init__(self, handle: Any, *, check: Callable[[], None], lost: Callable[[BaseException], WorkerLost]) -> None:
@@ -142,11 +143,11 @@ class DriverStreams:
         self._receiving: asyncio.Task[None] | None = None
 
     async def stream(self, method: str, /, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-        """The items of a stream method. Closing the generator closes the actor's.
+        """Yields the items of a stream method. Closing the generator closes the actor's generator.
 
         Raises:
           WorkerLost: the actor is gone.
-          LibraError: whatever the method raised.
+          LibraError: the method raised an error.
         """
         self._check()
         number, reader = self._opened, _Reader()
@@ -160,6 +161,7 @@ class DriverStreams:
         try:
             while (outcome := await reader.take()) is not None:
                 taken += 1
+                # Acknowledged at half of UNREAD, so that the actor's end rarely has to wait for the acknowledgement.
                 if taken % (UNREAD // 2) == 0:
                     self._handle.read_stream.remote(number, UNREAD // 2)
                 for item in outcome.unwrap():
@@ -170,12 +172,12 @@ class DriverStreams:
                 await self._close(number)
 
     def _look_at(self, opening: asyncio.Future[Any], reader: _Reader) -> None:
-        """What cannot even be opened, because its arguments do not arrive say, sends no news."""
+        """Fails the reader of a stream that could not be opened, because such a stream sends no news."""
         if not opening.cancelled() and (error := opening.exception()) is not None:
             reader.fail(self._lost(error))
 
     async def _receive(self) -> None:
-        """Asks for news for as long as the actor lives."""
+        """Asks for news while the actor lives."""
         while True:
             try:
                 news: News = await self._handle.news.remote()
@@ -195,7 +197,7 @@ class DriverStreams:
             return  # the process is gone, and its streams with it
 
     async def end(self, seconds: float) -> None:
-        """The actor's process is gone, and nothing is to wait for it."""
+        """Stops waiting for news, because the actor's process is gone."""
         if self._receiving is not None:
             await asyncio.wait({self._receiving}, timeout=seconds)
         if self._receiving is not None:

@@ -1,7 +1,7 @@
-"""Causal attention within segments: one dense block for short rows, an online softmax over blocks for long ones.
+"""Causal attention within segments: one dense block for short rows, online softmax over blocks for long rows.
 
-Where a mesh is current, each device attends over its own rows and heads (`shard_map`), because no attention needs
-another device's. Platform kernels are in `kernels.py`.
+On a current mesh, each device attends over its own rows and heads (`shard_map`), because no row or
+head needs data of another device. Platform kernels are in `kernels.py`.
 
 Letters: B rows, T queries, S keys, C chunk, H query heads, N key and value heads, G = H / N query heads a key head,
 K head width.
@@ -19,25 +19,26 @@ from jax.ad_checkpoint import checkpoint_name
 from libra_jax.models import axes, kernels
 
 SAVED_NAMES = ("attention_output", "attention_normalizer")
-"""`checkpoint_name`s of what the chunked backward pass needs from its forward pass."""
+"""`checkpoint_name`s of the forward results that the chunked backward pass needs."""
 
+# Finite, because -inf minus -inf is NaN.
 _MASKED = -1e30
 _FLOOR = -1e20  # a query without a key has maximum _FLOOR, so that all its weights underflow to exactly 0
 
 
 class Attend(Protocol):
-    """Attention over one set of segments: [B, T, H, K] from queries, keys and values."""
+    """Computes attention over one set of segments: [B, T, H, K] from queries, keys and values."""
 
     def __call__(self, q_BxTxHxK: jax.Array, k_BxTxNxK: jax.Array, v_BxTxNxK: jax.Array) -> jax.Array: ...
 
 
 def prepare(kernel: str, chunk: int, segments_BxT: jax.Array) -> Attend:
-    """Attention over these segments.
+    """Returns the attention function for these segments.
 
     Args:
-      kernel: "chunked"; "splash" (TPU); "cudnn" (GPU, bfloat16); "auto" takes the platform's kernel where it can
-        compute this case, and "chunked" elsewhere.
-      chunk: queries and keys a block of "chunked"; rows up to this long are one dense block.
+      kernel: "chunked"; "splash" (TPU); "cudnn" (GPU, bfloat16); "auto" takes the platform's kernel if it can compute
+        this case, else "chunked".
+      chunk: number of queries and keys in a block of "chunked"; rows up to this length are one dense block.
       segments_BxT: int; 0 is padding.
 
     Raises:
@@ -61,10 +62,10 @@ def prepare(kernel: str, chunk: int, segments_BxT: jax.Array) -> Attend:
 def chunked(
     q_BxTxHxK: jax.Array, k_BxTxNxK: jax.Array, v_BxTxNxK: jax.Array, segments_BxT: jax.Array, chunk: int
 ) -> jax.Array:
-    """Attention that holds no [T, T] array, forward or backward, where T exceeds the chunk.
+    """Computes attention in blocks, so that no [T, T] array exists in either pass if T exceeds the chunk.
 
-    Online softmax over key blocks (arXiv 2205.14135, algorithm 1; its backward recomputes the weights from the saved
-    normalizers). Blocks after the diagonal are skipped, and those before any segment of the query block begins.
+    Uses online softmax over key blocks (arXiv 2205.14135, algorithm 1). Its backward pass recomputes the weights from
+    the saved normalizers. Skips key blocks after the diagonal, and before the first segment of the query block.
 
     Returns:
       [B, T, H, K]; 0 at padding.
@@ -84,7 +85,7 @@ def chunked(
 
 
 def dense(q_BxTxHxK: jax.Array, k_BxTxNxK: jax.Array, v_BxTxNxK: jax.Array, segments_BxT: jax.Array) -> jax.Array:
-    """Attention with the whole [T, T] matrix at once; softmax in float32.
+    """Computes attention with the whole [T, T] matrix at once; softmax in float32.
 
     Returns:
       [B, T, H, K]; 0 at padding.
@@ -93,17 +94,19 @@ def dense(q_BxTxHxK: jax.Array, k_BxTxNxK: jax.Array, v_BxTxNxK: jax.Array, segm
     q_BxTxNxGxK = q_BxTxHxK.reshape(rows, tokens, k_BxTxNxK.shape[2], -1, head_dim)
     scores = jnp.einsum("btngk,bsnk->bngts", q_BxTxNxGxK, k_BxTxNxK, preferred_element_type=jnp.float32)
     scores = jnp.where(_mask(segments_BxT, segments_BxT, 0), scores * head_dim**-0.5, _MASKED)
+    # The maximum cancels in weights / total, so it needs no gradient.
     top = jax.lax.stop_gradient(jnp.maximum(scores.max(-1, keepdims=True), _FLOOR))
     weights = jnp.exp(scores - top)
     total = weights.sum(-1)
     weights = weights.astype(v_BxTxNxK.dtype)
     out = jnp.einsum("bngts,bsnk->btngk", weights, v_BxTxNxK, preferred_element_type=jnp.float32)
+    # A padding query has no key: its total is 0, and its output becomes 0.
     total_BxTxNxG = jnp.where(total == 0, 1.0, total).transpose(0, 3, 1, 2)
     return (out / total_BxTxNxG[..., None]).astype(q_BxTxHxK.dtype).reshape(q_BxTxHxK.shape)
 
 
 def _on_each_device(local: kernels.LocalAttention) -> kernels.LocalAttention:
-    """Runs `local` on each device's rows and heads of the current mesh; without one, returns it as it is."""
+    """Runs `local` on each device's rows and heads of the current mesh; without a mesh, returns `local` unchanged."""
     mesh = axes.current_mesh()
     if mesh is None:
         return local
@@ -112,7 +115,7 @@ def _on_each_device(local: kernels.LocalAttention) -> kernels.LocalAttention:
 
 
 def _mask(queries_BxT: jax.Array, keys_BxS: jax.Array, ahead: jax.Array | int) -> jax.Array:
-    """[B, 1, 1, T, S]: the key's segment is the query's, and it is not later; queries start `ahead` of the keys."""
+    """Returns [B, 1, 1, T, S]: True if the key has the query's segment and is not later. Queries start at `ahead`."""
     same = (queries_BxT[:, :, None] == keys_BxS[:, None, :]) & (queries_BxT[:, :, None] != 0)
     query_T, key_S = jnp.arange(queries_BxT.shape[1]) + ahead, jnp.arange(keys_BxS.shape[1])
     return (same & (query_T[:, None] >= key_S[None, :]))[:, None, None]
@@ -132,6 +135,7 @@ def _flash(chunk: int, q: jax.Array, k: jax.Array, v: jax.Array, segments_BxT: j
 def _flash_forward(
     chunk: int, q: jax.Array, k: jax.Array, v: jax.Array, segments_BxT: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    # Each query block visits a contiguous range of key blocks; blocks of the range that are not needed are masked.
     needed = _needed_blocks(segments_BxT, chunk)
     first = jnp.argmax(needed, axis=1)
     stop = jnp.where(needed.any(axis=1), jnp.arange(len(needed)) + 1, first)
@@ -152,6 +156,7 @@ def _flash_forward(
         shape = q_i.shape[:-1]
         start = (jnp.zeros(q_i.shape, jnp.float32), jnp.full(shape, _FLOOR), jnp.zeros(shape))
         out, top, total = jax.lax.fori_loop(first[i], stop[i], key_block, start)
+        # A query without a key gets a huge normalizer, so that exp(score - normalizer) in the backward pass is 0.
         normalizer = jnp.where(total == 0, -_MASKED, top + jnp.log(jnp.where(total == 0, 1.0, total)))
         return (out / jnp.where(total == 0, 1.0, total)[..., None]).astype(q.dtype), normalizer
 
@@ -167,9 +172,10 @@ def _flash_backward(
     q, k, v, segments_BxT, out, normalizer = saved
     needed = _needed_blocks(segments_BxT, chunk)
     count = len(needed)
+    # The mirror of the forward range: from the diagonal to the last query block that needs the key block.
     stop = jnp.where(needed.any(axis=0), count - jnp.argmax(needed[::-1], axis=0), 0)
     dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-    # Sum over keys of weight * d(weight): the term that the softmax subtracts (arXiv 2205.14135, appendix B.2).
+    # Sum over keys of weight * d(weight): the softmax gradient subtracts it (arXiv 2205.14135, appendix B.2).
     shared = (grad.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
 
     def key_block(dq: jax.Array, j: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -201,8 +207,8 @@ _flash.defvjp(_flash_forward, _flash_backward)
 
 
 def _needed_blocks(segments_BxT: jax.Array, chunk: int) -> jax.Array:
-    """[T / C, T / C] bool: whether any row's query block may attend to the key block, judged by the range of their
-    segment ids (padding aside) and by order."""
+    """Returns [T / C, T / C] bool: True if a query block of any row may attend to the key block. Judges by order and by
+    the range of segment ids, padding aside."""
     blocks = segments_BxT.reshape(segments_BxT.shape[0], -1, chunk)
     lowest = jnp.where(blocks == 0, jnp.iinfo(blocks.dtype).max, blocks).min(-1)
     highest = blocks.max(-1)
@@ -213,7 +219,7 @@ def _needed_blocks(segments_BxT: jax.Array, chunk: int) -> jax.Array:
 def _scores(
     q_i: jax.Array, k_j: jax.Array, segments_BxT: jax.Array, i: jax.Array, j: jax.Array, chunk: int
 ) -> jax.Array:
-    """[B, N, G, C, C] masked scores of one block in float32."""
+    """Returns the masked scores of one block, [B, N, G, C, C] in float32."""
     scores = jnp.einsum("bngtk,bnsk->bngts", q_i, k_j, preferred_element_type=jnp.float32) * q_i.shape[-1] ** -0.5
     mask = _mask(_block(segments_BxT, i, chunk, -1), _block(segments_BxT, j, chunk, -1), (i - j) * chunk)
     return jnp.where(mask, scores, _MASKED)
@@ -224,7 +230,7 @@ def _block(x: jax.Array, index: jax.Array, chunk: int, axis: int = -2) -> jax.Ar
 
 
 def _unblock(x: jax.Array, axis: int) -> jax.Array:
-    """Blocks stacked on axis 0 become one token axis, at `axis` (negative)."""
+    """Joins blocks stacked on axis 0 into one token axis at `axis` (negative)."""
     x = jnp.moveaxis(x, 0, axis - 1)
     end = x.ndim + axis
     return x.reshape(*x.shape[: end - 1], -1, *x.shape[end + 1 :])

@@ -1,4 +1,4 @@
-"""Logical axis names, the mesh axes they are split over, and the constraint that pins an activation to its place."""
+"""Logical axis names, their mesh axes, and the constraint that pins an activation to its sharding."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ RULES: Mapping[str | None, str | tuple[str, ...] | None] = {
 }
 """Logical axis -> mesh axes, for parameters and activations.
 
-"residual" is the tokens of the residual stream: between a layer's matrix products nothing mixes tokens, so what a layer
-keeps for the backward pass is split over `tensor` too (sequence parallelism, Korthikanti et al., arXiv 2205.05198)."""
+"residual" is the token axis of the residual stream. Between a layer's matrix products nothing mixes tokens, so the
+arrays kept for the backward pass are split over `tensor` too (sequence parallelism, Korthikanti et al., arXiv
+2205.05198)."""
 
 
 def spec(axes: tuple[str | None, ...]) -> PartitionSpec:
-    """The PartitionSpec of an array with these logical axes."""
+    """Returns the PartitionSpec of an array with these logical axes."""
     return PartitionSpec(*(RULES[axis] for axis in axes))
 
 
 def current_mesh() -> jax.sharding.AbstractMesh | None:
-    """The mesh made current with `jax.set_mesh`, or None.
+    """Returns the mesh made current with `jax.set_mesh`, or None.
 
     Raises:
-      ConfigError: an axis of it is not of type Auto (`jax.make_mesh` makes Explicit ones unless told otherwise).
+      ConfigError: one of its axes is of type Explicit (the default of `jax.make_mesh`), not Auto.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -49,10 +50,10 @@ def current_mesh() -> jax.sharding.AbstractMesh | None:
 
 
 def constrain(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
-    """Pins an activation to its place on the current mesh; without one, returns it as it is.
+    """Pins an activation to its sharding on the current mesh; without a mesh, returns the activation unchanged.
 
     Raises:
-      ConfigError: a size does not divide over the mesh; the message names the axis.
+      ConfigError: a size is not divisible over the mesh; the message names the axis.
     """
     mesh = current_mesh()
     if mesh is None:

@@ -1,4 +1,4 @@
-"""What a model is: the shape of a Llama, Qwen2 or Qwen3 decoder, read from and written to Hugging Face's config.json.
+"""The shape of a Llama, Qwen2 or Qwen3 decoder, read from and written to Hugging Face's config.json.
 
 Standard library only, so that the planner and the coordinator can read a model's shape without an accelerator library.
 """
@@ -20,7 +20,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-"""Supported values of `model_type`, each with the class that `architectures` names."""
+"""Supported values of `model_type`, each with its class name in `architectures`."""
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _PRESETS = pathlib.Path(__file__).parent / "presets"
@@ -28,20 +28,20 @@ _PRESETS = pathlib.Path(__file__).parent / "presets"
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding, and how it was stretched to longer contexts.
+    """Rotary position embedding, and its stretching to longer contexts.
 
     Attributes:
       theta: base of the wavelengths.
       kind: "default"; "linear"; "llama3" (Llama 3.1, by wavelength); "yarn" (arXiv 2309.00071).
-      factor: how far the context was stretched; 1 for "default".
+      factor: ratio of the stretched to the original context; 1 for "default".
       original_max_positions: context length before stretching (llama3, yarn).
       low_freq_factor: llama3: wavelengths above original/low are divided by the factor.
       high_freq_factor: llama3: wavelengths below original/high are kept.
       beta_fast: yarn: dimensions that turn more often than this over the original context are kept.
       beta_slow: yarn: dimensions that turn less often than this are divided by the factor.
-      attention_factor: yarn: scale of cosine and sine; None is the paper's 0.1 ln(factor) + 1.
-      mscale: yarn: numerator's slope of that scale, used with `mscale_all_dim`.
-      mscale_all_dim: yarn: denominator's slope of that scale.
+      attention_factor: yarn: scale of cosine and sine; None means the paper's 0.1 ln(factor) + 1.
+      mscale: yarn: slope in the numerator of that scale, used with `mscale_all_dim`.
+      mscale_all_dim: yarn: slope in the denominator of that scale.
       truncate: yarn: the ramp's ends are rounded outwards to whole dimensions.
     """
 
@@ -61,7 +61,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """The shape of a decoder-only transformer; field by field what config.json says, under this project's names.
+    """The shape of a decoder-only transformer: the fields of config.json under this project's names.
 
     Attributes:
       architecture: "llama", "qwen2" or "qwen3".
@@ -72,8 +72,8 @@ class TransformerConfig:
       num_heads: query heads.
       num_kv_heads: key and value heads; divides `num_heads`.
       head_dim: width of a head; not necessarily hidden_size / num_heads.
-      max_position_embeddings: longest context that the model was made for; for yarn, after stretching.
-      rms_norm_eps: added to the mean square under the root.
+      max_position_embeddings: longest context in tokens that the model was made for; for yarn, after stretching.
+      rms_norm_eps: constant added to the mean square under the root.
       rope: rotary position embedding.
       qkv_bias: query, key and value projections have a bias.
       output_bias: the attention output projection has a bias.
@@ -109,7 +109,7 @@ class TransformerConfig:
 
     @property
     def longest_context(self) -> int:
-        """Returns the most tokens that a sequence may have; a linear factor multiplies them, as in vLLM."""
+        """Returns the maximum number of tokens in a sequence; a linear factor multiplies it, as in vLLM."""
         return int(self.max_position_embeddings * (self.rope.factor if self.rope.kind == "linear" else 1))
 
 
@@ -118,7 +118,7 @@ def from_hf(values: Mapping[str, Any], source: str = "config.json") -> Transform
 
     Args:
       values: the parsed file.
-      source: the file's name, for errors.
+      source: name of the file, for errors.
 
     Raises:
       DataError: the architecture or one of its options is not supported, or a field is missing or out of range.
@@ -136,7 +136,7 @@ def from_hf(values: Mapping[str, Any], source: str = "config.json") -> Transform
     max_positions = int(values.get("max_position_embeddings") or defaults[architecture])
     rope = _rope_from_hf(values, max_positions, source)
     if rope.kind == "yarn":
-        # Model cards add yarn and leave max_position_embeddings as it was. vLLM expects it stretched already.
+        # Model cards add yarn and leave max_position_embeddings unchanged, but vLLM expects the stretched value.
         max_positions = max(max_positions, int(rope.factor * rope.original_max_positions))
     eos = values.get("eos_token_id")
     return TransformerConfig(
@@ -151,6 +151,7 @@ def from_hf(values: Mapping[str, Any], source: str = "config.json") -> Transform
         max_position_embeddings=max_positions,
         rms_norm_eps=float(values.get("rms_norm_eps", 1e-6)),
         rope=rope,
+        # Qwen2 always has query, key and value biases and never an output bias; its config.json does not say so.
         qkv_bias=architecture == "qwen2" or bias,
         output_bias=architecture != "qwen2" and bias,
         mlp_bias=architecture == "llama" and bool(values.get("mlp_bias", False)),
@@ -164,11 +165,11 @@ def from_hf(values: Mapping[str, Any], source: str = "config.json") -> Transform
 
 
 def to_hf(config: TransformerConfig, dtype: str = "float32") -> dict[str, Any]:
-    """The config.json of `config`, readable by transformers 4 and 5 and by vLLM.
+    """Returns the config.json of `config`, readable by transformers 4 and 5 and by vLLM.
 
     Args:
-      config: the model's shape.
-      dtype: of the weights beside it: "float32", "bfloat16" or "float16".
+      config: shape of the model.
+      dtype: dtype of the weights: "float32", "bfloat16" or "float16".
     """
     eos = list(config.eos_token_ids)
     values: dict[str, Any] = {
@@ -191,6 +192,7 @@ def to_hf(config: TransformerConfig, dtype: str = "float32") -> dict[str, Any]:
         "attention_dropout": 0.0,
         "initializer_range": config.initializer_range,
         "use_cache": True,
+        # Both spellings: transformers 5 reads `dtype`, transformers 4 `torch_dtype`.
         "dtype": dtype,
         "torch_dtype": dtype,
     }
@@ -207,7 +209,7 @@ def read_directory(path: str | pathlib.Path) -> TransformerConfig:
     """Reads `<path>/config.json`.
 
     Raises:
-      DataError: the directory or the file is missing, is not whole, or describes a model that is not supported.
+      DataError: the directory or the file is missing, incomplete, or describes an unsupported model.
     """
     directory = pathlib.Path(path)
     if not directory.is_dir():
@@ -217,7 +219,7 @@ def read_directory(path: str | pathlib.Path) -> TransformerConfig:
         values = json.loads(file.read_text())
     except FileNotFoundError:
         raise DataError(f"{file}: missing, so {directory} is not a Hugging Face model directory.") from None
-    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or nested too deeply
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested too deeply
         raise DataError(f"{file}: is not whole JSON ({error}); download it again.") from None
     if not isinstance(values, dict):
         raise DataError(f"{file}: must hold a JSON object, not a {type(values).__name__}.")
@@ -225,15 +227,15 @@ def read_directory(path: str | pathlib.Path) -> TransformerConfig:
 
 
 def preset_names() -> tuple[str, ...]:
-    """Names of the shapes that ship with the package."""
+    """Lists the names of the shapes that ship with the package."""
     return tuple(sorted(file.stem for file in _PRESETS.glob("*.json")))
 
 
 def load_preset(name: str, field: str = "model.preset") -> TransformerConfig:
-    """The shape that ships under `name`, which the config's `field` says.
+    """Loads the shape that ships under `name`, the value of the config's `field`.
 
     Raises:
-      ConfigError: no such preset; the nearest name is offered.
+      ConfigError: the preset does not exist; the message offers the nearest name.
     """
     names = preset_names()
     if name not in names:
@@ -245,14 +247,15 @@ def load_preset(name: str, field: str = "model.preset") -> TransformerConfig:
 
 
 def untied(config: TransformerConfig) -> TransformerConfig:
-    """The same shape with an output projection of its own."""
+    """Returns the same shape with a separate output projection."""
     return dataclasses.replace(config, tie_word_embeddings=False)
 
 
 def parameter_count(config: TransformerConfig) -> int:
-    """Parameters of the model; a tied table counts once."""
+    """Counts the parameters of the model; a tied table counts once."""
     width, ffn = config.hidden_size, config.intermediate_size
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    # Two norms; query and output, key and value projections; gate, up and down projections.
     layer = 2 * width + width * (2 * query + 2 * kv) + 3 * width * ffn
     layer += (query + 2 * kv) * config.qkv_bias + width * config.output_bias
     layer += (2 * ffn + width) * config.mlp_bias + 2 * config.head_dim * config.qk_norm
@@ -310,8 +313,8 @@ def _head_dim(values: Mapping[str, Any], architecture: str, hidden_size: int, he
 
 
 def _rope_from_hf(values: Mapping[str, Any], max_positions: int, source: str) -> RopeConfig:
-    # transformers 5 keeps everything in `rope_parameters`; before, `rope_theta` stood beside `rope_scaling`. Where a
-    # file has both, transformers takes `rope_scaling` alone: model cards add it to what is there.
+    # transformers 5 keeps everything in `rope_parameters`; version 4 has `rope_theta` beside `rope_scaling`. If a file
+    # has both, transformers uses `rope_scaling` alone, because model cards add it to an existing file.
     replaced, scaling = values.get("rope_parameters") or {}, values.get("rope_scaling") or {}
     merged = scaling or replaced
     if any(isinstance(value, Mapping) for value in merged.values()):
@@ -368,5 +371,6 @@ def _rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
         scaling |= {name: getattr(rope, name) for name in optional if getattr(rope, name) is not None}
     values: dict[str, Any] = {"rope_theta": rope.theta, "rope_parameters": {"rope_theta": rope.theta, **scaling}}
     if rope.kind != "default":
+        # Both spellings, so that transformers 4 finds `rope_scaling` and transformers 5 `rope_parameters`.
         values["rope_scaling"] = scaling
     return values

@@ -1,4 +1,4 @@
-"""What a model's shape allows: how many devices it splits over, and which attention kernel computes it.
+"""Checks what a model's shape allows: the number of devices that it splits over, and its attention kernel.
 
 Standard library only, like the shape itself.
 """
@@ -11,16 +11,16 @@ from libra_jax.models.config import TransformerConfig
 from libra_jax.protocols import ConfigError
 
 SPLASH_LANES = 128
-"""Splash attention works on head widths and rows that are multiples of this."""
+"""Splash attention needs head widths and row lengths that are multiples of this number."""
 
 
 def check_tensor_parallel(config: TransformerConfig, degree: int) -> None:
     """Checks that a rollout instance can split the model over `degree` devices.
 
-    Key and value heads may also be copied: vLLM does so where the degree is a multiple of their number.
+    Key and value heads may also be copied: vLLM copies them if the degree is a multiple of their number.
 
     Raises:
-      ConfigError: a size does not divide; the message names it.
+      ConfigError: a size is not divisible by `degree`; the message names the size.
     """
     for name, size in (("attention heads", config.num_heads), ("feed-forward columns", config.intermediate_size)):
         if size % degree:
@@ -36,8 +36,8 @@ def check_served(config: TransformerConfig) -> None:
     """Checks that vLLM serves the model as the trainer computes it.
 
     Raises:
-      ConfigError: a Qwen2 whose head_dim is not hidden_size / num_attention_heads: vLLM's reads no head_dim
-        (vllm/model_executor/models/qwen2.py) and dies while it loads the weights.
+      ConfigError: the model is a Qwen2 whose head_dim is not hidden_size / num_attention_heads. vLLM's Qwen2 reads no
+        head_dim (vllm/model_executor/models/qwen2.py) and dies while it loads the weights.
     """
     width = config.hidden_size // config.num_heads
     if config.architecture == "qwen2" and config.head_dim != width:
@@ -52,11 +52,11 @@ def check_mesh(config: TransformerConfig, mesh_shape: Mapping[str, int]) -> None
     """Checks that the model splits evenly over a mesh.
 
     Args:
-      config: the model's shape.
-      mesh_shape: mesh axis to size; an axis that is missing has size 1.
+      config: shape of the model.
+      mesh_shape: size of each mesh axis; a missing axis has size 1.
 
     Raises:
-      ConfigError: a size does not divide; the message names both.
+      ConfigError: a size is not divisible by its axis; the message names both.
     """
     splits = {
         "tensor": {
@@ -75,17 +75,17 @@ def check_mesh(config: TransformerConfig, mesh_shape: Mapping[str, int]) -> None
 
 
 def choose_attention(kernel: str, platform: str, tokens: int, head_dim: int, dtype: str) -> str:
-    """The attention kernel to run: "chunked", "splash" or "cudnn".
+    """Returns the attention kernel to run: "chunked", "splash" or "cudnn".
 
     Args:
-      kernel: what the config asks for; "auto" takes the platform's own kernel where it can compute the case.
-      platform: JAX's name of it: "cpu", "gpu" or "tpu".
+      kernel: kernel that the config requests; "auto" takes the platform's own kernel if it can compute the case.
+      platform: JAX's platform name: "cpu", "gpu" or "tpu".
       tokens: length of a row.
       head_dim: width of a head.
-      dtype: of the queries.
+      dtype: dtype of the queries.
 
     Raises:
-      ConfigError: the kernel asked for cannot run on this platform, or not with these shapes and dtype.
+      ConfigError: the requested kernel cannot run on this platform, or not with these shapes and dtype.
     """
     problems = {
         "splash": (

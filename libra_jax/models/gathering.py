@@ -1,4 +1,4 @@
-"""Whole parameters where several processes share a mesh: one at a time, in step with the other processes."""
+"""Gathers whole parameters if several processes share a mesh: one at a time, in step with the other processes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import jax
 
 @contextlib.contextmanager
 def whole(leaves: Iterable[jax.Array]) -> Iterator[Iterator[jax.Array]]:
-    """The arrays, each readable in this process from end to end.
+    """Yields the arrays, each readable from end to end in this process.
 
-    In one process they are what they are. Among several, taking the next one is a collective: every process has to
-    enter the block with the same arrays, and those that are not taken by its end, for an error too, are gathered then,
-    because the others wait for them. A process that wants none just leaves the block. Devices hold one gathered array
-    at a time, provided that the caller lets go of each before it takes the next.
+    In one process the arrays pass through unchanged. With several processes, taking the next array is a collective.
+    Every process must enter the block with the same arrays. Arrays not taken by the end of the block, even after an
+    error, are gathered then, because the other processes wait for them. A process that needs none leaves the block.
+    Devices hold one gathered array at a time, if the caller drops each array before it takes the next.
     """
     rest = iter(leaves)
     if jax.process_count() == 1:
@@ -32,6 +32,7 @@ def whole(leaves: Iterable[jax.Array]) -> Iterator[Iterator[jax.Array]]:
 def _gather(leaf: jax.Array) -> jax.Array:
     if leaf.is_fully_replicated:
         return leaf
+    # Waiting keeps one gathered array alive at a time; JAX would otherwise run ahead.
     return jax.block_until_ready(_replicate(leaf.sharding.mesh)(leaf))
 
 

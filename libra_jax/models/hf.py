@@ -1,8 +1,8 @@
-"""Hugging Face model directories: config.json, and weights in one or several safetensors files.
+"""Reads and writes Hugging Face model directories: config.json, and weights in one or several safetensors files.
 
-Reading streams: each device's piece of a parameter is read from the files, converted and placed, one parameter at a
-time, so the host never holds the model beside the devices. Writing goes to a directory of its own, renamed into place
-when it is whole.
+Reading streams one parameter at a time: each device's piece is read from the files, converted and placed. The host
+therefore never holds the whole model beside the devices. Writing goes to a temporary directory, which is renamed into
+place when it is complete.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def load(
     """Reads the weights of a Hugging Face directory.
 
     Args:
-      directory: holds `model.safetensors`, or else the shards that `model.safetensors.index.json` lists.
-      config: the model's shape (`config.read_directory`).
-      dtype: of every leaf; the files may hold another.
+      directory: directory with `model.safetensors`, or else the shards that `model.safetensors.index.json` lists.
+      config: shape of the model (`config.read_directory`).
+      dtype: dtype of every leaf; the files may hold another dtype.
       shardings: a Sharding for each leaf, in the parameters' nesting; None places all on the default device.
 
     Raises:
-      DataError: a file is missing or truncated, or a tensor is missing, has another shape, or has no place in the
-        model, or the output projection of a tied model differs from the embedding. Rotary frequencies are ignored.
+      DataError: a file is missing or truncated; or a tensor is missing, misshapen or unknown to the model; or the
+        output projection of a tied model differs from the embedding. Rotary frequencies are ignored.
     """
     with contextlib.ExitStack() as stack:
         tensors = _open_tensors(pathlib.Path(directory), stack)
@@ -70,15 +70,15 @@ def save(
     directory: str | pathlib.Path,
     max_shard_bytes: int = 4 << 30,
 ) -> None:
-    """Writes config.json, the weights and, where they need several files, their index.
+    """Writes config.json, the weights and, if there are several files, their index.
 
-    Where several processes share the parameters, all of them call this, and process 0 writes.
+    If several processes share the parameters, all of them call this function, and process 0 writes.
 
     Args:
-      params: the parameters; every leaf of one dtype.
-      config: the model's shape.
-      directory: made, with its parents, or replaced where it holds a model already.
-      max_shard_bytes: a file is closed before it would exceed this (a single larger tensor has a file of its own).
+      params: parameters; every leaf has the same dtype.
+      config: shape of the model.
+      directory: directory to create, with its parents; a model in it is replaced.
+      max_shard_bytes: maximum bytes of a file (a single larger tensor gets its own file).
 
     Raises:
       DataError: `directory` holds something that is not a model, or the disk refuses.
@@ -108,6 +108,7 @@ def _save(
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         try:
+            # mkdtemp makes a folder for this user only.
             partial.chmod(0o755)
             _write(leaves, dtype, config, partial, max_shard_bytes)
             _replace(target, partial)
@@ -141,7 +142,7 @@ def _open_tensors(directory: pathlib.Path, stack: contextlib.ExitStack) -> _Tens
 def _weight_files(directory: pathlib.Path) -> Sequence[pathlib.Path]:
     if not directory.is_dir():
         raise DataError(f"{directory}: no such model directory; give the path of a downloaded Hugging Face model.")
-    # The single file first, as transformers reads: an index beside it is left over from an older save.
+    # The single file wins, as in transformers: an index beside it is a leftover of an older save.
     if (directory / _SINGLE).is_file():
         return [directory / _SINGLE]
     index = directory / _INDEX
@@ -164,14 +165,16 @@ def _check_tensor(entry: hf_names.HfEntry, tensors: _Tensors, directory: str | p
 
 
 def _refuse_strangers(config: model_config.TransformerConfig, tensors: _Tensors) -> None:
+    # The untied names, because a tied model's file may still hold a copy of the head.
     known = {entry.hf_name for entry in hf_names.weight_map(model_config.untied(config))}
     for name, (file, _) in tensors.items():
+        # Old checkpoints also store rotary frequencies, which follow from the config.
         if name not in known and not name.endswith("rotary_emb.inv_freq"):
             raise DataError(f"{file}: tensor {name} has no place in the model that config.json describes.")
 
 
 def _refuse_other_head(tensors: _Tensors) -> None:
-    """Refuses a tied model whose file holds another output projection, which transformers would use.
+    """Refuses a tied model whose file holds a different output projection, which transformers would use.
 
     Raises:
       DataError: the two tables differ.
@@ -182,7 +185,7 @@ def _refuse_other_head(tensors: _Tensors) -> None:
     left, right = head.get_slice(_HEAD), embedding.get_slice(_EMBEDDING)
     rows = right.get_shape()[0]
     same = left.get_shape() == right.get_shape()
-    for start in range(0, rows, _COMPARED_ROWS):  # a part at a time: whole tables may be gigabytes
+    for start in range(0, rows, _COMPARED_ROWS):  # in parts, because whole tables may be gigabytes
         part = slice(start, min(start + _COMPARED_ROWS, rows))
         same = same and np.array_equal(left[part], right[part])
     if not same:
@@ -195,7 +198,7 @@ def _refuse_other_head(tensors: _Tensors) -> None:
 def _read_leaf(
     entries: Sequence[hf_names.HfEntry], tensors: _Tensors, dtype: str, sharding: jax.sharding.Sharding
 ) -> jax.Array:
-    """One parameter on its devices, each piece read when its device asks for it (replicas share one reading)."""
+    """Reads one parameter onto its devices, each piece on demand; devices with the same piece share one read."""
     stacked = entries[0].layer is not None
     shape = (len(entries), *entries[0].shape) if stacked else entries[0].shape
     pieces: dict[tuple[tuple[int, int, int], ...], np.ndarray] = {}
@@ -236,8 +239,9 @@ def _write(
     (directory / "config.json").write_text(json.dumps(values, indent=2) + "\n")
     files: list[list[str]] = []
     total = 0
+    # The number of files is known only at the end, so files get their final names then.
     for number, shard in enumerate(_in_shards(leaves, config, max_shard_bytes), start=1):
-        # Hugging Face's readers refuse files that do not say which framework laid out the tensors.
+        # Hugging Face's readers refuse files that do not name the framework of their tensor layout.
         safetensors.numpy.save_file(shard, directory / f"{number}.safetensors", metadata={"format": "pt"})
         _flush(directory / f"{number}.safetensors")
         files.append(list(shard))
@@ -257,7 +261,7 @@ def _write(
 def _in_shards(
     leaves: Iterator[jax.Array], config: model_config.TransformerConfig, max_shard_bytes: int
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Groups of tensors of at most `max_shard_bytes`, parameter by parameter, so that each leaf is fetched once."""
+    """Yields groups of tensors of at most `max_shard_bytes`, parameter by parameter, to fetch each leaf once."""
     shard: dict[str, np.ndarray] = {}
     size = 0
     for entries in _by_leaf(config).values():
@@ -275,7 +279,7 @@ def _in_shards(
 def _replace(target: pathlib.Path, partial: pathlib.Path) -> None:
     if target.exists():
         old = pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
-        target.rename(old)  # an empty directory may be renamed onto
+        target.rename(old)  # a directory may be renamed onto an empty directory
         partial.rename(target)
         shutil.rmtree(old)
     else:

@@ -1,8 +1,8 @@
-"""Where each Hugging Face tensor lives among our parameters: one table for import, export and weight publication.
+"""Maps each Hugging Face tensor to our parameters: one table for import, export and weight sync.
 
-Standard library only: the engine's side reads it too. Projections are stored as Hugging Face stores them, [out, in],
-stacked over layers on axis 0; so every Hugging Face tensor is one leaf, or one index into axis 0 of one leaf, without
-a transpose or a reshape, and publishing it is one contiguous copy.
+Standard library only, because the engine reads this table too. Projections are stored as in Hugging Face, [out, in],
+stacked over layers on axis 0. Every Hugging Face tensor is therefore one leaf, or one index into axis 0 of a leaf. It
+needs no transpose or reshape, and a weight sync sends it with one contiguous copy.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ class HfEntry:
     """One Hugging Face tensor.
 
     Attributes:
-      hf_name: its name in the checkpoint.
-      path: keys that lead to the leaf in the nested dict of parameters.
-      layer: index into the leaf's axis 0, or None where the whole leaf is the tensor.
-      shape: the tensor's shape.
+      hf_name: name in the checkpoint.
+      path: keys of the leaf in the nested dict of parameters.
+      layer: index into the leaf's axis 0, or None if the whole leaf is the tensor.
+      shape: shape of the tensor.
     """
 
     hf_name: str
@@ -30,9 +30,9 @@ class HfEntry:
 
 
 def weight_map(config: model_config.TransformerConfig) -> tuple[HfEntry, ...]:
-    """Every tensor of the checkpoint, in the order in which it is written: embedding, layer by layer, norm, head.
+    """Lists every tensor of the checkpoint in file order: embedding, layer by layer, norm, head.
 
-    A tied model has no `lm_head.weight`; the map of `config.untied(config)` has one, at the path ("lm_head", "weight").
+    A tied model has no `lm_head.weight`. The map of `config.untied(config)` has it, at the path ("lm_head", "weight").
     """
     width = config.hidden_size
     entries = [HfEntry("model.embed_tokens.weight", ("embed_tokens", "weight"), None, (config.vocab_size, width))]

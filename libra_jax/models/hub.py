@@ -1,8 +1,8 @@
 """Finds models and datasets that a config names by Hugging Face id: in the local cache, else on the hub.
 
-An id is `namespace/name`, with an optional folder of a dataset and an optional revision: `Qwen/Qwen3-0.6B`,
-`openai/gsm8k/main`, `Qwen/Qwen3-0.6B@main`. What exists here under that name is a path. A whole snapshot in the cache
-(HF_HOME) is used without asking the hub, so that a resumed run reads the same files. HF_HUB_OFFLINE is honoured.
+An id is `namespace/name`, with an optional folder (datasets only) and an optional revision: `Qwen/Qwen3-0.6B`,
+`openai/gsm8k/main`, `Qwen/Qwen3-0.6B@main`. A name that exists on this machine is a path. A whole snapshot in the cache
+(HF_HOME) is used without asking the hub, so that a resumed run reads the same files. HF_HUB_OFFLINE is respected.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from libra_jax.planning import memory
 Kind = Literal["model", "dataset"]
 
 ASK_SECONDS = 10.0
-"""Deadline of the hub's answer, name resolution included."""
+"""Seconds before a question to the hub fails, name resolution included."""
 
 WATCH_SECONDS = 60.0
-"""How often a download that goes on is told: it has no deadline, because models are large and networks differ."""
+"""Seconds between progress messages of a download. A download has no deadline: models are large, networks differ."""
 
 _ID = re.compile(
     r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?P<folder>(?:/[\w.-]+)*)(?:@(?P<revision>[\w./-]+))?"
 )
 _FILES = (".jsonl", ".json", ".parquet", ".arrow", ".csv", ".tsv", ".txt", ".safetensors", ".xlsx")
-"""Endings of files: a text that ends so is a path."""
+"""File endings. A text with one of these endings is a path."""
 
 _SMALL = ["*.json", "*.txt", "*.jinja", "*.model", "tokenizer*", "vocab*"]
 _PATTERNS: dict[Kind, list[str]] = {"model": [*_SMALL, "*.safetensors"], "dataset": ["*.parquet", "*.jsonl"]}
@@ -43,13 +43,13 @@ _PATTERNS: dict[Kind, list[str]] = {"model": [*_SMALL, "*.safetensors"], "datase
 
 @dataclass(frozen=True)
 class Found:
-    """A config whose ids are replaced by folders of this machine.
+    """A config whose ids are replaced by folders on this machine.
 
     Attributes:
-      config: the config; ids that were not found here stay as they are.
-      notes: sentences about what stands for which id.
-      problems: sentences about what is neither here nor on the hub.
-      fields: fields that hold an id, whether it was found or not.
+      config: the config. An id without a folder on this machine stays unchanged.
+      notes: sentences that name the folder or download of each id.
+      problems: sentences about ids that are neither in the cache nor on the hub.
+      fields: names of the fields that hold an id, found or not.
     """
 
     config: libra_config.RunConfig
@@ -62,8 +62,8 @@ def resolved(config: libra_config.RunConfig, *, download: bool) -> Found:
     """Replaces the ids of `model.path`, `task.tokenizer` and `task.path` by folders of the Hugging Face cache.
 
     Args:
-      config: a run's config.
-      download: fetch what the cache lacks. Otherwise only a model's small files are fetched, which tell its shape.
+      config: configuration of a run.
+      download: fetch the files that the cache lacks. If False, fetch only a model's small files, which hold its shape.
     """
     notes: list[str] = []
     problems: list[str] = []
@@ -95,7 +95,7 @@ def resolved(config: libra_config.RunConfig, *, download: bool) -> Found:
 
 
 def with_model(config: libra_config.RunConfig) -> libra_config.RunConfig:
-    """Replaces the id of `model.path` by a folder that holds the model's config.json, if not its weights.
+    """Replaces the id of `model.path` by a folder with the model's config.json, perhaps without its weights.
 
     Raises:
       DataError: the id is neither in the cache nor on the hub.
@@ -113,7 +113,7 @@ def with_model(config: libra_config.RunConfig) -> libra_config.RunConfig:
 def parse(text: str, kind: Kind) -> re.Match[str] | None:
     """Returns the parts of a text that can only be an id, or None.
 
-    A text is a path if something of that name exists here, or the folder that it would be in.
+    A text is a path if it exists on this machine, or if its first folder does.
     """
     matched = _ID.fullmatch(text)
     if matched is None or text.endswith(_FILES) or Path(text).exists() or (matched["folder"] and kind == "model"):
@@ -122,12 +122,12 @@ def parse(text: str, kind: Kind) -> re.Match[str] | None:
 
 
 def _locate(matched: re.Match[str], kind: Kind, *, weights: bool, download: bool) -> tuple[Path | None, str]:
-    """The folder of an id, or None where it is not fetched, and a sentence about it.
+    """Returns the folder of an id, or None if it is not fetched, and a sentence about it.
 
     Raises:
-      DataError: it is in neither place.
+      DataError: the id is neither in the cache nor on the hub.
     """
-    import huggingface_hub  # here: most configs name paths, and it takes a moment
+    import huggingface_hub  # imported here, because most configs name paths, and the import is slow
 
     name, revision, inside = matched["name"], matched["revision"], matched["folder"].strip("/")
     patterns = _PATTERNS[kind] if weights else _SMALL
@@ -173,7 +173,7 @@ class _Snapshot:
         return {"repo_type": self.kind, "revision": self.revision}
 
     def cached(self, patterns: Sequence[str]) -> Path | None:
-        """Folder in the cache, whole or not; None without one."""
+        """Returns the folder in the cache, complete or not; None if the cache has no such folder."""
         import huggingface_hub
         from huggingface_hub import errors
 
@@ -184,7 +184,7 @@ class _Snapshot:
             return None
 
     def fetched(self, patterns: Sequence[str]) -> Path:
-        """Folder in the cache, after a download of what it lacked.
+        """Downloads the missing files and returns the folder in the cache.
 
         Raises:
           DataError: the download failed.
@@ -194,7 +194,7 @@ class _Snapshot:
         try:
             with _watched(f"{self.kind} {self.name}"):
                 return Path(huggingface_hub.snapshot_download(self.name, **self.where, allow_patterns=list(patterns)))
-        except Exception as error:  # of the network, the disk, the hub: a library's own types
+        except Exception as error:  # errors of the network, the disk and the hub have many library types
             raise protocols.DataError(
                 f"{self.name} could not be fetched from the Hugging Face hub ({_short(error)}); the same command goes "
                 "on with the files that are left"
@@ -203,7 +203,7 @@ class _Snapshot:
 
 @contextlib.contextmanager
 def _watched(what: str) -> Iterator[None]:
-    """Tells every WATCH_SECONDS that a download is what is waited for."""
+    """Reports every WATCH_SECONDS that a download is still running."""
     ended, began = threading.Event(), time.monotonic()
 
     def watch() -> None:
@@ -225,10 +225,10 @@ def _watched(what: str) -> Iterator[None]:
 
 
 def _ask(question: Callable[[], Any], here: str) -> Any:
-    """The hub's answer, for which a resolver without a network may take longer than its own deadline.
+    """Returns the hub's answer. Runs on a thread, because name resolution can exceed the request's own timeout.
 
     Raises:
-      DataError: there is no such repository, or no answer.
+      DataError: the repository does not exist, or the hub does not answer.
     """
     from huggingface_hub import errors
 
@@ -263,7 +263,7 @@ def _short(error: BaseException) -> str:
 
 
 def _is_whole(folder: Path, kind: Kind) -> bool:
-    """Whether a snapshot holds all that its own file names promise: a cache may hold a part of the repository."""
+    """Returns True if a snapshot holds all files that its index or names promise; a cache may hold only a part."""
     if kind == "model":
         index = folder / "model.safetensors.index.json"
         if not (folder / "config.json").is_file():
@@ -278,6 +278,7 @@ def _is_whole(folder: Path, kind: Kind) -> bool:
     counts: dict[tuple[str, int], int] = {}
     files = [*folder.rglob("*.parquet"), *folder.rglob("*.jsonl")]
     for file in files:
+        # Split tables are named like train-00000-of-00003, so a part that is missing shows in the names.
         numbered = re.fullmatch(r"(.+)-\d{5}-of-(\d{5})", file.stem)
         if numbered:
             key = f"{file.parent}/{numbered[1]}", int(numbered[2])
@@ -286,7 +287,7 @@ def _is_whole(folder: Path, kind: Kind) -> bool:
 
 
 def _tables(folder: Path, text: str, split: str) -> Path:
-    """The folder or file of a dataset's snapshot that a source of tasks reads.
+    """Returns the folder or file in a dataset's snapshot that a task source reads.
 
     Raises:
       DataError: the dataset has several configurations, or no tables.

@@ -1,4 +1,4 @@
-"""Attention kernels of a platform: Splash on TPU, cuDNN on GPU, each where its masks can say what ours does.
+"""Platform kernels for attention: Splash on TPU and cuDNN on GPU, if their masks can express ours.
 
 Letters: B rows, T tokens, H query heads, N key and value heads, K head width.
 """
@@ -16,7 +16,7 @@ from libra_jax.models import feasibility
 
 
 class LocalAttention(Protocol):
-    """Attention on one device: [B, T, H, K] from queries, keys, values and segment ids."""
+    """Computes attention on one device: [B, T, H, K] from queries, keys, values and segment ids."""
 
     def __call__(
         self, q_BxTxHxK: jax.Array, k_BxTxNxK: jax.Array, v_BxTxNxK: jax.Array, segments_BxT: jax.Array, /
@@ -24,15 +24,15 @@ class LocalAttention(Protocol):
 
 
 def choose(kernel: str, query_shape: tuple[int, ...], dtype: Any) -> str:
-    """The kernel to run here: "chunked", "splash" or "cudnn" (`models.feasibility.choose_attention`).
+    """Returns the kernel to run here: "chunked", "splash" or "cudnn" (`models.feasibility.choose_attention`).
 
     Args:
-      kernel: what the config asks for.
+      kernel: kernel that the config requests.
       query_shape: [B, T, H, K].
-      dtype: of the queries.
+      dtype: dtype of the queries.
 
     Raises:
-      ConfigError: the kernel asked for cannot run on this platform, or not with these shapes and dtype.
+      ConfigError: the requested kernel cannot run on this platform, or not with these shapes and dtype.
     """
     _, tokens, _, head_dim = query_shape
     return feasibility.choose_attention(kernel, jax.default_backend(), tokens, head_dim, jnp.dtype(dtype).name)
@@ -45,7 +45,7 @@ def splash(
     segments_BxT: jax.Array,
     interpret: bool = False,
 ) -> jax.Array:
-    """JAX's Splash attention (Pallas, TPU) with a causal mask and segment ids; padding attends to padding.
+    """Runs JAX's Splash attention (Pallas, TPU) with a causal mask and segment ids; padding attends to padding.
 
     Heads are padded with zeros to the lane width, which changes no score and no output.
     """
@@ -57,6 +57,7 @@ def splash(
         return widened.transpose(0, 2, 1, 3)
 
     segment_ids = splash_attention.SegmentIds(q=segments_BxT, kv=segments_BxT)
+    # Splash applies no scale of its own; the true width counts, not the padded one.
     scaled = by_head(q_BxTxHxK * head_dim**-0.5)
     out_BxHxTxK = jax.vmap(kernel)(scaled, by_head(k_BxTxNxK), by_head(v_BxTxNxK), segment_ids)
     return out_BxHxTxK.transpose(0, 2, 1, 3)[..., :head_dim]
@@ -70,10 +71,10 @@ def cudnn(
     otherwise: LocalAttention,
     implementation: str = "cudnn",
 ) -> jax.Array:
-    """cuDNN's fused attention where every row is one segment followed by padding; `otherwise` for packed rows.
+    """Runs cuDNN's fused attention if every row is one segment followed by padding, else `otherwise`.
 
-    cuDNN's mask is causal with one length a row, which is all that such rows need. Which case it is, is decided on the
-    device, so one compiled step serves both.
+    cuDNN's mask is causal with one length per row, which covers only unpacked rows. The device decides at run time, so
+    one compiled step serves both cases.
     """
     tokens = segments_BxT.shape[1]
     lengths_B = (segments_BxT != 0).sum(-1, dtype=jnp.int32)
@@ -100,6 +101,6 @@ def _splash_kernel(tokens: int, heads: int, interpret: bool) -> Any:
     names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
     sizes = splash_attention.BlockSizes(**dict.fromkeys(names, block))
     mask = splash_attention.MultiHeadMask([splash_attention.CausalMask((tokens, tokens))] * heads)
-    # Made outside of any trace, so that the cached kernel holds constants and no tracer.
+    # Built outside of any trace, so that the cached kernel holds constants and no tracer.
     with jax.ensure_compile_time_eval():
         return splash_attention.make_splash_mha_single_device(mask=mask, block_sizes=sizes, interpret=interpret)

@@ -15,20 +15,21 @@ from libra_jax.models import config as model_config
 
 
 def frequencies(rope: model_config.RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
-    """Inverse wavelengths, and the scale of cosine and sine.
+    """Returns the inverse wavelengths, and the scale of cosine and sine.
 
     Follows transformers' `modeling_rope_utils` (linear, llama3, and yarn: arXiv 2309.00071 section 3).
 
     Args:
-      rope: which variant.
+      rope: variant and its settings.
       head_dim: K.
 
     Returns:
+      float32 array [K / 2] in radians per position, and the scale.
       float32 array [K / 2], in radians a position; and the scale.
     """
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    # The power in float64, rounded once: numpy's own float32 power differs from torch's in the last bit, and a position
-    # of 100,000 makes 0.01 radians of it. The rest is float32, operation by operation as transformers computes it.
+    # The power in float64, rounded once: numpy's own float32 power differs from torch's in the last bit. At position
+    # 100,000 that bit is 0.01 radians. All else is float32, operation by operation as in transformers.
     power = (np.float64(rope.theta) ** exponent.astype(np.float64)).astype(np.float32)
     inverse = np.float32(1.0) / power
     if rope.kind == "linear":
@@ -41,14 +42,14 @@ def frequencies(rope: model_config.RopeConfig, head_dim: int) -> tuple[np.ndarra
 
 
 def tables(rope: model_config.RopeConfig, head_dim: int, positions_BxT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of each position's angles, float32, both [B, T, K / 2]."""
+    """Returns cosine and sine of each position's angles, float32, both [B, T, K / 2]."""
     inverse, scale = frequencies(rope, head_dim)
     angles = positions_BxT[..., None].astype(jnp.float32) * jnp.asarray(inverse)
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
 
 
 def rotate(x_BxTxHxK: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turns each head's halves (x1, x2) to (x1 cos - x2 sin, x2 cos + x1 sin) in float32; keeps the dtype."""
+    """Rotates each head's halves (x1, x2) to (x1 cos - x2 sin, x2 cos + x1 sin) in float32; keeps the dtype."""
     first, second = jnp.split(x_BxTxHxK.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -56,7 +57,7 @@ def rotate(x_BxTxHxK: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 def _llama3(rope: model_config.RopeConfig, inverse: np.ndarray) -> np.ndarray:
-    turns = rope.original_max_positions * inverse / (2 * math.pi)  # over the original context
+    turns = rope.original_max_positions * inverse / (2 * math.pi)  # full turns over the original context
     smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     smooth = np.clip(smooth, 0.0, 1.0)
     return ((1 - smooth) * inverse / rope.factor + smooth * inverse).astype(np.float32)
@@ -64,13 +65,14 @@ def _llama3(rope: model_config.RopeConfig, inverse: np.ndarray) -> np.ndarray:
 
 def _yarn(rope: model_config.RopeConfig, power: np.ndarray, head_dim: int) -> np.ndarray:
     def dimension(turns: float) -> float:
-        """The (real-valued) dimension that turns so often over the original context."""
+        """Returns the (real-valued) dimension that makes `turns` full turns over the original context."""
         return head_dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
+    # As in transformers, 0.001 replaces a ramp of width 0, which would divide by zero.
     ramp = (np.arange(head_dim // 2, dtype=np.float32) - low) / (high - low or 0.001)
     keep = 1 - np.clip(ramp, 0, 1)
     stretched, kept = 1 / (np.float32(rope.factor) * power), 1 / power

@@ -1,7 +1,8 @@
-"""The decoder: Llama, Qwen2 and Qwen3 in Flax NNX, its layers stacked and scanned.
+"""The decoder: Llama, Qwen2 and Qwen3 in Flax NNX, with stacked and scanned layers.
 
-The modules say what the parameters are and how a layer computes; what other rooms call is functional: parameters are a
-nested plain dict of arrays, `forward` is a pure function of it. Every leaf under "layers" has the layer as axis 0.
+The modules define the parameters and the computation of a layer. Other rooms use a functional interface: parameters are
+a nested plain dict of arrays, and `forward` is a pure function of the dict. Axis 0 of the leaves under "layers" is the
+layer.
 
 Letters: B rows, T tokens, D hidden size, V vocabulary, H query heads, N key and value heads, K head width, L layers.
 """
@@ -27,15 +28,15 @@ Params = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ComputeOptions:
-    """How the forward pass computes; hashable, so that it can be a static argument.
+    """Options of the forward pass; hashable, so that they can be a static argument.
 
     Attributes:
-      compute_dtype: of activations and matrix products ("float32" or "bfloat16"); norms, rotary embedding and softmax
-        are float32 always.
-      remat: what the backward pass recomputes: "none"; "dots" keeps the outputs of the projections and of attention;
-        "full" keeps only each layer's input.
+      compute_dtype: dtype of activations and matrix products ("float32" or "bfloat16"). Norms, rotary embedding and
+        softmax are always float32.
+      remat: activations that the backward pass recomputes. "none"; "dots" keeps the outputs of the projections and of
+        attention; "full" keeps only the input of each layer.
       attention: "auto", "chunked", "splash" (TPU) or "cudnn" (GPU).
-      attention_chunk: queries and keys a block of the chunked attention.
+      attention_chunk: number of queries and keys in a block of the chunked attention.
     """
 
     compute_dtype: str = "float32"
@@ -45,7 +46,7 @@ class ComputeOptions:
 
     @classmethod
     def from_config(cls, model: run_config.ModelConfig) -> ComputeOptions:
-        """The options that a run's config asks for."""
+        """Returns the options that a run's config requests."""
         return cls(model.compute_dtype, model.remat, model.attention, model.attention_chunk)
 
 
@@ -57,18 +58,18 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((size_out,)), logical_axes=names[:1]) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        # Over one axis of tokens: of two, XLA's CPU backend would transpose each factor of the weight's gradient first.
+        # With one token axis: given two, XLA's CPU backend first transposes each factor of the weight's gradient.
         y = jnp.einsum("ri,oi->ro", x.reshape(-1, x.shape[-1]), self.weight[...].astype(x.dtype))
         y = y.reshape(*x.shape[:-1], -1)
         if self.bias is None:
             return y
-        # The sum rounds once either way. Its gradient, a sum over tokens, would stop growing in bfloat16.
+        # The forward sum rounds once either way. The bias gradient sums over tokens and would stop growing in bfloat16.
         bias = self.bias[...].astype(x.dtype).astype(jnp.float32)
         return (y.astype(jnp.float32) + bias).astype(x.dtype)
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * weight over the last axis, in float32 (arXiv 1910.07467)."""
+    """Computes x / rms(x) * weight over the last axis, in float32 (arXiv 1910.07467)."""
 
     def __init__(self, size: int, eps: float) -> None:
         self.weight = nnx.Param(jnp.ones((size,)), logical_axes=("norm",))
@@ -144,7 +145,7 @@ class Table(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """Embedding, stacked layers, final norm, and an output projection unless it is tied."""
+    """Embedding, stacked layers and final norm; also an output projection if the model is untied."""
 
     def __init__(self, config: model_config.TransformerConfig, rngs: nnx.Rngs) -> None:
         @nnx.split_rngs(splits=config.num_layers)
@@ -170,9 +171,9 @@ class Transformer(nnx.Module):
             return nnx.merge(graph, state)(x_BxTxD, cos, sin, attend), None
 
         tokens_BxT = axes.constrain(tokens_BxT, ("batch", "tokens"))
-        # Gathered over fsdp first: a lookup in a table split along D would leave the partitioner to replicate the rows.
+        # Gathered over fsdp first: for a lookup in a table split along D, the partitioner would replicate the rows.
         table_VxD = axes.constrain(self.embed_tokens.weight[...], ("vocab", None))
-        # Cast after the lookup: the gradient adds every occurrence of a token, and a bfloat16 sum loses 10% of it.
+        # Cast after the lookup: the gradient sums all occurrences of a token, and a bfloat16 sum loses 10% of it.
         x_BxTxD = table_VxD[tokens_BxT].astype(options.compute_dtype)
         x_BxTxD = axes.constrain(x_BxTxD, ("batch", "residual", None))
         x_BxTxD, _ = jax.lax.scan(_rematerialized(layer, options.remat), x_BxTxD, stacked)
@@ -180,21 +181,21 @@ class Transformer(nnx.Module):
 
 
 def init_params(config: model_config.TransformerConfig, key: jax.Array, dtype: str = "float32") -> Params:
-    """Random parameters, as Hugging Face draws them: normal with standard deviation `config.initializer_range`, biases
-    0, norm weights 1.
+    """Draws random parameters as Hugging Face does: weights normal with standard deviation
+    `config.initializer_range`, biases 0, norm weights 1.
 
     Args:
-      config: the model's shape.
+      config: shape of the model.
       key: a jax.random key.
-      dtype: of every leaf.
+      dtype: dtype of every leaf.
 
     Returns:
-      The parameters; `jit` it with `out_shardings=sharding.shardings(...)` to draw each shard where it lives.
+      The parameters. To draw each shard on its device, `jit` with `out_shardings=sharding.shardings(...)`.
     """
     params = nnx.to_pure_dict(nnx.state(Transformer(config, nnx.Rngs(params=key)), nnx.Param))
 
     def scaled(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
-        """The modules draw projections and tables at unit scale; norms and biases stay as they are."""
+        """Scales projections and tables, which the modules draw at unit scale; keeps norms and biases."""
         module, kind = path[-2].key, path[-1].key
         drawn = kind == "weight" and "norm" not in module
         return (config.initializer_range * leaf if drawn else leaf).astype(dtype)
@@ -210,19 +211,19 @@ def forward(
     positions_BxT: jax.Array,
     segments_BxT: jax.Array,
 ) -> jax.Array:
-    """Hidden states after the final norm.
+    """Returns the hidden states after the final norm.
 
     Args:
-      params: the parameters.
-      config: the model's shape.
+      params: parameters of the model.
+      config: shape of the model.
       options: dtypes, rematerialisation and attention kernel.
       tokens_BxT: int, token ids.
       positions_BxT: int, position of each token in its own segment.
-      segments_BxT: int, which sequence of the row a token belongs to; 0 is padding. A token attends to itself and to
+      segments_BxT: int, sequence of the row that a token belongs to; 0 is padding. A token attends to itself and to
         earlier tokens of its segment.
 
     Returns:
-      [B, T, D] in the compute dtype; what stands at padding is finite and means nothing.
+      [B, T, D] in the compute dtype; values at padding are finite and meaningless.
     """
     graph, state = _abstract(config)
     state = nnx.clone(state)
@@ -231,18 +232,18 @@ def forward(
 
 
 def unembedding(params: Params, config: model_config.TransformerConfig) -> jax.Array:
-    """The output projection [D, V], in the parameters' dtype: logits are hidden @ unembedding."""
+    """Returns the output projection [D, V] in the parameters' dtype: logits are hidden @ unembedding."""
     return params["embed_tokens" if config.tie_word_embeddings else "lm_head"]["weight"].T
 
 
 def abstract_params(config: model_config.TransformerConfig, dtype: str = "float32") -> Params:
-    """The parameters' shapes, as `jax.ShapeDtypeStruct` leaves without a sharding."""
+    """Returns the parameters' shapes as `jax.ShapeDtypeStruct` leaves without a sharding."""
     _, state = _abstract(config)
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), nnx.to_pure_dict(state))
 
 
 def logical_axes(config: model_config.TransformerConfig) -> Params:
-    """A tuple of logical axis names for each leaf, in the parameters' nesting."""
+    """Returns a tuple of logical axis names for each leaf, in the parameters' nesting."""
     _, state = _abstract(config)
     names: dict[str, Any] = {}
     for path, variable in nnx.to_flat_state(state):
@@ -269,4 +270,5 @@ def _rematerialized(layer: Any, remat: str) -> Any:
         policy = policies.save_from_both_policies(
             policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(*attention.SAVED_NAMES)
         )
+    # A scan already prevents the merging of both passes that prevent_cse guards against.
     return jax.checkpoint(layer, policy=policy, prevent_cse=False)

@@ -1,9 +1,9 @@
-"""What the rooms promise each other: the vocabulary of a run, and the protocols of its workers.
+"""The promises between the rooms: the vocabulary of a run, and the protocols of its workers.
 
-Standard library only, so that every room may import this one. A *trajectory* is one agent's attempt at a task; the
-*group* is the trajectories of one prompt that are compared with each other; a *request* is the part of a trajectory's
-life that asks for tokens. *Policy version* v is the parameters after v training steps; version 0 is what the run
-starts from. Seconds are those of the running event loop's clock.
+Standard library only, so that every room may import this room. A *rollout* is one agent's work on a task, and a
+*trajectory* is its token record. A *group* holds the trajectories of one prompt that are compared with each other. A
+*request* is the part of a trajectory's life that asks for tokens. *Policy version* v means the parameters after v
+training steps; version 0 means the run's initial parameters. Seconds come from the running event loop's clock.
 """
 
 from libra_jax.protocols.cluster import ActorHandle, ActorSpec, Cluster, DirectHandle

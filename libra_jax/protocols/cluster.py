@@ -1,4 +1,4 @@
-"""The cluster: where actors live."""
+"""The cluster: the interface for starting, calling and ending actors."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ActorSpec:
-    """How to make an actor.
+    """Description of an actor to start.
 
     Attributes:
-      name: unique in the cluster; errors name it.
-      factory: `"package.module:callable"`; the result's public methods are the actor's.
+      name: name, unique in the cluster and used in errors.
+      factory: `"package.module:callable"`. The public methods of its result are the actor's methods.
       arguments: keyword arguments of the factory; picklable.
-      cpus: CPU cores reserved (ray backend).
-      gpus: accelerators reserved (ray backend).
-      environment: environment variables the actor's process starts with (ray backend; set in place when embedded).
-      devices: of the run's devices, those that the actor has.
-      cores: CPU cores that the actor's process keeps to (ray backend); empty: all. Those that are not there are left to
-        the factory to complain of.
-      host: number of the run's host that the actor is on (ray backend; `cluster.hosts`); None: wherever there is room.
+      cpus: number of CPU cores reserved (ray backend).
+      gpus: number of accelerators reserved (ray backend).
+      environment: environment variables of the actor's process (ray backend; set in place if embedded).
+      devices: indices of the run's devices that the actor gets.
+      cores: CPU cores that the actor's process is pinned to (ray backend); empty: all. The factory reports cores that
+        do not exist.
+      host: number of the run's host for the actor (ray backend; `cluster.hosts`); None: any host with room.
     """
 
     name: str
@@ -39,32 +39,32 @@ class ActorSpec:
 
 
 class ActorHandle(Protocol):
-    """Calls an actor. Only the clients of actors hold one; all other code holds a client with typed methods.
+    """Calls an actor. Only actor clients hold a handle; all other code holds a client with typed methods.
 
-    The method is named by the protocol that the actor implements, so that a wrong name, keyword or argument is an error
-    of the type checker: `await handle.call(Trainer.restore, path)`. A dead actor raises `WorkerLost` from every call.
+    The protocol that the actor implements names the method: `await handle.call(Trainer.restore, path)`. A wrong name,
+    keyword or argument is therefore a type-checker error. Every call to a dead actor raises `WorkerLost`.
     """
 
     @property
     def name(self) -> str:
-        """The actor's name in its cluster."""
+        """The name of the actor in its cluster."""
         ...
 
     async def call(
         self, method: Callable[Concatenate[Any, P], Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Returns the result of the actor's method of that name, whether the method is sync or async there."""
+        """Returns the result of the actor's method with that name, sync or async."""
         ...
 
     def stream(
         self, method: Callable[Concatenate[Any, P], AsyncIterator[T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> AsyncGenerator[T, None]:
-        """Yields the items of the actor's async generator of that name. Closing the result closes the generator."""
+        """Yields the items of the actor's async generator with that name. Closing the result closes the generator."""
         ...
 
 
 class DirectHandle:
-    """`ActorHandle` of an object on the caller's own event loop, for a virtual clock or a test's double."""
+    """`ActorHandle` of an object on the caller's own event loop, for a virtual clock or a test double."""
 
     def __init__(self, name: str, actor: Any) -> None:
         self.name = name
@@ -74,30 +74,31 @@ class DirectHandle:
         self, method: Callable[Concatenate[Any, P], Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
         """Awaits the object's own method."""
+        # By name, as a real handle does: the object need not be a subclass of the protocol.
         return cast(T, await getattr(self._actor, method.__name__)(*args, **kwargs))
 
     def stream(
         self, method: Callable[Concatenate[Any, P], AsyncIterator[T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> AsyncGenerator[T, None]:
-        """Returns what the object's own method returns."""
+        """Returns the result of the object's own method."""
         return cast(AsyncGenerator[T, None], getattr(self._actor, method.__name__)(*args, **kwargs))
 
 
 class Cluster(Protocol):
-    """Makes actors, and ends them."""
+    """Starts actors and ends them."""
 
     async def spawn(self, spec: ActorSpec) -> ActorHandle:
-        """Makes the actor and returns its handle."""
+        """Starts the actor and returns its handle."""
         ...
 
     async def stop(self, name: str) -> None:
-        """Ends the actor (its `shutdown` is called first, with a deadline) and reaps its processes."""
+        """Calls the actor's `shutdown` with a deadline, ends the actor and reaps its processes."""
         ...
 
     async def kill(self, name: str) -> None:
-        """Ends the actor without asking it, where that can be done, and reaps its processes: what it holds is lost."""
+        """Ends the actor without calling it, if possible, and reaps its processes. Its state is lost."""
         ...
 
     async def shutdown(self) -> None:
-        """Stops every actor, last made first. Idempotent."""
+        """Stops every actor, the last started first. Idempotent."""
         ...

@@ -1,4 +1,4 @@
-"""Environments in which tasks are attempted, and what else an attempt needs: a tokenizer, demonstrations."""
+"""Environments in which rollouts run, and what else a rollout needs: a tokenizer, demonstrations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from libra_jax.protocols.trajectories import ToolStatus
 
 @dataclass(frozen=True)
 class ToolReturn:
-    """What a tool gave back: data that the policy sees, its failure or time-out included."""
+    """The result of a tool call: data that the policy sees, even after a failure or a time-out."""
 
     tool: str
     status: ToolStatus
@@ -22,13 +22,13 @@ class ToolReturn:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What the environment answers to one model output.
+    """The environment's answer to one model output.
 
     Attributes:
-      tool_returns: the returns of the tools called, in the calls' order, each shown to the policy as a tool message.
-      messages: further messages shown to the policy.
-      done: the attempt is over.
-      reward: the attempt's reward; required when `done`.
+      tool_returns: results of the tools called, in the calls' order; the policy sees each as a tool message.
+      messages: further messages for the policy.
+      done: True if the rollout is over.
+      reward: reward of the rollout; required if `done`.
       metrics: numbers to report, such as `tool_success`.
     """
 
@@ -40,73 +40,74 @@ class StepResult:
 
 
 class Environment(Protocol):
-    """One attempt's world. Named in config as `"package.module:factory"`; the factory returns a fresh environment."""
+    """The world of one rollout. The config names a factory, `"package.module:factory"`, for fresh environments."""
 
     async def reset(self, task: Task) -> Sequence[Message]:
-        """Opens the attempt and returns the first messages shown to the policy.
+        """Opens the rollout and returns the first messages for the policy.
 
-        Called again on the same object, it opens the attempt anew (a resumed attempt whose replay came out different).
+        A second call on the same object restarts the rollout (if the replay of a resumed rollout came out different).
         """
         ...
 
     async def step(self, output: str) -> StepResult:
-        """Reads one model output (decoded text, stop token removed), runs what it asks for, and answers."""
+        """Reads one model output (decoded text, stop token removed), runs its tool calls, and answers."""
         ...
 
     async def close(self) -> None:
-        """Releases what the attempt holds; called once, also after a crash."""
+        """Releases the rollout's resources. Called once, also after a crash."""
         ...
 
 
 class Listener(Protocol):
-    """An environment's optional companion: hears an output while it is generated, to begin with what it asks for."""
+    """An optional companion of an environment: hears an output during generation, to start its tools early."""
 
     def hear(self, text: str) -> None:
-        """The next piece of the output under way.
+        """Takes the next piece of the current output.
 
-        A plain function that returns at once. It decides nothing: `step` gets the output whole, and an output may be
-        stepped that was heard in part or not at all (a resumed attempt's), or heard and never stepped (one cut off).
+        A plain function that returns at once. It decides nothing: `step` gets the whole output. An output may be
+        stepped though it was heard only in part or not at all (in a resumed rollout). It may also be heard and never
+        stepped (if cut off).
         """
         ...
 
 
 class Queued(Protocol):
-    """An environment's optional companion: waits, before a step, for what it needs and other attempts hold."""
+    """An optional companion of an environment: waits, before a step, for resources that other rollouts hold."""
 
     async def ready(self, output: str) -> None:
-        """Returns once `step` of this output finds what it needs, a sandbox for example.
+        """Returns when `step` of this output can get its resources, a sandbox for example.
 
-        The wait is no tool's time: its deadline is `task.wait_seconds`, past which the environment has crashed. No
-        instance's place is held meanwhile.
+        The wait does not count as tool time. Its deadline is `task.wait_seconds`; after it, the environment counts as
+        crashed. The rollout holds no instance's slot meanwhile.
         """
         ...
 
 
 class Resumable(Protocol):
-    """An environment's optional companion: its attempts are taken up after a restart without running its tools again.
+    """An optional companion of an environment: resumes rollouts after a restart without running their tools again.
 
-    Where it is not, or gives no snapshot, a fresh environment is stepped through the retained outputs.
+    If an environment is not resumable, or gives no snapshot, a fresh environment is stepped through the kept outputs.
     """
 
     async def snapshot(self) -> Mapping[str, Any] | None:
-        """What `restore` needs to go on from here, JSON-able; None: from where the last one was taken. After a step."""
+        """Returns the JSON-able state for `restore`, after a step. None: resume from the last snapshot."""
         ...
 
     async def restore(self, task: Task, state: Mapping[str, Any]) -> None:
-        """Opens the attempt where a snapshot was taken, instead of `reset`. The policy has seen all up to there."""
+        """Opens the rollout at a snapshot, in place of `reset`. The policy has seen everything before it."""
         ...
 
 
 class Demonstrator(Protocol):
-    """An environment factory's optional companion: solved attempts for the warm start."""
+    """An optional companion of an environment factory: solved tasks for the warm start."""
 
     def demonstration(self, task: Task) -> Sequence[Message]:
-        """The whole dialogue of a solved attempt: `reset`'s messages, then assistant and tool messages in turn."""
+        """Returns the whole dialogue of a solved task: `reset`'s messages, then assistant and tool messages in turn."""
         ...
 
 
 class Tokenizer(Protocol):
-    """Text to tokens and back, with the chat template applied to increments only."""
+    """Converts text to tokens and back, with the chat template applied to increments only."""
 
     vocab_size: int
     stop_token_ids: tuple[int, ...]
@@ -117,11 +118,11 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
     def render(self, messages: Sequence[Message], *, first: bool, generation_prompt: bool) -> list[int]:
-        """Tokens that `messages` add to the context.
+        """Returns the tokens that `messages` add to the context.
 
         Args:
           messages: the increment only, never the dialogue so far.
-          first: True at the start of the context (begin-of-text and the like belong there only).
+          first: True at the start of the context; only there begin-of-text and similar tokens belong.
           generation_prompt: append the header after which the assistant writes.
         """
         ...

@@ -1,47 +1,47 @@
-"""What goes wrong in a run. Each error carries one sentence that a user can act on; nothing else is shown to them."""
+"""The errors of a run. Each carries one sentence that a user can act on; users see nothing else."""
 
 from __future__ import annotations
 
 
 class LibraError(Exception):
-    """An error whose message is one sentence that names what is wrong and how to mend it."""
+    """An error whose message is one sentence: the problem and its fix."""
 
 
 class ConfigError(LibraError):
-    """A configuration value that cannot be used; the message names the field."""
+    """An unusable configuration value; the message names the field."""
 
 
 class DataError(LibraError):
-    """A file of tasks, a trace or a model directory that cannot be used; the message names the file and line."""
+    """An unusable task file, trace or model directory; the message names the file and line."""
 
 
 class DeadlineMissed(LibraError):
-    """A wait that outlasted its deadline; the message names the worker."""
+    """A wait that exceeded its deadline; the message names the worker."""
 
 
 class WorkerLost(LibraError):
-    """An actor or engine process that died or became unreachable; what it was doing may be retried elsewhere."""
+    """An actor or engine process that died or became unreachable. Its work may be retried elsewhere."""
 
 
 class PeerLost(WorkerLost):
-    """What a process says that works together with a lost one and cannot tell which it was."""
+    """Error of a process whose peer is lost, if the process cannot tell which peer it was."""
 
 
 class TrainerLost(WorkerLost):
-    """The trainer that serves is gone, one of its processes or all: what it was asked is asked again of the next."""
+    """The serving trainer lost one or all of its processes. The same call is repeated on the next trainer."""
 
 
 class CheckpointFailed(LibraError):
-    """A checkpoint that a disk does not take; the one before it still counts."""
+    """A checkpoint that could not be written; the previous checkpoint still counts."""
 
 
 class StepGivenUp(LibraError):
-    """A training step that was given up when asked to, because the run has to end; the state is as before it."""
+    """A training step that was aborted on request, because the run has to end; the state is unchanged."""
 
 
 class EnvironmentCrashed(LibraError):
-    """The environment itself broke (not a tool that returned a failure): infrastructure, never a reward of zero."""
+    """The environment itself broke, not one of its tools: an infrastructure failure, never a reward of zero."""
 
 
 class RewardFailed(EnvironmentCrashed):
-    """A reward function broke again and again: infrastructure as well, but the attempt is whole: none is made anew."""
+    """A reward function broke repeatedly: an infrastructure failure too, but the rollout is whole and not restarted."""

@@ -1,4 +1,4 @@
-"""Tokens asked for and streamed back: what a trajectory and an engine say to each other."""
+"""Requests for tokens and the streamed replies: the interface between a trajectory and an engine."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ NO_VERSION = -1
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn. Temperature only: the log-prob contract (engines/logprob_contract.py) says why.
+    """Sampling settings. Temperature only; the log-prob contract (engines/logprob_contract.py) gives the reason.
 
     Attributes:
-      temperature: 0 means greedy.
-      max_tokens: at most this many tokens are generated.
-      stop_token_ids: generation ends with, and returns, the first of these.
+      temperature: sampling temperature; 0 means greedy.
+      max_tokens: maximum number of generated tokens.
+      stop_token_ids: tokens that end the generation; the first one sampled is returned.
     """
 
     temperature: float
@@ -28,13 +28,13 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """Tokens to continue.
+    """A context to continue.
 
     Attributes:
       request_id: unique among the engine's requests.
-      token_ids: the whole context, retained tokens of a failed attempt included.
-      sampling: how tokens are drawn.
-      kv_source: what `RolloutEngine.hand_over` of another engine returned for this context; None: it is prefilled.
+      token_ids: the whole context, including the tokens kept from a failed engine.
+      sampling: sampling settings.
+      kv_source: result of another engine's `RolloutEngine.hand_over` for this context; None: prefill the context.
     """
 
     request_id: str
@@ -45,13 +45,13 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class TokenDelta:
-    """Tokens that streamed in since the last delta; the three tuples have the same length.
+    """Tokens since the last delta; the three tuples have the same length.
 
     Attributes:
       token_ids: the new tokens.
-      log_probs: their log-probability at the sampling temperature (processed log-probs), natural log.
-      policy_versions: the version whose weights sampled each.
-      finish_reason: set on the last delta only.
+      log_probs: natural log-probabilities at the sampling temperature (processed log-probs).
+      policy_versions: version whose weights sampled each token.
+      finish_reason: reason for the end; set on the last delta only.
     """
 
     token_ids: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Rollout engines: what they are, and the verbs of a weight update."""
+"""Rollout engines: their description, and the verbs of a weight update."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from libra_jax.protocols.generation import GenerationRequest, TokenDelta
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What an engine is: told once, when it has started.
+    """Description of an engine, returned once when the engine has started.
 
     Attributes:
-      name: the instance's name, as errors and the timeline show it.
-      tensor_parallel: devices that share one copy of the weights.
-      slots: most requests that decode at once.
-      max_context: longest context, in tokens.
-      process_ids: the processes the engine runs in.
-      cache_tokens: tokens of context that its key-value cache holds; 0 if it does not say.
+      name: name of the instance in errors and on the timeline.
+      tensor_parallel: number of devices that share one copy of the weights.
+      slots: maximum number of requests that decode at once (vLLM's max_num_seqs).
+      max_context: longest context in tokens.
+      process_ids: ids of the engine's processes.
+      cache_tokens: capacity of the key-value cache in tokens of context; 0 if the engine does not report it.
     """
 
     name: str
@@ -43,16 +43,16 @@ class WeightEntry:
 
 @dataclass(frozen=True)
 class WeightChunk:
-    """A contiguous piece of a published snapshot, and how its bytes are reached.
+    """A contiguous piece of a weight snapshot, with the address of its bytes.
 
     Attributes:
-      policy_version: the version whose snapshot this is.
+      policy_version: version of the snapshot.
       index: position among the snapshot's chunks.
-      count: chunks in the snapshot.
+      count: number of chunks in the snapshot.
       entries: tensors in the chunk, in order.
-      nbytes: bytes in use.
+      nbytes: number of bytes in use.
       transport: transport-specific address, e.g. {"kind": "memfd", "pid": 1, "fd": 7}; plain values only.
-      checksum: digest of the bytes, or None where checksums are off.
+      checksum: digest of the bytes, or None if checksums are off.
     """
 
     policy_version: int
@@ -72,50 +72,50 @@ class RolloutEngine(Protocol):
         ...
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
-        """Streams the continuation; the last delta has a finish reason. Closing the iterator aborts the request."""
+        """Streams the continuation. The last delta has a finish reason. Closing the iterator aborts the request."""
         ...
 
     async def hand_over(self, request: GenerationRequest) -> Mapping[str, Any]:
-        """Keeps the keys and values of the context for another engine; returns the other's `kv_source`.
+        """Keeps the keys and values of the context for another engine; returns that engine's `kv_source`.
 
-        Called only where `rollout.kv_transfer` says that engines can.
+        Called only if `rollout.kv_transfer` says that engines support it.
         """
         ...
 
     async def pause(self) -> None:
-        """Freezes decoding with requests kept; returns when no step is running and all tokens so far are stamped."""
+        """Freezes decoding and keeps the requests. Returns when no step runs and all tokens so far are stamped."""
         ...
 
     async def resume(self) -> None:
-        """Goes on decoding; KV computed under older weights has been dropped and is recomputed."""
+        """Continues decoding. KV computed under older weights was dropped and is recomputed."""
         ...
 
     async def init_weight_transfer(self, transport: Mapping[str, Any]) -> None:
-        """First weight verb, once: opens the transport."""
+        """Opens the transport. First weight verb, called once."""
         ...
 
     async def start_weight_update(self, policy_version: int) -> None:
-        """Second weight verb, once a version: prepares the model for new weights."""
+        """Prepares the model for new weights. Second weight verb, called once per version."""
         ...
 
     async def update_weights(self, chunk: WeightChunk) -> None:
-        """Third weight verb, once a chunk: loads it."""
+        """Loads a chunk. Third weight verb, called once per chunk."""
         ...
 
     async def finish_weight_update(self, policy_version: int) -> None:
-        """Fourth weight verb, once a version: the engine now serves `policy_version`."""
+        """Starts to serve `policy_version`. Fourth weight verb, called once per version."""
         ...
 
     async def sleep(self) -> None:
-        """Gives its devices up: no request runs, and weights and cache are dropped where the platform can."""
+        """Gives up the engine's devices: no request runs, and weights and cache are dropped if the platform allows."""
         ...
 
     async def wake(self) -> None:
-        """Takes its devices again. Like one just started, it holds no useful weights until they are updated."""
+        """Takes the devices back. As after `start`, the engine holds no useful weights until the next update."""
         ...
 
     async def health(self) -> Mapping[str, float]:
-        """Raises `WorkerLost` if the engine is not serving; else numbers such as `running` and `waiting`."""
+        """Returns numbers such as `running` and `waiting`; raises `WorkerLost` if the engine is not serving."""
         ...
 
     async def shutdown(self) -> None:
@@ -126,8 +126,8 @@ class RolloutEngine(Protocol):
 class EngineClient(RolloutEngine, Protocol):
     """A rollout engine as other rooms call it.
 
-    Each call but `generate` has a deadline of `config.deadlines`: DeadlineMissed names the engine and the call. The
-    caller of `generate` watches the time between two deltas itself, because a request may wait for a slot.
+    Each call except `generate` has a deadline of `config.deadlines`: DeadlineMissed names the engine and the call. The
+    caller of `generate` watches the time between two deltas itself, because a request may wait for a free slot.
     """
 
     @property
@@ -136,5 +136,5 @@ class EngineClient(RolloutEngine, Protocol):
         ...
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]:
-        """Streams the continuation; the last delta has a finish reason. Closing the iterator aborts the request."""
+        """Streams the continuation. The last delta has a finish reason. Closing the iterator aborts the request."""
         ...

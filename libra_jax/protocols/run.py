@@ -1,4 +1,4 @@
-"""What the parts of one run share: its scope, its fencing token, and the events that they tell each other."""
+"""Objects that the parts of one run share: its scope, its fencing token, and its events."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ E = TypeVar("E")
 
 
 class Scope(Protocol):
-    """The time in which a run lives. Work that is started in it ends with the run."""
+    """The lifetime of a run. Work started in the scope ends with the run."""
 
     def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Runs `work` in the background; an error that it raises ends the run."""
@@ -26,7 +26,7 @@ class FencingToken(Protocol):
     """A run's right to write into its workdir, until a later start of the same run takes it."""
 
     def may_write(self) -> bool:
-        """Returns whether the run still has the right, as far as can be seen."""
+        """Returns True if the run still has the right, as far as can be seen."""
         ...
 
     def check(self) -> None:
@@ -36,10 +36,10 @@ class FencingToken(Protocol):
 
 @dataclass(frozen=True)
 class CheckpointCommitted:
-    """A checkpoint counts from now on: no step that it holds is trained again.
+    """A checkpoint became valid: no step that it contains is trained again.
 
     Attributes:
-      step: training steps that the checkpoint holds.
+      step: number of training steps that the checkpoint contains.
     """
 
     step: int
@@ -47,10 +47,10 @@ class CheckpointCommitted:
 
 @dataclass(frozen=True)
 class TrainerResized:
-    """The trainer has another mesh.
+    """The trainer moved to another mesh.
 
     Attributes:
-      sizes: of the new mesh.
+      sizes: axis sizes of the new mesh.
     """
 
     sizes: MeshSizes
@@ -58,28 +58,28 @@ class TrainerResized:
 
 @dataclass(frozen=True)
 class TrainerReplaced:
-    """Other processes train, or are about to: nobody uses channels or memory of the former ones after this event.
+    """Other processes train, or are about to. After this event, the former processes' channels and memory are not used.
 
     Attributes:
-      lost: the former processes died; False: they handed over and still live.
+      lost: True if the former processes died; False if they handed over and still live.
     """
 
     lost: bool
 
 
 class Events:
-    """Brings what happened to those who asked for it. Belongs to one event loop."""
+    """Delivers events to their subscribers. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._handlers: collections.defaultdict[type, list[Callable[[Any], Awaitable[None] | None]]]
         self._handlers = collections.defaultdict(list)
 
     def subscribe(self, kind: type[E], handler: Callable[[E], Awaitable[None] | None]) -> None:
-        """Has a handler called for each event of that type."""
+        """Subscribes a handler to each event of that type."""
         self._handlers[kind].append(handler)
 
     async def publish(self, event: object) -> None:
-        """Calls the event's handlers in the order of their subscription, and awaits each; raises what one raises."""
+        """Calls and awaits the event's handlers in the order of their subscription. Raises the first error."""
         for handler in self._handlers[type(event)]:
             result = handler(event)
             if inspect.isawaitable(result):

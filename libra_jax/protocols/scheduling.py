@@ -1,4 +1,4 @@
-"""Scheduling: which instance serves a request next."""
+"""Scheduling: assigns requests to rollout instances."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Instance:
     """A rollout instance as the scheduler sees it.
 
     Attributes:
-      name: the instance's.
-      tensor_parallel: devices that share one copy of the weights.
-      slots: most requests that decode at once.
-      cache_tokens: tokens of context that its key-value cache holds; 0 if that is not known.
+      name: name of the instance.
+      tensor_parallel: number of devices that share one copy of the weights.
+      slots: maximum number of requests that decode at once (vLLM's max_num_seqs).
+      cache_tokens: capacity of the key-value cache in tokens of context; 0 if unknown.
     """
 
     name: str
@@ -30,12 +30,12 @@ class Instance:
 
 @dataclass(frozen=True)
 class PlannedBucket:
-    """The rollout instances of one tensor-parallel degree, and what they are for.
+    """The rollout instances of one tensor-parallel degree, and their purpose.
 
     Attributes:
-      tensor_parallel: their degree.
-      count: how many.
-      max_remaining_tokens: the longest request that they serve; the widest serve whatever is longer too.
+      tensor_parallel: degree of these instances.
+      count: number of instances.
+      max_remaining_tokens: longest request in tokens that they serve; the widest instances also serve longer requests.
     """
 
     tensor_parallel: int
@@ -45,13 +45,13 @@ class PlannedBucket:
 
 @dataclass(frozen=True)
 class Plan:
-    """Who trains and who rolls out.
+    """The division of devices between training and rollout.
 
     Attributes:
-      data: replicas of the trainer's mesh.
-      fsdp: ways its state is sharded.
-      tensor: ways its layers' matrices are split.
-      rollout: the instances, the narrowest first.
+      data: number of copies in the trainer's mesh.
+      fsdp: number of ways to shard the trainer's state.
+      tensor: number of ways to split its layers' matrices.
+      rollout: rollout instances, the narrowest first.
     """
 
     data: int
@@ -61,12 +61,12 @@ class Plan:
 
     @property
     def train_devices(self) -> int:
-        """Devices in the trainer's mesh."""
+        """Number of devices in the trainer's mesh."""
         return self.data * self.fsdp * self.tensor
 
     @property
     def rollout_devices(self) -> int:
-        """Devices of all instances."""
+        """Number of devices of all instances."""
         return sum(bucket.tensor_parallel * bucket.count for bucket in self.rollout)
 
 
@@ -75,11 +75,11 @@ class RequestInfo:
     """A trajectory that asks for tokens.
 
     Attributes:
-      request_id: the trajectory's id.
-      prompt_id: its prompt; siblings share it.
-      group_id: its group.
-      context_tokens: tokens in its context now.
-      generated_tokens: tokens generated so far, over all turns.
+      request_id: id of the trajectory.
+      prompt_id: id of its prompt; siblings share it.
+      group_id: id of its group.
+      context_tokens: number of tokens in its context now.
+      generated_tokens: number of tokens generated so far, over all turns.
       dispatch_version: policy version at its group's first dispatch; the group's staleness is counted from here.
     """
 
@@ -108,23 +108,23 @@ class Placement(NamedTuple):
 
 
 EVALUATION_GROUP = -1
-"""Group id of requests that belong to no training group; to a scheduler each is a group of its own."""
+"""Group id of requests outside every training group; the scheduler treats each as its own group."""
 
 
 class Scheduler(Protocol):
-    """Pure decisions over events. Each call returns the placements it makes, of any waiting request.
+    """Makes pure decisions over events. Each call returns its placements, of any waiting request.
 
-    A request *waits* from `on_arrival` or `on_tool_return` until it is placed, *decodes* (and holds a slot) until
-    `on_tool_call` or `on_finish`, and is *away* (holds none) while its tool runs. One whose attempt is out of time
-    may go away, or finish, while it waits.
+    A request *waits* from `on_arrival` or `on_tool_return` until it is placed. It *decodes*, and holds a slot, until
+    `on_tool_call` or `on_finish`. It is *away*, and holds no slot, while its tool runs. A request whose rollout has run
+    out of time may go away, or finish, while it waits.
     """
 
     def on_instance_change(self, instances: Sequence[Instance], now: float) -> list[Placement]:
-        """The set of live instances; requests decoding on one that is gone wait again."""
+        """Sets the live instances. Requests that decode on a lost instance wait again."""
         ...
 
     def on_plan(self, planned: Sequence[PlannedBucket], now: float) -> list[Placement]:
-        """Other buckets than config's: every live instance's degree has one from now on."""
+        """Replaces the buckets of the config: from now on every live instance's degree has one of these buckets."""
         ...
 
     def on_arrival(self, request: RequestInfo, now: float) -> list[Placement]: ...
@@ -140,48 +140,49 @@ class Scheduler(Protocol):
     def on_finish(
         self, request_id: str, generated_tokens: int, now: float, *, completed: bool = True
     ) -> list[Placement]:
-        """The request never comes back under this id unless it arrives anew.
+        """Ends a request. It never comes back under this id without a new arrival.
 
         Args:
-          request_id: which.
-          generated_tokens: its length; `completed` says if that is the whole one, or it failed or was given up.
-          now: seconds.
-          completed: it came to its own end, so its length teaches something.
+          request_id: id of the request.
+          generated_tokens: its length in tokens; the whole length only if `completed`.
+          now: event-loop time in seconds.
+          completed: True if it reached its own end, so that its length is informative; False if it failed or was
+            aborted.
         """
         ...
 
     def snapshot(self) -> Mapping[str, Any]:
-        """Statistics worth keeping across a restart; JSON-able."""
+        """Returns statistics to keep across a restart; JSON-able."""
         ...
 
     def restore(self, snapshot: Mapping[str, Any]) -> None: ...
 
     def merge(self, snapshot: Mapping[str, Any]) -> None:
-        """Adds the statistics of another coordinator's snapshot; where room is short, its own count as the later."""
+        """Adds the statistics of another coordinator's snapshot. If space is short, its own count as later."""
         ...
 
 
 class Sampler(Protocol):
-    """How the agent loop gets tokens: the coordinator's side of an attempt (instance choice, retries, telemetry)."""
+    """The coordinator's side of a rollout: gets tokens for the agent loop (instance choice, retries, telemetry)."""
 
     async def sample(
         self, trajectory: Trajectory, sampling: SamplingParams, heard: Callable[[], None] | None = None
     ) -> FinishReason:
-        """Appends one model output to the trajectory, from whichever instances serve it; never returns "abort".
+        """Appends one model output to the trajectory, from any instances that serve it; never returns "abort".
 
-        A failed engine is invisible here: the request resumes elsewhere from the tokens the trajectory holds. `heard`
-        is called whenever tokens have been appended; it returns at once and never raises. Cancelled, it leaves the
-        tokens that have come, and nothing is appended any more.
+        A failed engine is invisible here: the request resumes elsewhere from the trajectory's tokens. `heard` is called
+        after tokens have been appended; it returns at once and never raises. If `sample` is cancelled, the tokens
+        received so far stay, and nothing more is appended.
         """
         ...
 
     async def tool_called(self, trajectory: Trajectory) -> None:
-        """The output has ended, or its `sample` was cancelled: the request gives its slot back.
+        """Frees the request's slot after its output has ended, or after its `sample` was cancelled.
 
-        A tool runs, or the attempt is scored and closed.
+        Then a tool runs, or the rollout is scored and closed.
         """
         ...
 
     async def tool_returned(self, trajectory: Trajectory, causal_state: CausalState) -> None:
-        """The tool return has been appended, and a `sample` follows, which may go to another instance."""
+        """Announces that the tool return has been appended and a `sample` follows, perhaps on another instance."""
         ...

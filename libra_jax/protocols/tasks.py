@@ -1,4 +1,4 @@
-"""Problems to attempt, and the messages in which they are posed."""
+"""Tasks, and the chat messages that pose them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Task:
-    """One problem to attempt.
+    """One problem to solve.
 
     Attributes:
-      prompt_id: unique in the run, stable across restarts.
-      payload: what the environment needs to pose and score it; JSON-able.
+      prompt_id: id, unique in the run and stable across restarts.
+      payload: data that the environment needs to pose and score the task; JSON-able.
     """
 
     prompt_id: str
@@ -21,14 +21,14 @@ class Task:
 
 
 class TaskSource(Protocol):
-    """Tasks by position, so that a data position is one integer and a resume re-reads nothing."""
+    """Tasks by position: the data position is one integer, and a resume reads nothing twice."""
 
     def task(self, index: int) -> Task:
-        """The index-th training task; any index >= 0 is valid (finite sources reshuffle by epoch)."""
+        """Returns the index-th training task. Any index >= 0 is valid (finite sources reshuffle in each pass)."""
         ...
 
     def evaluation_task(self, index: int) -> Task:
-        """The index-th held-out task; never among the training tasks."""
+        """Returns the index-th held-out task; it is never a training task."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The trainer, and who works with it: replicas of hybrid workers, and relays that carry weights to other hosts."""
+"""The trainer and its partners: hybrid workers, and weight relays that carry weights to other hosts."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from libra_jax.protocols.trajectories import Group, Trajectory
 
 @dataclass(frozen=True)
 class TrainerInfo:
-    """What the trainer is: told once, when it has started.
+    """Description of the trainer, returned once when the trainer has started.
 
     Attributes:
-      policy_version: the version its state holds (above 0 after a restore).
+      policy_version: version of the state (above 0 after a restore).
       parameters: number of model parameters.
-      mesh: axis name to size.
+      mesh: size of each mesh axis by name.
       platform: "cpu", "gpu" or "tpu".
     """
 
@@ -35,7 +35,7 @@ class TrainerInfo:
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """What one training step sees: whole groups, and the version that trains on them."""
+    """The input of one training step: whole groups, and the version that trains on them."""
 
     policy_version: int
     groups: tuple[Group, ...]
@@ -43,7 +43,7 @@ class TrainBatch:
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """Sizes of a trainer's mesh: replicas, ways the state is sharded, ways a layer's matrices are split."""
+    """Axis sizes of a trainer's mesh: copies, ways to shard the state, ways to split a layer's matrices."""
 
     data: int
     fsdp: int
@@ -51,7 +51,7 @@ class MeshSizes:
 
     @property
     def devices(self) -> int:
-        """In the mesh."""
+        """The number of devices in the mesh."""
         return self.data * self.fsdp * self.tensor
 
     def __str__(self) -> str:
@@ -60,17 +60,17 @@ class MeshSizes:
 
 @dataclass(frozen=True)
 class ResizeEstimate:
-    """What moving a train state to another mesh takes, known before it begins.
+    """Memory and traffic that moving a train state to another mesh takes, estimated before the move.
 
     Attributes:
-      state_bytes: of the whole state, each leaf once.
-      arriving_bytes: over all devices, what each has to get that it does not hold.
-      peak_bytes: most that any device holds at one moment, the gradient sums of the next step included, on top of what
-        it held before.
-      unchecked: devices that do not say what they have room for: whether it fits there is not known.
-      step_bytes: most that any device holds in the first step there, what its programs take for themselves included, on
-        top of what it held between two steps. Until they are compiled, that is scaled from those that train by the
-        count of devices.
+      state_bytes: bytes of the whole state, each leaf once.
+      arriving_bytes: bytes that devices must receive because they do not hold them yet, over all devices.
+      peak_bytes: most bytes that any device holds at one moment beyond its present bytes, including the gradient sums
+        of the next step.
+      unchecked: number of devices that do not report their free memory; the fit there is unknown.
+      step_bytes: most bytes that any device holds in the first step on the new mesh beyond its present bytes, including
+        temporaries of the programs. Until the programs are compiled, their part is scaled from the present programs by
+        the device count.
     """
 
     state_bytes: int
@@ -82,12 +82,12 @@ class ResizeEstimate:
 
 @dataclass(frozen=True)
 class ResizeProgress:
-    """How far a resize is.
+    """Progress of a resize.
 
     Attributes:
-      programs: compiled for the new mesh.
-      of: programs that training has; it may meet another shape meanwhile.
-      ready: taking over would wait for nothing.
+      programs: number of programs compiled for the new mesh.
+      of: number of programs that training has; training may add another shape meanwhile.
+      ready: True if a takeover would not have to wait.
     """
 
     programs: int
@@ -97,13 +97,13 @@ class ResizeProgress:
 
 @dataclass(frozen=True)
 class ResizePhases:
-    """What a resize took.
+    """Costs of a resize.
 
     Attributes:
-      compile_seconds: of the new programs, beside training.
-      wait_seconds: that the take-over waited for them.
-      move_seconds: of the state, between two steps.
-      moved_bytes: that arrived on devices.
+      compile_seconds: seconds of compilation of the new programs, beside training.
+      wait_seconds: seconds that the takeover waited for the programs.
+      move_seconds: seconds to move the state, between two steps.
+      moved_bytes: bytes that arrived on devices.
     """
 
     compile_seconds: float
@@ -114,15 +114,15 @@ class ResizePhases:
 
 @dataclass(frozen=True)
 class Share:
-    """A part of a training step that a hybrid replica computes.
+    """The part of a training step that a hybrid worker computes.
 
-    Every party splits the step's micro-batches by the same shares in the same way (`training.shares`), so nobody has to
-    be told which are whose.
+    Every party splits the step's micro-batches by the same shares with the same function (`training.shares`). The split
+    itself is never sent.
 
     Attributes:
-      member: the replica's name.
-      epoch: the membership epoch in which it joined; sums that come from another are refused.
-      fraction: of the step's work, in (0, 1); what the shares leave over is the core's.
+      member: name of the hybrid worker.
+      epoch: membership generation in which the worker joined; sums of another generation are refused.
+      fraction: fraction of the step's work, in (0, 1); the core computes the rest.
     """
 
     member: str
@@ -132,10 +132,10 @@ class Share:
 
 @dataclass(frozen=True)
 class ProgramShape:
-    """A kind of micro-batch that training has compiled a program for.
+    """The shape of a micro-batch that training has compiled a program for.
 
     Attributes:
-      program: the trainer's name of it.
+      program: the trainer's name for the program.
       arrays: shape and dtype of each array of the micro-batch.
     """
 
@@ -148,8 +148,8 @@ class Snapshot:
     """A train state that is being saved for another trainer to take over.
 
     Attributes:
-      policy_version: its version.
-      nbytes: of the state, each leaf once.
+      policy_version: version of the state.
+      nbytes: bytes of the state, each leaf once.
     """
 
     policy_version: int
@@ -159,8 +159,8 @@ class Snapshot:
 class Trainer(Protocol):
     """The trainer as the coordinator sees it. One call at a time; the caller sets deadlines.
 
-    Only `give_up_step` may come at any time, and `listen`, `connect` and `dismiss` for members that a step under way
-    has no share of.
+    As exceptions, `give_up_step` may come at any time. `listen`, `connect` and `dismiss` may come during a step, if the
+    step gives that hybrid worker no share.
     """
 
     async def start(self) -> TrainerInfo:
@@ -168,67 +168,67 @@ class Trainer(Protocol):
         ...
 
     async def warm_start_step(self, sequences: Sequence[Trajectory]) -> Mapping[str, float]:
-        """One supervised step on given token sequences; does not change the policy version."""
+        """Takes one supervised step on given token sequences. The policy version does not change."""
         ...
 
     async def train_step(self, batch: TrainBatch, shares: Sequence[Share] = ()) -> Mapping[str, float]:
-        """One step: policy version v -> v + 1, a skipped (non-finite) step included. Returns the step's metrics.
+        """Takes one step from policy version v to v + 1, even if a non-finite step is skipped. Returns its metrics.
 
         Args:
-          batch: what to train on.
-          shares: parts that replicas compute meanwhile (`Replica.contribute`, with the same arguments). A share that
-            is not there in time, or cannot be used, is computed here, and the member's channel is closed: `shares/late`
-            counts these, and `shares/late/<member>` is there for each.
+          batch: groups to train on.
+          shares: parts that hybrid workers compute meanwhile (`Replica.contribute`, with the same arguments). The
+            trainer computes a share that is late or unusable, and closes that worker's channel. `shares/late` counts
+            these micro-batches, and `shares/late/<member>` exists for each such worker.
         """
         ...
 
     async def give_up_step(self) -> bool:
-        """Asks the step under way to end between two micro-batches, raising StepGivenUp; False: it will not.
+        """Asks the current step to abort between two micro-batches with StepGivenUp. Returns False if it will not.
 
-        The trainer's state is then as before the step. Without a step under way the next one ends so: ask only in one.
+        The trainer's state is then as before the step. Call only during a step: otherwise, the next step is aborted.
         """
         ...
 
     async def listen(self, member: str, epoch: int) -> Mapping[str, Any]:
-        """Opens a gradient channel for a replica; returns the address to `connect` and `Replica.join`."""
+        """Opens a gradient channel for a hybrid worker; returns the address for `connect` and `Replica.join`."""
         ...
 
     async def connect(self, member: str, epoch: int, address: Mapping[str, Any]) -> None:
-        """Begins to connect to a replica's channel, and returns at once."""
+        """Starts to connect to a hybrid worker's channel and returns at once."""
         ...
 
     async def dismiss(self, member: str) -> None:
-        """Closes a replica's channel; nothing happens if there is none."""
+        """Closes a hybrid worker's channel, if the worker has one."""
         ...
 
     async def begin_resize(self, sizes: MeshSizes) -> ResizeEstimate:
-        """Begins to compile for another mesh of this trainer's devices; training goes on.
+        """Starts to compile for another mesh of this trainer's devices; training continues.
 
         Raises:
-          ConfigError: the sizes cannot be, or a resize is under way.
-          LibraError: there is no room for the move.
+          ConfigError: the sizes are impossible, or a resize is running.
+          LibraError: the devices lack memory for the move.
         """
         ...
 
     async def resize_progress(self) -> ResizeProgress:
-        """How far the resize is. Raises ConfigError if none is under way."""
+        """Returns the progress of the resize. Raises ConfigError if none is running."""
         ...
 
     async def finish_resize(self, seconds: float) -> ResizePhases:
-        """Between two steps: waits at most `seconds` for the programs, then moves the state.
+        """Waits at most `seconds` for the programs, then moves the state. Call between two steps.
 
         Raises:
-          DeadlineMissed: they took longer; the resize goes on.
-          LibraError: it cannot be; training goes on on the mesh it has.
+          DeadlineMissed: compilation took longer; the resize continues.
+          LibraError: the resize failed; training continues on the present mesh.
         """
         ...
 
     async def cancel_resize(self) -> None:
-        """Gives up a resize that is under way; nothing happens if none is."""
+        """Cancels the running resize, if there is one."""
         ...
 
     async def open_weights(self, policy_version: int) -> int:
-        """Takes a snapshot of the parameters in the wire dtype for publication; returns its number of chunks."""
+        """Takes a snapshot of the parameters in the wire dtype for a weight sync; returns its number of chunks."""
         ...
 
     async def stage_weights(self, policy_version: int, index: int) -> WeightChunk:
@@ -240,11 +240,11 @@ class Trainer(Protocol):
         ...
 
     async def save(self, path: str) -> None:
-        """Begins an asynchronous save of the whole train state to a new directory; the state may change at once."""
+        """Starts an asynchronous save of the whole train state to a new directory. The state may change at once."""
         ...
 
     async def wait_saved(self) -> None:
-        """Returns when the last `save` is durable; raises what went wrong."""
+        """Waits until the last `save` is durable; raises its error if it failed."""
         ...
 
     async def restore(self, path: str) -> int:
@@ -264,7 +264,7 @@ class MovableTrainer(Trainer, Protocol):
     """A trainer whose state other processes can take over (`trainer_control.handover`)."""
 
     async def stand_by(self) -> TrainerInfo:
-        """Instead of `start`: builds the mesh, and waits for the state and the shapes of another trainer."""
+        """Builds the mesh in place of `start`, and waits for the state and the shapes of another trainer."""
         ...
 
     async def shapes(self) -> Sequence[ProgramShape]:
@@ -272,31 +272,31 @@ class MovableTrainer(Trainer, Protocol):
         ...
 
     async def warm(self, shapes: Sequence[ProgramShape]) -> None:
-        """Compiles a program for each shape that has none yet."""
+        """Compiles a program for each shape that still lacks one."""
         ...
 
     async def snapshot(self, path: str) -> Snapshot:
-        """Begins an asynchronous save of the state for another trainer, beside checkpoints."""
+        """Starts an asynchronous save of the state for another trainer, independent of checkpoints."""
         ...
 
     async def snapshot_saved(self) -> bool:
-        """Returns at once whether the last snapshot is durable; raises what went wrong."""
+        """Returns True if the last snapshot is durable, without waiting; raises its error if it failed."""
         ...
 
     async def is_saved(self, path: str) -> bool:
-        """Returns whether the state that another trainer saves at `path` can be restored."""
+        """Returns True if the state that another trainer saves at `path` can be restored."""
         ...
 
 
 class TrainerProcess(MovableTrainer, Protocol):
-    """One process of a trainer: an actor, which may be one of several that train together."""
+    """One process of a trainer: an actor, perhaps one of several that train together."""
 
     async def reserve(self) -> str:
-        """Returns the address where the trainer's processes are to meet; asked of process 0."""
+        """Returns the address at which the trainer's processes will meet. Called on process 0 only."""
         ...
 
     async def join(self, address: str) -> None:
-        """Meets the trainer's other processes at that address; asked of all of them at once."""
+        """Meets the trainer's other processes at that address. Called on all processes at once."""
         ...
 
     async def shutdown(self) -> None:
@@ -305,10 +305,10 @@ class TrainerProcess(MovableTrainer, Protocol):
 
 
 class WeightSource(Protocol):
-    """The trainer as weight sync calls it: it takes one snapshot at a time and stages it chunk by chunk.
+    """The trainer as the weight sync calls it: one snapshot at a time, staged chunk by chunk.
 
     Attributes:
-      lock: held by the caller from `open_weights` to `close_weights`.
+      lock: lock that the caller holds from `open_weights` to `close_weights`.
     """
 
     lock: asyncio.Lock
@@ -327,13 +327,13 @@ class WeightSource(Protocol):
 
 
 class TrainerClient(MovableTrainer, Protocol):
-    """The trainer as other rooms call it, whichever processes train at the moment.
+    """The trainer as other rooms call it, independent of the processes that train at the moment.
 
-    Each call has a deadline of `config.deadlines`: DeadlineMissed names the trainer and the call. A call to a trainer
-    that is gone raises TrainerLost.
+    Each call has a deadline of `config.deadlines`: DeadlineMissed names the trainer and the call. A call to a dead
+    trainer raises TrainerLost.
 
     Attributes:
-      lock: held by the caller during each call, save those that may come at any time (`Trainer`).
+      lock: lock that the caller holds during each call, except calls that may come at any time (`Trainer`).
     """
 
     lock: asyncio.Lock
@@ -350,73 +350,73 @@ class TrainerClient(MovableTrainer, Protocol):
 
 
 class Replica(Protocol):
-    """A hybrid worker's training side: a whole data-parallel replica on a mesh of its own, which keeps no state.
+    """A hybrid worker's training side: a whole data-parallel copy on its own mesh, without a train state.
 
-    It gets each version's parameters as engines do, and computes gradient sums of shares. One call at a time.
+    It gets each version's parameters as engines do, and computes the gradient sums of shares. One call at a time.
     """
 
     async def start(self) -> TrainerInfo:
-        """Builds the mesh and compiles nothing yet; it holds no parameters."""
+        """Builds the mesh. Compiles nothing yet and holds no parameters."""
         ...
 
     async def init_weight_transfer(self, transport: Mapping[str, Any]) -> None:
-        """First weight verb, once: opens the transport."""
+        """Opens the transport. First weight verb, called once."""
         ...
 
     async def start_weight_update(self, policy_version: int) -> None:
-        """Second weight verb, once a version: what it held is given up."""
+        """Drops the version it holds. Second weight verb, called once per version."""
         ...
 
     async def update_weights(self, chunk: WeightChunk) -> None:
-        """Third weight verb, once a chunk: loads it."""
+        """Loads a chunk. Third weight verb, called once per chunk."""
         ...
 
     async def finish_weight_update(self, policy_version: int) -> None:
-        """Fourth weight verb: the parameters are on the devices, their digest known."""
+        """Puts the parameters on the devices and computes their digest. Fourth weight verb, called once per version."""
         ...
 
     async def warm(self) -> None:
-        """Compiles the gradient step for every row length, where it has not yet."""
+        """Compiles the gradient step for every row length, if still missing."""
         ...
 
     async def join(self, epoch: int, address: Mapping[str, Any]) -> None:
-        """Connects to the core's gradient channel; returns when it stands."""
+        """Connects to the core's gradient channel; returns when it is connected."""
         ...
 
     async def contribute(self, batch: TrainBatch, shares: Sequence[Share]) -> Mapping[str, float]:
-        """Computes its share of the step and sends the sums to the core.
+        """Computes this worker's share of the step and sends the sums to the core.
 
         Returns:
-          `micro_batches` of its share, `bytes` sent, and `seconds` from the batch's receipt until the core had the
+          `micro_batches` in the share, `bytes` sent, and `seconds` from the batch's receipt until the core had the
           sums, without the wait for the core to take them.
 
         Raises:
-          LibraError: it holds another version, or the channel is gone.
+          LibraError: the worker holds another version, or the channel is gone.
         """
         ...
 
     async def leave(self) -> None:
-        """Closes the channel and gives the parameters' memory back. Idempotent."""
+        """Closes the channel and frees the parameters' memory. Idempotent."""
         ...
 
 
 class HybridClient(Replica, Protocol):
     """A hybrid worker's training side as other rooms call it.
 
-    Each call has a deadline of `config.deadlines`: DeadlineMissed names the replica and the call.
+    Each call has a deadline of `config.deadlines`: DeadlineMissed names the hybrid worker and the call.
     """
 
     @property
     def name(self) -> str:
-        """The name of the replica's actor."""
+        """The name of the hybrid worker's actor."""
         ...
 
 
 class Relay(Protocol):
-    """Passes published weights on, from one host to the next, and keeps the last version for its own."""
+    """A weight relay: passes synced weights from host to host, and keeps the last version for its own host."""
 
     async def health(self) -> Mapping[str, float]:
-        """Figures for telemetry; raises `WorkerLost` if the relay is gone."""
+        """Returns numbers for telemetry; raises `WorkerLost` if the relay is gone."""
         ...
 
     async def listen(self, epoch: int) -> Mapping[str, Any]:
@@ -424,23 +424,23 @@ class Relay(Protocol):
         ...
 
     async def connect(self, child: str, epoch: int, address: Mapping[str, Any]) -> None:
-        """Begins to connect to the relay that listens at this address; an earlier link to it is closed."""
+        """Starts to connect to the relay that listens at this address; closes an earlier link to that relay."""
         ...
 
     async def send(self, chunk: WeightChunk, child: str) -> None:
-        """Sends a chunk that lies on its host to a relay that receives it at the same time."""
+        """Sends a chunk on this host to a relay that receives it at the same time."""
         ...
 
     async def receive(self, chunk: WeightChunk) -> WeightChunk:
-        """Receives a chunk; returns it as it is reached on this host, where it stays until the next of its number.
+        """Receives a chunk; returns its address on this host. It stays there until the next chunk with its number.
 
         Raises:
-          LibraError: it did not come, is another one, or is damaged; the link may be closed.
+          LibraError: no chunk, another chunk or a damaged chunk arrived; the link may be closed.
         """
         ...
 
     async def shutdown(self) -> None:
-        """Closes its links and gives its memory back. Idempotent."""
+        """Closes its links and frees its memory. Idempotent."""
         ...
 
 
@@ -452,5 +452,5 @@ class RelayClient(Relay, Protocol):
 
     @property
     def name(self) -> str:
-        """The relay's name."""
+        """The name of the relay."""
         ...

@@ -1,4 +1,4 @@
-"""Trajectories: token in, token out. What was sampled is never decoded and tokenized again."""
+"""Trajectories: tokens in, tokens out. Sampled tokens are never decoded and tokenized again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from libra_jax.protocols.tasks import Message, Task
 
 
 class TokenSource(enum.IntEnum):
-    """Who wrote a token."""
+    """The writer of a token."""
 
     PROMPT = 0
     MODEL = 1
@@ -22,15 +22,15 @@ class TokenSource(enum.IntEnum):
 
 ToolStatus = Literal["success", "failure", "timeout"]
 LIMITS = ("length", "max_turns", "max_tokens", "max_seconds", "max_context")
-"""Limits that may end an attempt; `length` is that of one output (`rollout.max_tokens`)."""
+"""Limits that may end a rollout; `length` is the limit of one output (`rollout.max_tokens`)."""
 
 FINISHES = ("answered", *LIMITS)
-"""Why an attempt ended: the environment ended it, or an output, or the attempt, met a limit."""
+"""Reasons for the end of a rollout: the environment ended it, or an output or the rollout reached a limit."""
 
 
 @dataclass(frozen=True)
 class CausalState:
-    """What a tool return says about what comes next (C-MLFQ, arXiv 2606.03077 section 4)."""
+    """The part of a tool return that predicts what comes next (C-MLFQ, arXiv 2606.03077 section 4)."""
 
     tool: str
     payload_tokens: int
@@ -39,7 +39,7 @@ class CausalState:
 
 @dataclass
 class Turn:
-    """One model output and the tool return that followed it, as the trace records them.
+    """One model output and the tool return after it, as the trace records them.
 
     Attributes:
       generated_tokens: tokens the policy sampled in this turn, its stop token included.
@@ -64,14 +64,14 @@ class Turn:
 
 @dataclass(frozen=True)
 class AttemptSnapshot:
-    """Where an attempt can be taken up without its past being replayed.
+    """A point from which a rollout can resume without replaying its past.
 
     Attributes:
-      state: what the environment needs for it (`Resumable.snapshot`); JSON-able.
-      position: tokens of the trajectory up to there.
-      turn: outputs up to there.
-      metrics: that the environment had reported by then.
-      messages: the dialogue up to there.
+      state: the environment's state (`Resumable.snapshot`); JSON-able.
+      position: number of the trajectory's tokens up to this point.
+      turn: number of outputs up to this point.
+      metrics: metrics that the environment had reported by then.
+      messages: dialogue up to this point.
     """
 
     state: Mapping[str, Any]
@@ -83,27 +83,27 @@ class AttemptSnapshot:
 
 @dataclass
 class Trajectory:
-    """One agent's attempt, token by token. The five per-token lists always have the same length.
+    """One rollout, token by token. The five per-token lists always have the same length.
 
     Attributes:
       trajectory_id: `<prompt_id>/<sample index>`, unique in a run.
-      prompt_id: the task this attempts.
+      prompt_id: id of the task.
       token_ids: every token of the context, in order.
       sources: a `TokenSource` for each token.
-      loss_mask: True for each token that is trained on (the model's own, stop tokens included).
-      log_probs: behaviour log-probability of each sampled token at the sampling temperature; 0.0 elsewhere.
-      policy_versions: version that sampled each token; `NO_VERSION` elsewhere.
-      turns: one entry a model output.
-      reward: scalar reward, None until the environment has scored the attempt.
-      environment_reward: the environment's own part of `reward`, before weights and reward functions; 0 where a limit
-        ended the attempt, None where the environment gave no finite number.
-      finish: why it ended, one of `FINISHES`.
-      metrics: numbers the environment reports, averaged into the step's metrics under `agent/`; `moves`, the times that
-        another instance went on with it; and what reward functions report, under names of their own (`reward.../...`).
-      start_seconds: event-loop time at which the attempt began.
-      seconds: from its first token on, tools and waits included, over all runs that had a part in it; counted only
-        where they are limited, or the environment hears outputs.
-      snapshot: the latest that its environment gave.
+      loss_mask: True for each trained token (the model's own, including stop tokens).
+      log_probs: behaviour log-probability of each sampled token at the sampling temperature; 0.0 for other tokens.
+      policy_versions: version that sampled each token; `NO_VERSION` for other tokens.
+      turns: one entry per model output.
+      reward: scalar reward; None until the environment has scored the rollout.
+      environment_reward: the environment's own part of `reward`, before weights and reward functions. 0 if a limit
+        ended the rollout, None if the environment gave no finite number.
+      finish: reason for the end, one of `FINISHES`.
+      metrics: numbers that the environment reports, averaged into the step's metrics under `agent/`; `moves`, the
+        number of moves to another instance; and numbers of reward functions under their own names (`reward.../...`).
+      start_seconds: event-loop time at which the rollout began.
+      seconds: seconds since the first token, including tools and waits, over all runs that took part. Counted only if
+        they are limited, or if the environment hears outputs.
+      snapshot: latest snapshot from the environment.
     """
 
     trajectory_id: str
@@ -127,6 +127,7 @@ class Trajectory:
         count = len(token_ids)
         self.token_ids.extend(token_ids)
         self.sources.extend([int(source)] * count)
+        # No policy sampled these tokens, so they are not trained and have no log-probability.
         self.loss_mask.extend([False] * count)
         self.log_probs.extend([0.0] * count)
         self.policy_versions.extend([NO_VERSION] * count)
@@ -141,7 +142,7 @@ class Trajectory:
         self.policy_versions.extend(delta.policy_versions)
 
     def clear(self) -> None:
-        """Drops every token and turn, and what it took to get there; name, metrics and outcome stay."""
+        """Drops all tokens and turns, the seconds and the snapshot; keeps name, metrics and outcome."""
         self.seconds, self.snapshot = 0.0, None
         for values in (
             self.token_ids,
@@ -154,12 +155,12 @@ class Trajectory:
             values.clear()
 
     def context(self) -> Sequence[int]:
-        """The tokens as they are now, for an engine to continue: later changes of the trajectory do not show."""
+        """Returns a copy of the current tokens for an engine to continue; later changes do not affect the copy."""
         return tuple(self.token_ids)
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt, which comes first."""
+        """Number of prompt tokens; they come first."""
         return next(
             (at for at, source in enumerate(self.sources) if source != TokenSource.PROMPT),
             len(self.sources),
@@ -167,19 +168,19 @@ class Trajectory:
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens the policy sampled, over all turns."""
+        """Number of tokens that the policy sampled, over all turns."""
         return sum(self.loss_mask)
 
 
 @dataclass
 class Group:
-    """The attempts at one prompt that are compared with each other and trained together.
+    """The rollouts of one prompt that are compared with each other and trained together.
 
     Attributes:
       group_id: admission number, unique and increasing in a run.
-      task: what is attempted.
-      dispatch_version: policy version at the group's first dispatch; its staleness is counted from here.
-      trajectories: finished attempts, in sample order.
+      task: the task of all rollouts.
+      dispatch_version: policy version at the group's first dispatch; the group's staleness is counted from here.
+      trajectories: finished rollouts, in sample order.
     """
 
     group_id: int

@@ -1,4 +1,4 @@
-"""Trains, simulates and plans from a Python program: what `import libra_jax` offers, and launch/train.py's core."""
+"""Trains, simulates and plans from a Python program: the API of `import libra_jax`, and launch/train.py's core."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ MakeEnvironment = Callable[..., protocols.Environment]
 """An environment's class, or a function that returns a fresh environment."""
 
 RewardFunction = Callable[[protocols.Task, str], Any] | Callable[[protocols.Task, scoring.Transcript], Any]
-"""Scores an attempt: takes its task and its text, or its `transcript` if the parameter is named so."""
+"""Scores a rollout: takes its task and its text, or its `transcript` if the parameter has this name."""
 
 Tasks = protocols.TaskSource | Sequence[Mapping[str, Any]]
 """A source of tasks, or their payloads: mappings with a `prompt`."""
 
 LOOK_SECONDS = 1.0
-"""Seconds between two looks at the metrics for the live curve."""
+"""Seconds between two reads of the metrics for the live curve."""
 
 END_SECONDS = 120.0
 """Seconds that an interrupted run may take to end its workers."""
 
 QUESTIONS = "libra_jax.agents.question:environment"
-"""The environment of tasks that are given without one."""
+"""The environment of tasks that are given without an environment."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What a finished run leaves.
+    """The result of a finished run.
 
     Attributes:
-      workdir: the run's directory: `metrics.jsonl`, `samples.jsonl`, `report.html`, checkpoints.
+      workdir: directory of the run: `metrics.jsonl`, `samples.jsonl`, `report.html`, checkpoints.
       model: directory of the trained weights in Hugging Face's format.
       summary: steps, rewards by step, held-out accuracies, groups replaced.
     """
@@ -60,7 +60,7 @@ class Trained:
 
     @property
     def rewards(self) -> dict[int, float]:
-        """Mean reward of each training step of this session."""
+        """Mean reward of each training step in this session."""
         return self.summary.rewards
 
 
@@ -70,17 +70,17 @@ def with_objects(
     reward: RewardFunction | None = None,
     tasks: Tasks | None = None,
 ) -> libra_config.RunConfig:
-    """Returns a checked, frozen copy of a config in which names stand for the given objects.
+    """Returns a checked, frozen copy of the config, with names in place of the given objects.
 
     Args:
-      config: the run's configuration; it stays as it is.
-      environment: replaces `task.environment`. Without it, given tasks are questions with an `answer`.
-      reward: is added to `reward.functions` as "reward"; the environment's own reward then counts no more.
+      config: configuration of the run; not changed.
+      environment: replaces `task.environment`. If it is None, given tasks are questions with an `answer`.
+      reward: added to `reward.functions` as "reward"; the environment's own reward then no longer counts.
       tasks: replaces `task.source`.
 
     Raises:
       ConfigError: a value is out of range, an object is not callable, or the run's workers are in other processes,
-        which cannot see the caller's objects.
+        which cannot see the caller's objects. which cannot see the caller's objects.
       DataError: the tasks are empty or malformed.
     """
     values = libra_config.to_dict(config)
@@ -110,7 +110,7 @@ def with_objects(
 
 
 def _source(tasks: Tasks, seed: int) -> str:
-    """Returns the name of a factory of the tasks."""
+    """Registers the tasks and returns the name of their factory."""
     if not isinstance(tasks, Sequence):
         source = tasks
         libra_config.check(
@@ -119,7 +119,7 @@ def _source(tasks: Tasks, seed: int) -> str:
         kind = f"{type(source).__module__}.{type(source).__qualname__}"
         return resolving.give(lambda seed: source, "task.source", name="tasks", text=kind)
     rows = list(tasks)
-    datasets.of_rows(rows, seed)  # what is wrong with them is found before anything is written
+    datasets.of_rows(rows, seed)  # reports errors in the rows before anything is written
 
     def made(seed: int, holdout: float = 0.05) -> protocols.TaskSource:
         return datasets.of_rows(rows, seed, holdout)
@@ -140,18 +140,18 @@ async def start(
     """Opens the workdir and trains on the running event loop.
 
     Args:
-      named: the config as given, which the workdir keeps.
-      config: the same with paths in the place of Hugging Face ids (`hub.resolved`).
-      workdir: the run's directory; None: the config's own.
-      take_over: whether a run that lives in the workdir is ended.
-      allow_changes: settings in which a run may go on otherwise than it began (`changes.allowed_names`).
-      opened: is told the workdir.
-      at_signal: is told of SIGINT and SIGTERM at once.
+      named: config as given; the workdir keeps it.
+      config: the same config with paths in place of Hugging Face ids (`hub.resolved`).
+      workdir: directory of the run; None means the config's own.
+      take_over: end a run that lives in the workdir.
+      allow_changes: settings that may differ from the run's first start (`changes.allowed_names`).
+      opened: called with the workdir.
+      at_signal: called at once on SIGINT and SIGTERM.
 
     Raises:
-      LibraError: something is wrong with the run; one sentence names the field, file or worker.
+      LibraError: the run cannot start or continue; one sentence names the field, file or worker.
     """
-    # An environment that cannot be made is found out before anything is written.
+    # An environment that cannot be made is reported before anything is written.
     async with (
         toolkit.Toolkit(config.tools, config.sandbox, config.task.call_seconds) as tools,
         factories.demonstrator(config.task, tools, needed=config.warm_start.steps > 0) as demonstrator,
@@ -167,7 +167,7 @@ async def start(
                 take_epoch=functools.partial(workdirs.take_epoch, folder, take_over=take_over),
                 at_signal=at_signal,
             )
-        finally:  # the next run may use it, while libraries still tidy up at this process's exit
+        finally:  # the next run may use the workdir while libraries still clean up at this process's exit
             workdirs.release(Path(workdir) if workdir else workdirs.default(named))
 
 
@@ -221,6 +221,7 @@ def train(
             opened=opened,
         )
 
+    # asyncio.run handles Ctrl-C only on the main thread.
     if threading.current_thread() is threading.main_thread() and not _loop_runs():
         return asyncio.run(run(lambda _: None))
     return _beside_a_loop(run)
@@ -235,7 +236,7 @@ def _loop_runs() -> bool:
 
 
 def _beside_a_loop(run: Callable[[Callable[[Path], None]], Coroutine[Any, Any, Trained]]) -> Trained:
-    """Trains on a thread with an event loop of its own, as a notebook's thread has one already; shows the curve."""
+    """Trains on a thread with its own event loop, because a notebook's thread already runs one; shows the curve."""
     loop = asyncio.new_event_loop()
     folders: list[Path] = []
     training: list[asyncio.Task[Trained]] = []
@@ -256,11 +257,13 @@ def _beside_a_loop(run: Callable[[Callable[[Path], None]], Coroutine[Any, Any, T
         ended = pool.submit(work)
         try:
             while not ended.done():
+                # A short wait keeps this thread responsive to Ctrl-C, and sets the pace of the curve.
                 futures.wait([ended], timeout=LOOK_SECONDS)
                 if folders:
                     drawn.look(folders[0])
         except KeyboardInterrupt:
             print("interrupted: the run's workers are being ended; call train again to go on.", file=sys.stderr)
+            # Cancelling lets the run end its workers; the thread itself cannot be interrupted.
             if training:
                 loop.call_soon_threadsafe(training[0].cancel)
             futures.wait([ended], timeout=END_SECONDS)
@@ -307,9 +310,9 @@ def plan(
 
 
 def _batches() -> settings.SimulatedRun:
-    """Batches and limits of a plan without a config: those of configs/simulate.py."""
+    """Returns the batches and limits of a plan without a config, equal to configs/simulate.py."""
     run = settings.SimulatedRun()
-    run.model.remat = "full"  # a row of the longest context fits no device otherwise
+    run.model.remat = "full"  # otherwise a row of the longest context fits no device
     run.rollout.max_context, run.rollout.max_tokens = 131_072, 65_536
     run.trainer.row_tokens, run.trainer.rows_per_micro_batch = 131_072, 1
     run.coordinator.groups_per_step, run.coordinator.group_size, run.coordinator.staleness = 32, 16, 1

@@ -1,8 +1,9 @@
-"""Compares a workdir's config with that of a run that goes on in it, and records what changed.
+"""Compares a workdir's config with the config of a run that goes on there, and records the changes.
 
-Settings in three classes: what only reports or waits may change freely (`libra_config.MAY_CHANGE`); what changes the
-learning or the devices has to be named in --allow_changes; what the checkpoint cannot follow is always refused. Every
-change is one line of `config_history.jsonl`, and the report shows it.
+Settings fall into three classes. Settings that only affect reports or waits may change freely
+(`libra_config.MAY_CHANGE`). Settings that change the learning or the devices need --allow_changes. Settings that the
+checkpoint cannot follow are always refused. Every start with changes adds one line to `config_history.jsonl`, and the
+report shows it.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from libra_jax.protocols import ConfigError, LibraError
 from libra_jax.telemetry import files
 
 NEVER = ("model.preset",)
-"""Settings that no run can change: its weights are of another shape."""
+"""Settings that no run can change, because its weights would have another shape."""
 
 NEVER_AFTER_CHECKPOINT = ("optimizer.name",)
-"""Settings that no checkpoint can follow: the optimizer's state has another structure."""
+"""Settings that no checkpoint can follow, because the optimizer's state would have another structure."""
 
 _TENSORS = (
     "vocab_size",
@@ -39,7 +40,7 @@ _TENSORS = (
     "qk_norm",
     "tie_word_embeddings",
 )
-"""Fields of a model's shape that say which weights there are, and their sizes."""
+"""Fields of a model's shape that determine its weights and their sizes."""
 
 _MISSING = object()
 
@@ -50,8 +51,8 @@ class Change:
 
     Attributes:
       name: full name without `config.`, such as `optimizer.learning_rate`.
-      before: value in the workdir's `config.json`; None where it had no such setting.
-      after: value of the run that goes on; None where it has no such setting.
+      before: value in the workdir's `config.json`; None if it has no such setting.
+      after: value of the run that goes on; None if it has no such setting.
     """
 
     name: str
@@ -66,7 +67,7 @@ def allowed_names(text: str) -> tuple[str, ...]:
     """Parses --allow_changes, a comma-separated list of settings; `config.` before a name may be left out.
 
     Raises:
-      ConfigError: there is no such setting; the nearest one is offered.
+      ConfigError: a setting does not exist; the message offers the nearest name.
     """
     names = tuple(part.strip().removeprefix("config.") for part in text.split(",") if part.strip())
     known = dict(_settings(libra_config.RunConfig))
@@ -80,7 +81,7 @@ def allowed_names(text: str) -> tuple[str, ...]:
 
 
 def find(stored: Any, resolved: Any, name: str = "") -> list[Change]:
-    """Compares two resolved configs, nested plain values; settings in the order of the stored one."""
+    """Compares two resolved configs of nested plain values. Lists settings in the order of the stored config."""
     if isinstance(stored, Mapping) and isinstance(resolved, Mapping):
         keys = dict.fromkeys([*stored, *resolved])
         return [
@@ -97,13 +98,13 @@ def check(workdir: Path, changes: Sequence[Change], allowed: Sequence[str], *, c
     """Refuses changes that were not allowed.
 
     Args:
-      workdir: the run's folder, for the sentence.
-      changes: found between its config and the new one.
-      allowed: names of --allow_changes. A name of a group of settings allows all of them.
-      checkpoint: the run has one, which has to be able to follow.
+      workdir: folder of the run, for the message.
+      changes: differences between the workdir's config and the new one.
+      allowed: names of --allow_changes. The name of a group allows all of its settings.
+      checkpoint: True if the run has a checkpoint, which must be able to follow.
 
     Raises:
-      ConfigError: a change is not allowed, or no checkpoint can follow it; the flag that allows it is named.
+      ConfigError: a change is not allowed, or no checkpoint can follow it; the message names the flag that allows it.
     """
     if fixed := [change for change in changes if any(_covers(name, change.name) for name in NEVER)]:
         raise ConfigError(
@@ -126,15 +127,15 @@ def check(workdir: Path, changes: Sequence[Change], allowed: Sequence[str], *, c
 
 
 def check_model(workdir: Path, stored: Mapping[str, Any], resolved: Mapping[str, Any]) -> None:
-    """Refuses another model whose weights are of other sizes, where both directories can be read here.
+    """Refuses another model with weights of other sizes, if both directories can be read here.
 
     Args:
-      workdir: the run's folder, which has a checkpoint.
+      workdir: folder of the run, which has a checkpoint.
       stored: group `model` of its config.
       resolved: group `model` of the run that goes on.
 
     Raises:
-      ConfigError: the checkpoint's weights do not fit.
+      ConfigError: the checkpoint's weights do not match.
     """
     before, after = (_tensors(str(model.get("path", ""))) for model in (stored, resolved))
     differing = [name for name in _TENSORS if before and after and before[name] != after[name]]
@@ -147,7 +148,7 @@ def check_model(workdir: Path, stored: Mapping[str, Any], resolved: Mapping[str,
 
 
 def _tensors(path: str) -> dict[str, Any]:
-    """What a model's directory says of its weights; empty where it cannot be read."""
+    """Returns the shape in a model's directory; empty if it cannot be read."""
     try:
         return dataclasses.asdict(model_config.read_directory(path))
     except LibraError:
@@ -155,11 +156,11 @@ def _tensors(path: str) -> dict[str, Any]:
 
 
 def record(workdir: Path, changes: Sequence[Change], allowed: Sequence[str], step: int) -> None:
-    """Appends the changes to the workdir's `config_history.jsonl`, one line for all of one start.
+    """Appends the changes to the workdir's `config_history.jsonl`, one line for all changes of one start.
 
     Args:
-      workdir: the run's folder.
-      changes: that were accepted.
+      workdir: folder of the run.
+      changes: accepted changes.
       allowed: names of --allow_changes.
       step: training step of the checkpoint from which the run goes on.
     """
@@ -174,11 +175,12 @@ def record(workdir: Path, changes: Sequence[Change], allowed: Sequence[str], ste
 
 
 def _covers(name: str, setting: str) -> bool:
+    # The name of a group covers all of its settings.
     return setting == name or setting.startswith(f"{name}.")
 
 
 def _settings(kind: type[Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields full name and type of each setting and group of settings."""
+    """Yields the full name and type of each setting and group of settings."""
     for name, field in get_type_hints(kind).items():
         yield prefix + name, field
         if dataclasses.is_dataclass(field):

@@ -1,4 +1,4 @@
-"""The live reward curve of a notebook; elsewhere it draws nothing."""
+"""Draws the live reward curve of a notebook; draws nothing elsewhere."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from libra_jax.telemetry import metrics
 
 
 def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook."""
+    """Returns True if this process is the kernel of a notebook."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and type(shell).__name__ == "ZMQInteractiveShell"
 
 
 class Curve:
-    """Draws a run's mean reward by step below the notebook's cell and draws it again after each step."""
+    """Draws a run's mean reward by step below the notebook's cell, and redraws it after each step."""
 
     def __init__(self) -> None:
         self._draws = in_notebook()
@@ -25,10 +25,10 @@ class Curve:
         self._steps = 0
 
     def look(self, workdir: Path) -> None:
-        """Reads the run's metrics and draws them if there are new ones.
+        """Reads the run's metrics and draws them if there are new metrics.
 
         Args:
-          workdir: the run's directory.
+          workdir: directory of the run.
         """
         if not self._draws:
             return
@@ -40,8 +40,8 @@ class Curve:
         self._show(rewards)
 
     def _show(self, rewards: dict[int, float]) -> None:
-        from IPython import display  # imported where it is known to be there
-        from matplotlib.figure import Figure  # without pyplot: it would choose a backend for the whole notebook
+        from IPython import display  # imported here, because only a notebook surely has it
+        from matplotlib.figure import Figure  # not pyplot, which would choose a backend for the whole notebook
 
         figure = Figure(figsize=(6, 2.5), layout="constrained")
         axes = figure.add_subplot(xlabel="training step", ylabel="mean reward")

@@ -1,4 +1,4 @@
-"""The watch over a run beside its coordinator: heartbeat, health page, and the end of a process that hangs."""
+"""Watches over a run beside its coordinator: heartbeat, health page, and the end of a process that hangs."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from libra_jax.coordinator import checkpoints, fencing, signals
 from libra_jax.telemetry import endpoint, files, heartbeat, status
 
 END = 0.9
-"""Share of `deadlines.grace` after which a process that SIGTERM has not ended ends all the same."""
+"""Fraction of `deadlines.grace` after which a process that survived SIGTERM is ended."""
 
 LOOK_SECONDS = 0.5
 
 
 class LastResort:
-    """Ends this process where a scheduler's SIGTERM did not: with the status that asks for the same command again.
+    """Ends this process if a scheduler's SIGTERM did not. The exit status asks for the same command again.
 
-    A trainer that compiles, an engine that starts and a library that is imported cannot be told to end, and what
-    libraries tidy up at a process's exit may hang: it looks until the process has ended. As at any kill, workers end
-    with this process (tests/launch/test_killed_runs.py), and the newest checkpoint counts.
+    A compiling trainer, a starting engine or an import cannot be interrupted, and exit handlers of libraries may hang.
+    The watching thread therefore runs until the process has ended. As after any kill, workers end with this process
+    (tests/launch/test_killed_runs.py), and the newest checkpoint counts.
 
     Args:
-      grace: `deadlines.grace`, seconds.
+      grace: `deadlines.grace`, in seconds.
     """
 
     def __init__(self, grace: float) -> None:
@@ -41,7 +41,7 @@ class LastResort:
         threading.Thread(target=self._look, name="libra-last-resort", daemon=True).start()
 
     def begin(self, number: signal.Signals) -> None:
-        """Starts the countdown at a signal. A signal interrupts anything, so this only sets a variable."""
+        """Starts the countdown at a signal. A signal interrupts anything, so this method only sets a variable."""
         if number in signals.ENDS:
             self._began = min(self._began, time.monotonic())
 
@@ -54,7 +54,7 @@ class LastResort:
 
 
 def end_process() -> NoReturn:
-    """Ends this process at once, with exit status 75: what libraries tidy up at their exit may take many seconds."""
+    """Ends this process at once, with exit status 75; exit handlers of libraries may take many seconds."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -63,12 +63,12 @@ def end_process() -> NoReturn:
 
 @contextlib.contextmanager
 def observed(config: libra_config.RunConfig, workdir: Path, epoch: fencing.Epoch | None) -> Iterator[status.RunStatus]:
-    """Writes `status.json` while the block runs and serves the health page; yields the state that both show.
+    """Writes `status.json` while the block runs and serves the health page. Yields the state that both show.
 
     Args:
-      config: the run's configuration (`telemetry`).
-      workdir: the run's directory.
-      epoch: the run's fencing token in there; None disables fencing.
+      config: configuration of the run (`telemetry`).
+      workdir: directory of the run.
+      epoch: the run's fencing token in the workdir; None disables fencing.
 
     Raises:
       ConfigError: the health page cannot be served as `telemetry` says.
@@ -83,7 +83,7 @@ def observed(config: libra_config.RunConfig, workdir: Path, epoch: fencing.Epoch
 
     try:
         earlier = status.read(workdir)
-    except protocols.DataError:  # it is replaced at once
+    except protocols.DataError:  # the heartbeat replaces it at once
         earlier = None
     step = max(0, checkpoints.newest_step(workdir))
     number = epoch.number if epoch else 0

@@ -1,4 +1,4 @@
-"""What launch/plan.py plans: the machine, the model and the lengths, from the one place that says each."""
+"""Assembles the case that launch/plan.py plans: machine, model and lengths, each from one source."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from libra_jax.models import hub
 from libra_jax.simulator import comparison, lengths, scripts, settings, traces, workloads
 
 SAMPLES = 8_192
-"""Trajectories that lengths are taken from, at most."""
+"""Maximum number of trajectories in the sample of lengths."""
 
 MOST_ACCELERATORS = plans.MOST_DEVICES
 
 MOST_TRAJECTORIES = 1_000_000
-"""Trajectories of a training step, at most: each one has entries in the search's tables."""
+"""Maximum number of trajectories in a training step; each has entries in the search's tables."""
 
 MOST_SLOTS = 256
-"""Requests that an instance decodes at once where no config says how many: vLLM's default of max_num_seqs."""
+"""Requests that an instance decodes at once if no config says how many: vLLM's default of max_num_seqs."""
 
 PLAIN = (scripts.Script(200, (protocols.Turn(1),)),)
-"""Attempts where nothing but lengths is given: one turn after a prompt of 200 tokens."""
+"""Rollouts if nothing but lengths is given: one turn after a prompt of 200 tokens."""
 
 DEGREES = (1, 2, 4, 8)
 SLOTS = {"simulation.slots", "rollout.slots", "rollout.slots_by_instance"}
-"""Fields that say how many requests an instance decodes at once."""
+"""Fields that set the number of requests that an instance decodes at once."""
 
 SHARED = (
     "name",
@@ -61,7 +61,7 @@ SHARED = (
     "trainer.rows_per_micro_batch",
 )
 OF_SIMULATION = (*SHARED, "scheduler", "simulation", "workload")
-"""Fields of a simulated run's config that a plan reads; a group stands for all of its fields."""
+"""Fields of a simulated run's config that a plan reads; the name of a group covers all of its fields."""
 
 OF_RUN = (*SHARED, "model.path", "model.preset", "planner.hardware", "trainer.data", "trainer.fsdp", "trainer.tensor")
 """Fields of a real run's config that a plan reads."""
@@ -71,15 +71,15 @@ COUNTS_IN_RUN = {"simulation.hardware": "planner.hardware", "simulation.model": 
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line says about machine, model and lengths; None leaves it to the config.
+    """The command line's choices of machine, model and lengths; None leaves the choice to the config.
 
     Attributes:
-      hardware: name of a sheet.
+      hardware: name of a hardware sheet.
       model: name of a preset.
-      accelerators: to split.
-      trace: file to take attempts from.
-      workload: synthetic workload to take attempts from.
-      wanted: what the attempts are to be like.
+      accelerators: number of accelerators to split.
+      trace: file to take rollouts from.
+      workload: synthetic workload to take rollouts from.
+      wanted: wanted lengths of the rollouts.
       given: fields of the config that the command line sets.
     """
 
@@ -109,7 +109,7 @@ class Asked:
 
     @property
     def lengths(self) -> bool:
-        """Whether lengths come from flags."""
+        """True if flags set the lengths."""
         return self.workload is not None or bool(self.wanted)
 
 
@@ -118,10 +118,10 @@ class Work:
     """A training step's trajectories, from a sample of a workload.
 
     Attributes:
-      source: where the sample comes from, as it is printed.
-      prompts: tokens of each trajectory's prompt.
-      turns: of each trajectory.
-      count: trajectories of a training step.
+      source: printed description of the sample's source.
+      prompts: number of prompt tokens of each trajectory.
+      turns: turns of each trajectory.
+      count: number of trajectories in a training step.
     """
 
     source: str
@@ -131,11 +131,11 @@ class Work:
 
     @property
     def scripts(self) -> list[scripts.Script]:
-        """The sample."""
+        """The sample as scripts."""
         return [scripts.Script(*one) for one in zip(self.prompts, self.turns, strict=True)]
 
     def scaled(self, factor: float) -> Work:
-        """The same with `factor` times as many generated tokens."""
+        """Returns a copy with `factor` times as many generated tokens."""
         longer = [
             tuple(
                 dataclasses.replace(turn, generated_tokens=max(1, round(factor * turn.generated_tokens)))
@@ -146,21 +146,21 @@ class Work:
         return dataclasses.replace(self, turns=longer)
 
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
+        """Returns the number of tokens in the longest sequence."""
         return max(script.context_tokens for script in self.scripts)
 
 
 @dataclass(frozen=True)
 class Case:
-    """What to plan for.
+    """The input of a plan.
 
     Attributes:
       run: batches, rows, limits.
-      name: of the model.
-      model: what things cost.
-      slots: of the config's instances.
-      work: of a training step.
-      devices: to split.
+      name: name of the model.
+      model: cost model.
+      slots: number of slots of each of the config's instances.
+      work: trajectories of a training step.
+      devices: number of devices to split.
     """
 
     run: libra_config.RunConfig
@@ -171,48 +171,48 @@ class Case:
     devices: int
 
     def searched(self) -> search.Search:
-        """The search for its plans."""
+        """Builds the search over the case's plans."""
         return forecast.Work(self.setting, self.work.prompts, self.work.turns).search.weighed(1.0, self.besides)
 
     @property
     def calibrated(self) -> bool:
-        """Times come from what runs measured (`planner.profile`)."""
+        """True if the times come from measurements of runs (`planner.profile`)."""
         return bool(self.run.planner.profile)
 
     @property
     def profile(self) -> profiles.Profile | None:
-        """What was measured; None by the sheet."""
+        """The measured profile; None if the times come from the hardware sheet."""
         return self.setting.profile
 
     @property
     def besides(self) -> float:
-        """Seconds of a step, beside training, that the trainer takes part in; 0 where nothing was measured."""
+        """Seconds of a step beside training in which the trainer takes part; 0 without measurements."""
         return 0.0 if self.profile is None else self.profile.besides
 
     def uncertainty(self, plan: protocols.Plan) -> forecast.Prediction:
-        """Of a plan's times, relative: a profile's errors on held-out steps, or else by the coefficients."""
+        """Returns the relative errors of a plan's times: from a profile's held-out steps, or from the coefficients."""
         if self.profile is not None:
             return forecast.Prediction(*(self.profile.errors[name] for name in ("train", "rollout", "total")))
         return uncertainty.relative(self.setting, self.work.prompts, self.work.turns, plan)
 
     @functools.cached_property
     def setting(self) -> forecast.Setting:
-        """The setting of its plans."""
+        """The setting of the case's plans."""
         setting = forecast.Setting.of_run(self.run, self.model, self.devices, slots=self.slots)
         return dataclasses.replace(setting, requests=self.work.count)
 
     @functools.cached_property
     def lengths(self) -> workloads.Summary:
-        """What the sample's attempts are like."""
+        """Summary of the sample's lengths."""
         return workloads.summary_of(self.work.scripts)
 
     def subject(self) -> str:
-        """Returns, in a clause, the model and the machine."""
+        """Returns a clause that names the model and the machine."""
         billions = self.model.parameters / 1e9
         return f"{self.name} ({billions:.3g} billion parameters) on {self.devices:,} {self.model.sheet.name}"
 
     def as_json(self) -> dict[str, Any]:
-        """Returns what the plan is for, as the plan's file says it."""
+        """Returns the case as JSON-able values for the plan's file."""
         setting = self.setting
         return {
             "model": self.name,
@@ -229,14 +229,14 @@ class Case:
 
 
 def case(values: Mapping[str, Any], asked: Asked) -> Case:
-    """Returns what to plan for.
+    """Builds the case to plan.
 
     Args:
-      values: of the config file, simulated or real, with the command line's overrides.
+      values: values of the config file, simulated or real, with the command line's overrides.
       asked: the other flags.
 
     Raises:
-      ConfigError: something does not fit, or is given twice; the message names it.
+      ConfigError: values contradict each other, or one is given twice; the message names it.
       DataError: the trace or the model directory cannot be used.
     """
     simulated, batch = "simulation" in values, values["coordinator"]
@@ -264,7 +264,7 @@ def case(values: Mapping[str, Any], asked: Asked) -> Case:
 
 
 def _by_flag(sentence: str, asked: Asked, simulated: bool) -> str:
-    """Returns the refusal of a field, under the name of the flag that set the field."""
+    """Returns the error message of a field, under the name of the flag that set the field."""
     for flag, text in (("hardware", asked.hardware), ("model", asked.model)):
         prefix = f"config.{_field(flag, simulated)}: "
         if text is not None and sentence.startswith(prefix):
@@ -273,14 +273,14 @@ def _by_flag(sentence: str, asked: Asked, simulated: bool) -> str:
 
 
 def _field(flag: str, simulated: bool) -> str:
-    """The config's field that says what `--hardware` or `--model` says."""
+    """Returns the config field that corresponds to `--hardware` or `--model`."""
     if simulated:
         return f"simulation.{flag}"
     return "planner.hardware" if flag == "hardware" else "model.preset"
 
 
 def _of_simulation(values: Mapping[str, Any], asked: Asked) -> Case:
-    """A simulated run, and a sample of its workload."""
+    """Builds the case of a simulated run, with a sample of its workload."""
     named = {name: text for name, text in (("hardware", asked.hardware), ("model", asked.model)) if text is not None}
     shape = {}
     if asked.trace is not None:
@@ -300,6 +300,7 @@ def _of_simulation(values: Mapping[str, Any], asked: Asked) -> Case:
         run = comparison.prepare(run, [run.scheduler.policy])
     workload, groups = comparison.workload(run), run.steps * run.coordinator.groups_per_step
     size = run.coordinator.group_size
+    # Every n-th task, so that the sample spans the whole workload and stays near SAMPLES.
     every = max(1, -(-groups * size // SAMPLES))
     drawn = [workload.script(task, sample) for task in range(0, groups, every) for sample in range(min(size, SAMPLES))]
     drawn = lengths.reshaped(drawn, asked.wanted)
@@ -317,7 +318,7 @@ def _of_simulation(values: Mapping[str, Any], asked: Asked) -> Case:
 
 
 def _of_run(values: Mapping[str, Any], asked: Asked) -> Case:
-    """A real run, and the trajectories of a trace or of what the flags say."""
+    """Builds the case of a real run, with the trajectories of a trace or of the flags."""
     named: dict[str, Any] = {}
     if asked.model is not None:
         named["model"] = {**values["model"], "preset": asked.model, "path": ""}
@@ -345,10 +346,10 @@ def _of_run(values: Mapping[str, Any], asked: Asked) -> Case:
 
 
 def _shape(run: libra_config.RunConfig) -> model_config.TransformerConfig:
-    """The shape of the run's model, of which a plan needs the config.json alone.
+    """Returns the shape of the run's model; a plan needs only its config.json.
 
     Raises:
-      DataError: `model.path` cannot be read here: a plan for another model would be of no use.
+      DataError: `model.path` cannot be read here. A plan for another model would be useless.
     """
     try:
         return wiring.policy_shape(hub.with_model(run), need_weights=bool(run.model.path))
@@ -360,7 +361,7 @@ def _shape(run: libra_config.RunConfig) -> model_config.TransformerConfig:
 
 
 def _drawn(run: libra_config.RunConfig, asked: Asked) -> list[scripts.Script]:
-    """Attempts of a named workload, or plain ones, as the flags want them."""
+    """Draws rollouts of a named workload, or plain rollouts, with the lengths that the flags set."""
     if asked.workload is None:
         if not isinstance(asked.wanted.generated, lengths.LogNormal):
             raise protocols.ConfigError(
@@ -377,7 +378,7 @@ def _drawn(run: libra_config.RunConfig, asked: Asked) -> list[scripts.Script]:
 
 
 def _source(name: str, asked: Asked) -> str:
-    """The workload's name, and whether its lengths are its own."""
+    """Returns the workload's name, and the flags that changed its lengths."""
     if not asked.wanted:
         return name
     changed = [item.name for item in dataclasses.fields(asked.wanted) if getattr(asked.wanted, item.name) is not None]
@@ -386,7 +387,8 @@ def _source(name: str, asked: Asked) -> str:
 
 
 def _limited(run: settings.SimulatedRun, longest: int, given: frozenset[str]) -> settings.SimulatedRun:
-    """The run with a context and rows of the longest attempt's size: the config's are for another workload."""
+    """Fits the run's context and rows to the longest rollout, because the config's are for another workload."""
+    # The longest rollout and one more token, rounded up to a multiple of 1,024.
     context = max(1_024, -(-(longest + 1) // 1_024) * 1_024)
     rollout, trainer = run.rollout, run.trainer
     if "rollout.max_context" not in given:
@@ -405,9 +407,9 @@ def _limited(run: settings.SimulatedRun, longest: int, given: frozenset[str]) ->
 def _with_slots(
     run: settings.SimulatedRun, model: costs.CostModel, drawn: Sequence[scripts.Script]
 ) -> tuple[settings.SimulatedRun, tuple[int, ...]]:
-    """The run with an instance of each degree, and as many slots for each as its cache holds of live contexts."""
+    """Gives the run one instance of each degree, with slots for as many live contexts as its cache holds."""
     asks = demand.of_trajectories([script.prompt_tokens for script in drawn], [script.turns for script in drawn])
-    live = float(asks.context.sum() / asks.tokens.sum())  # the context in which the mean token is decoded
+    live = float(asks.context.sum() / asks.tokens.sum())  # mean context length over all decoded tokens
     slots = tuple(max(1, min(MOST_SLOTS, int(model.kv_tokens(degree) // live))) for degree in DEGREES)
     elastic = dataclasses.replace(run.elastic, hybrid=0, cores=())
     rollout = dataclasses.replace(run.rollout, tensor_parallel=DEGREES, slots_by_instance=())

@@ -1,4 +1,4 @@
-"""What is wrong with a config, found out before any worker starts."""
+"""Finds errors in a config before any worker starts."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from libra_jax.models import config as model_config
 from libra_jax.models import feasibility
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""What vLLM 0.32 serves on CPU (vllm/v1/attention/backends/cpu_attn.py): others die at their first token."""
+"""Head sizes that vLLM 0.32 serves on CPU (vllm/v1/attention/backends/cpu_attn.py); others die at their first token."""
 
 
 def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
-    """Checks what can be checked before any worker starts.
+    """Checks everything that can be checked before any worker starts.
 
-    Without `need_weights`, what depends on a model's shape that is not known here is not checked.
+    Without `need_weights`, checks that depend on a model's shape are skipped if the shape is not known here.
 
     Raises:
-      LibraError: with one sentence naming the field or file.
+      LibraError: the config has an error; one sentence names the field or file.
     """
     shape = wiring.policy_shape(config, need_weights=True) if need_weights else wiring.known_shape(config)
     logprob_contract.check(config.rollout, config.algorithm)
-    if config.cluster.backend == "inprocess":  # elsewhere the cores are those of another host
+    if config.cluster.backend == "inprocess":  # with other backends, the cores are another host's
         libra_config.check_cores(config.trainer.cores, "trainer.cores")
         libra_config.check_cores(config.rollout.cores, "rollout.cores")
     if shape is not None:
         _check_shape(config, shape)
-    if need_weights:  # a dry run may be on another machine
+    if need_weights:  # a dry run may describe another machine
         _check_sharing(config)
     _check_processes(config)
     _check_hosts(config)
@@ -67,7 +67,7 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
 
 
 def warn(config: libra_config.RunConfig) -> None:
-    """Prints a line on stderr for each setting that `advice` warns of.
+    """Prints a line on stderr for each warning from `advice`.
 
     Raises:
       LibraError: the model's config.json cannot be read.
@@ -75,13 +75,13 @@ def warn(config: libra_config.RunConfig) -> None:
     platform = config.trainer.platform
     accelerated = platform in ("cuda", "tpu") or (platform == "auto" and gpus_found() > 0)
     shape = wiring.known_shape(config)
-    parameters = model_config.parameter_count(shape) if shape is not None else 0  # which warns of no size
+    parameters = model_config.parameter_count(shape) if shape is not None else 0  # 0: no warning about the size
     for sentence in advice.advice(config, parameters=parameters, accelerated=accelerated):
         print(f"warning: {sentence}.", file=sys.stderr)
 
 
 def _check_shape(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> None:
-    """What a mesh, the engines' degrees and vLLM can make of a model of this shape."""
+    """Checks the model's shape against the mesh, the engines' degrees and vLLM."""
     feasibility.check_mesh(shape, {"fsdp": config.trainer.fsdp, "tensor": config.trainer.tensor})
     for degree in config.rollout.tensor_parallel:
         feasibility.check_tensor_parallel(shape, degree)
@@ -95,7 +95,7 @@ def _check_shape(config: libra_config.RunConfig, shape: model_config.Transformer
 
 
 def _check_lengths(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> None:
-    """What the trainer's attention takes, and the model's positions."""
+    """Checks the row lengths against the trainer's attention, and the context against the model's positions."""
     _check_attention(config, shape)
     if config.rollout.max_context > shape.longest_context:
         raise protocols.ConfigError(
@@ -105,10 +105,10 @@ def _check_lengths(config: libra_config.RunConfig, shape: model_config.Transform
 
 
 def missing(config: libra_config.RunConfig, later: frozenset[str] = frozenset()) -> list[str]:
-    """What a run of this config lacks on this machine, a sentence each: weights, tokenizer files, tasks.
+    """Lists what a run of this config lacks on this machine, one sentence each: weights, tokenizer files, tasks.
 
     Args:
-      config: the run's configuration.
+      config: configuration of the run.
       later: fields whose files the run itself will fetch.
     """
     found = []
@@ -133,7 +133,7 @@ def missing(config: libra_config.RunConfig, later: frozenset[str] = frozenset())
 
 
 def _engines_on_cpu(config: libra_config.RunConfig) -> bool:
-    """Whether vLLM's CPU build will serve: asked for, or the one that is installed here."""
+    """Returns True if vLLM's CPU build will serve: because the config says so, or because it is installed here."""
     if config.rollout.engine != "vllm" or config.trainer.platform not in ("cpu", "auto"):
         return False
     if config.trainer.platform == "cpu":
@@ -155,7 +155,7 @@ def _check_tasks(config: libra_config.RunConfig, *, needed: bool) -> None:
 
 
 def _check_character_tokenizer(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> None:
-    """It has a character for each of its tokens and no more: of a larger vocabulary, a model could sample the rest."""
+    """Refuses 'character' for a larger vocabulary: a model could sample tokens without a character."""
     size = tokenizers.CharacterTokenizer.vocab_size
     if config.task.tokenizer == "character" and shape.vocab_size != size:
         raise protocols.ConfigError(
@@ -165,7 +165,7 @@ def _check_character_tokenizer(config: libra_config.RunConfig, shape: model_conf
 
 
 def _check_sharing(config: libra_config.RunConfig) -> None:
-    """`auto` leaves every worker all of the machine's GPUs, so trainer and engines would all be on the first one."""
+    """Refuses `auto` with several GPUs: every worker sees all of them, so all workers would use the first GPU."""
     found = gpus_found()
     if config.trainer.platform == "auto" and config.rollout.engine == "vllm" and found > 1:
         total = placement.partition(config).total
@@ -176,7 +176,7 @@ def _check_sharing(config: libra_config.RunConfig) -> None:
 
 
 def _check_processes(config: libra_config.RunConfig) -> None:
-    """What a trainer of several processes needs beyond devices that divide (`TrainerConfig` says that)."""
+    """Checks a trainer of several processes; `TrainerConfig` has already checked that its devices divide."""
     trainer = config.trainer
     if trainer.processes == 1:
         return
@@ -197,7 +197,7 @@ def _check_processes(config: libra_config.RunConfig) -> None:
 
 
 def _check_hosts(config: libra_config.RunConfig) -> None:
-    """What a run over several hosts cannot have."""
+    """Refuses settings that a run over several hosts cannot have."""
     layout = hosts.layout(config)
     if layout is not None and config.rollout.transport == "ipc":
         raise protocols.ConfigError(
@@ -208,7 +208,7 @@ def _check_hosts(config: libra_config.RunConfig) -> None:
 
 
 def _check_elastic(config: libra_config.RunConfig) -> None:
-    """What resizes and hybrid workers need of platform, backend and devices (`RunConfig` says the rest)."""
+    """Checks platform, backend and devices for resizes and hybrid workers (`RunConfig` checks the rest)."""
     trainer = config.trainer
     if config.elastic.resize and not config.planner.period:
         raise protocols.ConfigError(
@@ -246,7 +246,7 @@ def _check_elastic(config: libra_config.RunConfig) -> None:
 
 
 def gpus_found() -> int:
-    """NVIDIA GPUs that JAX would use of its own accord; found without JAX, which must not touch devices here."""
+    """Counts the NVIDIA GPUs that JAX would use by default. Works without JAX, which must not touch devices here."""
     platforms = os.environ.get("JAX_PLATFORMS", "")
     plugins = {plugin.name for plugin in metadata.entry_points(group="jax_plugins")}
     if (platforms and "cuda" not in platforms.split(",")) or not any("cuda" in name for name in plugins):
@@ -257,7 +257,7 @@ def gpus_found() -> int:
 
 
 def _check_attention(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> None:
-    """What the trainer would find out when it compiles for a row length, where the config says its platform."""
+    """Checks the attention kernel for each row length, if the config names its platform; else compilation finds out."""
     platform = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}.get(config.trainer.platform)
     if platform is None:
         return

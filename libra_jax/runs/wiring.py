@@ -1,4 +1,4 @@
-"""Where the rooms meet: places a config on devices, and builds the run from it (`checks` come before)."""
+"""Builds a run from its config: places the workers on devices and connects the rooms. Checks come before."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ RELAY = "libra_jax.weights.relay:create"
 
 
 def policy_shape(config: libra_config.RunConfig, *, need_weights: bool) -> model_config.TransformerConfig:
-    """The policy's shape: from `model.path` where it is set and there, else from `model.preset`."""
+    """Returns the policy's shape: from `model.path` if it is set and exists, else from `model.preset`."""
     path = config.model.path
     if path and (need_weights or Path(path).exists()):
         return model_config.read_directory(path)
@@ -46,9 +46,9 @@ def policy_shape(config: libra_config.RunConfig, *, need_weights: bool) -> model
 
 
 def known_shape(config: libra_config.RunConfig) -> model_config.TransformerConfig | None:
-    """The policy's shape as far as this machine can know it.
+    """Returns the policy's shape, or None if this machine cannot know it.
 
-    A `model.path` that is not here has the shape of `model.preset` where the config chose that; None where it did not.
+    If `model.path` does not exist here, the shape comes from `model.preset`, if the config chose a preset.
     """
     path, preset = config.model.path, config.model.preset
     if path and not Path(path).exists() and preset == libra_config.ModelConfig().preset:
@@ -57,14 +57,14 @@ def known_shape(config: libra_config.RunConfig) -> model_config.TransformerConfi
 
 
 def trainer_spec(config: libra_config.RunConfig, workdir: Path, process: int = 0) -> protocols.ActorSpec:
-    """The trainer actor, or one process of it, on the devices that `trainer.platform` names.
+    """Describes the trainer actor, or one of its processes, on the devices of `trainer.platform`.
 
-    JAX trains on the first platform of JAX_PLATFORMS; its CPU backend is where weights go on their way to the engines.
+    JAX trains on the first platform of JAX_PLATFORMS. Weights pass through its CPU backend on their way to the engines.
 
     Args:
-      config: the run's configuration; with another mesh in it, that of a trainer that is to take over.
-      workdir: the run's directory.
-      process: which of `trainer.processes`; each has the next equal share of the devices.
+      config: configuration of the run; for a trainer that takes over, with that trainer's mesh.
+      workdir: directory of the run.
+      process: index among `trainer.processes`; each process has the next equal share of the devices.
     """
     whole = placement.partition(config).trainer
     each = len(whole) // config.trainer.processes
@@ -89,19 +89,19 @@ def trainer_spec(config: libra_config.RunConfig, workdir: Path, process: int = 0
 
 
 def _spare(config: libra_config.RunConfig) -> int:
-    """Devices that a trainer of one process holds for a larger mesh; several hold those of their mesh alone."""
+    """Returns the devices that a trainer of one process holds for a larger mesh; several processes hold none."""
     return config.elastic.spare_devices if config.trainer.processes == 1 else 0
 
 
 def trainer_processes(
     config: libra_config.RunConfig, workdir: Path, sizes: protocols.MeshSizes | None = None
 ) -> client.MakeProcess:
-    """How the processes of the run's trainer are made, or of one on another mesh that is to take over.
+    """Returns the factory for the run's trainer processes, or for a trainer on another mesh that is to take over.
 
     Args:
-      config: the run's configuration.
-      workdir: the run's directory.
-      sizes: of the mesh; None is the config's.
+      config: configuration of the run.
+      workdir: directory of the run.
+      sizes: axis sizes of the mesh; None means the config's.
     """
     mesh = dataclasses.asdict(sizes) if sizes is not None else {}
 
@@ -113,18 +113,19 @@ def trainer_processes(
 
 
 def replica_specs(config: libra_config.RunConfig, workdir: Path) -> list[protocols.ActorSpec]:
-    """The training side of each hybrid worker, on its instance's devices, which the instance has leased already."""
+    """Describes the training side of each hybrid worker, on devices that its instance has already leased."""
     count, trainer = config.elastic.hybrid, config.trainer
     if not count:
         return []
     needed, specs = trainer.fsdp * trainer.tensor, []
+    # The hybrid instances are the last ones (`placement.Engines`).
     instances = list(enumerate(placement.partition(config).instances))
     for place, (number, devices) in enumerate(instances[-count:]):
         host, local = placement.place(config, devices)
         environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(needed)}
         if trainer.platform == "cuda":
             visible = ",".join(map(str, local[:needed]))
-            # What the engine needs again when it wakes must go back to the device when it is freed.
+            # The allocator must return freed memory to the device, because the engine needs it again when it wakes.
             allocator = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
             environment = {"JAX_PLATFORMS": "cuda,cpu", "CUDA_VISIBLE_DEVICES": visible, **allocator}
         arguments = {
@@ -138,14 +139,14 @@ def replica_specs(config: libra_config.RunConfig, workdir: Path) -> list[protoco
 
 
 def relay_specs(config: libra_config.RunConfig) -> dict[int, protocols.ActorSpec]:
-    """The relay of each host, by which published weights come to it; none where all is on one host, or goes by NCCL.
+    """Describes the weight relay of each host. No relays if all is on one host, or if weights go by NCCL.
 
-    They reserve no CPU: they wait for the network, and lie beside what has reserved the host's.
+    Relays reserve no CPU: they wait for the network, and run beside the workers that have reserved the host's CPUs.
     """
     layout = hosts.layout(config)
     if layout is None or config.rollout.transport != "memfd":
         return {}
-    # Half of what a bucket may take in all, so that it can be asked for again.
+    # Half of the deadline for a chunk of weights, so that the chunk can be requested a second time.
     seconds = config.deadlines.publish / 2
     names = {host.number: f"relay-{host.number}" for host in layout.hosts}
     return {
@@ -161,12 +162,12 @@ def relay_specs(config: libra_config.RunConfig) -> dict[int, protocols.ActorSpec
 
 
 def scheduler(config: libra_config.RunConfig) -> protocols.Scheduler:
-    """The run's scheduler, with the costs of its engines and the degrees of its layout.
+    """Makes the run's scheduler, with the costs of its engines and the degrees of its layout.
 
     Raises:
-      ConfigError: the policy is for simulations only, its buckets do not fit the layout, or there is nothing to learn
-        where `scheduler.learnt_from` says.
-    """
+      ConfigError: the policy is for simulations only, its buckets do not match the layout, or `scheduler.learnt_from`
+        holds nothing to learn from.
+"""
     made = schedulers.create(
         config.scheduler,
         costs=scheduling_costs.LinearCosts(config.scheduler.costs, transfers=config.rollout.kv_transfer != "none"),
@@ -178,28 +179,28 @@ def scheduler(config: libra_config.RunConfig) -> protocols.Scheduler:
 
 
 def planned_devices(config: libra_config.RunConfig) -> int:
-    """Devices that plans lay out: the trainer's, and those of the instances that are not hybrid."""
+    """Counts the devices that plans lay out: the devices of the trainer and of all instances that are not hybrid."""
     return config.trainer.devices + sum(plans.core_degrees(config))
 
 
 def reach(config: libra_config.RunConfig) -> int:
-    """Devices, at most, of a mesh that the run's trainer can change to."""
+    """Returns the maximum number of devices of a mesh that the run's trainer can change to."""
     if config.cluster.backend == "ray" and config.trainer.platform == "cpu":
-        return planned_devices(config)  # they are virtual: other processes have as many as their mesh needs
+        return planned_devices(config)  # virtual devices: another process has as many as its mesh needs
     return config.trainer.devices + config.elastic.spare_devices
 
 
 def global_planner(
     config: libra_config.RunConfig, shape: model_config.TransformerConfig
 ) -> planner.GlobalPlanner | None:
-    """The run's planner, if `planner.period` asks for one.
+    """Makes the run's planner, if `planner.period` requests one.
 
-    It lays out the devices of the trainer and of the instances that are not hybrid; without `elastic.resize` the
-    trainer's mesh stays. Beyond what its process holds, the mesh grows only where other processes find devices free
+    The planner lays out the devices of the trainer and of instances that are not hybrid. Without `elastic.resize`, the
+    trainer's mesh stays. Beyond the devices of its process, the mesh grows only if other processes find free devices
     while it trains (`reach`).
 
     Raises:
-      ConfigError: there is no such hardware, or an instance has a degree that plans may not use.
+      ConfigError: the hardware is unknown, or an instance has a degree that plans may not use.
     """
     if not config.planner.period:
         return None
@@ -219,7 +220,7 @@ def global_planner(
 
 
 def _by_kept_profile(config: libra_config.RunConfig, workdir: Path) -> libra_config.RunConfig:
-    """The run goes by its own copy of `planner.profile`, if it has one: resumed, it plans by what it began with."""
+    """Points the config at the run's own copy of `planner.profile`, if it exists: a resumed run plans as it began."""
     kept = workdir / profiles.KEPT_FILE
     if not config.planner.profile or not kept.exists():
         return config
@@ -227,11 +228,12 @@ def _by_kept_profile(config: libra_config.RunConfig, workdir: Path) -> libra_con
 
 
 def _keep_profile(config: libra_config.RunConfig, workdir: Path) -> None:
-    """Gives the run its copy of `planner.profile`."""
+    """Copies `planner.profile` into the workdir."""
     kept = workdir / profiles.KEPT_FILE
     if config.planner.profile and config.planner.period and not kept.exists():
         partial = kept.with_suffix(".partial")
         shutil.copyfile(config.planner.profile, partial)
+        # Renamed into place, so that a killed start leaves no half copy.
         partial.rename(kept)
 
 
@@ -244,27 +246,27 @@ async def train(
     take_epoch: Callable[[], fencing.Epoch | None] = lambda: None,
     at_signal: signals.AtOnce = lambda _: None,
 ) -> coordinator.RunSummary:
-    """Builds the run on the running event loop, carries it to its end, and writes the report.
+    """Builds the run on the running event loop, completes it, and writes the report.
 
     Args:
-      config: the run's configuration.
-      workdir: the run's directory, opened.
-      tools: what the policy may call, open.
-      demonstrator: solves tasks for the warm start; None only where it takes no steps.
-      take_epoch: takes the run's own in the workdir, which ends whatever runs in there: once all that may be wrong
-        with this one, and that can be known without workers, is known. None: nobody else can be in there.
-      at_signal: told of SIGINT and SIGTERM at once.
+      config: configuration of the run.
+      workdir: directory of the run, opened.
+      tools: tools that the policy may call, open.
+      demonstrator: solves tasks for the warm start; None only if the warm start takes no steps.
+      take_epoch: takes the run's fencing token in the workdir, which ends any run in there. Called after every check
+        that works without workers. A result of None disables fencing.
+      at_signal: called at once on SIGINT and SIGTERM.
     """
     parts = _parts(config, workdir, tools, demonstrator)
     epoch = take_epoch()
     with observing.observed(config, workdir, epoch) as watcher:
         summary = await _train(config, workdir, parts, epoch, watcher, at_signal)
         watcher.end("stopped" if summary.stopped else "done", summary.sentence)
-    if config.telemetry.report and not summary.terminated:  # a scheduler leaves no time for it
-        with signals.caught(lambda *_: None, at_signal):  # the run is over: one signal more does not lose its report
+    if config.telemetry.report and not summary.terminated:  # after a scheduler's SIGTERM, there is no time for it
+        with signals.caught(lambda *_: None, at_signal):  # the run is over: another signal must not lose its report
             try:
                 print(f"Report: {report.write_report(workdir)}")
-            except protocols.DataError as error:  # a run stopped before it began has recorded nothing
+            except protocols.DataError as error:  # a run stopped before its start has recorded nothing
                 print(escapes.visible(f"No report: {error}"))
     return summary
 
@@ -324,7 +326,7 @@ async def _train(
     if epoch is not None:
         epoch.check()
     _keep_profile(config, workdir)
-    # What a killed run recorded after its last checkpoint will be done again, so it goes before the recorder opens.
+    # A killed run's records after its last checkpoint will be repeated, so they go before the recorder opens.
     damaged = resume.cut_back(workdir, checkpoint_store.find(workdir).step)
     guard = files.always if epoch is None else epoch.may_write
     recorder = telemetry.create(config, workdir, loop.time, guard=guard, watcher=watcher)
@@ -360,14 +362,14 @@ async def _train(
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template.*")
 
 GENERATION_FILES = ("generation_config.json",)
-"""Stop tokens and sampling settings, without which others that load the export may generate past a turn's end."""
+"""Stop tokens and sampling settings. Without them, other programs may generate past the end of a turn."""
 
 
 def _add_files(config: libra_config.RunConfig, model: Path) -> None:
-    """Copies the tokenizer's files and the original model's generation config beside the exported weights.
+    """Copies the tokenizer's files and the original model's generation config into the exported model.
 
     Raises:
-      LibraError: a file cannot be copied; the training is done, and the message says what is missing.
+      LibraError: a file cannot be copied. The training is done, and the message says which files are missing.
     """
     if config.task.tokenizer != "character":
         _copy(Path(config.task.tokenizer or config.model.path), TOKENIZER_FILES, model)

@@ -1,7 +1,7 @@
-"""A run's workdir: made for one config, refused to another, held by one process at a time.
+"""A run's workdir: made for one config, refused to another config, and held by one process at a time.
 
-On one host a lock tells whether a run is in there. On others, whose file system may not pass locks on, it is watched
-whether that run still writes its `status.json`. Either may be wrong where a machine hangs; then epochs keep the two
+On one host, a lock shows if a run lives in the workdir. Other hosts' file systems may not share locks, so there the run
+must still change its `status.json`. If a machine hangs, both signs may be wrong; then fencing tokens keep the two runs
 apart (`coordinator.fencing`).
 """
 
@@ -25,7 +25,7 @@ from libra_jax.coordinator import checkpoint_store, fencing
 from libra_jax.telemetry import metrics, redaction, status
 
 END_SECONDS = 60.0
-"""How long a run that is taken over may take to end before the other begins beside it: it can write nothing more."""
+"""Seconds that a fenced-off run may take to end before the other begins beside it. It can write nothing more."""
 
 LOOK_SECONDS = 0.2
 
@@ -34,12 +34,12 @@ _held: dict[Path, list[int]] = {}
 
 
 def default(config: libra_config.RunConfig) -> Path:
-    """The workdir of a run that is given none."""
+    """Returns the workdir of a run that is given none."""
     return Path(f"runs/{config.name}-{libra_config.digest(config)}")
 
 
 def check_place(path: Path) -> None:
-    """Raises ConfigError where something that is no folder is in the way: for who does not make the workdir yet."""
+    """Raises ConfigError if a file is in the way of the workdir. For callers that do not make the workdir yet."""
     for folder in (path, *path.parents):
         if folder.exists():
             if not folder.is_dir():
@@ -50,19 +50,20 @@ def check_place(path: Path) -> None:
 def open_workdir(
     config: libra_config.RunConfig, workdir: str | None, *, take_over: bool = False, allow_changes: Sequence[str] = ()
 ) -> Path:
-    """Makes the workdir and writes `config.json`; refuses one that belongs to another config, or to a run that lives.
+    """Makes the workdir and writes `config.json`. Refuses a workdir of another config or of a living run.
 
-    Settings of `libra_config.MAY_CHANGE` may differ from one start to the next, steps not below those taken. Every
-    change is printed, and recorded in the workdir (`changes.record`).
+    Settings of `libra_config.MAY_CHANGE` may differ from one start to the next; steps must not fall below the steps
+    taken. Every change is printed and recorded in the workdir (`changes.record`).
 
     Args:
-      config: the run's configuration.
-      workdir: where; None is the config's own place.
-      take_over: a run that lives in there is no reason to refuse: `take_epoch` will fence it off.
-      allow_changes: further settings that may differ, as `changes.allowed_names` returns them.
+      config: configuration of the run.
+      workdir: path of the workdir; None means the config's own.
+      take_over: accept a workdir in which a run lives: `take_epoch` will fence that run off.
+      allow_changes: further settings that may differ, as returned by `changes.allowed_names`.
 
     Raises:
-      ConfigError: the workdir's config differs; the fields are named. Or a run lives in there; its process is named.
+      ConfigError: the workdir's config differs (the message names the fields), or a run lives in it (the message names
+        its process).
     """
     path = Path(workdir) if workdir else default(config)
     if not workdir:
@@ -76,9 +77,9 @@ def open_workdir(
 
 
 def tell_other_runs(config: libra_config.RunConfig) -> None:
-    """Prints which run of this name could go on, where the config's own workdir would be a new one.
+    """Prints the run of this name that could go on, if the config's own workdir would be new.
 
-    The hash in that folder's name changes with most settings, so that a changed command begins another run.
+    The hash in the folder's name changes with most settings, so a changed command begins another run.
     """
     path = default(config)
     if path.exists():
@@ -93,13 +94,13 @@ def tell_other_runs(config: libra_config.RunConfig) -> None:
 
 
 def take_epoch(workdir: Path, *, take_over: bool = False) -> fencing.Epoch:
-    """Takes the workdir's next epoch, which ends every earlier run in it; call it last before the run begins.
+    """Takes the workdir's next fencing token, which ends every earlier run in it. Call it last before the run begins.
 
-    What is wrong with the run, as far as it can be known, has to be known by then: an earlier one does not come back.
+    All checks must come before, because an earlier run does not come back.
 
     Args:
-      workdir: opened.
-      take_over: a run may live in there; its end is waited for, because it holds ports, memory and accelerators.
+      workdir: directory of the run, opened.
+      take_over: wait for the end of a run that lives in there, because it holds ports, memory and accelerators.
 
     Raises:
       ConfigError: the folder cannot be written.
@@ -120,7 +121,7 @@ def take_epoch(workdir: Path, *, take_over: bool = False) -> fencing.Epoch:
 
 
 def _has_ended(workdir: Path) -> bool:
-    """Waits for the end of a run that has been fenced off; False if it did not come."""
+    """Waits for the end of a run that has been fenced off; returns False if it did not end."""
     deadline = time.monotonic() + END_SECONDS
     while time.monotonic() < deadline:
         if _lock(workdir):
@@ -137,13 +138,13 @@ def _open(path: Path, config: libra_config.RunConfig, take_over: bool, allow_cha
             f"--allow_changes: {path} holds no config.json, so no run is there to go on; give the --workdir of the run "
             "that is to go on with other settings"
         )
-    if existed and not take_over:  # locked before it is read; a refused config leaves no new folder behind
+    if existed and not take_over:  # lock before reading; a refused config must leave no new folder behind
         _refuse_if_in_use(path)
     resolved = json.loads(json.dumps(redaction.redacted(libra_config.to_dict(config)), default=list))
     if stored_file.exists():
         stored = _stored(stored_file)
         differing = changes.find(redaction.redacted(stored), resolved)
-        taken = checkpoint_store.find(path).step if differing else -1  # which reads all of its files
+        taken = checkpoint_store.find(path).step if differing else -1  # `find` reads all files of a checkpoint
         changes.check(path, differing, allow_changes, checkpoint=taken >= 0)
         if taken >= 0 and any(change.name == "model.path" for change in differing):
             changes.check_model(path, stored["model"], resolved["model"])
@@ -159,6 +160,7 @@ def _open(path: Path, config: libra_config.RunConfig, take_over: bool, allow_cha
             _refuse_if_in_use(path)
     partial = stored_file.with_suffix(".partial")
     partial.write_text(json.dumps(resolved, indent=2))
+    # Renamed into place, so that no reader sees half a file.
     partial.rename(stored_file)
     return path
 
@@ -166,7 +168,7 @@ def _open(path: Path, config: libra_config.RunConfig, take_over: bool, allow_cha
 def _stored(file: Path) -> dict[str, Any]:
     try:
         stored = json.loads(file.read_text())
-        if isinstance(stored, dict) and {"task", "rollout"} <= stored.keys():  # any run's; not a model's config.json
+        if isinstance(stored, dict) and {"task", "rollout"} <= stored.keys():  # a run's config, not a model's
             return stored
         problem = f"it holds {stored!r:.40}"
     except ValueError as error:
@@ -178,7 +180,7 @@ def _stored(file: Path) -> dict[str, Any]:
 
 
 def _check_steps(path: Path, resolved: dict[str, Any]) -> None:
-    """Refuses fewer steps than the run has taken, and to train again what a run without checkpoints had recorded."""
+    """Refuses fewer steps than the run has taken, and a restart from 0 in the workdir of a run without checkpoints."""
     steps, taken = resolved["steps"], checkpoint_store.find(path).step
     if not resolved["checkpoint"]["every"] and taken < 1:
         recorded = max(metrics.read(path / metrics.METRICS_FILE), default=0)
@@ -195,7 +197,7 @@ def _check_steps(path: Path, resolved: dict[str, Any]) -> None:
 
 
 def _refuse_if_in_use(workdir: Path) -> None:
-    """Takes the workdir's lock for as long as this process lives, and raises ConfigError if a run lives in there."""
+    """Takes the workdir's lock, kept until `release` or exit. Raises ConfigError if a run lives in the workdir."""
     locked, record = _lock(workdir), _status(workdir)
     if locked and (record is None or not _lives_elsewhere(workdir, record)):
         return
@@ -209,7 +211,8 @@ def _refuse_if_in_use(workdir: Path) -> None:
 
 
 def _lock(workdir: Path) -> bool:
-    """Holds the workdir until `release` or this process's end, unless another process of this host does."""
+    """Locks the workdir until `release` or the end of this process. Returns False if another local process holds it."""
+    # O_CLOEXEC: a child that outlives this process must not keep the lock.
     descriptor = os.open(workdir / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -221,7 +224,7 @@ def _lock(workdir: Path) -> bool:
 
 
 def release(workdir: Path) -> None:
-    """Lets go of a workdir that this process holds, so that a later run in the same process may use it."""
+    """Releases a workdir that this process holds, so that a later run in the same process may use it."""
     for descriptor in _held.pop(workdir.resolve(), []):
         os.close(descriptor)
 
@@ -229,12 +232,13 @@ def release(workdir: Path) -> None:
 def _status(workdir: Path) -> dict[str, Any] | None:
     try:
         return status.read(workdir)
-    except protocols.DataError:  # somebody else's file, or damaged: the lock and the epochs are left
+    except protocols.DataError:  # another program's file, or damaged: lock and fencing tokens remain as protection
         return None
 
 
 def _lives_elsewhere(workdir: Path, record: dict[str, Any]) -> bool:
-    """Whether the run that wrote this lives where our lock may not reach: on another host."""
+    """Returns True if the run that wrote `record` lives on another host, which our lock may not reach."""
+    # On the same machine, the lock has already decided.
     if record["ended"] or record["place"].split("/")[0] == machine.identity().split("/")[0]:
         return False
     print(

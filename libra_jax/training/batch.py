@@ -1,4 +1,4 @@
-"""From trajectories to what the packer and the advantage estimators take, with every number checked on the way.
+"""Turns trajectories into arrays for the packer and the advantage estimators, and checks every number.
 
 Letters: N trajectories, T tokens.
 """
@@ -22,13 +22,13 @@ def examples(
     vocab_size: int,
     masked: Sequence[bool] | None = None,
 ) -> list[packing.Example]:
-    """Per-token arrays of each trajectory.
+    """Makes the per-token arrays of each trajectory.
 
     Args:
-      trajectories: to train on.
-      policy_version: the version that trains; its own tokens are `on_version`.
-      vocab_size: of the model.
-      masked: trajectories whose tokens are all left out of the loss; None: none.
+      trajectories: trajectories to train on.
+      policy_version: version that trains. Tokens sampled by this version are `on_version`.
+      vocab_size: vocabulary size of the model.
+      masked: True for each trajectory whose tokens are all left out of the loss; None masks none.
 
     Raises:
       DataError: a trajectory's lists differ in length, a token is outside the vocabulary, or a log-probability is not a
@@ -64,7 +64,7 @@ def _example(trajectory: protocols.Trajectory, policy_version: int, vocab_size: 
 
 
 def rewards(groups: Sequence[protocols.Group]) -> tuple[np.ndarray, np.ndarray]:
-    """Reward and group number of each trajectory, groups in order; float32 [N] and int32 [N].
+    """Returns reward and group number of each trajectory, groups in order; float32 [N] and int32 [N].
 
     Raises:
       DataError: a reward is missing or not finite; the message names the trajectory.
@@ -91,17 +91,17 @@ def token_advantages(
     references: Sequence[np.ndarray] | None,
     masked: Sequence[bool],
 ) -> list[np.ndarray]:
-    """Advantage of each token, one array a trajectory. Masked trajectories have no part in any baseline.
+    """Returns the advantage of each token, one array per trajectory. Masked trajectories enter no baseline.
 
-    An estimator that compares the members of a group takes a group of one by its reward alone. A trajectory whose
-    group is masked but for itself was to be compared, and has nobody left: it counts as one at its baseline.
+    An estimator that compares the trajectories of a group gives a group of one its reward alone. A trajectory whose
+    whole remaining group is masked has nothing left to compare with: it counts as exactly at its baseline.
 
     Args:
-      config: names the estimator.
-      groups: the batch.
-      members: `examples` of its trajectories, in the same order.
-      references: reference log-probability of each token, an array a trajectory; for the KL penalty in the reward.
-      masked: trajectories left out of the loss (`TaskConfig.masks`); their tokens are not under `mask_N`.
+      config: settings that name the estimator.
+      groups: groups of the batch.
+      members: `examples` of the batch's trajectories, in the same order.
+      references: reference log-probability of each token, one array per trajectory, for the KL penalty in the reward.
+      masked: trajectories left out of the loss (`TaskConfig.masks`); `mask_N` excludes their tokens.
 
     Raises:
       DataError: a reward or an advantage is not finite; the message names the trajectory.
@@ -113,11 +113,12 @@ def token_advantages(
         sizes, kept = np.bincount(groups_N), np.bincount(groups_N, weights=~masked_N)
         if config.advantage in config_lib.GROUP_ADVANTAGES:
             alone_N = (sizes > 1)[groups_N] & (kept == 1)[groups_N] & ~masked_N
-        # A number of its own for each masked trajectory: no other one's baseline looks at its reward.
+        # Each masked trajectory gets a group number of its own, so that no other baseline sees its reward.
         groups_N = np.where(masked_N, len(groups) + np.arange(len(members)), groups_N).astype(np.int32)
+        # A reward of 0 in a group of one gives an advantage of 0: exactly at the baseline.
         rewards_N = np.where(alone_N, np.float32(0.0), rewards_N)
     mask_NxT = _stack([example.mask_N for example in members])
-    mask_NxT[:, 0] = False  # a first token has no prediction
+    mask_NxT[:, 0] = False  # no position predicts the first token
     kl_NxT = None
     if references is not None:
         behaviour_NxT = _stack([example.behaviour_N for example in members])
@@ -133,7 +134,7 @@ def token_advantages(
 
 
 NO_ADVANTAGE = 1e-6
-"""Largest absolute advantage of a group that counts as one without a gradient: above what rounding leaves."""
+"""Largest absolute advantage in a group that counts as having no gradient; larger than rounding errors."""
 
 
 def statistics(
@@ -142,14 +143,15 @@ def statistics(
     """Describes the advantages of a batch.
 
     Args:
-      values: advantage of each token, an array a trajectory.
+      values: advantage of each token, one array per trajectory.
       members: `examples` of the trajectories, in the same order.
-      groups: the batch, in the same order.
+      groups: groups of the batch, in the same order.
 
     Returns:
-      `groups/without_gradient`, the share of groups whose trained tokens have no advantage: equal rewards, or all
-      rollouts masked. `advantage/mean`, `/std`, `/min` and `/max` over trained tokens, left out where none is trained.
+      `groups/without_gradient`: the fraction of groups whose trained tokens have no advantage (equal rewards, or all
+      rollouts masked). `advantage/mean`, `/std`, `/min` and `/max`: over trained tokens, absent if there are none.
     """
+    # No position predicts the first token, so its advantage never counts.
     trained_each = [value[1:][example.mask_N[1:]] for value, example in zip(values, members, strict=True)]
     largest = iter([float(np.abs(row).max(initial=0.0)) for row in trained_each])
     idle = [max([next(largest) for _ in group.trajectories], default=0.0) <= NO_ADVANTAGE for group in groups]
@@ -166,7 +168,7 @@ def statistics(
 
 
 def _stack(rows: Sequence[np.ndarray]) -> np.ndarray:
-    """[N, T] with zeros behind each row's end."""
+    """Stacks rows into [N, T], with zeros after each row's end."""
     stacked_NxT = np.zeros((len(rows), max(len(row) for row in rows)), rows[0].dtype)
     for index, row in enumerate(rows):
         stacked_NxT[index, : len(row)] = row

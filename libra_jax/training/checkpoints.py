@@ -1,14 +1,15 @@
-"""Saving and restoring the train state with Orbax, asynchronously.
+"""Saves and restores the train state with Orbax, asynchronously.
 
-A checkpoint is a directory that Orbax writes under a temporary name and renames into place; when it is durable, a list
-of its files with their sizes and checksums, the *seal*, is written into it last. A directory without its seal was cut
-short; one whose files do not fit the seal was damaged since. Both are told before Orbax reads a byte. A state that
-holds numbers that are not finite is neither saved nor restored.
+A checkpoint is a directory that Orbax writes under a temporary name and renames into place. When the directory is
+durable, the *seal* is written into it last: a list of its files with sizes and checksums. A directory without a seal
+was cut short. A directory whose files do not match the seal was damaged later. Both errors are reported before Orbax
+reads a byte. A state with numbers that are not finite is neither saved nor restored.
 
-Where several processes share the state, all of them make the same calls. Each writes and reads what its devices hold;
-process 0 renames the directory and seals it, once all have written. Each verifies its share of the files.
+If several processes share the state, all of them make the same calls. Each process writes and reads what its devices
+hold, and verifies its share of the files. Process 0 renames the directory and seals it, after all processes have
+written.
 
-Thread-safety: one thread calls; Orbax writes in threads of its own, and one of ours waits for them.
+Thread-safety: one thread calls; Orbax writes in its own threads, and one thread of this module waits for them.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Checkpointer:
     """Saves and restores train states.
 
     Args:
-      compress: what is kept is compressed; a snapshot that is read once and removed is there sooner without.
+      compress: compress the arrays. False makes a snapshot ready sooner, if it is read once and then removed.
     """
 
     def __init__(self, *, compress: bool = True) -> None:
@@ -54,22 +55,22 @@ class Checkpointer:
 
     @property
     def saving(self) -> bool:
-        """The last save is not durable yet, nor has it failed."""
+        """True while the last save is neither durable nor failed."""
         return self._finishing is not None and self._finishing.is_alive()
 
     def save(self, path: str, state: state_lib.TrainState, host: Mapping[str, Any] | None = None) -> None:
-        """Begins to save `state` into the new directory `path`; it may be changed or donated as soon as this returns.
+        """Starts to save `state` into the new directory `path`. The state may be changed or donated after the return.
 
-        What a killed save left behind at `path` is replaced.
+        The rest of a killed save at `path` is replaced.
 
         Args:
-          path: the directory.
-          state: on the devices.
-          host: what the trainer keeps beside it, JSON-able; `host_state` reads it.
+          path: directory to create.
+          state: train state on the devices.
+          host: the trainer's further state, as JSON; `host_state` reads it.
 
         Raises:
-          LibraError: `path` holds a whole checkpoint; CheckpointFailed where it cannot be written, or the state holds
-            numbers that are not finite.
+          LibraError: `path` holds a whole checkpoint.
+          CheckpointFailed: `path` cannot be written, or the state holds numbers that are not finite.
         """
         self.wait()
         target = pathlib.Path(path).absolute()
@@ -79,6 +80,7 @@ class Checkpointer:
             raise protocols.CheckpointFailed(f"{target}: not written, because the train state {NOT_FINITE}.")
         try:
             _check_writable(target.parent, sum(leaf.nbytes for leaf in jax.tree.leaves(_tree(state))))
+            # force: a killed save may have left an unsealed directory here.
             if self._saves is self._orbax:
                 self._orbax.save(target, _tree(state), force=True)
             else:
@@ -95,14 +97,14 @@ class Checkpointer:
         try:
             self._saves.wait_until_finished()
             _seal(self._target, host)
-        except Exception as error:  # Orbax passes on whatever its writing threads met; `wait` tells it
+        except Exception as error:  # Orbax re-raises any error of its writing threads; `wait` reports it
             self._error = error
 
     def wait(self) -> None:
-        """Returns when the last `save` is durable and sealed.
+        """Waits until the last `save` is durable and sealed.
 
         Raises:
-          CheckpointFailed: it could not be written.
+          CheckpointFailed: the checkpoint could not be written.
           PeerLost: another process of the trainer is gone.
         """
         if self._finishing is None:
@@ -117,14 +119,14 @@ class Checkpointer:
             ) from error
 
     def restore(self, path: str, structure: state_lib.TrainState) -> state_lib.TrainState:
-        """Restores the state saved at `path`, each shard straight onto its device.
+        """Restores the state saved at `path`, each shard directly onto its device.
 
         Args:
-          path: directory given to `save`, on whatever mesh that was.
+          path: directory given to `save`, on any mesh.
           structure: `jax.ShapeDtypeStruct` leaves with the shardings to restore into.
 
         Raises:
-          DataError: the directory is missing, incomplete, damaged, or of another model or optimizer; or what it holds
+          DataError: the directory is missing, incomplete, damaged, or of another model or optimizer; or its state
             is not finite.
         """
         source = pathlib.Path(path).absolute()
@@ -155,10 +157,10 @@ class Checkpointer:
 
 
 def _check_writable(directory: pathlib.Path, nbytes: int) -> None:
-    """Raises OSError now: Orbax's threads would wait minutes for a directory that nobody can make, at exit too.
+    """Raises OSError at once if the directory cannot be written, because Orbax's threads would wait for minutes.
 
-    On a disk that fills up while they write they fail in time (tried), with a page of traces each. Compressed,
-    a state that has been trained is hardly smaller than its arrays.
+    They would wait at exit, too. If the disk fills up while they write, they fail in time (tried), with a page of
+    traces each. A trained state hardly shrinks under compression, so its array bytes are the estimate.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=directory):
@@ -179,7 +181,7 @@ NOT_FINITE = "holds numbers that are not finite (NaN or infinity)"
 
 
 def is_finite(tree: Any) -> bool:
-    """Whether all numbers of a tree of arrays are finite. A collective where several processes share the arrays."""
+    """Returns True if all numbers in a tree of arrays are finite. A collective if several processes share them."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     return bool(_all_finite(leaves)) if leaves else True
 
@@ -190,15 +192,15 @@ def _all_finite(leaves: list[jax.Array]) -> jax.Array:
 
 
 def is_sealed(path: str) -> bool:
-    """Whether the save into this directory is durable."""
+    """Returns True if the save into this directory is durable."""
     return (pathlib.Path(path) / SEAL).exists()
 
 
 def host_state(path: str) -> dict[str, Any]:
-    """What was saved beside the state; empty where a checkpoint holds nothing of the kind.
+    """Returns the host state saved beside the train state; empty if the checkpoint has none.
 
     Raises:
-      DataError: it cannot be read.
+      DataError: the file cannot be read.
     """
     file = pathlib.Path(path) / HOST
     try:
@@ -213,6 +215,7 @@ def _seal(directory: pathlib.Path, host: Mapping[str, Any]) -> None:
     with (directory / HOST).open("w") as file:
         json.dump(dict(host), file)
         file.flush()
+        # Durable before the seal, which vouches for this file too.
         os.fsync(file.fileno())
     checksums.seal_folder(directory)
 
@@ -228,6 +231,7 @@ def _check_seal(directory: pathlib.Path) -> None:
         ) from None
     except (OSError, ValueError):
         raise protocols.DataError(f"{directory}: {SEAL} is damaged; use an earlier checkpoint.") from None
+    # Each process verifies every n-th file, so that together they read the checkpoint once.
     share = sorted(sealed)[jax.process_index() :: jax.process_count()]
     problem = checksums.problem(directory, {name: sealed[name] for name in share})
     if problem:
@@ -235,6 +239,6 @@ def _check_seal(directory: pathlib.Path) -> None:
 
 
 def _line(error: BaseException) -> str:
-    """The first line of an error's text, cut to a readable length."""
+    """Returns the first line of an error's text, cut to a readable length."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"

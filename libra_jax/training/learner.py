@@ -1,4 +1,4 @@
-"""One process's learner: the train state on its mesh, and the host loop that takes a step.
+"""One process's learner: the train state on its mesh, and the host loop of a step.
 
 Thread-safety: none; one thread makes and uses a learner (JAX's mesh contexts are thread-local).
 """
@@ -27,23 +27,23 @@ POLICY = "policy"
 SUPERVISED = "supervised"
 
 AHEAD = 4
-"""Micro-batches, at most, that the host has handed to the devices beyond the one that they have finished last: enough
-to keep them busy, and few enough that a step can be given up in the time of so many."""
+"""Maximum micro-batches that the host has queued on the devices beyond the last finished one. Enough to keep the
+devices busy; few enough that a step can be aborted quickly."""
 
 Rest = Callable[[float], Iterable["range | step.Received"]]
-"""Given the seconds that this learner took for its own micro-batches: what is to be added for the others, either
+"""Takes the seconds that this learner needed for its own micro-batches. Yields the rest of the step: either
 micro-batches to compute here after all, or their sums."""
 
 
 class Learner:
-    """Takes steps on packed micro-batches; without a state, sums gradients of parameters that it is given (`sums`).
+    """Takes steps on packed micro-batches. Without a state, it only sums gradients for given parameters (`sums`).
 
     Attributes:
-      config: the run's, with this learner's mesh.
+      config: the run's configuration, with this learner's mesh.
       layout: shapes and shardings of the state.
-      state: the train state; replaced by each update, the old one consumed.
+      state: the train state; each update consumes it and sets a new state.
       programs: the compiled programs.
-      give_up: set by any thread while a step of a trainer of one process is under way, it ends that step between two
+      give_up: event that any thread may set during a step of a single-process trainer. It aborts the step between two
         micro-batches; `update` clears it.
     """
 
@@ -54,16 +54,16 @@ class Learner:
         devices: Sequence[jax.Device],
         compiler_options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Builds mesh and programs; the state comes with `begin` or by assignment.
+        """Builds the mesh and the programs. `begin` or an assignment sets the state.
 
         Args:
-          config: the run's.
-          model: its shape.
-          devices: the mesh takes the first of them.
-          compiler_options: XLA's own, for every program.
+          config: configuration of the run.
+          model: shape of the model.
+          devices: the mesh takes the first of these devices.
+          compiler_options: XLA options for every program.
 
         Raises:
-          ConfigError: too few devices, or the model does not divide over the mesh.
+          ConfigError: too few devices, or the model is not divisible over the mesh.
         """
         self.config = config
         self._model = model
@@ -106,38 +106,38 @@ class Learner:
 
     @property
     def holds_sums(self) -> bool:
-        """Its accumulator is on the devices: from its first step on."""
+        """True if the accumulator is on the devices: from the first step on."""
         return self._accumulator is not None
 
     def begin(self, params: Any) -> None:
-        """Starts a fresh state, its optimizer and reference model included, around `params`."""
+        """Starts a fresh state around `params`, with a fresh optimizer and reference model."""
         self.state = state_lib.begin(params, self.layout, self._transform, self.config.seed)
 
     def restart(self) -> None:
-        """Starts optimizer, reference model and step number anew around the present parameters."""
+        """Resets optimizer, reference model and step number around the present parameters."""
         self.begin(self.params)
 
     def on(self, trainer: config_lib.TrainerConfig, devices: Sequence[jax.Device]) -> Learner:
-        """A learner like this one on another mesh, without programs or a state.
+        """Returns a learner like this one on another mesh, without programs or a state.
 
         Raises:
-          ConfigError: too few devices, or the model does not divide over the mesh.
+          ConfigError: too few devices, or the model is not divisible over the mesh.
         """
         config = dataclasses.replace(self.config, trainer=trainer)
         return Learner(config, self._model, devices, compiler_options=self._options)
 
     def release(self) -> tuple[list[jax.Array], Any]:
-        """The state's leaves, which this learner no longer holds, and their structure; its accumulator is freed."""
+        """Gives up the state: returns its leaves and their structure, and frees the accumulator."""
         leaves, structure = jax.tree.flatten(self._begun())
         self.state = self._accumulator = None
         return leaves, structure
 
     def compile(self, loss: str) -> None:
-        """Compiles a step over the shortest rows ahead of its first use."""
+        """Compiles a step over the shortest rows before its first use."""
         self.programs.compile(loss, self._empty_batch(loss, self.config.trainer.row_tokens))
 
     def compile_sums(self, loss: str, row_tokens: int) -> None:
-        """Compiles what `sums` takes over rows of a length."""
+        """Compiles the program of `sums` for rows of one length."""
         self.programs.compile_grad_step(loss, self._empty_batch(loss, row_tokens))
 
     def _empty_batch(self, loss: str, row_tokens: int) -> dict[str, np.ndarray]:
@@ -152,7 +152,7 @@ class Learner:
         return batch
 
     def reference_log_probs(self, packed: packing.Packed) -> list[jax.Array]:
-        """The frozen reference model's log-probabilities, on the mesh: one [B, T] a micro-batch."""
+        """Returns the frozen reference model's log-probabilities on the mesh: one [B, T] array per micro-batch."""
         reference = self._begun().reference
         return [self.programs.score(reference, self.programs.put(vars(item))) for item in packed.micro_batches]
 
@@ -164,14 +164,14 @@ class Learner:
         extras: Sequence[Mapping[str, Any]],
         indices: Iterable[int],
     ) -> tuple[state_lib.Accumulator, step.Report]:
-        """Sums of loss and gradients over some micro-batches, and what they report together.
+        """Sums loss and gradients over some micro-batches; returns the sums and their combined report.
 
         Args:
           loss: `POLICY` or `SUPERVISED`.
-          params: on this learner's mesh.
+          params: parameters on this learner's mesh.
           packed: the global batch.
-          extras: further [B, T] arrays of each of its micro-batches.
-          indices: those to sum over; with none the sums are zero.
+          extras: further [B, T] arrays of each micro-batch.
+          indices: micro-batches to sum over; an empty iterable gives zeros.
 
         Raises:
           LibraError: the devices ran out of memory.
@@ -193,27 +193,27 @@ class Learner:
         own: Iterable[int] | None = None,
         rest: Rest | None = None,
     ) -> dict[str, float]:
-        """One step over all micro-batches. Unless others help, host and devices meet at its end.
+        """Takes one step over all micro-batches. Without `rest`, the host waits for the devices only at the end.
 
         Args:
           loss: `POLICY` or `SUPERVISED`.
           packed: the global batch.
-          learning_rate: of this step.
+          learning_rate: learning rate of this step.
           extras: further [B, T] arrays of each micro-batch: `advantages`, `reference`, `moved`.
           own: micro-batches to compute here first; default: all.
-          rest: yields what the other micro-batches add, in an order that all processes share. What it raises leaves
-            the state as it was.
+          rest: yields the sums or indices of the other micro-batches, in the same order in all processes. If it raises,
+            the state is unchanged.
 
         Returns:
-          The step's metrics; a mean or a maximum over nothing is left out.
+          The step's metrics. A mean or a maximum over nothing is left out.
 
         Raises:
           LibraError: the devices ran out of memory.
           PeerLost: another process of the trainer is gone.
-          StepGivenUp: `give_up` was set; the state is as it was.
+          StepGivenUp: `give_up` was set; the state is unchanged.
         """
         accumulator = self._accumulator or self.programs.zeros()
-        self._accumulator = None  # consumed by the first program; kept again only when the step has ended well
+        self._accumulator = None  # the first program consumes it; kept again only if the step ends well
         state = self._begun()
         extras = extras or [{} for _ in packed.micro_batches]
         parts: list[step.Report] = []
@@ -222,6 +222,7 @@ class Learner:
             own = range(len(packed.micro_batches)) if own is None else own
             accumulator = self._accumulate(loss, state.params, packed, extras, own, accumulator, parts)
             if rest is not None:
+                # The seconds passed to `rest` set its deadline, so the core's own work must really be done.
                 jax.block_until_ready(accumulator)
                 for item in rest(time.monotonic() - began):
                     if isinstance(item, step.Received):
@@ -230,6 +231,7 @@ class Learner:
                     else:
                         accumulator = self._accumulate(loss, state.params, packed, extras, item, accumulator, parts)
             self.state, accumulator, report = self.programs.apply_step(state, accumulator, learning_rate)
+            # Reports come to the host once per step, because every transfer waits for the devices.
             report, parts = jax.device_get((report, parts))
         except jax.errors.JaxRuntimeError as error:
             if world.is_loss(error):
@@ -250,8 +252,9 @@ class Learner:
         accumulator: state_lib.Accumulator,
         parts: list[step.Report],
     ) -> state_lib.Accumulator:
-        """Adds micro-batches to an accumulator, which is consumed, and what they report to `parts`."""
+        """Adds micro-batches to an accumulator, which is consumed, and appends their reports to `parts`."""
         for index in indices:
+            # Waiting for an older report bounds the queue at AHEAD without draining it.
             if len(parts) >= AHEAD:
                 jax.block_until_ready(parts[-AHEAD])
             if self.give_up.is_set():
@@ -268,7 +271,7 @@ class Learner:
 
 
 def _sum_up(parts: Sequence[step.Report]) -> step.Report:
-    """What several micro-batches report as if they were one: (sum, count) and maximum of each metric."""
+    """Combines the reports of several micro-batches into one: (sum, count) and maximum of each metric."""
     metrics: dict[str, tuple[float, float]] = {}
     maxima: dict[str, float] = {}
     for part in parts:
@@ -276,15 +279,16 @@ def _sum_up(parts: Sequence[step.Report]) -> step.Report:
             before = metrics.get(name, (0.0, 0.0))
             metrics[name] = before[0] + float(total), before[1] + float(count)
         for name, value in part["maxima"].items():
+            # np.max, not max: a NaN must win, and Python's max may drop it.
             maxima[name] = float(np.max([value, maxima.get(name, value)]))
     return {"metrics": metrics, "maxima": maxima}
 
 
 def _merge(parts: Sequence[step.Report]) -> dict[str, float]:
-    """Metrics of the step from its micro-batches' sums and maxima."""
+    """Returns the step's metrics from the sums and maxima of its micro-batches."""
     report = _sum_up(parts)
     means = {name: total / count for name, (total, count) in report["metrics"].items() if count > 0}
-    # All are maxima of positive numbers: where one is 0, there was nothing to compare.
+    # All maxima are of positive numbers, so 0 means that there was nothing to compare.
     return means | {name: value for name, value in report["maxima"].items() if value != 0}
 
 

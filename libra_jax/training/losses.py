@@ -1,4 +1,4 @@
-"""What a micro-batch's loss is: the policy objective, and the supervised one of the warm start.
+"""The losses of a micro-batch: the policy objective, and the supervised loss of the warm start.
 
 Both are sums over the micro-batch, with metrics as (sum, count) pairs and maxima, so any split of a batch adds up.
 
@@ -26,12 +26,12 @@ Batch = Mapping[str, jax.Array]
 
 @dataclass(frozen=True)
 class Scorer:
-    """How tokens are scored.
+    """Scores tokens with the model.
 
     Attributes:
-      model: the model's shape.
-      options: how the forward pass computes.
-      logits_chunk: tokens whose vocabulary logits exist at once.
+      model: shape of the model.
+      options: options of the forward pass.
+      logits_chunk: number of tokens whose vocabulary logits exist at once.
     """
 
     model: model_config.TransformerConfig
@@ -41,7 +41,7 @@ class Scorer:
     def __call__(
         self, params: Any, batch: Batch, *, temperature: float, entropy_gradient: bool = False
     ) -> tuple[jax.Array, jax.Array]:
-        """log p(target) and entropy, float32 [B, T], of a micro-batch's targets."""
+        """Returns log p(target) and entropy of a micro-batch's targets, float32 [B, T]."""
         hidden_BxTxD = transformer.forward(
             params, self.model, self.options, batch["tokens"], batch["positions"], batch["segments"]
         )
@@ -65,19 +65,19 @@ def policy(
     temperature: float,
     packed: bool,
 ) -> objective.ObjectiveSums:
-    """The configured policy objective, with `mismatch/*` and `offpolicy/kl` among its metrics.
+    """Computes the configured policy objective, with `mismatch/*` and `offpolicy/kl` among its metrics.
 
-    A batch takes one update, so the proximal policy of the decoupled objective (AReaL, arXiv 2505.24298 section 5.2:
-    the policy just before the update) is the one being differentiated: its log-probabilities are these, held constant,
-    and need no forward pass of their own.
+    The decoupled objective (AReaL, arXiv 2505.24298 section 5.2) needs a proximal policy: the policy just before the
+    update. A batch takes one update, so the proximal policy is the one being differentiated. Its log-probabilities are
+    these, held constant, and need no extra forward pass.
 
     Args:
-      params: the policy's parameters.
-      batch: arrays [B, T] of `packing.MicroBatch`, `advantages`, `reference` where there is a reference model, and
-        `moved` where there are several instances: above 0 on the tokens of trajectories that several have served.
-      scorer: how tokens are scored.
-      algorithm: the objective.
-      temperature: at which the tokens were sampled.
+      params: parameters of the policy.
+      batch: arrays [B, T] of `packing.MicroBatch` and `advantages`; `reference` if there is a reference model; `moved`
+        if there are several instances: above 0 on the tokens of trajectories that several instances served.
+      scorer: scores the tokens.
+      algorithm: settings of the objective.
+      temperature: sampling temperature of the tokens.
       packed: several sequences may share a row.
     """
     log_probs_BxT, entropy_BxT = scorer(
@@ -96,7 +96,7 @@ def policy(
         reference_log_probs_BxT=batch.get("reference"),
         same_version_BxT=batch["on_version"],
     )
-    # Off-policyness: the tokens that older versions sampled, apart from the engine's mismatch.
+    # Off-policyness: only tokens of older versions, to keep it apart from the mismatch between engine and trainer.
     older_BxT = batch["mask"] & ~batch["on_version"]
     distance_BxT = kl.k3(batch["behaviour"], jax.lax.stop_gradient(log_probs_BxT))
     offpolicy = jnp.sum(jnp.where(older_BxT, distance_BxT, 0.0)), jnp.sum(older_BxT, dtype=jnp.float32)
@@ -107,7 +107,7 @@ def policy(
 def _with_moved(sums: objective.ObjectiveSums, batch: Batch, log_probs_BxT: jax.Array) -> objective.ObjectiveSums:
     """Adds `mismatch/moved_kl` and `mismatch/moved_log_prob_max`, the largest |difference| of log-probabilities.
 
-    Over tokens of the scoring version, in trajectories that several instances have served.
+    Both cover tokens of the scoring version, in trajectories that several instances served.
     """
     moved_BxT = batch["mask"] & batch["on_version"] & (batch["moved"] > 0)
     log_probs_BxT = jax.lax.stop_gradient(log_probs_BxT)
@@ -120,18 +120,19 @@ def _with_moved(sums: objective.ObjectiveSums, batch: Batch, log_probs_BxT: jax.
 
 
 def score(params: Any, batch: Batch, *, scorer: Scorer, temperature: float) -> jax.Array:
-    """log p(target), float32 [B, T], without a gradient."""
+    """Returns log p(target), float32 [B, T], without entropy."""
     return scorer(params, batch, temperature=temperature)[0]
 
 
 def supervised(params: Any, batch: Batch, *, scorer: Scorer) -> objective.ObjectiveSums:
-    """Cross entropy of the trained tokens at temperature 1, a mean over tokens.
+    """Computes the cross entropy of the trained tokens at temperature 1, a mean over tokens.
 
     Args:
-      params: the policy's parameters.
+      params: parameters of the policy.
       batch: arrays [B, T] of `packing.MicroBatch`.
-      scorer: how tokens are scored.
+      scorer: scores the tokens.
     """
+    # Demonstrations were not sampled from the policy, so no sampling temperature applies.
     log_probs_BxT, entropy_BxT = scorer(params, batch, temperature=1.0)
     mask_BxT = batch["mask"]
     count = jnp.sum(mask_BxT, dtype=jnp.float32)

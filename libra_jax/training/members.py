@@ -1,9 +1,9 @@
-"""The hybrid replicas that help the core: their gradient channels, and the gradient sums that come over them.
+"""The core's side of the gradient channels: receives gradient sums from the hybrid workers that help.
 
-What does not come, comes late, or is not exactly what was asked for is computed by the core itself, and its channel is
-closed: a lost replica costs time, never a wrong gradient.
+The core itself computes a share that is lost, late or different from the request, and closes that worker's channel.
+A lost hybrid worker therefore costs time, never a wrong gradient.
 
-Thread-safety: members come and go on one thread while another trains with those whose shares it was given.
+Thread-safety: one thread adds and removes hybrid workers while another thread trains with the shares that it was given.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from libra_jax.weights import addresses, gradient_channel
 
 
 class RefusedError(protocols.LibraError):
-    """Gradient sums that are not of what was asked for."""
+    """Gradient sums that do not match the request."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a step takes from replicas.
+    """The sums that a step requests from hybrid workers.
 
     Attributes:
       version: policy version of the parameters.
-      digest: of those parameters as published; None where they were not, and then nobody can have them.
-      shares: who computes.
-      ranges: which micro-batches each of them.
-      arrays: that every sum has.
+      digest: digest of these parameters as synced. None if this version was not synced: no hybrid worker has it then.
+      shares: one share for each hybrid worker that computes.
+      ranges: micro-batches of each share, in the order of `shares`.
+      arrays: shapes and dtypes of the arrays in every sum.
     """
 
     version: int
@@ -49,12 +49,12 @@ class Wanted:
 
 
 class Members:
-    """A gradient channel a replica.
+    """The gradient channels of the core, one for each hybrid worker.
 
     Args:
-      config: when a share is late.
-      connect_seconds: deadline for a replica to connect.
-      host: address of this host to listen at, as the replicas reach it.
+      config: limits after which a share counts as late.
+      connect_seconds: seconds in which a hybrid worker has to connect.
+      host: address of this host to listen at, as the hybrid workers reach it.
     """
 
     def __init__(
@@ -67,17 +67,18 @@ class Members:
         self._channels: dict[str, gradient_channel.Channel] = {}
 
     def listen(self, member: str, epoch: int) -> dict[str, Any]:
-        """Opens a channel's meeting point here, in the core's first process; one from an earlier epoch is closed."""
+        """Opens a listener in the core's first process; closes the listener of an earlier membership generation."""
         self.dismiss(member)
+        # One end for each process of the core, and one for the hybrid worker.
         listener = gradient_channel.Listener(member, epoch, jax.process_count() + 1, self._host)
         self._listeners[member] = listener
         return listener.address
 
     def connect(self, member: str, epoch: int, address: Mapping[str, Any]) -> None:
-        """Begins to connect this process of the core.
+        """Starts to connect this process of the core to a hybrid worker's channel.
 
         Raises:
-          LibraError: the address is another member's, epoch's or trainer's.
+          LibraError: the address belongs to another hybrid worker, membership generation or trainer.
         """
         if (address["member"], address["epoch"], address["ranks"]) != (member, epoch, jax.process_count() + 1):
             raise protocols.LibraError(
@@ -93,7 +94,7 @@ class Members:
         self._channels[member] = gradient_channel.Channel(address, rank, self._connect_seconds, listener)
 
     def dismiss(self, member: str) -> None:
-        """Closes a replica's channel, if it has one."""
+        """Closes the channel of a hybrid worker, if the worker has one."""
         if (listener := self._listeners.pop(member, None)) is not None:
             listener.close()
         if (channel := self._channels.pop(member, None)) is not None:
@@ -105,16 +106,16 @@ class Members:
             self.dismiss(member)
 
     def receive(self, wanted: Wanted, number: int, deadline: float) -> step.Received:
-        """One replica's sums; those of earlier steps, which came too late, are dropped on the way.
+        """Receives the sums of one hybrid worker. Drops sums of earlier steps, which arrived too late.
 
         Args:
-          wanted: the step's.
-          number: of the share.
-          deadline: on the monotonic clock.
+          wanted: the step's request.
+          number: index of the share in `wanted.shares`.
+          deadline: deadline on the monotonic clock.
 
         Raises:
-          RefusedError: sums of something else were offered.
-          ChannelError: nothing came in time, or the replica is gone.
+          RefusedError: the sums do not match the request.
+          ChannelError: nothing arrived in time, or the hybrid worker is gone.
         """
         share = wanted.shares[number]
         channel = self._channels.get(share.member)
@@ -124,6 +125,7 @@ class Members:
             )
         while True:
             header, arrays = channel.receive(wanted.arrays, deadline - time.monotonic())
+            # Sums of an earlier version are leftovers of a step that stopped waiting; `_check` refuses other errors.
             if (header.member, header.epoch) != (share.member, share.epoch) or header.version >= wanted.version:
                 break
         _check(header, arrays, share, wanted, wanted.ranges[number])
@@ -131,16 +133,17 @@ class Members:
 
     @property
     def grace(self) -> float:
-        """Seconds that a share is waited for in any case, once those before it were not there."""
+        """Minimum seconds to wait for a share after an earlier share was missing."""
         return self._config.late_seconds
 
     def late_after(self, own_seconds: float) -> float:
-        """Seconds to wait for shares once the core's own is done."""
+        """Returns the seconds to wait for shares after the core has computed its own share."""
+        # At least `late_seconds`, because a multiple of a very short own time would be no time at all.
         return max(self._config.late_seconds, self._config.late * own_seconds)
 
 
 class Collection:
-    """What a step gets from replicas, as a `learner.Rest`: their sums in order, or ranges for the core after all."""
+    """The hybrid workers' part of a step, as a `learner.Rest`: yields sums, or ranges that the core must compute."""
 
     def __init__(self, members: Members, wanted: Wanted) -> None:
         self._members = members
@@ -151,7 +154,7 @@ class Collection:
         self._bytes = 0
 
     def __call__(self, own_seconds: float) -> Iterator[range | step.Received]:
-        """Yields as sums come in; for those that do not, `own_seconds` and the config say how long it waits."""
+        """Yields sums in order, then the missing ranges. `own_seconds` and the config set the deadline."""
         deadline = time.monotonic() + self._members.late_after(own_seconds)
         missing: list[range] = []
         for number, indices in enumerate(self._wanted.ranges):
@@ -160,7 +163,7 @@ class Collection:
             began = time.monotonic()
             received, outcome = None, "arrived"
             try:
-                # One that is late takes nothing from those after it.
+                # A late share must not use up the waiting time of the shares after it.
                 limit = max(deadline, began + self._members.grace) if missing else deadline
                 received = self._members.receive(self._wanted, number, limit)
             except RefusedError:
@@ -168,6 +171,7 @@ class Collection:
             except gradient_channel.ChannelError:
                 outcome = "late"
             self._waited += time.monotonic() - began
+            # All processes of the core have to add the same sums, so a share counts only if every process received it.
             if everywhere(received is not None) and received is not None:
                 self._bytes += sum(array.nbytes for array in received.arrays)
                 self._micro_batches[outcome] += len(indices)
@@ -180,9 +184,9 @@ class Collection:
         yield from missing
 
     def metrics(self) -> dict[str, float]:
-        """Micro-batches of replicas that counted, were late or refused; seconds waited for them, bytes received.
+        """Returns counts of arrived, late and refused micro-batches, seconds waited and bytes received.
 
-        `shares/late/<member>` is there for each member whose channel was closed.
+        `shares/late/<member>` exists for each hybrid worker whose channel was closed.
         """
         return {
             "shares/micro_batches": float(self._micro_batches["arrived"]),
@@ -195,12 +199,12 @@ class Collection:
 
 
 def everywhere(here: bool) -> bool:
-    """Whether it holds in every process of the core: sums are added by all of them, or by none."""
+    """Returns True if `here` is True in every process of the core: either all of them add a sum, or none does."""
     return here if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.array(here)).all())
 
 
 def array_kinds(accumulator: state_lib.Accumulator) -> list[gradient_channel.ArrayKind]:
-    """The arrays that a sum has: the leaves of an accumulator, in order."""
+    """Returns the kinds of the arrays in a sum: the leaves of an accumulator, in order."""
     return [(str(np.dtype(leaf.dtype)), tuple(leaf.shape)) for leaf in jax.tree.leaves(accumulator)]
 
 
@@ -211,7 +215,7 @@ def _check(
     wanted: Wanted,
     indices: range,
 ) -> None:
-    """Raises RefusedError unless the sums are those of these micro-batches under these parameters."""
+    """Raises RefusedError unless the sums belong to these micro-batches under these parameters."""
     pairs: dict[str, tuple[Any, Any]] = {
         "member": (header.member, share.member),
         "epoch": (header.epoch, share.epoch),
@@ -219,13 +223,13 @@ def _check(
         "digest": (header.digest, wanted.digest),
         "micro-batches": ((header.first, header.last), (indices.start, indices.stop)),
     }
-    if jax.process_index() > 0:  # what was published only the first process knows; it checks for all
+    if jax.process_index() > 0:  # only the first process knows the synced digest; it checks for all
         del pairs["digest"]
     for name, (offered, asked) in pairs.items():
         if offered != asked:
             raise RefusedError(
                 f"{share.member} offered gradient sums of {name} {offered}, not {asked}; it was dismissed."
             )
-    # Loss and count come last. The core will find out whether the batch is to blame, or the replica.
+    # Loss and count come last. The core recomputes the share, and so finds out whether the batch was to blame.
     if not all(math.isfinite(float(scalar)) for scalar in arrays[-2:]):
         raise RefusedError(f"{share.member} offered a loss that is not finite; it was dismissed.")

@@ -1,4 +1,4 @@
-"""The device mesh that a trainer runs on."""
+"""The device mesh of a trainer."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from libra_jax import protocols
 
 AXES = ("data", "fsdp", "tensor", "context")
 BATCH = PartitionSpec(("data", "fsdp"), None)
-"""How a [rows, tokens] array lies on the mesh: rows over data and fsdp."""
+"""Sharding of a [rows, tokens] array: rows over data and fsdp."""
 
 
 def make(config: config_lib.TrainerConfig, devices: Sequence[jax.Device]) -> Mesh:
-    """The mesh of `config` over the first of `devices`; its axes are `AXES`, propagated by the compiler (Auto).
+    """Builds the mesh of `config` over the first of `devices`. Its axes are `AXES`, of type Auto (the compiler shards).
 
     Raises:
-      ConfigError: there are fewer devices than the mesh needs, or they are not of `config.platform`: without a GPU,
-        JAX passes over the "cuda" of JAX_PLATFORMS=cuda,cpu and says nothing.
+      ConfigError: the mesh needs more devices, or the devices are not of `config.platform`. Without a GPU, JAX silently
+        ignores the "cuda" in JAX_PLATFORMS=cuda,cpu.
     """
     shape = (config.data, config.fsdp, config.tensor, config.context)
     wanted = {"cuda": "gpu"}.get(config.platform, config.platform)
@@ -41,15 +41,15 @@ def make(config: config_lib.TrainerConfig, devices: Sequence[jax.Device]) -> Mes
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Sharding of a [rows, tokens] array."""
+    """Returns the sharding of a [rows, tokens] array."""
     return NamedSharding(mesh, BATCH)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Sharding of what every device holds whole."""
+    """Returns the sharding of an array that every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def sizes(mesh: Mesh) -> dict[str, int]:
-    """Axis name to size."""
+    """Returns the size of each mesh axis by name."""
     return {name: int(size) for name, size in mesh.shape.items()}

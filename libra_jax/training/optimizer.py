@@ -9,13 +9,13 @@ from libra_jax import protocols
 
 
 def schedule(config: config_lib.OptimizerConfig, steps: int) -> optax.Schedule:
-    """Learning rate by training step.
+    """Returns the learning rate as a function of the training step.
 
-    Rises linearly over `warmup_steps` (the first step already moves: (step + 1) / warmup_steps of the peak), then stays
-    (`constant`) or decays to 0 at step `steps` (`cosine`, `linear`).
+    The rate rises linearly over `warmup_steps`, then stays (`constant`) or decays to 0 at step `steps` (`cosine`,
+    `linear`). The first step already moves: its rate is (step + 1) / warmup_steps of the peak.
 
     Args:
-      config: the optimizer's settings.
+      config: settings of the optimizer.
       steps: training steps of the whole run.
     """
     peak = config.learning_rate
@@ -32,11 +32,11 @@ def schedule(config: config_lib.OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def transform(config: config_lib.OptimizerConfig) -> optax.GradientTransformation:
-    """Gradient to update direction, before the learning rate: clip, precondition, decay.
+    """Builds the transformation from gradient to update direction: clip, precondition, decay.
 
-    The learning rate is an argument of the apply step, so that one compiled program serves the warm start, the run and
-    every schedule, and a skipped step advances the schedule all the same. Weight decay is decoupled (Loshchilov and
-    Hutter, arXiv 1711.05101) and, as in torch's AdamW, reaches every parameter.
+    The learning rate is an argument of the apply step. One compiled program then serves the warm start, the run
+    and every schedule, and a skipped step still advances the schedule. Weight decay is decoupled (Loshchilov and
+    Hutter, arXiv 1711.05101) and, as in torch's AdamW, applies to every parameter.
 
     Raises:
       ConfigError: weight decay with an optimizer that has none.
@@ -45,6 +45,7 @@ def transform(config: config_lib.OptimizerConfig) -> optax.GradientTransformatio
         raise protocols.ConfigError(
             f"config.optimizer.weight_decay: {config.name} has none; use optimizer.name = 'adamw' or set it to 0"
         )
+    # Clipping comes first, so that a huge gradient does not enter Adam's moments.
     parts = [optax.clip_by_global_norm(config.clip_norm)] if config.clip_norm else []
     if config.name != "sgd":
         parts.append(optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.eps))

@@ -1,10 +1,10 @@
-"""Token sequences of any length, packed into micro-batches of a few fixed shapes.
+"""Packs token sequences of any length into micro-batches of a few fixed shapes.
 
-A sequence of N tokens makes N - 1 predictions and takes N - 1 columns of one row: column j holds token j, and what is
-said about its prediction (target, mask, behaviour log-probability, ...) is that of token j + 1. Columns after the last
-trained prediction have no effect and are left out. Several sequences share a row, told apart by segment ids (1, 2, ...;
-0 is padding), and each starts again at position 0. `planning/rows.py` says which row a sequence
-goes to, because a step is predicted by it, too. Numpy only, deterministic.
+A sequence of N tokens has N - 1 predictions and takes N - 1 columns of one row. Column j holds token j; its target,
+mask, behaviour log-probability and so on belong to token j + 1. Columns after the last trained prediction have no
+effect and are left out. Several sequences share a row, separated by segment ids (1, 2, ...; 0 is padding). Each
+sequence starts at position 0. `planning/rows.py` assigns sequences to rows, because step-time predictions use the same
+assignment. Numpy only, deterministic.
 
 Letters: B rows of a micro-batch, T columns of a row.
 """
@@ -23,13 +23,13 @@ from libra_jax.planning import rows
 
 @dataclass(frozen=True)
 class Example:
-    """A sequence to train on; N tokens.
+    """A training sequence of N tokens.
 
     Attributes:
       sequence_id: names the sequence in errors.
       tokens_N: int32 token ids.
       mask_N: True for each token whose prediction is trained; the first token has no prediction.
-      behaviour_N: float32 log-probability under the policy that sampled the token; 0 where none did.
+      behaviour_N: float32 log-probability under the policy that sampled the token; 0 if no policy sampled it.
       on_version_N: True for each token sampled by the version that trains.
     """
 
@@ -41,13 +41,14 @@ class Example:
 
     @property
     def columns(self) -> int:
-        """Columns the sequence takes: its predictions up to the last one trained (nothing after that has effect)."""
+        """Number of columns: the predictions up to the last trained prediction. Later predictions have no effect."""
+        # Column j - 1 predicts token j, so the index of the last trained token is the number of columns.
         return int(np.flatnonzero(self.mask_N)[-1]) if self.mask_N[1:].any() else 0
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a sequence went: micro-batch, row, first column, number of columns."""
+    """Place of a sequence: micro-batch, row, first column, number of columns."""
 
     micro_batch: int
     row: int
@@ -57,7 +58,7 @@ class Place:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch on the host, every array [B, T].
+    """One micro-batch on the host; every array is [B, T].
 
     Attributes:
       tokens: int32 inputs.
@@ -86,12 +87,12 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Packed:
-    """Micro-batches, and where each sequence lies in them.
+    """Micro-batches, and the place of each sequence in them.
 
     Attributes:
-      micro_batches: in order of row length.
-      places: one an example, in the order given; None for one without a trained prediction.
-      padding_fraction: columns that hold no token, as a part of all columns.
+      micro_batches: micro-batches in order of row length.
+      places: one place per example, in the given order; None for an example without a trained prediction.
+      padding_fraction: fraction of all columns that hold no token.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -99,23 +100,24 @@ class Packed:
     padding_fraction: float
 
     def scatter(self, values: Sequence[np.ndarray | float]) -> list[np.ndarray]:
-        """Lays per-sequence values out as one float32 [B, T] array a micro-batch, 0 in padding.
+        """Lays per-sequence values out as one float32 [B, T] array per micro-batch, 0 in padding.
 
         Args:
-          values: one an example: a number for all its predictions, or an array [N] with one a token.
+          values: one value per example: a number for all its predictions, or an array [N] with one number per token.
         """
         arrays = [np.zeros(micro_batch.shape, np.float32) for micro_batch in self.micro_batches]
         for place, value in zip(self.places, values, strict=True):
             if place is not None:
+                # A column holds the prediction of the next token, so column 0 takes the value of token 1.
                 row = value[1 : place.columns + 1] if isinstance(value, np.ndarray) and value.ndim else value
                 arrays[place.micro_batch][place.row, place.start : place.start + place.columns] = row
         return arrays
 
     def gather(self, arrays: Sequence[np.ndarray], lengths: Sequence[int]) -> list[np.ndarray]:
-        """The inverse of `scatter`: per-token values [N] of each example, 0 where nothing was predicted.
+        """Inverts `scatter`: returns values [N] of each example's tokens, 0 for tokens without a prediction.
 
         Args:
-          arrays: one [B, T] array a micro-batch.
+          arrays: one [B, T] array per micro-batch.
           lengths: N of each example.
         """
         values = [np.zeros(length, np.float32) for length in lengths]
@@ -127,14 +129,14 @@ class Packed:
 
 
 def row_lengths(config: config_lib.TrainerConfig) -> tuple[int, ...]:
-    """Row lengths that programs are compiled for, ascending."""
+    """Returns the row lengths that programs are compiled for, ascending."""
     return (config.row_tokens, *config.row_buckets)
 
 
 def pack(examples: Sequence[Example], config: config_lib.TrainerConfig) -> Packed:
-    """Packs `examples` into micro-batches of `config.rows_per_micro_batch` rows; the last is filled up with empty rows.
+    """Packs `examples` into micro-batches of `config.rows_per_micro_batch` rows; empty rows fill the last.
 
-    A sequence goes into the first row with room, else opens a row of the shortest length that holds it.
+    A sequence goes into the first row with room. If no row has room, it opens a row of the shortest length that fits.
 
     Raises:
       ConfigError: a sequence is longer than the longest row.
@@ -159,6 +161,7 @@ def _lay_out(
     each = config.rows_per_micro_batch
     micro_batches: list[MicroBatch] = []
     slot: dict[int, tuple[int, int]] = {}  # row -> (micro-batch, row in it)
+    # A micro-batch has one shape, so all of its rows have one length.
     for length in sorted(set(fit.length)):
         members = [row for row, its_length in enumerate(fit.length) if its_length == length]
         for position, row in enumerate(members):
@@ -179,7 +182,7 @@ def _lay_out(
 
 
 def empty(shape: tuple[int, int]) -> MicroBatch:
-    """A micro-batch of [B, T] that holds nothing."""
+    """Returns an empty micro-batch of shape [B, T]."""
     return MicroBatch(
         tokens=np.zeros(shape, np.int32),
         targets=np.zeros(shape, np.int32),

@@ -1,7 +1,7 @@
-"""From a batch of groups to micro-batches: what the trainer and every replica do alike before a policy update.
+"""Turns a batch of groups into micro-batches. The trainer and every hybrid worker do this before a policy update.
 
-Everything here is a function of the batch and the config alone (and of the reference model, which replicas do not
-have), so all parties hold identical micro-batches, numbered alike.
+The result depends only on the batch and the config (and on the reference model, which hybrid workers do not hold). All
+parties therefore hold identical micro-batches with identical numbers.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from libra_jax.training import batch as batch_lib
 from libra_jax.training import packing
 
 Score = Callable[[packing.Packed], "list[jax.Array]"]
-"""The reference model's log-probabilities of a packed batch: one [B, T] a micro-batch."""
+"""Returns the reference model's log-probabilities of a packed batch: one [B, T] array per micro-batch."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A policy update's batch.
+    """The prepared batch of a policy update.
 
     Attributes:
-      packed: its micro-batches.
+      packed: the micro-batches.
       extras: further [B, T] arrays of each micro-batch: `advantages`, `reference`, `moved`.
-      examples: the sequences, in the batch's order.
-      advantages: of each token, an array a sequence.
+      examples: sequences in the batch's order.
+      advantages: advantages of each token, one array per sequence.
     """
 
     packed: packing.Packed
@@ -48,18 +48,18 @@ class Prepared:
 def prepare(
     config: config_lib.RunConfig, batch: protocols.TrainBatch, vocab_size: int, score: Score | None = None
 ) -> Prepared:
-    """Packs a batch and lays out what the objective needs beside the tokens.
+    """Packs a batch and lays out the further arrays that the objective needs.
 
     Args:
-      config: the run's.
+      config: configuration of the run.
       batch: whole groups.
-      vocab_size: of the model.
-      score: the reference model; called only where `algorithm.kl_coefficient` is above 0.
+      vocab_size: vocabulary size of the model.
+      score: scoring function of the reference model; called only if `algorithm.kl_coefficient` is above 0.
 
     Raises:
-      DataError: a trajectory holds a number that cannot be trained on; the message names it.
-      LibraError: nothing is under the loss mask, and not because rollouts were cut off (`task.cut_off`); or the
-        objective needs a reference model and there is none.
+      DataError: a trajectory holds a number that cannot be trained on; the message names the trajectory.
+      LibraError: no token is under the loss mask, though no rollout was cut off (`task.cut_off`); or the objective
+        needs a reference model and none is given.
     """
     trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
     masked = [config.task.masks(trajectory.finish) for trajectory in trajectories]
@@ -70,6 +70,7 @@ def prepare(
     advantages = batch_lib.token_advantages(config.algorithm, batch.groups, examples, references, masked)
     _add(extras, "advantages", packed.scatter(advantages))
     if len(config.rollout.tensor_parallel) > 1:
+        # Like every extra, a float32 array: the objective takes a token as moved if the value is above 0.
         moved = [float(trajectory.metrics.get("moves", 0) > 0) for trajectory in trajectories]
         _add(extras, "moved", packed.scatter(moved))
     return Prepared(packed, extras, examples, advantages)
@@ -78,19 +79,19 @@ def prepare(
 def pack(
     config: config_lib.RunConfig, examples: Sequence[packing.Example], *, may_be_empty: bool = False
 ) -> packing.Packed:
-    """`packing.pack`, with at least one micro-batch.
+    """Runs `packing.pack` and ensures at least one micro-batch.
 
     Args:
-      config: the run's.
-      examples: the sequences.
-      may_be_empty: sequences without a token under the loss mask make one empty micro-batch.
+      config: configuration of the run.
+      examples: sequences to pack.
+      may_be_empty: if no token is under the loss mask, return one empty micro-batch.
 
     Raises:
-      LibraError: nothing is under the loss mask, and `may_be_empty` is not set.
+      LibraError: no token is under the loss mask, and `may_be_empty` is False.
     """
     packed = packing.pack(examples, config.trainer)
     if not packed.micro_batches and may_be_empty:
-        # The step is taken all the same: its number is the policy's version, and replicas split its micro-batches.
+        # The step still happens: its number is the policy version, and hybrid workers split its micro-batches.
         shape = (config.trainer.rows_per_micro_batch, config.trainer.row_tokens)
         return packing.Packed((packing.empty(shape),), packed.places, padding_fraction=1.0)
     if not packed.micro_batches:
@@ -105,7 +106,7 @@ def _references(
     extras: Sequence[dict[str, Any]],
     score: Score | None,
 ) -> list[np.ndarray] | None:
-    """Adds the reference model's scores to `extras`, if there is one; returns them for a penalty in the reward."""
+    """Adds the reference model's scores to `extras`, if needed. Returns them for a KL penalty in the reward."""
     if algorithm.kl_coefficient == 0:
         return None
     if score is None:

@@ -1,7 +1,7 @@
-"""A hybrid replica as an actor: the methods of `protocols.Replica` around a learner without a state.
+"""A hybrid worker's trainer side as an actor: the methods of `protocols.Replica` around a learner without a state.
 
-It holds the parameters of one version and programs, never an optimizer. Like the trainer's, its methods are
-synchronous: an actor's sync methods all run on one thread of its own, as JAX's thread-local mesh contexts require.
+It holds programs and the parameters of one version, never an optimizer. As in the trainer, all sync methods of the
+actor run on one thread of its own, because JAX's mesh contexts are thread-local.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from libra_jax.weights import gradient_channel, receiver
 
 
 def create(config: Mapping[str, Any], workdir: str, name: str, cores: Sequence[int] = ()) -> ReplicaActor:
-    """A replica of the run's trainer; devices are first touched by its `start`.
+    """Creates a hybrid worker of the run's trainer. Its `start` is the first to touch devices.
 
     Args:
       config: a `RunConfig` as plain dicts (`config.to_dict`).
-      workdir: the run's directory. A replica writes nothing.
-      name: the member's, as in `protocols.Share`.
-      cores: CPU cores that its threads are pinned to; empty: not pinned.
+      workdir: directory of the run. A hybrid worker writes nothing.
+      name: name of the hybrid worker, as in `protocols.Share`.
+      cores: CPU cores that its threads are pinned to; empty means not pinned.
 
     Raises:
-      ConfigError: a field cannot be used.
+      ConfigError: a field has an unusable value.
       DataError: the model directory cannot be read.
     """
     return ReplicaActor(config_lib.parse(config_lib.RunConfig, config), name, tuple(cores))
 
 
 def own_config(config: config_lib.RunConfig) -> config_lib.RunConfig:
-    """The config of a replica: one data-parallel part of the trainer's mesh, in one process."""
+    """Returns the config of a hybrid worker: one data-parallel part of the trainer's mesh, in one process."""
     return dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, data=1, processes=1))
 
 
@@ -65,10 +65,10 @@ class ReplicaActor:
         """Builds the mesh.
 
         Raises:
-          ConfigError: too few devices, a core that does not exist, or the model does not divide over the mesh.
+          ConfigError: too few devices, a CPU core that does not exist, or the model is not divisible over the mesh.
         """
         if self._cores:
-            # Of this thread, and so of those that XLA makes from it.
+            # Pins this thread; the threads that XLA starts from it inherit the cores.
             config_lib.check_cores(self._cores, "elastic.cores")
             os.sched_setaffinity(0, self._cores)
         learner = learner_lib.Learner(self._config, self._model, jax.devices())
@@ -83,18 +83,19 @@ class ReplicaActor:
         )
 
     def init_weight_transfer(self, transport: Mapping[str, Any]) -> None:
-        """Nothing to open before the first chunk says where it is."""
+        """Does nothing: each chunk says where it lies, so there is nothing to open beforehand."""
         self._started()
 
     def start_weight_update(self, policy_version: int) -> None:
-        """Gives up the version it holds, and begins another."""
+        """Drops the version it holds and begins another version."""
         self._started()
         assert self._receiver is not None
+        # Before the first chunk, so that two versions never lie on the devices at once.
         self._params = self._version = None
         self._receiver.start(policy_version)
 
     def update_weights(self, chunk: protocols.WeightChunk) -> None:
-        """Checks one chunk and takes note of its tensors.
+        """Checks one chunk of weights and records its tensors.
 
         Raises:
           LibraError: the chunk is damaged, has no checksum, or is not of this update or model.
@@ -107,7 +108,7 @@ class ReplicaActor:
         """Puts the parameters on the mesh.
 
         Raises:
-          LibraError: not all of the version has come.
+          LibraError: chunks of the version are missing.
         """
         self._started()
         assert self._receiver is not None
@@ -115,17 +116,17 @@ class ReplicaActor:
         self._version = policy_version
 
     def warm(self) -> None:
-        """Compiles the gradient step for every row length, where it has not yet."""
+        """Compiles the gradient step for every row length, if still missing."""
         learner = self._started()
         for row_tokens in packing.row_lengths(self._config.trainer):
             learner.compile_sums(learner_lib.POLICY, row_tokens)
 
     def join(self, epoch: int, address: Mapping[str, Any]) -> None:
-        """Connects to the core's gradient channel; a channel of an earlier epoch is closed.
+        """Connects to the core's gradient channel; closes a channel of an earlier membership generation.
 
         Raises:
-          ChannelError: it does not stand within `deadlines.transition`.
-          LibraError: the address is another member's or epoch's.
+          ChannelError: the channel did not connect within `deadlines.transition`.
+          LibraError: the address belongs to another hybrid worker or membership generation.
         """
         self._started()
         if (address["member"], address["epoch"]) != (self._name, epoch):
@@ -139,16 +140,16 @@ class ReplicaActor:
         self._channel.wait(seconds)
 
     def contribute(self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share]) -> dict[str, float]:
-        """Computes its share of the step and sends the sums to the core.
+        """Computes this worker's share of the step and sends the sums to the core.
 
         Returns:
-          `seconds` from the batch's receipt until the core had its sums, less those that it waited for the core to take
-          them; `bytes` sent to each process of the core, `micro_batches` in its share. A share that is smaller than a
-          micro-batch may be nothing, and then nothing is sent.
+          `seconds` from the batch's receipt until the core had the sums, without the time spent waiting for the core to
+          take them; `bytes` sent to each process of the core; `micro_batches` in the share. A share smaller than a
+          micro-batch may be empty; then nothing is sent.
 
         Raises:
           DataError: a trajectory holds a number that cannot be trained on.
-          LibraError: it holds another version, has no such share, or the channel is gone.
+          LibraError: the worker holds another version, has no such share, or the channel is gone.
         """
         began = time.monotonic()
         learner, channel = self._started(), self._channel
@@ -163,6 +164,7 @@ class ReplicaActor:
                 or f"{self._name} has no part in this step: it has not joined, or in another membership epoch."
             )
         prepared = prepare.prepare(self._config, batch, self._model.vocab_size)
+        # 1 + : the first range is the core's own.
         indices = shares_lib.split(prepared.work, shares)[1 + mine[0]]
         if not indices:
             return {"seconds": 0.0, "bytes": 0.0, "micro_batches": 0.0}
@@ -179,12 +181,12 @@ class ReplicaActor:
             maxima=report["maxima"],
         )
         sent = channel.send(header, arrays, self._config.deadlines.train_step)
-        # What it waited says how slow the core is; counted here, a replica would never be given more than it has.
+        # The waiting time measures the core. If it counted here, this worker would never be given a larger share.
         seconds = time.monotonic() - began - sent.waited
         return {"seconds": seconds, "bytes": float(sent.nbytes), "micro_batches": float(len(indices))}
 
     def leave(self) -> None:
-        """Closes the channel and gives the parameters' memory back; compiled programs stay. Idempotent."""
+        """Closes the channel and frees the parameters; compiled programs stay. Idempotent."""
         self._close_channel()
         self._params = self._version = None
         if self._receiver is not None:

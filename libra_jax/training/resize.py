@@ -1,12 +1,12 @@
-"""Another mesh for a learner that trains, in one process: compiled ahead, then the state re-sharded between two steps.
+"""Moves a learner to another mesh within one process, between two training steps.
 
-A resize is a second learner on the new mesh. Its programs are compiled on a thread while the first trains, for every
-shape that the first has met; then, between two steps, the state moves over leaf by leaf, each old leaf freed as soon as
-its successor is there, so that at no moment more than one leaf is held twice. What arrives is the same to the last bit.
+A resize builds a second learner on the new mesh. A thread compiles its programs while the first learner trains, for
+every shape that the first learner has compiled. Then, between two steps, the state moves leaf by leaf. Each old leaf is
+freed as soon as its new copy exists, so at most one leaf exists twice. The moved values are bit-identical.
 
-The devices are those of this process. Between processes a state goes through a checkpoint (`checkpoints`).
+All devices belong to this process. Between processes, a state travels through a checkpoint (`checkpoints`).
 
-Thread-safety: one thread makes, takes over and cancels a resize; only compilation runs elsewhere.
+Thread-safety: one thread starts, finishes and cancels a resize; only compilation runs on another thread.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from libra_jax.training import state as state_lib
 from libra_jax.weights import memfd
 
 FreeBytes = Callable[[Sequence[jax.Device]], "dict[jax.Device, int]"]
-"""Devices to the bytes that each may still take; one that does not say is left out."""
+"""Maps devices to the free bytes of each; devices that do not report their memory are left out."""
 
 
 class StayedError(protocols.LibraError):
-    """A state was not moved, and is whole where it was."""
+    """A state was not moved; it is whole on its old mesh."""
 
 
 class Resize:
-    """One resize, from its beginning to the take-over.
+    """One resize, from its start to the takeover.
 
     Attributes:
-      sizes: of the new mesh.
-      estimate: of the move.
+      sizes: axis sizes of the new mesh.
+      estimate: estimated memory and traffic of the move.
     """
 
     def __init__(
@@ -50,18 +50,19 @@ class Resize:
         *,
         free_bytes: FreeBytes | None = None,
     ) -> None:
-        """Checks what can be checked and begins to compile.
+        """Checks the sizes and the memory, then starts to compile.
 
         Args:
-          present: the learner that trains; it goes on.
-          sizes: wanted.
-          devices: the new mesh takes the first of them.
-          free_bytes: what devices may still take; default: as they report it, or this machine or its container.
+          present: the learner that trains; it continues.
+          sizes: wanted axis sizes.
+          devices: the new mesh takes the first of these devices.
+          free_bytes: function that returns the free bytes of devices. Default: as reported by the devices, this machine
+            or its container.
 
         Raises:
-          ConfigError: the sizes are no mesh of this model, batch and number of devices, or are those of the present
-            one; or the devices are several processes'.
-          LibraError: a device has no room for the move.
+          ConfigError: the sizes do not fit this model, batch and number of devices, or equal the present sizes; or the
+            devices belong to several processes.
+          LibraError: a device lacks memory for the move.
         """
         if jax.process_count() > 1:
             raise protocols.ConfigError(
@@ -84,10 +85,10 @@ class Resize:
 
     @property
     def progress(self) -> protocols.ResizeProgress:
-        """Programs compiled, of those that the present learner has; it may meet another while it trains."""
+        """Number of programs compiled, and number that the present learner has. Training may add more."""
         met = len(self._present.programs.shapes())
         if self._compiled < met and not (self._thread.is_alive() or self._error or self._cancelled.is_set()):
-            self._thread = self._begin()  # it had nothing left to compile when training met another shape
+            self._thread = self._begin()  # the thread had ended, then training met another shape
         return protocols.ResizeProgress(self._compiled, met, ready=not self._thread.is_alive())
 
     def _begin(self) -> threading.Thread:
@@ -96,28 +97,28 @@ class Resize:
         return thread
 
     def cancel(self, seconds: float) -> bool:
-        """Gives the new mesh up; the learner that trains knows nothing of it.
+        """Cancels the resize; the learner that trains is not affected.
 
         Args:
-          seconds: to wait for the program that is being compiled, in which XLA cannot be interrupted.
+          seconds: seconds to wait for the current compilation, because XLA cannot be interrupted.
 
         Returns:
-          Whether that has ended.
+          True if the compilation has ended.
         """
         self._cancelled.set()
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def take_over(self, seconds: float) -> tuple[learner_lib.Learner, protocols.ResizePhases]:
-        """The learner on the new mesh, with the state of the present one, which is left empty. Between two steps only.
+        """Moves the state to the new mesh and returns its learner; empties the present learner. Call between two steps.
 
         Args:
-          seconds: that compilation may still take.
+          seconds: seconds that compilation may still take.
 
         Raises:
-          DeadlineMissed: it took longer; the present learner goes on, and so does the compilation.
-          LibraError: the new programs do not compile, a device has no room any more, or the state could not be moved;
-            the present learner goes on, or the message says that the state is lost.
+          DeadlineMissed: compilation took longer. The present learner and the compilation continue.
+          LibraError: the new programs do not compile, a device lacks memory, or the state could not be moved. The
+            present learner continues, or the message says that the state is lost.
         """
         began = time.monotonic()
         self._thread.join(seconds)
@@ -133,12 +134,14 @@ class Resize:
             raise protocols.LibraError(
                 f"the programs of a mesh of {self.sizes} do not compile ({self._error}); the trainer stays on its mesh."
             ) from self._error
-        self.estimate = self._checked()  # others may have taken memory since, and a first step its accumulator
+        self.estimate = self._checked()  # since then, others may have taken memory, and a first step its accumulator
         began = time.monotonic()
+        # `move` frees each old leaf only if nobody else refers to it.
         leaves, structure = self._present.release()
         try:
             move(leaves, jax.tree.leaves(self._next.layout.state))
         except StayedError:
+            # The learner gave its state up in `release`; the leaves are back on their old mesh.
             self._present.state = jax.tree.unflatten(structure, leaves)
             raise
         self._next.state = jax.tree.unflatten(structure, leaves)
@@ -146,15 +149,16 @@ class Resize:
         return self._next, protocols.ResizePhases(self._seconds, waited, moved, self.estimate.arriving_bytes)
 
     def _checked(self) -> protocols.ResizeEstimate:
-        """The estimate as things are now.
+        """Returns the estimate for the memory that is free now.
 
         Raises:
-          LibraError: a device has no room for it.
+          LibraError: a device lacks memory for the move.
         """
         before, after = self._present.layout, self._next.layout
         made = estimate(before, after, holds_sums=self._present.holds_sums, program_bytes=self._program_bytes())
         devices = list(after.mesh.devices.flat)
         free = self._free_bytes(devices)
+        # The move and the first step on the new mesh must both fit.
         most = max(made.peak_bytes, made.step_bytes)
         for device, room in free.items():
             if most > room:
@@ -165,7 +169,7 @@ class Resize:
         return dataclasses.replace(made, unchecked=len(devices) - len(free))
 
     def _program_bytes(self) -> int:
-        """What a program of the new mesh takes for itself on a device, as compiled; before, by the present ones."""
+        """Returns the new programs' temporary bytes on a device; until compiled, scaled from the present ones."""
         present, following = self._present, self._next
         if compiled := following.programs.temporary_bytes:
             return compiled
@@ -175,35 +179,35 @@ class Resize:
         began = time.monotonic()
         try:
             while not self._cancelled.is_set():
-                shapes = self._present.programs.shapes()  # training goes on, and may meet another
+                shapes = self._present.programs.shapes()  # training continues and may compile another shape
                 if self._compiled == len(shapes):
                     return
                 self._next.programs.compile_like(shapes[self._compiled])
                 self._compiled += 1
-        except Exception as error:  # told by whoever takes over
+        except Exception as error:  # raised in `take_over`
             self._error = error
         finally:
             self._seconds += time.monotonic() - began
 
 
 def mesh_sizes(trainer: config_lib.TrainerConfig) -> protocols.MeshSizes:
-    """Of a configuration."""
+    """Returns the mesh axis sizes of a trainer configuration."""
     return protocols.MeshSizes(trainer.data, trainer.fsdp, trainer.tensor)
 
 
 def estimate(
     before: state_lib.Layout, after: state_lib.Layout, *, holds_sums: bool, program_bytes: int = 0
 ) -> protocols.ResizeEstimate:
-    """What moving a state takes.
+    """Estimates the memory and traffic of moving a state.
 
     Args:
-      before: where its leaves lie.
-      after: where they are to lie.
-      holds_sums: an accumulator lies there, too. It is freed before the state moves; the step after makes a new one,
-        which may be larger on each device, in any case.
-      program_bytes: that a program of the next step takes for itself on each device.
+      before: present layout of the state.
+      after: wanted layout.
+      holds_sums: the devices hold an accumulator, too. It is freed before the move. The next step always makes a new
+        accumulator, which may be larger on each device.
+      program_bytes: temporary bytes that a program of the next step needs on each device.
     """
-    held: dict[jax.Device, int] = {}  # on top of what the device held before
+    held: dict[jax.Device, int] = {}  # relative to the bytes that the device holds now
     whole = arriving = peak = 0
     for sums in jax.tree.leaves(before.accumulator) if holds_sums else ():
         _add(held, _bytes(sums), -1)
@@ -214,6 +218,7 @@ def estimate(
         for device, part in there.items():
             arriving += item * (_size(part) - (_overlap(here[device], part) if device in here else 0))
         _add(held, _bytes(new), 1)
+        # The old leaf is freed after the new leaf exists, so the peak counts both.
         peak = max(peak, *held.values())
         _add(held, _bytes(old), -1)
     for sums in jax.tree.leaves(after.accumulator):
@@ -223,17 +228,17 @@ def estimate(
 
 
 def move(leaves: list[jax.Array], places: Sequence[jax.ShapeDtypeStruct]) -> None:
-    """Moves each leaf to the sharding of its place. The list must hold the only references: they are what is freed.
+    """Moves each leaf to the sharding of its place. The list must hold the only references, or nothing is freed.
 
     Raises:
-      StayedError: the devices refused; all leaves are where they were.
-      WorkerLost: they refused to take them back, too.
+      StayedError: the devices refused; all leaves are back in their old places.
+      WorkerLost: the devices refused the way back, too.
     """
     homes = [leaf.sharding for leaf in leaves]
     done = 0
     try:
         for index, place in enumerate(places):
-            # Not deleted, but let go: JAX may keep a shard that stays on its device as it is, for both.
+            # Dropped, not deleted: JAX may share a shard that stays on its device between the old and the new leaf.
             leaves[index] = _put(leaves[index], place.sharding)
             done = index + 1
     except jax.errors.JaxRuntimeError as error:
@@ -261,7 +266,7 @@ def _with_sizes(trainer: config_lib.TrainerConfig, sizes: protocols.MeshSizes) -
 
 
 def _slices(leaf: Any) -> dict[jax.Device, tuple[tuple[int, int], ...]]:
-    """Of each device, the first and last index of each dimension that it holds."""
+    """Returns, for each device, the first and last index of each dimension that it holds."""
     places = leaf.sharding.devices_indices_map(leaf.shape)
     return {
         device: tuple(part.indices(size)[:2] for part, size in zip(parts, leaf.shape, strict=True))
@@ -270,7 +275,7 @@ def _slices(leaf: Any) -> dict[jax.Device, tuple[tuple[int, int], ...]]:
 
 
 def _bytes(leaf: Any) -> dict[jax.Device, int]:
-    """Of each device, the bytes that it holds."""
+    """Returns the bytes that each device holds."""
     return {device: np.dtype(leaf.dtype).itemsize * _size(part) for device, part in _slices(leaf).items()}
 
 
@@ -289,7 +294,7 @@ def _overlap(one: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]) -
 
 
 def _free_bytes(devices: Sequence[jax.Device]) -> dict[jax.Device, int]:
-    """What each device reports; CPU devices share what this process may still take."""
+    """Returns the free bytes that each device reports; CPU devices share this process's free memory."""
     free = {}
     for device in devices:
         told = device.memory_stats() if device.platform != "cpu" else None

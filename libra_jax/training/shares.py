@@ -1,4 +1,4 @@
-"""Who computes which micro-batches of a step: one pure function that the core and every replica call alike."""
+"""The split of a step's micro-batches: one pure function that the core and every hybrid worker call."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from libra_jax import protocols
 
 
 def split(work: Sequence[int], shares: Sequence[protocols.Share]) -> tuple[range, ...]:
-    """Ranges of whole micro-batches: the core's first, then each member's, in the order of `shares`.
+    """Returns ranges of whole micro-batches: the core's first, then each hybrid worker's, in the order of `shares`.
 
-    Work is laid out on a line from 0 to 1. The core's part ends where 1 less all fractions falls, the first member's
-    its fraction later, and so on; each end is moved to the nearest border between micro-batches, to the earlier one of
-    two as near. The core has at least the first micro-batch; a member may have none.
+    The micro-batches' work lies on a line from 0 to 1. The core's part ends at 1 minus the sum of all fractions. Each
+    hybrid worker's part follows, as long as its fraction. Each end moves to the nearest border between micro-batches,
+    or to the earlier border if two are equally near. The core has at least the first micro-batch; a hybrid worker may
+    have none.
 
     Args:
-      work: of each micro-batch, in any unit above zero (rows x columns).
-      shares: below 1 in all.
+      work: work of each micro-batch, in any unit, above zero (rows x columns).
+      shares: shares whose fractions sum to less than 1.
 
     Raises:
-      ConfigError: there is nothing to split, the fractions are out of range or leave the core nothing, or a member
-        has two.
+      ConfigError: there is nothing to split, the fractions are out of range or leave the core nothing, or one hybrid
+        worker has two shares.
     """
     fractions = [share.fraction for share in shares]
     if not work or min(work) <= 0:
@@ -38,6 +39,7 @@ def split(work: Sequence[int], shares: Sequence[protocols.Share]) -> tuple[range
     ends: list[int] = []
     for behind in range(len(fractions)):
         wanted = (1.0 - sum(fractions[behind:])) * borders[-1]
+        # From index 1, so that the core keeps a micro-batch; `min` returns the earlier of two equally near borders.
         nearest = min(range(1, len(borders)), key=lambda index: abs(borders[index] - wanted))
         ends.append(max(nearest, *ends) if ends else nearest)
     firsts = [0, *ends]

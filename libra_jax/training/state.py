@@ -1,4 +1,4 @@
-"""The train state and how it lies on the mesh.
+"""The train state and its layout on the mesh.
 
 Thread-safety: none; one thread makes and changes the state.
 """
@@ -27,11 +27,11 @@ class TrainState:
     """Everything that a training step changes; a pytree.
 
     Attributes:
-      step: int32 scalar, steps taken, skipped ones included: the policy version.
+      step: int32 scalar, number of steps taken, including skipped steps: the policy version.
       params: master weights.
       opt_state: state of the optax transformation.
-      rng: uint32 [2], key data of the run's JAX random key, from which the initial parameters are drawn.
-      reference: parameters of the frozen reference model, or None where the objective needs none.
+      rng: uint32 [2], key data of the run's JAX random key. The initial parameters are drawn from it.
+      reference: parameters of the frozen reference model, or None if the objective needs none.
     """
 
     step: jax.Array
@@ -49,7 +49,7 @@ class Accumulator:
     Attributes:
       gradients: float32, gradient of the summed loss, shaped like the parameters.
       loss: float32 scalar, summed loss.
-      count: float32 scalar, what the sums are divided by in the end (tokens or sequences).
+      count: float32 scalar, divisor of the sums at the end of the step (tokens or sequences).
     """
 
     gradients: PyTree
@@ -64,7 +64,7 @@ class Layout:
     Attributes:
       mesh: the devices.
       state: `jax.ShapeDtypeStruct` leaves with their shardings, in the structure of `TrainState`.
-      accumulator: the same for `Accumulator`.
+      accumulator: `jax.ShapeDtypeStruct` leaves in the structure of `Accumulator`.
     """
 
     mesh: Mesh
@@ -80,17 +80,17 @@ def layout(
     dtype: str,
     reference: bool = False,
 ) -> Layout:
-    """Where each leaf of the state goes: optimizer moments like their parameters, scalars everywhere.
+    """Returns the layout of the state: optimizer moments like their parameters, scalars on every device.
 
     Args:
-      config: the model's shape.
+      config: shape of the model.
       mesh: the devices.
       transform: the optimizer.
-      dtype: of master weights and moments.
+      dtype: dtype of master weights and moments.
       reference: the state holds a frozen reference model.
 
     Raises:
-      ConfigError: a size of the model does not divide over an axis of the mesh.
+      ConfigError: a size of the model is not divisible by an axis of the mesh.
     """
     feasibility.check_mesh(config, mesh.shape)
     shardings = sharding.shardings(config, mesh)
@@ -116,6 +116,7 @@ def layout(
             reference=params if reference else None,
         ),
         accumulator=Accumulator(
+            # float32 for any parameter dtype: a sum over many micro-batches would lose small gradients in bfloat16.
             gradients=jax.tree.map(
                 lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=leaf.sharding), params
             ),
@@ -126,12 +127,12 @@ def layout(
 
 
 def shardings_of(structure: PyTree) -> PyTree:
-    """The shardings of a tree of placed `ShapeDtypeStruct`."""
+    """Returns the shardings of a tree of placed `ShapeDtypeStruct`."""
     return jax.tree.map(lambda leaf: leaf.sharding, structure)
 
 
 def zeros(structure: PyTree) -> Callable[[], PyTree]:
-    """A program that makes zeros in the shapes and shardings of a tree of placed `ShapeDtypeStruct`."""
+    """Returns a program that makes zeros in the shapes and shardings of a tree of placed `ShapeDtypeStruct`."""
 
     def make() -> PyTree:
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), structure)
@@ -140,7 +141,7 @@ def zeros(structure: PyTree) -> Callable[[], PyTree]:
 
 
 def random_params(config: model_config.TransformerConfig, where: Layout, seed: int) -> PyTree:
-    """Initial parameters, the same on every mesh, each shard made on its own device."""
+    """Draws the initial parameters: the same values on every mesh, each shard made on its own device."""
 
     def make() -> PyTree:
         return transformer.init_params(config, jax.random.key(seed), str(_dtype(where)))
@@ -149,7 +150,7 @@ def random_params(config: model_config.TransformerConfig, where: Layout, seed: i
 
 
 def begin(params: PyTree, where: Layout, transform: optax.GradientTransformation, seed: int) -> TrainState:
-    """The state before the first step, around `params` (which it takes over); the reference model is a copy of them."""
+    """Builds the state before the first step. It takes over `params`; the reference model is a copy of them."""
 
     def make() -> tuple[jax.Array, jax.Array]:
         return jnp.int32(0), jax.random.key_data(jax.random.key(seed))
@@ -158,8 +159,10 @@ def begin(params: PyTree, where: Layout, transform: optax.GradientTransformation
     return TrainState(
         step=step,
         params=params,
+        # Jitted, so that each moment is made on its own devices, never whole on one device.
         opt_state=jax.jit(transform.init, out_shardings=shardings_of(where.state.opt_state))(params),
         rng=rng,
+        # A copy, because `apply_step` donates the state: a shared buffer would be consumed with the parameters.
         reference=None if where.state.reference is None else jax.tree.map(jnp.copy, params),
     )
 

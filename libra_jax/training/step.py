@@ -1,9 +1,9 @@
-"""The programs of a training step, compiled ahead of time, one a shape.
+"""The programs of a training step, compiled ahead of time, one for each shape.
 
-A step is a host loop over one fixed `grad_step` (adds the sums of a micro-batch's loss and gradients to an
-accumulator), then one `apply_step` (divides by the global count, clips, updates). Sums of any split of the batch add up
-to the same step, so a share of the batch may be computed anywhere, and `add` adds it. All of them consume what they
-replace: the accumulator lives in place, and `apply_step` gives it back zeroed.
+A step is a host loop. `grad_step` runs once per micro-batch and adds its loss and gradient sums to an accumulator.
+`apply_step` runs once: it divides by the global count, clips and updates. Any split of the batch adds up to the same
+step, so a share of the batch may be computed elsewhere; `add` adds its sums. Every program consumes the buffers that it
+replaces: the accumulator stays in place, and `apply_step` returns it zeroed.
 
 Thread-safety: none.
 """
@@ -28,16 +28,16 @@ Loss = Callable[[Any, Batch], objective.ObjectiveSums]
 Report = dict[str, Any]
 
 SCORE = "score"
-"""The name under which micro-batches that were scored stand beside those of the losses."""
+"""Name of the scoring program, used beside the names of the losses."""
 
 Shape = tuple[str, dict[str, jax.ShapeDtypeStruct]]
-"""A loss's name, or SCORE, and a micro-batch that it was compiled for."""
+"""A loss's name, or SCORE, and the shapes of a micro-batch that the program was compiled for."""
 
 
 def grad_step(
     loss: Loss, params: Any, accumulator: state_lib.Accumulator, batch: Batch
 ) -> tuple[state_lib.Accumulator, Report]:
-    """Adds one micro-batch. Returns the accumulator and the micro-batch's own metric sums and maxima."""
+    """Adds one micro-batch. Returns the accumulator and the micro-batch's metric sums and maxima."""
 
     def total(params: Any) -> tuple[jax.Array, objective.ObjectiveSums]:
         sums = loss(params, batch)
@@ -45,6 +45,7 @@ def grad_step(
 
     gradients, sums = jax.grad(total, has_aux=True)(params)
     added = state_lib.Accumulator(
+        # Summed in the accumulator's dtype, float32, for parameters of any dtype.
         gradients=jax.tree.map(lambda a, g: a + g.astype(a.dtype), accumulator.gradients, gradients),
         loss=accumulator.loss + sums.loss_sum,
         count=accumulator.count + sums.count,
@@ -58,16 +59,19 @@ def apply_step(
     accumulator: state_lib.Accumulator,
     learning_rate: jax.Array,
 ) -> tuple[state_lib.TrainState, state_lib.Accumulator, Report]:
-    """One update from the accumulated sums. Returns the new state, the accumulator zeroed, and what happened.
+    """Takes one update from the accumulated sums. Returns the new state, the zeroed accumulator and a report.
 
-    Where the loss or a gradient is not finite, the parameters and the optimizer stay as they were and `skipped` is 1;
-    the step number advances all the same.
+    If the loss or a gradient is not finite, the parameters and the optimizer stay unchanged and `skipped` is 1. The
+    step number advances in both cases.
     """
+    # A step without trained tokens has count 0; dividing by 1 leaves its gradients at zero.
     count = jnp.where(accumulator.count > 0, accumulator.count, 1.0)
     gradients = jax.tree.map(lambda g: g / count, accumulator.gradients)
     norm = optax.tree_utils.tree_norm(gradients)
+    # One NaN or infinity in any gradient makes the norm non-finite, so the norm stands for all gradients.
     finite = jnp.isfinite(accumulator.loss) & jnp.isfinite(norm)
     updates, opt_state = transform.update(gradients, state.opt_state, state.params)
+    # Applied here, not in the transform: one compiled program serves every schedule.
     params = jax.tree.map(lambda p, u: p - learning_rate * u, state.params, updates)
 
     def keep_if_skipped(new: jax.Array, old: jax.Array) -> jax.Array:
@@ -86,11 +90,11 @@ def apply_step(
 
 @dataclass(frozen=True)
 class Received:
-    """Sums over some micro-batches that were computed elsewhere.
+    """Sums over micro-batches that were computed elsewhere.
 
     Attributes:
-      arrays: the leaves of their `Accumulator`, on this host.
-      report: their metric sums and maxima, like that of a micro-batch.
+      arrays: leaves of the sender's `Accumulator`, on this host.
+      report: metric sums and maxima, like the report of a micro-batch.
     """
 
     arrays: Sequence[np.ndarray]
@@ -98,10 +102,10 @@ class Received:
 
 
 class Programs:
-    """The compiled programs of one mesh: one `grad_step` a loss and micro-batch shape, one `apply_step`.
+    """The compiled programs of one mesh: one `grad_step` for each loss and micro-batch shape, and one `apply_step`.
 
     Attributes:
-      compiled_shapes: micro-batch programs compiled so far.
+      compiled_shapes: number of micro-batch programs compiled so far.
     """
 
     def __init__(
@@ -114,15 +118,15 @@ class Programs:
         *,
         helped: bool = False,
     ) -> None:
-        """Compiles nothing yet.
+        """Stores the arguments; nothing is compiled yet.
 
         Args:
           where: shapes and shardings.
           transform: gradient to update direction.
-          losses: name to loss.
+          losses: loss functions by name.
           score: (params, batch) -> log-probabilities [B, T].
-          compiler_options: XLA's own (`jax.stages.Lowered.compile`).
-          helped: sums may come from elsewhere: `compile` readies `add`, too.
+          compiler_options: XLA options (`jax.stages.Lowered.compile`).
+          helped: sums may be computed elsewhere, so `compile` also compiles `add`.
         """
         self._helped = helped
         self._options = dict(compiler_options or {})
@@ -143,19 +147,19 @@ class Programs:
 
     @property
     def temporary_bytes(self) -> int:
-        """Most that one of those compiled so far takes on a device while it runs, beside what it is given."""
+        """Largest number of temporary bytes on a device that any program compiled so far needs beside its arguments."""
         programs = [*self._grad_steps.values(), *self._scores.values(), self._apply_step, self._add]
         return max((_temporary(program) for program in programs if program is not None), default=0)
 
     def put(self, arrays: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """Begins the transfer of a micro-batch's host arrays [B, T] onto the mesh.
+        """Starts the transfer of a micro-batch's host arrays [B, T] onto the mesh.
 
-        Every process has the whole arrays and cuts out what its devices get; what lies on the mesh already stays.
+        Every process holds the whole arrays and cuts out the part of its own devices. Arrays on the mesh stay there.
         """
         where = mesh_lib.batch_sharding(self._where.mesh)
         if jax.process_count() == 1:
             return jax.device_put(dict(arrays), where)
-        return {  # device_put would compare the arrays of all processes first, which is a collective
+        return {  # with several processes, device_put would compare the arrays of all of them: a collective
             name: array
             if isinstance(array, jax.Array)
             else jax.make_array_from_callback(array.shape, where, array.__getitem__)
@@ -163,26 +167,28 @@ class Programs:
         }
 
     def compile(self, loss: str, batch: Mapping[str, Any]) -> None:
-        """Compiles what a step over micro-batches like `batch` (host or device arrays) takes, if it is not yet."""
+        """Compiles the programs of a step over micro-batches like `batch` (host or device arrays), if still missing."""
         self.compile_grad_step(loss, batch)
         if self._apply_step is None:
             self._apply_step = self._compile_apply_step()
+        # Ahead of time, so that the first share to arrive does not wait for a compilation.
         if self._helped and self._add is None:
             self._add = self._compile_add()
 
     def compile_grad_step(self, loss: str, batch: Mapping[str, Any]) -> None:
-        """Compiles `grad_step` alone, which is all that a replica takes."""
+        """Compiles `grad_step` alone, the only program that a hybrid worker needs."""
+        # XLA programs have fixed shapes, so each loss and shape needs its own program.
         key = (loss, _shape_key(batch))
         if key not in self._grad_steps:
             self._grad_steps[key] = self._compile_grad_step(loss, batch)
             self._met.append((loss, _shapes(batch)))
 
     def shapes(self) -> list[Shape]:
-        """Every kind of micro-batch compiled for so far."""
+        """Returns each micro-batch shape compiled so far."""
         return list(self._met)
 
     def compile_like(self, shape: Shape) -> None:
-        """Compiles what another mesh's programs have met."""
+        """Compiles the program for a shape that the programs of another mesh have compiled."""
         loss, batch = shape
         if loss == SCORE:
             self._compile_score(batch)
@@ -192,28 +198,28 @@ class Programs:
     def grad_step(
         self, loss: str, params: Any, accumulator: state_lib.Accumulator, batch: Batch
     ) -> tuple[state_lib.Accumulator, Report]:
-        """`grad_step` of the named loss; the accumulator given is consumed."""
+        """Runs `grad_step` of the named loss; consumes the given accumulator."""
         self.compile_grad_step(loss, batch)
         return self._grad_steps[loss, _shape_key(batch)](params, accumulator, batch)
 
     def apply_step(
         self, state: state_lib.TrainState, accumulator: state_lib.Accumulator, learning_rate: float
     ) -> tuple[state_lib.TrainState, state_lib.Accumulator, Report]:
-        """`apply_step`; the state and the accumulator given are consumed."""
+        """Runs `apply_step`; consumes the given state and accumulator."""
         if self._apply_step is None:
             self._apply_step = self._compile_apply_step()
         return self._apply_step(state, accumulator, np.float32(learning_rate))
 
     def zeros(self) -> state_lib.Accumulator:
-        """A fresh accumulator."""
+        """Returns a fresh accumulator of zeros."""
         if self._zeros is None:
             self._zeros = state_lib.zeros(self._where.accumulator)
         return self._zeros()
 
     def add(self, accumulator: state_lib.Accumulator, received: Received) -> state_lib.Accumulator:
-        """Adds sums that were computed elsewhere; the accumulator given is consumed.
+        """Adds sums that were computed elsewhere; consumes the given accumulator.
 
-        Each process puts its own devices' shards only, so that all of them have to hold the same sums.
+        Each process fills only the shards of its own devices, so all processes must hold the same sums.
         """
         leaves, structure = jax.tree.flatten(accumulator)
         placed = [_put_sum(array, leaf.sharding) for array, leaf in zip(received.arrays, leaves, strict=True)]
@@ -222,7 +228,7 @@ class Programs:
         return self._add(accumulator, jax.tree.unflatten(structure, placed))
 
     def score(self, params: Any, batch: Batch) -> jax.Array:
-        """Log-probability of each target, float32 [B, T]."""
+        """Returns the log-probability of each target, float32 [B, T]."""
         self._compile_score(batch)
         return self._scores[_shape_key(batch)](params, batch)
 
@@ -253,8 +259,10 @@ class Programs:
                 dict.fromkeys(batch, mesh_lib.batch_sharding(where.mesh)),
             ),
             out_shardings=(accumulator, mesh_lib.replicated(where.mesh)),
+            # Donated: the new sums take the old buffers, so only one accumulator exists.
             donate_argnums=1,
         )
+        # The model pins its activations on the current mesh (`models.axes.constrain`).
         with jax.set_mesh(where.mesh):
             return program.lower(where.state.params, where.accumulator, _shapes(batch)).compile(self._options)
 
@@ -290,7 +298,7 @@ def _put_sum(array: np.ndarray, where: jax.sharding.Sharding) -> jax.Array:
 
 
 def _temporary(program: jax.stages.Compiled) -> int:
-    """Bytes of intermediate values and of results that no argument gave room to; 0 where the backend does not say."""
+    """Bytes of intermediate values and of results that reuse no argument's buffer; 0 if the backend does not say."""
     told = program.memory_analysis()
     if told is None:
         return 0

@@ -1,11 +1,11 @@
 """The trainer as an actor: the methods of `protocols.Trainer` around a learner.
 
-`create` is what a cluster spawns. The methods are synchronous, because an actor's sync methods all run on one thread of
-its own, as JAX's thread-local mesh contexts require.
+A cluster spawns `create`. Most methods are synchronous, because all sync methods of an actor run on one thread of its
+own, and JAX's mesh contexts are thread-local.
 
-A trainer of several processes is as many actors, each with its share of the mesh's devices, and every method is called
-on all of them at once with the same arguments (`trainer_control.client`); what process 0 returns counts. `reserve`,
-`listen`, `stage_weights`, `close_weights` and `is_saved` are asked of process 0 alone.
+A trainer of several processes consists of one actor per process, each with its share of the mesh's devices. Every
+method is called on all actors at once with the same arguments (`trainer_control.client`); the result of process 0
+counts. Only process 0 receives `reserve`, `listen`, `stage_weights`, `close_weights` and `is_saved`.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ MIB = 2**20
 
 
 def create(config: Mapping[str, Any], workdir: str, process: int = 0) -> TrainerActor:
-    """The trainer of a run, or one process of it; devices are first touched by its `start`.
+    """Creates the trainer of a run, or one of its processes. Its `start` is the first to touch devices.
 
     Args:
       config: a `RunConfig` as plain dicts (`config.to_dict`).
-      workdir: the run's directory. The trainer writes only to paths that its methods are given.
-      process: which of `trainer.processes` this is.
+      workdir: directory of the run. The trainer writes only to paths that its methods are given.
+      process: index of this process among `trainer.processes`.
 
     Raises:
-      ConfigError: a field cannot be used.
+      ConfigError: a field has an unusable value.
       DataError: the model directory cannot be read.
     """
     return TrainerActor(config_lib.parse(config_lib.RunConfig, config), process)
 
 
 def model_shape(config: config_lib.ModelConfig) -> model_config.TransformerConfig:
-    """The model's shape: that of the directory if there is one, else the preset's."""
+    """Returns the model's shape, from the model directory if the config names one, else from the preset."""
     return model_config.read_directory(config.path) if config.path else model_config.load_preset(config.preset)
 
 
@@ -67,26 +67,26 @@ class TrainerActor:
         self._checkpointer: checkpoints.Checkpointer | None = None
         self._resize: resize.Resize | None = None
         self._snapshots: checkpoints.Checkpointer | None = None
-        # Replicas on other hosts come over the network, and over the loopback alone where there are none.
+        # Without a cluster address, hybrid workers run on this host, so the loopback is enough.
         self._members = members.Members(config.elastic, config.deadlines.transition, host)
         self._version = 0
-        self._published: int | None = None  # the version published, while the parameters are those of its snapshot
-        self._warm = False  # the optimizer's moments are the warm start's
+        self._published: int | None = None  # the version last synced, while the parameters equal its snapshot
+        self._warm = False  # the warm start has filled the optimizer's moments
         self._skipped_in_a_row = 0
 
     def reserve(self) -> str:
-        """The address at which process 0, which this is, will meet the others."""
+        """Reserves the address at which process 0 (this process) will meet the others."""
         return self._world.reserve()
 
     def join(self, address: str) -> None:
-        """Meets the trainer's other processes, which join at the same time; see `world.World.join`."""
+        """Meets the trainer's other processes, which join at the same time. See `world.World.join`."""
         self._world.join(address, self._config.deadlines.trainer_start)
 
     def start(self) -> protocols.TrainerInfo:
-        """Builds mesh and train state and compiles the steps over the shortest rows.
+        """Builds the mesh and the train state, and compiles the steps over the shortest rows.
 
         Raises:
-          ConfigError: too few devices, a core that does not exist, or the model does not divide over the mesh.
+          ConfigError: too few devices, a CPU core that does not exist, or the model is not divisible over the mesh.
           DataError: the model directory cannot be used.
         """
         config, learner = self._config, self._open()
@@ -97,28 +97,29 @@ class TrainerActor:
         else:
             params = state_lib.random_params(self._model, where, config.seed)
         learner.begin(params)
+        # Only the shortest rows; longer rows are compiled when a batch first needs them.
         learner.compile(learner_lib.POLICY)
         if config.warm_start.steps:
             learner.compile(learner_lib.SUPERVISED)
         return self._begin(learner)
 
     def stand_by(self) -> protocols.TrainerInfo:
-        """Instead of `start`: builds the mesh alone. `warm` compiles, `restore` brings the state of another trainer.
+        """Builds only the mesh, in place of `start`. `warm` compiles; `restore` loads the state of another trainer.
 
         Raises:
-          ConfigError: as `start` does.
+          ConfigError: for the same reasons as `start`.
         """
         return self._begin(self._open())
 
     def shapes(self) -> list[protocols.ProgramShape]:
-        """What this trainer has compiled programs for, in the order in which it met it."""
+        """Returns the shapes that this trainer has compiled programs for, in the order of compilation."""
         return [
             protocols.ProgramShape(name, {key: (tuple(item.shape), str(item.dtype)) for key, item in batch.items()})
             for name, batch in self._started().programs.shapes()
         ]
 
     def warm(self, shapes: Sequence[protocols.ProgramShape]) -> None:
-        """Compiles the programs for what another trainer of the same run has met (`shapes`), where it has not yet."""
+        """Compiles the programs for the `shapes` of another trainer of the same run, if still missing."""
         programs = self._started().programs
         for shape in shapes:
             arrays = {name: jax.ShapeDtypeStruct(*array) for name, array in shape.arrays.items()}
@@ -127,7 +128,7 @@ class TrainerActor:
     def _open(self) -> learner_lib.Learner:
         config = self._config
         if config.trainer.cores:
-            # Of this thread, and so of those that XLA makes from it.
+            # Pins this thread; the threads that XLA starts from it inherit the cores.
             config_lib.check_cores(config.trainer.cores, "trainer.cores")
             os.sched_setaffinity(0, config.trainer.cores)
         self._world.check(config.trainer)
@@ -141,11 +142,12 @@ class TrainerActor:
             rollout.dtype,
             rollout.bucket_mib * MIB,
             rollout.transport,
-            # A replica's digest is made of them, and relays tell by them what came.
+            # The digest that hybrid workers send is made of the checksums, and weight relays verify chunks with them.
             rollout.checksum or config.elastic.hybrid > 0 or config.cluster.accelerators_per_host > 0,
             rollout.tensor_parallel,
             config.deadlines.publish,
         )
+        # The next trainer reads a snapshot once, so speed matters more than size: no compression.
         self._checkpointer, self._snapshots = checkpoints.Checkpointer(), checkpoints.Checkpointer(compress=False)
         self._learner = learner
         return protocols.TrainerInfo(
@@ -156,10 +158,10 @@ class TrainerActor:
         )
 
     def warm_start_step(self, sequences: Sequence[protocols.Trajectory]) -> dict[str, float]:
-        """One supervised step (mean cross entropy of the tokens under the loss mask) at the warm start's own rate.
+        """Takes one supervised step (mean cross entropy of the tokens in the loss mask) at the warm start's rate.
 
         Raises:
-          LibraError: training has begun, or nothing in `sequences` is under the loss mask.
+          LibraError: training has begun, or no token in `sequences` is under the loss mask.
         """
         learner = self._started()
         if self._version:
@@ -167,24 +169,26 @@ class TrainerActor:
         examples = batch_lib.examples(sequences, self._version, self._model.vocab_size)
         packed = prepare.pack(self._config, examples)
         self._warm = True
+        # The parameters change without a new version, so the synced snapshot no longer matches.
         self._published = None
         rate = self._config.warm_start.learning_rate
         metrics = learner.update(learner_lib.SUPERVISED, packed, rate)
         return self._finish(metrics, packed, rate)
 
     def train_step(self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share] = ()) -> dict[str, float]:
-        """One policy update, version v -> v + 1, a skipped (non-finite) one included. Returns the step's metrics.
+        """Takes one policy update from version v to v + 1, even if a non-finite step is skipped. Returns metrics.
 
         Args:
-          batch: what to train on.
-          shares: parts that replicas compute meanwhile. Those that do not come are computed here, and their replica is
-            dismissed. With any the metrics have `shares/*` (`members.Collection.metrics`).
+          batch: groups to train on.
+          shares: parts of the step that hybrid workers compute meanwhile. The core computes a share that does not
+            arrive, and dismisses its hybrid worker. With shares, the metrics include `shares/*`
+            (`members.Collection.metrics`).
 
         Raises:
-          DataError: a trajectory holds a number that cannot be trained on; the message names it.
+          DataError: a trajectory holds a number that cannot be trained on; the message names the trajectory.
           ConfigError: the shares leave the core nothing.
-          LibraError: the batch is another version's, or `trainer.max_skipped_steps` steps in a row were not finite.
-          StepGivenUp: `give_up_step` asked for it; the version and the state are as before.
+          LibraError: the batch is for another version, or `trainer.max_skipped_steps` steps in a row were not finite.
+          StepGivenUp: `give_up_step` aborted the step; version and state are unchanged.
         """
         learner = self._started()
         if batch.policy_version != self._version:
@@ -196,19 +200,20 @@ class TrainerActor:
         rate = float(self._schedule(self._version))
         own, collection = self._collection(prepared, shares) if shares else (None, None)
         metrics = learner.update(learner_lib.POLICY, prepared.packed, rate, prepared.extras, own, collection)
+        # A skipped step counts too: the version is the number of steps taken.
         self._version += 1
         metrics |= batch_lib.statistics(prepared.advantages, prepared.examples, batch.groups)
         if collection is not None:
             metrics |= collection.metrics()
         return self._finish(metrics, prepared.packed, rate)
 
-    # These four are async: they touch no JAX, so they run on the actor's event loop, beside a training step.
+    # The next four are async because they touch no JAX: they run on the actor's event loop during a training step.
 
     async def give_up_step(self) -> bool:
-        """Asks the step under way to end between two micro-batches, with StepGivenUp; the state is as before it then.
+        """Asks the current step to abort between two micro-batches with StepGivenUp; the state is then unchanged.
 
-        Returns False where it will not: several processes would each end it after another micro-batch, and those that
-        went on would wait for the others in a collective for ever.
+        Returns False if the trainer has several processes. Each would abort after a different micro-batch, and the
+        others would wait for it in a collective forever.
         """
         if self._config.trainer.processes > 1:
             return False
@@ -216,29 +221,29 @@ class TrainerActor:
         return True
 
     async def listen(self, member: str, epoch: int) -> dict[str, Any]:
-        """Opens a gradient channel for a replica; returns its address. In the core's first process only."""
+        """Opens a gradient channel for a hybrid worker and returns its address. Only for the core's first process."""
         self._started()
         return self._members.listen(member, epoch)
 
     async def connect(self, member: str, epoch: int, address: Mapping[str, Any]) -> None:
-        """Begins to connect to a replica's channel, and returns at once; it has `deadlines.transition` to stand.
+        """Starts to connect to a hybrid worker's channel and returns at once. Deadline: `deadlines.transition`.
 
         Raises:
-          LibraError: the address is another member's, epoch's or trainer's.
+          LibraError: the address belongs to another hybrid worker, membership generation or trainer.
         """
         self._started()
         self._members.connect(member, epoch, address)
 
     async def dismiss(self, member: str) -> None:
-        """Closes a replica's channel; nothing happens if there is none. Not one that a step under way waits for."""
+        """Closes the channel of a hybrid worker, if it has one. Not for a channel that the current step waits for."""
         self._members.dismiss(member)
 
     def begin_resize(self, sizes: protocols.MeshSizes) -> protocols.ResizeEstimate:
-        """Begins to compile for another mesh of this process's devices; training goes on.
+        """Starts to compile for another mesh of this process's devices; training continues.
 
         Raises:
-          ConfigError: the sizes are no mesh of this model, batch and number of devices, or a resize is under way.
-          LibraError: a device has no room for the move.
+          ConfigError: the sizes do not fit this model, batch and number of devices, or a resize is running.
+          LibraError: a device lacks memory for the move.
         """
         learner = self._started()
         if self._resize is not None:
@@ -249,15 +254,15 @@ class TrainerActor:
         return self._resize.estimate
 
     def resize_progress(self) -> protocols.ResizeProgress:
-        """How far the resize is."""
+        """Returns the progress of the resize."""
         return self._resizing().progress
 
     def finish_resize(self, seconds: float) -> protocols.ResizePhases:
-        """Between two steps: waits at most `seconds` for the programs, then moves the state.
+        """Waits at most `seconds` for the programs, then moves the state. Call between two steps.
 
         Raises:
-          DeadlineMissed: they took longer; the resize goes on.
-          LibraError: it cannot be; training goes on on the mesh it has.
+          DeadlineMissed: compilation took longer; the resize continues.
+          LibraError: the resize failed; training continues on the present mesh.
         """
         resizing = self._resizing()
         try:
@@ -271,7 +276,7 @@ class TrainerActor:
         return phases
 
     def cancel_resize(self) -> None:
-        """Gives up a resize that is under way; a program that is being compiled is left to end by itself."""
+        """Cancels a running resize. A compilation that has started ends by itself."""
         if self._resize is not None:
             self._resize.cancel(0.0)
             self._resize = None
@@ -293,13 +298,13 @@ class TrainerActor:
         return self._weights.stage(policy_version, index)
 
     def close_weights(self, policy_version: int) -> None:
-        """Frees the snapshot."""
+        """Frees the snapshot of the parameters."""
         self._started()
         assert self._weights is not None
         self._weights.close(policy_version)
 
     def save(self, path: str) -> None:
-        """Begins an asynchronous save of the train state to a new directory; ends the warm start."""
+        """Starts an asynchronous save of the train state to a new directory. Ends the warm start."""
         learner = self._started()
         self._end_warm_start()
         assert self._checkpointer is not None
@@ -307,13 +312,13 @@ class TrainerActor:
         self._checkpointer.save(path, learner.state, self._host_state())
 
     def wait_saved(self) -> None:
-        """Returns when the last `save` is durable."""
+        """Waits until the last `save` is durable."""
         self._started()
         assert self._checkpointer is not None
         self._checkpointer.wait()
 
     def restore(self, path: str) -> int:
-        """Restores the train state, saved on any mesh, into this mesh's shardings; returns its policy version."""
+        """Restores a train state, saved on any mesh, into this mesh's shardings. Returns its policy version."""
         learner = self._started()
         assert self._checkpointer is not None
         learner.state = self._checkpointer.restore(path, learner.layout.state)
@@ -323,12 +328,12 @@ class TrainerActor:
         return self._version
 
     def policy_version(self) -> int:
-        """The version of the state."""
+        """Returns the policy version of the state."""
         self._started()
         return self._version
 
     def snapshot(self, path: str) -> protocols.Snapshot:
-        """Like `save`, for another trainer to take over from: beside checkpoints, whose saves know nothing of it."""
+        """Saves the state for another trainer to take over. Independent of `save` and its checkpoints."""
         learner = self._started()
         self._end_warm_start()
         assert self._snapshots is not None
@@ -337,10 +342,10 @@ class TrainerActor:
         return protocols.Snapshot(self._version, sum(leaf.nbytes for leaf in jax.tree.leaves(learner.state)))
 
     def snapshot_saved(self) -> bool:
-        """Whether the last snapshot is durable. Never waits for it.
+        """Returns True if the last snapshot is durable, without waiting for it.
 
         Raises:
-          LibraError: it could not be written.
+          LibraError: the snapshot could not be written.
         """
         self._started()
         assert self._snapshots is not None
@@ -350,15 +355,15 @@ class TrainerActor:
         return True
 
     def is_saved(self, path: str) -> bool:
-        """Whether a state that any trainer saves at `path` is there to be restored."""
+        """Returns True if any trainer has durably saved a state at `path`."""
         return checkpoints.is_sealed(path)
 
     def _host_state(self) -> dict[str, Any]:
-        """What a step depends on and the train state does not hold; the warm start has ended by then."""
+        """Returns what a step depends on beside the train state. The warm start has ended before it is called."""
         return {"skipped_in_a_row": self._skipped_in_a_row}
 
     def export(self, path: str) -> None:
-        """Writes the parameters as a Hugging Face directory, sealed with its files' checksums.
+        """Writes the parameters as a Hugging Face directory, sealed with the checksums of its files.
 
         Raises:
           LibraError: a parameter is not finite; nothing is written.
@@ -370,6 +375,7 @@ class TrainerActor:
                 "to an earlier checkpoint, and lower optimizer.learning_rate or look at the rewards."
             )
         hf.save(params, self._model, path)
+        # Process 0 alone writes (`hf.save`), so it alone seals.
         if jax.process_index() == 0:
             try:
                 checksums.seal_folder(pathlib.Path(path))
@@ -377,7 +383,7 @@ class TrainerActor:
                 raise protocols.LibraError(f"{path}: cannot be written ({error.strerror or error})") from error
 
     def shutdown(self) -> None:
-        """Finishes the last save, gives shared memory back, closes all channels and drops the state. Idempotent."""
+        """Finishes the last save, frees shared memory, closes all channels and drops the state. Idempotent."""
         self.cancel_resize()
         self._members.close()
         if self._weights is not None:
@@ -400,7 +406,7 @@ class TrainerActor:
         return self._resize
 
     def _end_warm_start(self) -> None:
-        """Training begins with an optimizer of its own, and with the warmed policy as its reference."""
+        """Starts training with a fresh optimizer, and with the warm-started policy as reference model."""
         if self._warm:
             self._started().restart()
             self._warm = False
@@ -408,12 +414,13 @@ class TrainerActor:
     def _collection(
         self, prepared: prepare.Prepared, shares: Sequence[protocols.Share]
     ) -> tuple[range, members.Collection]:
-        """The core's own micro-batches, and what will bring the others' sums."""
+        """Returns the core's own micro-batches, and the collection that brings the other sums."""
         own, *ranges = shares_lib.split(prepared.work, shares)
+        # Without a sync of this version, no hybrid worker can hold its parameters.
         known = self._published == self._version
         wanted = members.Wanted(
             version=self._version,
-            # The first process alone holds what was published, and checks for all (`members.everywhere`).
+            # Only the first process knows the synced digest; it checks for all (`members.everywhere`).
             digest=self._host_snapshot().digest(self._version) if known and jax.process_index() == 0 else None,
             shares=shares,
             ranges=ranges,
@@ -427,7 +434,7 @@ class TrainerActor:
         return self._weights
 
     def _finish(self, metrics: dict[str, float], packed: packing.Packed, rate: float) -> dict[str, float]:
-        """Adds what the host knows of the step, and stops a run whose steps are not finite."""
+        """Adds the host's metrics of the step, and stops a run whose steps are not finite."""
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if metrics["skipped"] else 0
         limit = self._config.trainer.max_skipped_steps
         if self._skipped_in_a_row > limit:

@@ -1,12 +1,14 @@
-"""A trainer of several processes: one JAX distributed world, told by address, process id and count who is in it.
+"""One JAX distributed world for the processes of a trainer.
 
-Nothing is detected: in one Slurm allocation two worlds would find the same port. Process 0 keeps the port that it found
-bound until JAX listens there, so that no other process is given it meanwhile; JAX can share it, others are not asked.
+Each process is given the address of process 0, its own id and the process count. JAX's cluster detection is off: in one
+Slurm allocation, two worlds would find the same port. Process 0 keeps its free port bound until JAX listens on it, so
+that no other process takes the port. SO_REUSEPORT lets JAX share the port.
 
-How a world learns that one of its processes was killed: whoever shares a collective with it gets an error at once
-(`is_loss`); when process 0 is gone, so is its coordination service, and JAX aborts the others at once; when another one
-is gone, the service misses its heartbeats and JAX aborts the rest after `HEARTBEAT_SECONDS`. A process that waits in
-vain for the others to join is aborted too. A world never goes on with fewer: it is ended, and another one made.
+A world notices a killed process in three ways. A process that shares a collective with the dead process gets an error
+at once (`is_loss`). If process 0 dies, its coordination service dies too, and JAX aborts the other processes at once.
+If another process dies, the service misses its heartbeats, and JAX aborts the rest after `HEARTBEAT_SECONDS`. JAX also
+aborts a process that waits in vain for the others to join. A world never continues with fewer processes: the world
+ends, and a new world starts.
 
 Thread-safety: none; one thread makes, joins and leaves a world.
 """
@@ -24,22 +26,23 @@ from libra_jax import protocols
 from libra_jax.weights import addresses
 
 HEARTBEAT_SECONDS = 30
-"""Silence after which a process counts as dead; heartbeats have a thread of their own, which no compiling holds up."""
+"""Seconds of silence before a process counts as dead. Heartbeats have their own thread, so compilation does not delay
+them."""
 
 LEAVE_SECONDS = 5
-"""How long a process that leaves waits for the others to leave with it."""
+"""Seconds that a leaving process waits for the others to leave with it."""
 
 _SIGNS = ("gloo", "nccl", "coordination service", "connection", "socket closed", "heartbeat", "unavailable")
-"""What errors of a collective say when a peer is gone."""
+"""Words in the error of a collective when a peer is gone."""
 
 
 class World:
-    """This process's place among the trainer's.
+    """This process's place among the trainer's processes.
 
     Args:
-      process: its id, from 0.
-      processes: how many there are; a world of one is joined by doing nothing.
-      host: address of this one, as the others reach it.
+      process: id of this process, from 0.
+      processes: number of processes. A world of one process needs no joining.
+      host: address of this host, as the other processes reach it.
     """
 
     def __init__(self, process: int, processes: int, host: str = addresses.LOOPBACK) -> None:
@@ -50,7 +53,7 @@ class World:
         self._joined = False
 
     def reserve(self) -> str:
-        """Finds a free port on this host, for process 0 to listen on; returns "host:port", as all are to `join`."""
+        """Finds a free port on this host for process 0. Returns "host:port", which every process passes to `join`."""
         self._release()
         self._port = socket.socket()
         self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as JAX's server does: both may be bound
@@ -58,11 +61,11 @@ class World:
         return f"{self._host}:{self._port.getsockname()[1]}"
 
     def join(self, address: str, seconds: float) -> None:
-        """Returns when all processes have joined. Before JAX is first asked for its devices.
+        """Joins the world; returns when all processes have joined. Call before JAX is first asked for its devices.
 
         Args:
-          address: what process 0's `reserve` returned.
-          seconds: to wait for the others; JAX aborts this process when they do not come.
+          address: the result of process 0's `reserve`.
+          seconds: seconds to wait for the others. JAX aborts this process if they do not join.
 
         Raises:
           LibraError: JAX has begun to use its devices, or has joined a world before.
@@ -80,6 +83,7 @@ class World:
                 initialization_timeout=max(1, int(seconds)),
                 heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
                 shutdown_timeout_seconds=LEAVE_SECONDS,
+                # By default, JAX's coordinator would listen on all addresses of the host.
                 coordinator_bind_address=address,
             )
         except RuntimeError as error:
@@ -92,7 +96,7 @@ class World:
         self._joined = True
 
     def check(self, trainer: config_lib.TrainerConfig) -> None:
-        """Raises ConfigError where this process has not its share of the mesh's devices, LibraError before `join`."""
+        """Raises ConfigError if this process does not see its share of the mesh's devices, LibraError before `join`."""
         if self._processes == 1:
             return
         if not self._joined:
@@ -107,7 +111,7 @@ class World:
     def leave(self) -> None:
         """Leaves the world together with the others, or alone if they do not come. Idempotent.
 
-        Nobody is told of one that leaves alone, so that what the others still do (the rest of a save) goes on.
+        A process that leaves alone does not notify the others, so that they finish their work (the rest of a save).
         """
         self._release()
         if not self._joined:
@@ -124,13 +128,14 @@ class World:
 
 
 def is_loss(error: BaseException) -> bool:
-    """Whether an error of a program or a barrier says that a process of this world is gone."""
+    """Returns True if the error of a program or barrier means that a process of this world is gone."""
     text = str(error).lower()
+    # JAX raises one type for all failures of a program, so only the text identifies a lost peer.
     return jax.process_count() > 1 and any(sign in text for sign in _SIGNS)
 
 
 def lost(error: BaseException) -> protocols.PeerLost:
-    """The error of a process whose peer is gone."""
+    """Returns the error to raise in a process whose peer is gone."""
     return protocols.PeerLost(
         f"a process of the trainer is lost: process {jax.process_index()} can no longer reach it "
         f"({str(error).strip().splitlines()[0][:200]}); make the trainer anew to go on"
