@@ -20,9 +20,9 @@ from libra_jax.agents.rewards import scoring
 from libra_jax.agents.tools import toolkit
 from libra_jax.coordinator import run as coordinator
 from libra_jax.coordinator import signals
+from libra_jax.models import hub
 from libra_jax.planning import search
 from libra_jax.runs import curve, planned, preflight, wiring, workdirs
-from libra_jax.models import hub
 from libra_jax.simulator import comparison, lengths, settings
 
 MakeEnvironment = Callable[..., protocols.Environment]
@@ -294,10 +294,7 @@ def plan(
     """Plans a split of accelerators: `libra_jax.plan`."""
     run = _batches() if config is None else config
     generated: lengths.LogNormal | float | None
-    if isinstance(generated_tokens, tuple):
-        generated = lengths.LogNormal.fitted(*generated_tokens)
-    else:
-        generated = generated_tokens
+    generated = lengths.LogNormal.fitted(*generated_tokens) if isinstance(generated_tokens, tuple) else generated_tokens
     asked = planned.Asked(
         hardware=hardware,
         model=model,

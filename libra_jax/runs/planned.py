@@ -15,7 +15,6 @@ from libra_jax.models import config as model_config
 from libra_jax.models import hub
 from libra_jax.planning import costs, demand, forecast, plans, profiles, search, uncertainty
 from libra_jax.runs import wiring
-from libra_jax.models import hub
 from libra_jax.simulator import comparison, lengths, scripts, settings, traces, workloads
 
 SAMPLES = 8_192

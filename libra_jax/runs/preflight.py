@@ -7,19 +7,17 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from libra_jax.cluster import placement
-
-from libra_jax.runs import wiring
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.agents import factories, resolving, tokenizers
 from libra_jax.agents.rewards import composition
 from libra_jax.agents.tools import toolkit
-from libra_jax.cluster import hosts
+from libra_jax.cluster import hosts, placement
 from libra_jax.config import advice
 from libra_jax.engines import logprob_contract
 from libra_jax.models import config as model_config
 from libra_jax.models import feasibility
+from libra_jax.runs import wiring
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that vLLM 0.32 serves on CPU (vllm/v1/attention/backends/cpu_attn.py); others die at their first token."""

@@ -10,10 +10,6 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from libra_jax.runs import observing
-from libra_jax.cluster import placement
 
 from libra_jax import config as libra_config
 from libra_jax import protocols
@@ -26,6 +22,7 @@ from libra_jax.coordinator import checkpoint_store, checkpoints, context, fencin
 from libra_jax.coordinator import run as coordinator
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, forecast, planner, plans, profiles
+from libra_jax.runs import observing
 from libra_jax.scheduling import costs as scheduling_costs
 from libra_jax.scheduling import registry as schedulers
 from libra_jax.telemetry import escapes, files, report, resume, status
@@ -167,7 +164,7 @@ def scheduler(config: libra_config.RunConfig) -> protocols.Scheduler:
     Raises:
       ConfigError: the policy is for simulations only, its buckets do not match the layout, or `scheduler.learnt_from`
         holds nothing to learn from.
-"""
+    """
     made = schedulers.create(
         config.scheduler,
         costs=scheduling_costs.LinearCosts(config.scheduler.costs, transfers=config.rollout.kv_transfer != "none"),

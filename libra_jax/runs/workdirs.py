@@ -17,11 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from libra_jax.runs import changes
-
 from libra_jax import config as libra_config
 from libra_jax import machine, protocols
 from libra_jax.coordinator import checkpoint_store, fencing
+from libra_jax.runs import changes
 from libra_jax.telemetry import metrics, redaction, status
 
 END_SECONDS = 60.0

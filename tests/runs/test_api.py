@@ -50,7 +50,7 @@ def test_a_run_trains_on_objects_of_the_program_and_goes_on(tmp_path):
     trained = libra_jax.train(small(2), **given)
     assert trained.rewards == {1: 0.25, 2: 0.25}
     assert len(scored) == 2 * 2 * 4, "two steps of two groups of four"
-    assert {answer for answer in scored} <= {task["answer"] for task in QUESTIONS}
+    assert set(scored) <= {task["answer"] for task in QUESTIONS}
     assert (trained.model / "config.json").exists()
     assert libra_jax.train(small(3), **given).rewards == {3: 0.25}, "it goes on from its checkpoint"
 

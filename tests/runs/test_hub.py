@@ -8,7 +8,6 @@ import types
 
 import huggingface_hub
 import job_flags
-from libra_jax.runs import planned
 import pytest
 import scripts
 from huggingface_hub import constants
@@ -16,6 +15,7 @@ from huggingface_hub import constants
 from libra_jax import config, protocols
 from libra_jax.agents import tables
 from libra_jax.models import hub
+from libra_jax.runs import planned
 from libra_jax.simulator import lengths
 
 SHAPE = (scripts.ROOT / "libra_jax/models/presets/libra-tiny.json").read_text()

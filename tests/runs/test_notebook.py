@@ -26,6 +26,6 @@ def test_the_notebook_trains_and_shows_the_rewards_curve(tmp_path, monkeypatch):
     printed = "".join(output.text for output in first.outputs if output.output_type == "stream")
     rewards = [float(value) for value in re.findall(r"\d: ([\d.]+)", printed.splitlines()[-1])]
     assert len(rewards) == 3
-    assert 0.2 < min(rewards), "the warm start leaves the policy right in a third of its attempts"
+    assert min(rewards) > 0.2, "the warm start leaves the policy right in a third of its attempts"
     assert any("image/png" in output.get("data", {}) for output in first.outputs), "the curve"
     assert "1: " in "".join(output.text for output in second.outputs if output.output_type == "stream")

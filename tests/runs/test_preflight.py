@@ -14,8 +14,8 @@ import scripts
 
 import dry_run
 from libra_jax import config, protocols
-from libra_jax.runs import preflight, wiring
 from libra_jax.planning import memory
+from libra_jax.runs import preflight, wiring
 
 
 @pytest.mark.parametrize(

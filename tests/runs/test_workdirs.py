@@ -12,7 +12,6 @@ from libra_jax.cluster import placement
 from libra_jax.coordinator import checkpoints
 from libra_jax.models import config as model_config
 from libra_jax.runs import preflight, workdirs
-from libra_jax.cluster import placement
 
 FOREIGN = json.dumps({f"a{number}": number for number in range(100)})
 
