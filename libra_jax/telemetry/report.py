@@ -1,4 +1,4 @@
-"""`report.html`: a run in one self-contained page, from the files that it left in its workdir."""
+"""`report.html`: a run as one self-contained page, made from the files in its workdir."""
 
 from __future__ import annotations
 
@@ -30,35 +30,35 @@ REPORT_FILE = "report.html"
 CONFIG_FILE = "config.json"
 
 KEPT_SPANS = 20_000
-"""Spans at the timeline's end that are held in memory."""
+"""Number of spans at the timeline's end that are held in memory."""
 
 KEPT_ROLLOUTS = 20_000
-"""Trajectories at the trace's end on which predictions from tool returns are judged."""
+"""Number of trajectories at the trace's end on which predictions from tool returns are judged."""
 
 WINDOW = 5
-"""Steps, at most, whose mean reward is compared at either end of the run."""
+"""Largest number of steps whose mean rewards are compared, at the beginning and the end of the run."""
 
 OUTCOMES = {"failure": "failed", "timeout": "timed out"}
-"""Verb for a tool call of each bad status."""
+"""Verb for a tool call with each bad status."""
 
 
 @dataclass
 class Run:
-    """What a workdir holds.
+    """The content of a workdir.
 
     Attributes:
-      steps: numbers of each step, ascending.
-      spans: the last of the timeline.
-      seconds: end of the timeline, in seconds of running time.
-      lengths: generated tokens of each trajectory.
-      tools: what the trajectories did with tools.
-      foresight: how well tool returns predicted what was left; None if there were none.
-      config: the resolved config, empty if there is none.
-      decisions: the planner's, in order.
-      pools: their sizes, in order.
-      changes: transitions of workers and meshes, in order.
-      config_history: settings that changed when the run went on, in order.
-      samples: rollouts of the first and of the last step as text.
+      steps: Numbers of each step, in ascending order of steps.
+      spans: Last spans of the timeline.
+      seconds: End of the timeline, in seconds of running time.
+      lengths: Number of generated tokens of each trajectory.
+      tools: Tool calls of the trajectories.
+      foresight: How well tool returns predicted the remaining length. None if there were no tool returns.
+      config: Resolved config. Empty if there is none.
+      decisions: The planner's decisions, in order.
+      pools: Sizes of the pools, in order.
+      changes: Transitions of workers and meshes, in order.
+      config_history: Settings that changed when the run was resumed, in order.
+      samples: Rollouts of the first and the last step, as text.
     """
 
     steps: dict[int, dict[str, float]]
@@ -80,10 +80,10 @@ class Run:
 
 
 def load(workdir: Path) -> Run:
-    """Reads a workdir, an interrupted run's too.
+    """Reads a workdir. The run may have been interrupted.
 
     Raises:
-      DataError: nothing has been recorded in it, or it is a file.
+      DataError: No run has recorded anything in it, or it is a file.
     """
     if workdir.exists() and not workdir.is_dir():
         raise DataError(f"{workdir}: is no folder; give the --workdir of a run")
@@ -137,10 +137,10 @@ def write_report(workdir: Path) -> Path:
     """Writes `report.html` from the files of the workdir.
 
     Returns:
-      The report's path.
+      Path of the report.
 
     Raises:
-      DataError: nothing has been recorded there, or the report cannot be written.
+      DataError: No run has recorded anything there, or the report cannot be written.
     """
     run = load(workdir)
     name = str(run.config.get("name") or workdir.resolve().name)
@@ -157,7 +157,7 @@ def write_report(workdir: Path) -> Path:
 
 
 def cards(run: Run) -> list[page.Section]:
-    """Returns the page's pictures and tables, as far as there is data for them."""
+    """Returns the page's pictures and tables, if there is data for them."""
     config = json.dumps(run.config, indent=2)
     return [
         *sections.reward(run.steps),
@@ -181,7 +181,7 @@ def cards(run: Run) -> list[page.Section]:
 
 
 def sentences(run: Run) -> list[str]:
-    """Returns the headline numbers, one sentence each, with bold parts between double asterisks."""
+    """Returns the headline numbers, one sentence each. Parts between double asterisks are bold."""
     out = []
     planned = run.config.get("steps")
     done = max(run.steps, default=0)
@@ -197,6 +197,7 @@ def sentences(run: Run) -> list[str]:
     out.append(tool_report.sentence(run.tools))
     if rates := run.curve("tokens_per_second"):
         seconds = run.curve("step/seconds")
+        # Weighted by the steps' seconds: the mean of the rates would count a short step as much as a long one.
         known = {step: seconds[step] for step in rates if seconds.get(step)} or dict.fromkeys(rates, 1.0)
         rate = sum(rates[step] * weight for step, weight in known.items()) / sum(known.values())
         out.append(f"It generated **{rate:,.0f} tokens a second** over all its steps.")
@@ -210,10 +211,10 @@ def sentences(run: Run) -> list[str]:
 
 
 def _learning(run: Run) -> list[str]:
-    """Returns how the reward and the score on held-out tasks changed."""
+    """Returns sentences on how the reward and the score on held-out tasks changed."""
     out = []
     if rewards := list(run.curve("reward/mean").values()):
-        size = min(WINDOW, len(rewards) // 2)  # two windows that share no step
+        size = min(WINDOW, len(rewards) // 2)  # the two windows must not share a step
         if size:
             means = f" (means of the first and the last {size} steps)" if size > 1 else ""
             first, last = statistics.fmean(rewards[:size]), statistics.fmean(rewards[-size:])
@@ -236,14 +237,14 @@ def _change(name: str, first: float, last: float) -> str:
 
 
 def _outcome(run: Run, calls: int) -> str:
-    """Returns failed tool calls in counts: a share would round a few of them away."""
+    """Returns the number of failed tool calls in words. A share would round a few failures away."""
     counts = {status: sum(one.of_status(status) for one in run.tools.tools.values()) for status in trace.STATUSES}
     lost = [f"{counts[status]:,} {verb}" for status, verb in OUTCOMES.items() if counts[status]]
     return f" ({' and '.join(lost)})" if lost else ", all successful" if counts["success"] == calls else ""
 
 
 def _moves(run: Run) -> str:
-    """Returns how often requests moved between engines and what it cost; empty if none did."""
+    """Returns how often requests moved between engines, and the cost. Empty if none moved."""
     moves = run.curve("routing/moves")
     if not (count := sum(moves.values())):
         return ""
