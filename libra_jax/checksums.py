@@ -48,6 +48,7 @@ class Sum:
 
 def of_bytes(data: bytes) -> str:
     """Returns the checksum of bytes. `of_files` gives a file with these bytes the same checksum."""
+    # At least one chunk: empty data has the checksum of an empty chunk.
     chunks = [data[begin : begin + CHUNK] for begin in range(0, max(len(data), 1), CHUNK)]
     return _joined([xxhash.xxh3_128_digest(chunk) for chunk in chunks])
 
@@ -201,6 +202,7 @@ def seal_folder(folder: Path) -> None:
     with partial.open("wb") as file:
         file.write(text)
         file.flush()
+        # On disk before the rename, or a power failure could leave an empty file behind the name.
         os.fsync(file.fileno())
     partial.replace(folder / SEAL)
 

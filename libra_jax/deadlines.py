@@ -72,6 +72,7 @@ async def within(
       DeadlineMissed: `seconds` have passed. The message names the worker.
     """
     loop = asyncio.get_running_loop()
+    # A task copies the context in which it is made, so the work's `queued` blocks find this turn.
     with turns.watched() as turn:
         task = asyncio.ensure_future(awaitable)
     length = seconds / SLICES

@@ -22,6 +22,7 @@ def die_with_parent(parent: int | None) -> None:
       parent: Process id of the parent, if known. If the process has another parent by now, it is too late, and it ends.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # If the parent died before the call above, the kernel never sends the signal.
     if parent is not None and os.getppid() != parent:
         os._exit(1)
 

@@ -36,6 +36,7 @@ def watched() -> Iterator[Turn]:
 @contextlib.contextmanager
 def queued() -> Iterator[None]:
     """Marks the task as waiting for its turn, during this block."""
+    # Outside of a `watched` block nobody reads the flag.
     turn = _turn.get(Turn())
     turn.queued = True
     try:

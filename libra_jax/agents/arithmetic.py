@@ -47,6 +47,7 @@ def evaluate(expression: str, max_characters: int = 120) -> fractions.Fraction:
     expression = expression.strip()
     if len(expression) > max_characters:
         raise CalculationFailed("too long")
+    # Without letters, the parser can find only numbers, operators and parentheses.
     if not _ALLOWED.fullmatch(expression):
         raise CalculationFailed("not an expression")
     try:
@@ -75,6 +76,7 @@ def _value(node: ast.expr, expression: str) -> fractions.Fraction:
 
 
 def _power(base: fractions.Fraction, exponent: fractions.Fraction) -> fractions.Fraction:
+    # Checked before computing, because a power such as 9**9**9 would take forever.
     if exponent.denominator != 1 or abs(exponent) > _LARGEST_EXPONENT:
         raise CalculationFailed("power too large")
     if base == 0 and exponent < 0:

@@ -80,6 +80,7 @@ def _held_out_prompts(path: str, payloads: Sequence[Mapping[str, Any]], holdout:
         )
     # At least one prompt on each side.
     count = min(len(prompts) - 1, max(1, math.floor(holdout * len(prompts))))
+    # Ordered by hash, so that the choice depends on neither the seed nor the order of the rows.
     ranked = sorted(prompts, key=lambda prompt: hashlib.sha256(prompt.encode()).digest())
     return set(ranked[:count])
 

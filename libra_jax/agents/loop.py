@@ -67,7 +67,7 @@ async def run_attempt(
     finish but "answered"), the reward is 0, unless `reward` gives another. `task.cut_off` tells whether the trainer
     uses such rollouts. `environment` is closed in every case.
 
-    The metrics, besides the environment's own, are `turns`, `tool_calls`, `tool_timeouts`, `answered`, `tool_success`
+    These metrics are added to the environment's own: `turns`, `tool_calls`, `tool_timeouts`, `answered`, `tool_success`
     (1 if the last tool call succeeded), `rewarded_after_tool` (1 if rewarded after a successful tool call),
     `replay_differs` (1 if retained tokens had to be dropped) and, if returns may be cut, `returns_cut`.
 

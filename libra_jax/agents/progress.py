@@ -200,5 +200,6 @@ def cut_to_fit(
         return [dataclasses.replace(answer, content=limits.cut(answer.content, most)) for answer in answers]
 
     longest = max((len(answer.content) for answer in answers), default=0)
+    # Binary search, because each probe renders all returns again.
     fits = bisect.bisect_right(range(longest + 1), room, key=lambda most: tokens(cut(most))) - 1
     return cut(fits) if fits >= 0 else None

@@ -19,6 +19,7 @@ CALCULATOR_HINT = (
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
+# Bounded repetitions, so that a huge number in an output costs little.
 _NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]{0,60}(?:\.\d{1,60})?(?:/\d{1,60})?")
 
 

@@ -95,11 +95,13 @@ def resolve(name: str, field: str) -> Callable[..., Any]:
             "train from there again, or put the object into a module and name it here",
         )
         return cast("Callable[..., Any]", _given[attribute])
+    # A Python script has its own folder on the path instead of the working directory.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
+        # The module itself exists, but a module that it imports does not.
         if error.name is None or not (module_name == error.name or module_name.startswith(f"{error.name}.")):
             raise protocols.ConfigError(
                 f"config.{field}: {module_name} needs the module {error.name}, which is not installed"

@@ -103,6 +103,7 @@ def choose(rollouts: Sequence[protocols.Trajectory], count: int, seed: int) -> l
     def order(trajectory: protocols.Trajectory) -> tuple[float, int, str]:
         reward = float("-inf") if trajectory.reward is None else trajectory.reward
         name = trajectory.trajectory_id
+        # A checksum and not `hash`, which differs between processes.
         return -reward, zlib.crc32(f"{seed} {name}".encode()), name
 
     ranked = sorted(rollouts, key=order)

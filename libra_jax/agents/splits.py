@@ -13,7 +13,9 @@ from libra_jax import protocols
 
 def generator(*key: object) -> random.Random:
     """Returns a random generator that depends only on `key`. It is the same in every process and Python version."""
+    # The separator keeps keys such as ("a", "bc") and ("ab", "c") apart.
     text = "\x1f".join(map(str, key))
+    # Not `hash` of the text, which differs between processes.
     return random.Random(int.from_bytes(hashlib.sha256(text.encode()).digest()[:16], "big"))
 
 

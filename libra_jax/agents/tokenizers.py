@@ -87,6 +87,7 @@ class CharacterTokenizer:
         return tokens
 
 
+# Texts that no chat template contains by itself.
 _SENTINEL = "LIBRA-7f3a-OUTPUT"
 _PREFIX = (("user", "LIBRA-7f3a-QUESTION"), ("assistant", _SENTINEL))
 _LONGER_PREFIX = (

@@ -67,6 +67,7 @@ class Pace:
         self.steps = steps
         self.started = now
         self.done = 0
+        # One more than the number of steps: n durations lie between n + 1 ends.
         self._ends: deque[tuple[int, float]] = deque(maxlen=RATE_STEPS + 1)
 
     def step_ended(self, step: int, now: float) -> None:

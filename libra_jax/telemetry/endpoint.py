@@ -161,6 +161,7 @@ class Endpoint:
             text = b"Read this page as localhost or by an address; under other names it needs telemetry.token_env.\n"
             return _sent(start_response, ("403 Forbidden", "text/plain", text))
         given = environ.get("HTTP_AUTHORIZATION", "").encode()
+        # Compares in constant time, so that the time of an answer tells nothing about the token.
         if self._token and not hmac.compare_digest(given, b"Bearer " + self._token):
             text = b"This page needs the run's token: send the header Authorization: Bearer <token>.\n"
             return _sent(start_response, ("401 Unauthorized", "text/plain", text))

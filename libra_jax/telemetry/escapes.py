@@ -50,5 +50,6 @@ def _spelled(found: re.Match[str]) -> str:
 
 
 def _json_escape(found: re.Match[str]) -> str:
+    # JSON escapes characters beyond U+FFFF as a pair of UTF-16 units.
     units = found.group().encode("utf-16-be")
     return "".join(f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2))

@@ -53,7 +53,9 @@ Scale = Literal["zero", "free", "log", "share"]
 """Vertical axis: from zero on, around the values, logarithmic if they are far apart, or from 0 to 1 if they fit."""
 
 _STYLE = {
+    # Text stays text instead of becoming outlines, and takes the page's font.
     "svg.fonttype": "none",
+    # A fixed salt makes the same ids each time, so that the same data gives the same file.
     "svg.hashsalt": "libra-jax",
     "font.size": FONT,
     "text.color": INK,

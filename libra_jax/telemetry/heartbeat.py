@@ -89,6 +89,7 @@ class Heartbeat:
         partial = self._file.with_suffix(".partial")
         try:
             partial.write_bytes(files.json_line({**self._run.view(), "beat": self._beats}))
+            # Replaced in one step: a reader sees the old content or the new one, never a part.
             partial.replace(self._file)
         except OSError as error:
             with contextlib.suppress(OSError):

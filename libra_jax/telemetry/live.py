@@ -63,6 +63,7 @@ class LiveConsole(status.RunStatus):
         try:
             self._live.start()
             self._drawing = True
+            # rich hides the cursor, and a killed run could not show it again.
             self._console.show_cursor(True)
         except (OSError, ValueError) as error:
             self._lost(error)

@@ -37,6 +37,7 @@ def plain(scalars: Mapping[str, Any]) -> dict[str, float]:
     numbers: dict[str, float] = {}
     for name, value in scalars.items():
         if isinstance(value, int | float):
+            # bool is an int too, and becomes 0 or 1.
             numbers[name] = int(value) if isinstance(value, int) else value
         else:
             try:

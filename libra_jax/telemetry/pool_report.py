@@ -71,7 +71,7 @@ _UNITS = ((3 * 3600.0, 3600.0, "hours"), (600.0, 60.0, "minutes"), (0.0, 1.0, "s
 
 @dataclass(frozen=True)
 class Transition:
-    """A worker that switched sides or a mesh that changed its size, or the attempt to do so.
+    """A worker that switched sides or a mesh that changed its size, or one that tried to.
 
     Attributes:
       worker: A hybrid worker, or the trainer.
@@ -163,12 +163,14 @@ def stacked(sizes: Sequence[timeline.PoolSizes], end: float) -> tuple[list[float
         return [], {}
     if len(changes) > figures.MOST_POINTS:
         begin = changes[0].start
+        # All changes may be at the same moment; any positive length will do then.
         stretch = (changes[-1].start - begin) / figures.MOST_POINTS or 1.0
         changes = list({int((change.start - begin) / stretch): change for change in changes}.values())
     named = dict.fromkeys(itertools.chain.from_iterable(change.devices for change in changes))
     order = [*protocols.POOLS, *(name for name in named if name not in protocols.POOLS)]
     times = [change.start for change in changes]
     times.append(max(end, times[-1]))
+    # The last sizes are repeated, because they hold until the end of the picture.
     columns = {name: [change.devices.get(name, 0) for change in (*changes, changes[-1])] for name in order}
     return times, {name: column for name, column in columns.items() if any(column)}
 

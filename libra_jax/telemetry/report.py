@@ -146,6 +146,7 @@ def write_report(workdir: Path) -> Path:
     name = str(run.config.get("name") or workdir.resolve().name)
     text = page.render(f"{name} · Libra-JAX", name, sentences(run), cards(run))
     path = workdir / REPORT_FILE
+    # Renamed when it is complete, so that a reader never sees half a report.
     partial = path.with_name(REPORT_FILE + ".partial")
     try:
         partial.write_text(text, encoding="utf-8")

@@ -82,6 +82,7 @@ def _cut(path: Path, step: int) -> list[tuple[int, str]]:
             if keep:
                 new.write(line)
         new.flush()
+        # On disk before the rename, or a power failure could leave an empty file behind the name.
         os.fsync(new.fileno())
     os.replace(partial, path)
     return damaged

@@ -77,6 +77,7 @@ class Lanes:
 
     def place(self, start: int, end: int) -> int:
         """Returns the lane for a span. The lane is taken until `end`."""
+        # The lane with the latest end that is not after `start`; inf sorts behind every lane's number.
         index = bisect.bisect_right(self._free, (start, math.inf)) - 1
         lane = self._free.pop(index)[1] if index >= 0 else len(self._free)
         bisect.insort(self._free, (end, lane))
@@ -121,6 +122,7 @@ class TimelineFile:
             resumed = self._recover(path)
         except OSError as error:
             warn(str(path), f"{path.name} cannot be read ({error.strerror or error}); a new timeline begins.")
+        # The times of this session continue where the earlier ones ended.
         self._offset = self._end
         self._file = files.RecordFile(path, warn, guard)
         if resumed:
@@ -238,6 +240,7 @@ def _repair(path: Path) -> list[int]:
                 damaged.append(number)
                 new.write(b"[\n" if number == 1 else b"")
         new.flush()
+        # On disk before the rename, or a power failure could leave an empty file behind the name.
         os.fsync(new.fileno())
     if damaged:
         os.replace(partial, path)

@@ -149,6 +149,7 @@ def _quarters(steps: Sequence[int]) -> tuple[list[int], list[int]]:
 
     A single step has no last quarter.
     """
+    # Rounded up, so that a quarter has at least one step.
     size = -(-len(steps) // QUARTER)
     return list(steps[:size]), list(steps[-size:]) if len(steps) > 1 else []
 

@@ -61,6 +61,7 @@ def society(people: int = 2000, world: int = 0) -> tuple[Person, ...]:
     config.check(8 <= people <= MOST_PEOPLE, field, f"must lie in 8..{MOST_PEOPLE}, not {people}")
     rng = splits.generator("acquaintances", "world", world)
     cities = people // PEOPLE_PER_CITY
+    # One sample without repetition for both, so that no city has the name of a person.
     numbers = rng.sample(range(_names()), people + cities)
     names, towns = [_name(number) for number in numbers[:people]], [_name(number) for number in numbers[people:]]
     order = list(range(people))

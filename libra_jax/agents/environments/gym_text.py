@@ -147,6 +147,7 @@ def plain(text: str) -> str:
         codes = [int(code) for code in match[1].split(";") if code]
         background = any(40 <= code <= 47 or code == 7 for code in codes)
         colour = next((_COLOURS[code - 30] for code in codes if 30 <= code <= 37), "")
+        # A new colour or a reset ends the marked part before it.
         if background or colour or 0 in codes or not codes:
             shown, closing = shown + closing, ""
         if background:

@@ -56,6 +56,7 @@ def _step(value: int, rng: random.Random) -> tuple[str, int, int]:
     while True:
         word, other = rng.choice(tuple(_OPERATIONS)), rng.randint(_LEAST, _MOST)
         result = _OPERATIONS[word][1](value, other)
+        # Three digits keep the width. A number modulo a larger one is the number itself, which would need no tool.
         if _LEAST <= result <= _MOST and (word != _REMAINDER or other <= value):
             return word, other, result
 

@@ -189,6 +189,7 @@ class OpenEnvEnvironment:
             try:
                 data = await self._session.ask({"type": "step", "data": action})
             except _Refused as error:
+                # Every other error is a failure of the server, not a mistake of the policy.
                 if error.code not in _OF_POLICY:
                     raise protocols.EnvironmentCrashed(
                         f"OpenEnv server {self._settings.address}: {error.code}: {error}"

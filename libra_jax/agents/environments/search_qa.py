@@ -47,6 +47,7 @@ def _f1(given: Sequence[str], expected: Sequence[str]) -> float:
     if not given or not expected:
         return float(given == expected)
     shared = sum((collections.Counter(given) & collections.Counter(expected)).values())
+    # The harmonic mean of shared / len(given) and shared / len(expected), simplified.
     return 2.0 * shared / (len(given) + len(expected))
 
 

@@ -65,6 +65,7 @@ def main() -> None:
     say(ready=True)
     for line in sys.stdin:
         asked = json.loads(line)
+        # ITIMER_PROF counts processor time, so a busy machine does not cost an answer its time.
         signal.setitimer(signal.ITIMER_PROF, asked["seconds"])
         try:
             finding = find(asked["given"], asked["accepted"])

@@ -177,6 +177,7 @@ def play(
     finder.expect(tests)
     # Taken before the tested code is imported, which could replace them.
     write, result = ElementTree.tostring, Result(look)
+    # First, so that no file of the policy can take the place of a hidden module.
     sys.meta_path.insert(0, finder)
     for name in tests:
         try:

@@ -99,6 +99,7 @@ def forked(request: Mapping[str, Any], workspace: str, answer: int) -> dict[str,
     child = os.fork()
     if not child:
         os.close(read)
+        # The child runs tested code, which must not be able to write the answer.
         os.close(answer)
         _report(tests, helpers, workspace, write, nonce)
     os.close(write)
@@ -208,6 +209,7 @@ def commanded(request: Mapping[str, Any], workspace: str) -> dict[str, Any]:
     """Runs a command. Returns its JUnit report if it makes pytest write one, otherwise its output."""
     before, folder = _marks(request, workspace), os.path.join("/tmp", secrets.token_hex(8))
     os.mkdir(folder)
+    # A random place, so that tested code cannot prepare a report there.
     report = os.path.join(folder, secrets.token_hex(8))
     environment = {
         **os.environ,
@@ -228,6 +230,7 @@ def commanded(request: Mapping[str, Any], workspace: str) -> dict[str, Any]:
     touched = sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
     found = {"changes": [f"{path} was touched while the tests ran" for path in touched], "status": shell.returncode}
     try:
+        # Tested code may have put a link or a pipe there.
         with open(os.open(report, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             found["junit"] = file.read(request["most_bytes"] + 1).decode(errors="replace")
     except OSError:

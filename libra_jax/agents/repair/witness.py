@@ -94,6 +94,7 @@ class Witness:
         if not self._is_tested(function):
             for place, value in enumerate(args[:3]):
                 self.look(value, args[1 - place] if place < 2 <= len(args) else None)
+            # These take a StopIteration of the function that they call for the end of their input.
             if any(function is one for one in _SWALLOWS) or getattr(function, "__module__", "") == "itertools":
                 kinds = (types.FunctionType, types.MethodType)
                 args = tuple(self._loud(value) if isinstance(value, kinds) else value for value in args)

@@ -155,6 +155,7 @@ class ComposedReward:
         if own is not None:
             metrics["reward/environment"] = own
             terms.append(weight * own)
+        # fsum raises for inf - inf, so infinite terms are sorted out before.
         total = math.fsum(terms) if all(map(math.isfinite, terms)) else math.inf
         if not math.isfinite(total):
             raise protocols.RewardFailed(f"task {task.prompt_id}: the reward's terms {terms} have no finite sum")

@@ -200,6 +200,7 @@ class Bubblewrap:
 
     def __init__(self, limits: limits_module.Limits, packages: tuple[str, ...], program: str) -> None:
         self._limits, self._packages, self._program = limits, packages, program
+        # Older versions of bubblewrap lack some options, so its help text tells which ones exist.
         self._options = _help(program)
         self._root = os.geteuid() == 0
         if self._root and shutil.which("setpriv") is None:
@@ -209,6 +210,7 @@ class Bubblewrap:
             )
         self._shown = {_home_of_python(): _home_of_python(), **_places(packages)}
         for path in packages:
+            # The sandbox's user is not root, so the permissions for others have to let it read and enter the folder.
             readable = not self._root or os.stat(path).st_mode & 0o005 == 0o005
             config.check(readable, "sandbox.packages", f"{path} is for root alone; let others read it (chmod o+rx)")
         hidden = [path for path in self._shown if self._root and not _open_to_all(path)]
@@ -226,7 +228,7 @@ class Bubblewrap:
         """Returns the words that come before the command.
 
         They make the sandbox the kernel's first choice to kill if memory runs out. Paths that only root reaches are
-        first mounted below /mnt, in a private mount namespace. This has to happen before root's user is given up.
+        first mounted below /mnt, in a private mount namespace. This has to happen while the process is still root.
         """
         script = "echo 1000 2>/dev/null >/proc/self/oom_score_adj; set -e; "
         words = ["sh", "-c"]
@@ -284,6 +286,7 @@ class Bubblewrap:
         return found
 
     def _isolation(self) -> list[str]:
+        # --unshare-all only tries to make a user namespace; --unshare-user turns a failure into an error.
         words = ["--unshare-all", "--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox"]
         words += ["--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"]
         return [*words, "--disable-userns"] if "--disable-userns" in self._options else words
@@ -291,6 +294,7 @@ class Bubblewrap:
     def _mounts(self) -> list[str]:
         words = []
         for path in _READ_ONLY:
+            # On many systems /bin and /lib are links into /usr. The sandbox gets the same links.
             if os.path.islink(path):
                 words += ["--symlink", os.readlink(path), path]
             elif os.path.isdir(path):
@@ -359,6 +363,7 @@ class Container:
         command += [f"--env={key}={value}" for key, value in environment.items()]
         settings = _settings(limits, _places(self._packages).values(), group=True)
         command += [self._image, "python3", "-I", "-c", source(), settings]
+        # The runtime's client needs this process's environment. The container gets only the --env words.
         return Launch(command, dict(os.environ), remove=(self._runtime, "rm", "--force", name))
 
     def caveats(self, *, group: bool) -> list[str]:

@@ -29,6 +29,7 @@ def delegated(mounted: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/se
     """
     with contextlib.suppress(OSError):
         lines = own.read_text().splitlines()
+        # Version 2 has the hierarchy number 0; other lines belong to version 1.
         here = next((line[3:].lstrip("/") for line in lines if line.startswith("0::")), None)
         if here is None:
             return None
@@ -67,6 +68,7 @@ class Group:
     def close(self) -> None:
         """Kills the processes that are left in the group, and removes it."""
         with contextlib.suppress(OSError):
+            # Kernels before 5.14 have no such file.
             self._write("cgroup.kill", 1)
         until = time.monotonic() + _REMOVE_SECONDS
         while self.path.is_dir() and time.monotonic() < until:

@@ -75,6 +75,7 @@ def run_child(function: Callable[[], int]) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
+        # Not sys.exit: the fork must not run the parent's clean-up or return into its code.
         os._exit(status)
 
 
@@ -88,6 +89,7 @@ def _become(output: int, settings: dict[str, Any], channel: socket.socket | None
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(source, target)
+    # Closes every descriptor except the standard streams and the channel.
     os.closerange(3, max(3, kept))
     os.closerange(max(3, kept + 1), _DESCRIPTORS)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -162,6 +164,7 @@ def _execute(source: bytes, namespace: dict[str, Any], number: int) -> bool:
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
         exec(compile(tree, name, "exec"), namespace)
         if last is not None:
+            # Mode "single" prints the value of an expression, as an interactive prompt does.
             exec(compile(ast.Interactive([last]), name, "single"), namespace)
     except SystemExit as leaving:
         if isinstance(leaving.code, str):
@@ -205,6 +208,7 @@ def _shell(channel: socket.socket, output: int, settings: dict[str, Any]) -> int
     """
     _become(output, settings, channel)
     os.dup2(channel.fileno(), 0)
+    # The shell reads commands from 0 and writes its answers to 3; see `supervisor._line`.
     os.dup2(0, 3)
     os.set_inheritable(3, True)
     os.closerange(4, _DESCRIPTORS)
@@ -264,6 +268,7 @@ def _edit(body: bytes, workspace: str) -> str:
     """
     request = json.loads(body)
     given, command = request["path"], request["command"]
+    # Resolves links before the check, so that a link cannot lead outside of the workspace.
     path = os.path.realpath(os.path.join(workspace, given))
     if path != workspace and not path.startswith(workspace + "/"):
         raise ValueError(f"path: {given} lies outside the workspace {workspace}")

@@ -211,6 +211,7 @@ class Sandbox:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._idle.clear()
+        # A sandbox that cannot be killed must not keep the others from being closed.
         results = await asyncio.gather(*(live.close() for live in self._live), return_exceptions=True)
         self._live.clear()
         for result in results:
@@ -222,6 +223,7 @@ class Sandbox:
 
         Returns None if the text is short enough.
         """
+        # Every character has at least one byte, so the first comparison saves encoding a huge text.
         if len(text) <= self.limits.input_bytes and len(text.encode(errors="replace")) <= self.limits.input_bytes:
             return None
         return limits_module.Outcome("failure", f"[longer than {self.limits.input_bytes} bytes: not run]", 0.0)

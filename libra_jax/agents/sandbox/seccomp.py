@@ -190,6 +190,7 @@ def program() -> bytes:
     if platform.machine() != "x86_64":
         return b""
     lines = [
+        # The numbers below are those of x86_64. With another architecture they would mean other calls.
         _statement(_LOAD, _ARCHITECTURE_AT),
         _statement(_EQUAL, _ARCHITECTURE, 1, 0),
         _no(errno.EPERM),

@@ -126,6 +126,7 @@ class Supervisor:
         self.processor = usage.Processor()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         libc = ctypes.CDLL(None, use_errno=True)
+        # Orphans become children of this process, so it can find and reap them even if it is not process 1.
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         # No process inside may trace this one, or reach its files through /proc.
         libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
@@ -184,6 +185,7 @@ class Supervisor:
         """Runs a call in a fresh process, which reads the call's body itself."""
         begun, told = os.pipe()
         child = self._fork(lambda output: children.once(kind, body_bytes, told, output, self.settings))
+        # Only the child holds the write end now, so the read below ends if the child dies.
         os.close(told)
         if os.read(begun, 1) != b"+":
             self.leave()  # half of the body is still unread, so the next frame could not be found

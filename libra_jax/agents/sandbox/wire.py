@@ -58,6 +58,7 @@ async def receive(stream: asyncio.StreamReader, most_bytes: int) -> Reply:
       EOFError: The sandbox ended.
     """
     head_bytes, body_bytes = supervisor.HEADER.unpack(await stream.readexactly(supervisor.HEADER.size))
+    # Checked before reading: a header must not make the host allocate memory without a bound.
     if head_bytes > supervisor.HEAD_BYTES or body_bytes > most_bytes:
         raise Malformed(f"a reply of {head_bytes} and {body_bytes} bytes")
     head = await stream.readexactly(head_bytes)

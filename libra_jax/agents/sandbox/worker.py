@@ -220,6 +220,7 @@ class Worker:
         if self._group is not None:
             await deadlines.off_loop(self._group.close)
         self._transports_closed()
+        # A second close then finds nothing left to free.
         launch, self._launch = self._launch, backends.Launch((), {})
         await deadlines.off_loop(_discard, launch)
 
@@ -263,6 +264,7 @@ async def _process(launch: backends.Launch) -> asyncio.subprocess.Process:
         env=dict(launch.environment),
         cwd="/",
         pass_fds=launch.descriptors,
+        # Its own session: `_insist` kills its process group, and a terminal's Ctrl-C does not reach it.
         start_new_session=True,
     )
 

@@ -102,6 +102,7 @@ def build(
             count = _fill(connection, passages, stopped, progress)
             connection.executemany("INSERT INTO about VALUES (?, ?)", {**about, "passages": str(count)}.items())
             connection.execute("COMMIT")
+        # mkstemp makes a file that only its owner can read.
         os.chmod(name, 0o644)
         os.replace(name, path)
     except BaseException:
@@ -195,6 +196,7 @@ def _mark(path: Path) -> int:
 
 def connect(path: Path) -> sqlite3.Connection:
     """Opens an index read-only. The connection never sees a file that is renamed into its place later."""
+    # immutable=1: SQLite takes no locks, because an index is replaced as a whole and never changed in place.
     address = f"{path.resolve().as_uri()}?mode=ro&immutable=1"
     return sqlite3.connect(address, uri=True, isolation_level=None, check_same_thread=False)
 
@@ -335,6 +337,7 @@ class Index:
         stems: dict[int, list[str]] = {}
         for place, stem in connection.execute("SELECT doc, term FROM temp.tokens ORDER BY doc, offset"):
             stems.setdefault(place, []).append(stem)
+        # Reversed, so that the first of several words with the same stem wins.
         distinct = {tuple(stem): place for place, stem in reversed(stems.items())}
         terms = [
             _Term(written[place], min(self._count(connection, part) for part in stem))
@@ -372,6 +375,7 @@ class Index:
 
     def _best(self, connection: sqlite3.Connection, expression: str, most: int) -> list[int]:
         """Returns the best of the first `effort` matching passages."""
+        # The inner LIMIT bounds how many passages are scored; the outer one picks the best of them.
         rows = connection.execute(
             "SELECT place FROM (SELECT rowid AS place, bm25(passages) AS score FROM passages WHERE passages MATCH ? "
             "LIMIT ?) ORDER BY score, place LIMIT ?",

@@ -80,6 +80,7 @@ class Vectors:
             if len(scores) > most:
                 kept = numpy.argpartition(-scores, most - 1)[:most]
                 scores, rows = scores[kept], rows[kept]
+        # lexsort takes its last key first: it sorts by score, and by row if scores are equal.
         return [int(row) for row in rows[numpy.lexsort((rows, -scores))]]
 
     def _vector(self, query: str) -> Any:

@@ -184,6 +184,7 @@ def read_json(text: str) -> Any:
 
 def write_json(value: Any) -> str:
     """Writes a value as JSON that contains no closing mark."""
+    # JSON allows a slash to be written as \/, which keeps every closing mark out of the text.
     return json.dumps(value, ensure_ascii=False).replace("</", "<\\/")
 
 

@@ -399,6 +399,7 @@ async def _piped(spec: Spec, opened: Opened, stack: contextlib.AsyncExitStack) -
     pipe, _ = await loop.connect_read_pipe(lambda: tail, os.fdopen(reading, "rb"))
     stack.callback(pipe.close)
     opened.stderr = tail
+    # The server must not outlive this process, even if this process is killed.
     program, *arguments = parent_death.command([_filled(text) for text in (spec.command, *spec.args)])
     parameters = mcp.StdioServerParameters(
         command=program,

@@ -123,6 +123,7 @@ class Server:
         while not self._ended:
             problem = await self._live(opened)
             if not opened.done():
+                # A failure of the first start is reported as a mistake in the config, and not retried.
                 opened.set_exception(protocols.ConfigError(f"config.{self._where}: {problem}"))
                 opened.exception()  # marks the error as retrieved: the opener may be gone, and asyncio would warn
                 return
@@ -306,6 +307,7 @@ def _of_transport(error: BaseException) -> bool:
 
 def _reason(error: BaseException, spec: mcp_connection.Spec) -> str:
     """Returns the first error of a group, in words."""
+    # Errors of task groups arrive wrapped in exception groups.
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, TimeoutError):

@@ -158,6 +158,7 @@ def mismatch(value: object, schema: Mapping[str, Any], name: str) -> str:
       schema: A schema for which `problem_of` is empty.
       name: Name of the value, for the message.
     """
+    # A list, so that the validators can count down in place.
     _followed.set([MOST_REFERENCES])
     _whole.set(schema)
     try:

@@ -204,6 +204,7 @@ class Search:
         if self._index_path:
             return Path(self._index_path)
         file = Path(self._path).resolve()
+        # Other columns make another index of the same file, so they are part of its name.
         mapping = hashlib.sha256(json.dumps(self._columns).encode()).hexdigest()[:8]
         beside = file.parent / f"{file.name}.{mapping}.fts5"
         if beside.exists() or os.access(file.parent, os.W_OK):
@@ -235,6 +236,7 @@ class Search:
             "time": str(state.st_mtime_ns),
         }
         there = bm25.about(place) if place.exists() else None
+        # Size and time of the file are unchanged, so its content need not be read.
         if there is not None and about.items() <= there.items():
             return
         with file.open("rb") as content:

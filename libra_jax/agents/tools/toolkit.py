@@ -136,6 +136,7 @@ class Toolkit:
                 await self.sandbox()
             for name, shared in self._shared:
                 if isinstance(shared, Shared):
+                    # Registered before opening, so that a half-opened resource is closed too.
                     self._stack.push_async_callback(_close, shared)
                     await _open(name, shared)
             box = await self.toolbox()  # finds a duplicate tool name or a broken schema before the run begins
@@ -182,6 +183,7 @@ class Toolkit:
         async with self._starting:
             if key not in self._kept:
                 made = make()
+                # Registered before opening, so that a half-opened resource is closed too.
                 self._stack.push_async_callback(_close, made)
                 await deadlines.within(OPEN_SECONDS, made.open())
                 self._kept[key] = made
