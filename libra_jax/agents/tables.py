@@ -200,6 +200,7 @@ def _lines(file: Path) -> Iterator[Row]:
                 continue
             where = f"{file}, line {number}"
             try:
+                # Some editors write a byte order mark in front of the first line.
                 values = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip())
             except UnicodeDecodeError as error:
                 raise protocols.DataError(f"{where}: not UTF-8 text ({error.reason})") from error

@@ -131,6 +131,7 @@ class Endpoint:
     def __init__(self, config: config_lib.TelemetryConfig, run: status.RunStatus) -> None:
         self._run = run
         self._token = _token(config)
+        # Not the global registry, which would add metrics of the Python process.
         metrics = registry.CollectorRegistry()
         metrics.register(Collector(run))
         self._metrics = prometheus_client.make_wsgi_app(metrics)

@@ -109,6 +109,7 @@ class RecordFile:
                 f"{self.path.name} cannot be written ({error.strerror or error}); the run goes on without it "
                 f"until there is room in {self.path.parent}.",
             )
+            # Kept for the next flush, which may find room on the disk again.
             if self._pending_bytes < KEEP_BYTES:
                 return
         self._pending.clear()

@@ -219,6 +219,7 @@ class WandbSink(sinks.Sink):
             self._run = wandb.init(
                 project=run_config.telemetry.wandb_project,
                 name=run_config.name,
+                # A resumed workdir has the id of its run there.
                 id=id_file.read_text().strip() if id_file.exists() else None,
                 resume="allow",
                 dir=str(workdir),

@@ -76,6 +76,7 @@ def _environment() -> jinja2.Environment:
 
 def _visible(value: Any) -> Any:
     """Spells out control characters in everything that a template shows. HTML's own escapes follow."""
+    # Markup is text that was made safe already.
     return value if isinstance(value, markupsafe.Markup) else escapes.visible(str(value), lines=True)
 
 

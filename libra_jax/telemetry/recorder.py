@@ -169,6 +169,7 @@ def create(
         workdir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--workdir: {workdir} cannot be made ({error.strerror or error})") from error
+    # Made before the console, because the files may already warn while they are opened.
     warn = _Warnings()
     taking: list[sinks.Sink] = [metrics.MetricsFile(workdir, warn, guard)]
     if config.telemetry.tensorboard:

@@ -97,6 +97,7 @@ def _text(content: str, **looks: Any) -> Text:
 def numbers(view: Mapping[str, Any]) -> list[RenderableType]:
     """Returns the last step's numbers as a row, with the mean speed of the last steps. Empty before the first step."""
     scalars = dict(view["scalars"])
+    # The speed of a single step says little; see `console.Speed`.
     if "tokens_per_second" in scalars:
         scalars["tokens_per_second"] = view.get("tokens_per_second") or None
     cells = [

@@ -142,6 +142,7 @@ class RunStatus(sinks.Sink):
     def view(self) -> dict[str, Any]:
         """Returns the whole state as plain values for JSON. Durations count until now."""
         now = self._clock()
+        # The waits that are nearest to their deadlines come first.
         waits = sorted(self._waits(), key=lambda wait: -wait.seconds / wait.deadline)
         silent = now - self._answered
         seconds = (now if self._ended_at is None else self._ended_at) - self._began

@@ -102,6 +102,7 @@ async def _verdict(task: protocols.Task, output: str, box: toolbox.Toolbox) -> d
 def _score(payload: Mapping[str, Any], answer: str) -> float:
     dataset = _dataset(payload["name"], payload["arguments"], payload["seed"])
     entry = dataset[payload["offset"]]
+    # The scorer uses the regenerated entry, so it has to be the one that the policy saw.
     if entry["question"] != payload["question"]:
         raise RuntimeError(f"reasoning-gym generated another question for {payload['name']!r} than before")
     return float(dataset.score_answer(answer, entry))

@@ -105,6 +105,7 @@ class Repair:
     ) -> suites.Verdict:
         key = await deadlines.off_loop(suites.digest, snapshot, workspace, suite)
         if key in self._verdicts:  # most rollouts of an easy task end with the same files
+            # The verdict that was not used for the longest time is dropped first.
             self._verdicts.move_to_end(key)
             return self._verdicts[key]
         verdict = await suites.run(await self._tools.sandbox(), snapshot, workspace, suite, self._unchanged)

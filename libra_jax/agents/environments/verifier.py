@@ -220,6 +220,7 @@ class _Process:
         """Returns the next line that the process writes, if it comes in time. None if the process has ended."""
         assert self._process.stdout is not None
         line = await deadlines.within(seconds, self._process.stdout.readline())
+        # A line without a newline was cut off by the end of the process.
         return dict(json.loads(line)) if line.endswith(b"\n") else None
 
     def _spent(self) -> float:

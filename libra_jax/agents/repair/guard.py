@@ -55,6 +55,7 @@ def _defaults(value: Any) -> tuple[Any, ...]:
     function = _function(value)
     if function is None:
         return ()
+    # Ids and not values: comparing values could run methods of the tested code.
     return (id(function.__defaults__), id(function.__kwdefaults__), id(function.__globals__))
 
 

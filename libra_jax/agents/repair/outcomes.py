@@ -46,6 +46,7 @@ def of_junit(text: str) -> dict[str, bool]:
 
 def _is_bad(part: ElementTree.Element) -> bool:
     if part.tag == "skipped":
+        # pytest reports an expected failure as skipped, with this type.
         return part.get("type") != "pytest.xfail"
     return part.tag in ("failure", "error")
 

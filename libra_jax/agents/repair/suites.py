@@ -313,6 +313,7 @@ def digest(snapshot: snapshots.Snapshot, workspace: Mapping[str, snapshots.File]
     for files in (snapshots.for_tests(snapshot, workspace, suite.tests).files, suite.tests):
         for path in sorted(files):
             content = files[path].content
+            # The length keeps the boundaries between files unambiguous.
             found.update(f"{path!r} {len(content)} {files[path].executable}".encode(errors="surrogateescape"))
             found.update(content)
     found.update(repr((tuple(suite.must_pass), suite.command, suite.seconds)).encode())

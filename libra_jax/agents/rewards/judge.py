@@ -195,6 +195,7 @@ def judge(
             f"config.reward.functions: the judge's pattern is no regular expression: {error}"
         ) from error
     _check(compiled.groups >= 1, "pattern must have a group, which holds the score")
+    # Not str.format: the braces of a JSON object in the prompt have to stay as they are.
     template = string.Template(prompt)
     _check(template.is_valid(), "prompt has a $ that begins no name; write $$ for a dollar")
     key = _key_of(api_key_env)

@@ -160,6 +160,7 @@ class Pool:
                 await self._cluster.stop(name)
 
         ending = asyncio.get_running_loop().create_task(end())
+        # asyncio itself keeps only weak references to tasks.
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
 

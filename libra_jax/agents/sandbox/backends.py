@@ -248,6 +248,7 @@ class Bubblewrap:
         """
         if not self._root:
             return []
+        # Random instead of counted, because several runs on a machine share the range.
         user = NOBODY if self._users is None else secrets.choice(self._users)
         return ["setpriv", f"--reuid={user}", f"--regid={NOBODY}", "--clear-groups"]
 

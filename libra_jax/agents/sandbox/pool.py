@@ -92,6 +92,7 @@ class Sandbox:
         self.limits = limits or limits_module.Limits()
         self._backend = backends.make(backend, self.limits, packages, image, allow_unsafe=allow_unsafe)
         self._examining = of_examinations(self.limits)
+        # A second backend, because the limits of a backend are fixed when it is made.
         self._examiner = backends.make(backend, self._examining, packages, image, allow_unsafe=allow_unsafe)
         self._name = backend
         self._files = archives.pack(Path(workspace), self.limits.workspace_mib) if workspace else b""
@@ -323,6 +324,7 @@ class Sandbox:
 
     def _spawn(self, work: Any, name: str) -> None:
         task = asyncio.get_running_loop().create_task(work, name=name)
+        # asyncio itself keeps only weak references to tasks.
         self._tasks.add(task)
 
         def ended(_: object) -> None:

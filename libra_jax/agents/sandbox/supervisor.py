@@ -231,6 +231,7 @@ class Supervisor:
 
     def _fork(self, function: Callable[[int], int]) -> Child:
         read, write = os.pipe()
+        # A silent child must not block this process, which watches its usage.
         os.set_blocking(read, False)
         pid = os.fork()
         if pid == 0:

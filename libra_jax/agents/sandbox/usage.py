@@ -163,6 +163,7 @@ def memory(found: Iterable[int], *, network: bool) -> float:
         if b" /dev/zero (deleted)\n" in maps:
             for first, last, offset, inode in _SHARED.findall(maps):
                 size = int(last, 16) - int(first, 16) + int(offset, 16)
+                # Several processes may map the same piece of memory; its inode identifies it.
                 shared[inode] = max(shared.get(inode, SHARED_BYTES), size)
     # Files of the workspace (tmpfs) count in RssShmem too, and several processes may map the same memory. So the two
     # estimates of shared memory overlap, and the larger one is taken instead of their sum.

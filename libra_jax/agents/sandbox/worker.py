@@ -100,6 +100,7 @@ class Worker:
             raise protocols.WorkerLost(f"the sandbox did not start: {await self._reason() or error}") from error
         if self._launch.info_fd >= 0:  # bubblewrap writes it before the first process runs, so it is complete by now
             told = json.loads(os.pread(self._launch.info_fd, _TOLD_BYTES, 0))
+            # Unlike an id, a pidfd never comes to mean another process.
             self._first = os.pidfd_open(int(told["child-pid"]))
             if parent is not None:
                 self._join_group(parent, int(told["child-pid"]))

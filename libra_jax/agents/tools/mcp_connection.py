@@ -133,6 +133,7 @@ def entries(tools: config.ToolsConfig) -> dict[str, Entry]:
         raise protocols.ConfigError(f"config.{where}: {path} is no JSON ({error})") from error
     for name, values in _servers(whole, f"{where}: {path}").items():
         config.check(name not in found, where, f"{path} has the server {name!r}, which tools.mcp has, too")
+        # The config is written out with the path of this file, but not with its content.
         found[name] = Entry(values, f"{where}: {path}: mcpServers.{name}", written=False)
     return found
 
@@ -371,6 +372,7 @@ async def _bound(response: Any) -> None:
         left = LONGEST_ANSWER
         async with contextlib.aclosing(decoded(chunk_size)) as chunks:
             async for chunk in chunks:
+                # Counts decompressed bytes, because a small answer may unpack to a huge one.
                 left -= len(chunk)
                 if left < 0:
                     raise httpx2.StreamError(f"the answer is longer than {LONGEST_ANSWER} bytes")

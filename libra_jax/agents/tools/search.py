@@ -247,6 +247,7 @@ class Search:
 
     def _build(self, place: Path, passages: Iterable[bm25.Passage], about: Mapping[str, str]) -> None:
         corpus, field = (self._path, "path") if self._path else (self._source, "source")
+        # Takes one passage first, so that an empty corpus fails before an index is written.
         first = next(iterated := iter(passages), None)
         if first is None:
             raise protocols.DataError(f"config.{FIELD}.{field}: {corpus} holds no passages: nothing could be found")
