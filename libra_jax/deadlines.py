@@ -129,6 +129,7 @@ class _OwnThread(concurrent.futures.Executor):
             else:
                 future.set_result(result)
 
+        # Not a thread pool, whose threads are joined at exit: a blocked one would keep the process alive.
         threading.Thread(target=body, name="libra-beside-the-run", daemon=True).start()
         return future
 

@@ -106,5 +106,6 @@ async def off_loop(function: Callable[..., T], *arguments: Any) -> T:
         with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits any more
             loop.call_soon_threadsafe(settle, result, failure)
 
+    # Not a thread pool, whose threads are joined at exit: a blocked one would keep the process alive.
     threading.Thread(target=body, name="libra-off-loop", daemon=True).start()
     return await future

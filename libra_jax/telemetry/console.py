@@ -237,6 +237,7 @@ class PlainConsole(sinks.Sink):
 
 def quiet(stream: TextIO) -> None:
     """Points a broken standard stream to /dev/null, so that Python's own flush at exit does not fail on it."""
+    # Python flushes only its own standard streams at exit.
     if stream is not sys.__stdout__:
         return
     with contextlib.suppress(OSError, ValueError):

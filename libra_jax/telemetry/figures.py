@@ -297,6 +297,7 @@ def _percent(value: float, _: Any) -> str:
 def svg(made: Any) -> str:
     """Returns a figure as an `<svg>` element for a page: CSS variables for colours, the page's font, and no links."""
     buffer = io.StringIO()
+    # Without a date in the metadata, the same data gives the same file.
     made.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :]

@@ -59,6 +59,7 @@ class Heartbeat:
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_SECONDS):
             with contextlib.suppress(RuntimeError):  # the loop is closed
+                # A blocked loop does not run this, so that its silence grows in the view.
                 self._loop.call_soon_threadsafe(self._run.answered)
             self._write()
             self._look_for_stuck_loop()

@@ -149,6 +149,7 @@ class TensorBoardSink(sinks.Sink):
         # TensorBoard reads a folder's files in the order of their names, so the names number the sessions.
         number = max(earlier, default=-1) + 1
         self._file = files.RecordFile(folder / f"events.out.tfevents.{number:010d}.libra", warn, guard)
+        # TensorBoard expects the version of the format in the first event of a file.
         self._write(self._events.Event(wall_time=time.time(), file_version="brain.Event:2"))
         self._purge = number > 0
 

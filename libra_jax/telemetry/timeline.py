@@ -164,6 +164,7 @@ class TimelineFile:
         if lane not in row.named:
             row.named.add(lane)
             self._metadata("thread_name", row.pid, lane, {"name": f"{track} {lane}" if lane else track})
+        # X is a complete event with a duration.
         event = {"name": name, "ph": "X", "ts": begin, "dur": finish - begin}
         event.update(pid=row.pid, tid=lane)
         if arguments:
@@ -179,6 +180,7 @@ class TimelineFile:
         if not math.isfinite(now):
             return
         begin = self._microseconds(now)
+        # C is a counter event.
         event = {"name": POOLS_TRACK, "ph": "C", "ts": begin, "pid": self._row(POOLS_TRACK).pid, "tid": 0}
         self._event({**event, "args": devices})
         self._end = max(self._end, begin)
@@ -214,6 +216,7 @@ class TimelineFile:
         self._event({"name": name, "ph": "M", "pid": pid, "tid": tid, "args": arguments})
 
     def _instant(self, name: str, microseconds: int, last: bool = False) -> None:
+        # i is an instant event; its scope g draws it over all tracks.
         event = {"name": name, "ph": "i", "s": "g", "ts": microseconds, "pid": 0, "tid": 0}
         if last:
             self._file.write(files.json_line(event) + b"]\n")

@@ -69,6 +69,7 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
     _check(isinstance(record, dict), where, "a record must be a JSON object")
     problem = files.damage(line)
     _check(not problem, where, f'the line is damaged ({problem}); of a line that you edited, remove "checksum"')
+    # The checksum belongs to the line, not to the record.
     record.pop("checksum", None)
     _check_record(record, where)
     return record

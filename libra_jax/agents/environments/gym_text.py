@@ -253,6 +253,7 @@ async def _made(settings: Settings) -> Episode:
 
 def _discard(making: asyncio.Future[Episode]) -> None:
     if not making.cancelled() and making.exception() is None:
+        # close may block, and this callback runs on the event loop.
         threading.Thread(target=making.result().close, name="libra-gym-close", daemon=True).start()
 
 

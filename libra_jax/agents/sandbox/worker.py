@@ -219,6 +219,7 @@ class Worker:
             os.close(self._first)
             self._first = -1
         if self._group is not None:
+            # Off the loop, because it sleeps until the kernel has released the group.
             await deadlines.off_loop(self._group.close)
         self._transports_closed()
         # A second close then finds nothing left to free.
