@@ -1,9 +1,9 @@
-"""Checksums of what is kept on disk: xxh3_128, of whole files and of JSON texts that carry their own.
+"""Checksums of data on disk: xxh3_128 of whole files, and of JSON texts that contain their own checksum.
 
-A file of at most `CHUNK` bytes has the checksum of its bytes. A longer one has the checksum of its chunks' checksums,
-so that threads can read its chunks side by side. xxhash and the reads release Python's lock.
+A file of at most `CHUNK` bytes has the checksum of its bytes. A longer file has the checksum of its chunks' checksums,
+so that threads can read its chunks in parallel. xxhash and file reads release Python's global lock.
 
-These checksums find damage (a flipped bit, a lost page, a torn write). They are no defence against an attacker.
+The checksums find damage (a flipped bit, a lost page, a torn write). They do not protect against an attacker.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ CHUNK = 16 * 2**20
 """Bytes that one thread reads at a time."""
 
 THREADS = 8
-"""Threads at most; each holds one chunk."""
+"""Largest number of threads. Each holds one chunk."""
 
 SEAL = "libra_files.json"
-"""A folder's list of its files with their sizes and checksums, written last."""
+"""File with the sizes and checksums of a folder's files. It is written last."""
 
 _CHECKSUM = re.compile(rb', "checksum": "([0-9a-f]{32})"\}')
 _TAIL = len(b', "checksum": ""}') + 32
@@ -38,7 +38,7 @@ class Sum:
     """Size and checksum of a file.
 
     Attributes:
-      size: bytes.
+      size: Size in bytes.
       checksum: 32 hexadecimal digits.
     """
 
@@ -47,20 +47,21 @@ class Sum:
 
 
 def of_bytes(data: bytes) -> str:
-    """Returns the checksum of bytes, the same that `of_files` gives a file that holds them."""
+    """Returns the checksum of bytes. `of_files` gives a file with these bytes the same checksum."""
+    # At least one chunk: empty data has the checksum of an empty chunk.
     chunks = [data[begin : begin + CHUNK] for begin in range(0, max(len(data), 1), CHUNK)]
     return _joined([xxhash.xxh3_128_digest(chunk) for chunk in chunks])
 
 
 def of_files(folder: Path, names: Iterable[str]) -> dict[str, Sum]:
-    """Reads files side by side, and returns their sizes and checksums.
+    """Reads files in parallel and returns their sizes and checksums.
 
     Args:
-      folder: holds them.
-      names: paths inside the folder.
+      folder: Folder of the files.
+      names: Paths inside the folder.
 
     Raises:
-      OSError: a file cannot be read.
+      OSError: A file cannot be read.
     """
     sizes = {name: (folder / name).stat().st_size for name in names}
     chunks = [(name, begin) for name, size in sizes.items() for begin in range(0, max(size, 1), CHUNK)]
@@ -73,11 +74,11 @@ def of_files(folder: Path, names: Iterable[str]) -> dict[str, Sum]:
 def _side_by_side(chunks: Sequence[tuple[Path, int]]) -> list[bytes]:
     """Returns the chunks' digests.
 
-    No thread keeps the process alive, as a pool's would: the disk may never answer. Whoever is interrupted here leaves
-    the chunks unread that no thread has begun.
+    The threads are daemons, unlike those of a pool: the disk may never answer, and they must not keep the process
+    alive. If the caller is interrupted here, no thread begins another chunk.
 
     Raises:
-      OSError: a file cannot be read.
+      OSError: A file cannot be read.
     """
     found: dict[int, bytes] = {}
     errors: list[BaseException] = []
@@ -113,7 +114,8 @@ def _of_chunk(path: Path, begin: int) -> bytes:
     with path.open("rb", buffering=0) as file:
         file.seek(begin)
         data = bytearray()
-        while len(data) < CHUNK and (read := file.read(CHUNK - len(data))):  # a network file system may read less
+        # A network file system may return less than asked for.
+        while len(data) < CHUNK and (read := file.read(CHUNK - len(data))):
             data += read
     return xxhash.xxh3_128_digest(data)
 
@@ -123,9 +125,9 @@ def _joined(digests: list[bytes]) -> str:
 
 
 def problem(folder: Path, expected: Mapping[str, Sum]) -> str:
-    """Compares a folder's files with what they were; returns what is wrong first, and an empty text if nothing is.
+    """Compares a folder's files with their expected checksums. Returns the first problem, or an empty text if none.
 
-    Files that `expected` does not name are ignored. Sizes are compared before anything is read.
+    Files that `expected` does not name are ignored. All sizes are compared before any file is read.
     """
     for name, kept in expected.items():
         try:
@@ -145,7 +147,7 @@ def problem(folder: Path, expected: Mapping[str, Sum]) -> str:
 
 
 def to_json(sums: Mapping[str, Sum]) -> dict[str, list[Any]]:
-    """Returns sums as plain values."""
+    """Returns the sums as plain values."""
     return {name: [item.size, item.checksum] for name, item in sums.items()}
 
 
@@ -155,17 +157,17 @@ def from_json(record: Mapping[str, Any]) -> dict[str, Sum]:
 
 
 def sealed(text: bytes) -> bytes:
-    """Adds to the text of a JSON object, which must not be empty, its own checksum as the last field."""
+    """Returns the text of a JSON object with its own checksum added as the last field. The object must not be empty."""
     return text[:-1] + b', "checksum": "' + of_bytes(text[:-1]).encode() + b'"}'
 
 
 def carries(text: bytes) -> bool:
-    """Whether the text of a JSON object ends with a checksum of its own."""
+    """Returns whether the text of a JSON object ends with its own checksum."""
     return _CHECKSUM.fullmatch(text[-_TAIL:]) is not None
 
 
 def is_whole(text: bytes) -> bool:
-    """Whether a text that `sealed` returned is as it was then."""
+    """Returns whether a text that `sealed` returned is undamaged."""
     found = _CHECKSUM.fullmatch(text[-_TAIL:])
     return found is not None and of_bytes(text[:-_TAIL]) == found[1].decode()
 
@@ -174,7 +176,7 @@ def unsealed(text: bytes) -> dict[str, Any]:
     """Returns the object of a text that `sealed` returned, without its checksum.
 
     Raises:
-      ValueError: the text is damaged, or carries no checksum.
+      ValueError: The text is damaged, or has no checksum.
     """
     if not is_whole(text):
         raise ValueError("its checksum is not the one it was written with")
@@ -184,32 +186,33 @@ def unsealed(text: bytes) -> dict[str, Any]:
 
 
 def files_of(folder: Path) -> list[str]:
-    """Returns the paths of a folder's files inside it, its seal left out."""
+    """Returns the paths of a folder's files relative to the folder, without its seal."""
     found = (file for file in sorted(folder.rglob("*")) if file.is_file())
     return [str(file.relative_to(folder)) for file in found if file != folder / SEAL]
 
 
 def seal_folder(folder: Path) -> None:
-    """Writes a folder's seal, durably.
+    """Writes a folder's seal durably.
 
     Raises:
-      OSError: a file cannot be read, or the seal cannot be written.
+      OSError: A file cannot be read, or the seal cannot be written.
     """
     text = sealed(json.dumps({"files": to_json(of_files(folder, files_of(folder)))}).encode())
     partial = folder / f"{SEAL}.partial"
     with partial.open("wb") as file:
         file.write(text)
         file.flush()
+        # On disk before the rename, or a power failure could leave an empty file behind the name.
         os.fsync(file.fileno())
     partial.replace(folder / SEAL)
 
 
 def read_seal(folder: Path) -> dict[str, Sum]:
-    """Returns what a folder's seal says of its files.
+    """Returns the sizes and checksums in a folder's seal.
 
     Raises:
-      FileNotFoundError: the folder has no seal.
-      OSError: the seal cannot be read.
-      ValueError: the seal is damaged.
+      FileNotFoundError: The folder has no seal.
+      OSError: The seal cannot be read.
+      ValueError: The seal is damaged.
     """
     return from_json(unsealed((folder / SEAL).read_bytes())["files"])

@@ -1,4 +1,4 @@
-"""What the typed clients of actors share: making and ending the actor, and a deadline with a sentence for each call."""
+"""The base of the typed actor clients: starts and ends the actor, and gives each call a deadline."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ T = TypeVar("T")
 
 
 class ActorClient:
-    """Calls one actor, for one life of its process: who makes the actor again makes another client.
+    """Calls one actor, for one lifetime of its process. Restarting the actor needs a new client.
 
     Args:
-      cluster: makes and ends the actor.
-      spec: how the actor is made.
-      limits: the deadlines of the calls.
-      kind: what the actor is, as errors say it before its name; empty if the name says so.
+      cluster: Cluster that makes and ends the actor.
+      spec: How the actor is made.
+      limits: Deadlines of the calls.
+      kind: Kind of the actor, which errors put before its name. Empty if the name says it already.
     """
 
     _start_limit: deadlines.Limit = "engine_start"
-    """Deadline for the making of the actor."""
+    """Deadline for making the actor."""
 
     def __init__(
         self,
@@ -42,24 +42,24 @@ class ActorClient:
 
     @property
     def name(self) -> str:
-        """The actor's name."""
+        """Name of the actor."""
         return self._spec.name
 
     async def make(self) -> None:
         """Makes the actor.
 
         Raises:
-          DeadlineMissed: that took too long.
-          LibraError: the actor cannot be made (`protocols.Cluster.spawn`).
+          DeadlineMissed: Making it took too long.
+          LibraError: The actor cannot be made (`protocols.Cluster.spawn`).
         """
         making = self._cluster.spawn(self._spec)
         self._handle = await deadlines.limited(self._limits, self._start_limit, making, f"The making of {self._label}")
 
     async def stop(self) -> None:
-        """Ends and reaps the actor of that name, which another client may have made. Idempotent.
+        """Ends and reaps the actor with this name. Another client may have made it. Idempotent.
 
         Raises:
-          LibraError: the actor did not end as it should.
+          LibraError: The actor did not end properly.
         """
         stopping = self._cluster.stop(self.name)
         await deadlines.limited(self._limits, "shutdown", stopping, f"The end of {self._label}")
@@ -79,6 +79,9 @@ class ActorClient:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
-        """Calls a method of the actor's protocol within `config.deadlines.<limit>`; `what` completes "asked to"."""
+        """Calls a method of the actor's protocol within `config.deadlines.<limit>`.
+
+        `what` completes "asked to" in errors.
+        """
         work = self._actor.call(method, *args, **kwargs)
         return await deadlines.limited(self._limits, limit, work, f"{self._subject}, asked to {what},")

@@ -1,4 +1,4 @@
-"""Waits that end: every wait on a worker has a deadline, and missing it names the worker."""
+"""Waits that always end: every wait on a worker has a deadline, and missing it names the worker."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ T = TypeVar("T")
 Limit = Literal[
     "checkpoint", "engine_start", "first_token", "publish", "shutdown", "train_step", "trainer_start", "transition"
 ]
-"""A field of `config.deadlines`."""
+"""Name of a field of `config.deadlines`."""
 
 SLICES = 8
-"""A deadline is waited for in this many slices, so that a stall of the event loop uses up one of them at most."""
+"""Number of slices into which a deadline is split. A stall of the event loop then uses up at most one slice."""
 
 
 @dataclass(slots=True, eq=False)
@@ -27,10 +27,10 @@ class Wait:
     """A wait that is under way.
 
     Attributes:
-      subject: who is waited for, and in what.
-      seconds: the deadline.
-      began: seconds on the event loop's clock.
-      turn: whether the work waits for its turn, which does not count.
+      subject: Who is waited for, and for what.
+      seconds: Deadline in seconds.
+      began: Start in seconds on the event loop's clock.
+      turn: Tells whether the work waits for its turn. This time does not count.
     """
 
     subject: str
@@ -43,7 +43,7 @@ _waits: set[Wait] = set()
 
 
 def waits() -> list[Wait]:
-    """The waits under way in this process, for whoever watches the run; from any thread."""
+    """Returns the waits under way in this process, for viewers of the run. Any thread may call it."""
     return list(_waits)
 
 
@@ -57,21 +57,22 @@ async def within(
 ) -> T:
     """Awaits, for at most `seconds` of the event loop's own time.
 
-    A slice that took more than twice its length was a stall of this process, not of the worker: it does not count,
-    and the worker is polled again before the deadline is declared missed. Nor does a slice count in which the work
-    was still waiting for its turn (`turns.queued`).
+    A slice that took more than twice its length was a stall of this process, not of the worker. It does not count, so
+    the worker is polled again before the deadline counts as missed. A slice in which the work still waited for its turn
+    (`turns.queued`) does not count either.
 
     Args:
-      seconds: the deadline.
-      awaitable: what to wait for; cancelled when the deadline passes.
-      worker_and_what: subject of the error's sentence, such as "engine-1's weight update".
-      field: the limit's name under `config.deadlines`, for the error.
-      look: what the error says to do before the limit is raised.
+      seconds: Deadline in seconds.
+      awaitable: Work to wait for. It is cancelled when the deadline passes.
+      worker_and_what: Subject of the error's sentence, such as "engine-1's weight update".
+      field: Name of the limit under `config.deadlines`, for the error.
+      look: Advice in the error before the hint to raise the limit.
 
     Raises:
-      DeadlineMissed: `seconds` passed; the message names the worker.
+      DeadlineMissed: `seconds` have passed. The message names the worker.
     """
     loop = asyncio.get_running_loop()
+    # A task copies the context in which it is made, so the work's `queued` blocks find this turn.
     with turns.watched() as turn:
         task = asyncio.ensure_future(awaitable)
     length = seconds / SLICES
@@ -95,12 +96,15 @@ async def within(
 
 
 async def limited(limits: config.DeadlineConfig, limit: Limit, awaitable: Awaitable[T], worker_and_what: str) -> T:
-    """Awaits a worker for at most `config.deadlines.<limit>` seconds. Raises as `within` does."""
+    """Awaits a worker for at most `config.deadlines.<limit>` seconds. Raises the errors of `within`."""
     return await within(getattr(limits, limit), awaitable, worker_and_what, limit)
 
 
 async def together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
-    """Returns all results; the first error is raised at once, and the others are cancelled."""
+    """Runs coroutines concurrently and returns all results.
+
+    The first error is raised at once and cancels the others.
+    """
     tasks = [asyncio.ensure_future(item) for item in work]
     try:
         return await asyncio.gather(*tasks)
@@ -110,7 +114,7 @@ async def together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
 
 
 class _OwnThread(concurrent.futures.Executor):
-    """Runs each function on a thread of its own, which never keeps the process alive."""
+    """Runs each function on its own thread, which never keeps the process alive."""
 
     def submit(self, function: Callable[..., T], /, *arguments: Any, **keywords: Any) -> concurrent.futures.Future[T]:
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
@@ -125,20 +129,21 @@ class _OwnThread(concurrent.futures.Executor):
             else:
                 future.set_result(result)
 
+        # Not a thread pool, whose threads are joined at exit: a blocked one would keep the process alive.
         threading.Thread(target=body, name="libra-beside-the-run", daemon=True).start()
         return future
 
 
 async def off_loop(function: Callable[..., T], *arguments: Any) -> T:
-    """Returns the result of a function that reads the disk, run on a thread that nobody waits for once cancelled.
+    """Returns the result of a function that reads the disk. If cancelled, nobody waits for the function's thread.
 
-    A loop on a virtual clock runs it in place.
+    A loop on a virtual clock runs the function in place.
     """
     return await asyncio.get_running_loop().run_in_executor(_OwnThread(), function, *arguments)
 
 
 def abandon(task: asyncio.Future[T]) -> None:
-    """Cancels without waiting: a hung worker's answer, or its error, comes when it comes and is dropped."""
+    """Cancels a task without waiting for it. A late answer or error of a hung worker is dropped."""
     if task.done():
         _forget(task)
     else:
@@ -148,4 +153,5 @@ def abandon(task: asyncio.Future[T]) -> None:
 
 def _forget(task: asyncio.Future[T]) -> None:
     if not task.cancelled():
+        # Reading the error marks it as retrieved, so that asyncio does not warn.
         task.exception()

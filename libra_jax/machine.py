@@ -1,4 +1,4 @@
-"""Which machine this is, to its processes and to others'."""
+"""Identifies the machine, for its own processes and for others."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 
 def identity() -> str:
-    """What tells where process ids and shared memory mean the same: `<the kernel's boot>/<namespace of process ids>`.
+    """Returns an id of the scope in which process ids and shared memory are the same: `<kernel boot>/<pid namespace>`.
 
-    A container has a namespace of its own. Where a sandbox's kernel, or a system other than Linux, does not tell its
-    boot, the host's name stands for it.
+    A container has its own namespace. If the boot id is not readable (in a sandbox's kernel, or outside Linux), the
+    host's name replaces it.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,6 +1,6 @@
-"""A process that dies with the one that started it, however that one died (Linux).
+"""Makes a process die together with its parent, no matter how the parent dies (Linux).
 
-Run as a script it becomes another program, which then does: `python parent_death.py PARENT_ID PROGRAM ARGUMENTS...`.
+As a script, it becomes another program that dies this way: `python parent_death.py PARENT_ID PROGRAM ARGUMENTS...`.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int | None) -> None:
-    """Asks the kernel for SIGKILL when the parent dies, killed with -9 or not.
+    """Asks the kernel to send SIGKILL when the parent dies, even if the parent is killed with -9.
 
-    The kernel watches the parent's *thread* that started this process: it must live as long as the process.
+    The kernel watches the parent's *thread* that started this process. That thread must live as long as the process.
 
     Args:
-      parent: its process id, if known: who has another parent by now is too late, and ends.
+      parent: Process id of the parent, if known. If the process has another parent by now, it is too late, and it ends.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # If the parent died before the call above, the kernel never sends the signal.
     if parent is not None and os.getppid() != parent:
         os._exit(1)
 
 
 def command(program: list[str]) -> list[str]:
-    """What to start instead of `program`, so that it dies with this process. Costs a bare Python's start, 15 ms."""
+    """Returns the command that starts `program` so that it dies with this process. Costs a bare Python start, 15 ms."""
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *program]
 
 

@@ -1,7 +1,7 @@
-"""Waits for one's turn: a deadline on work that queues behind another's counts from the begin of its own turn.
+"""Waits for a turn. If work queues behind other work, its deadline counts from the beginning of its own turn.
 
-Whoever sets the deadline opens a `watched` block around the making of the task, and the work puts its waiting into a
-`queued` block, however deep below. It holds inside one process; work in another is watched by nobody.
+The code that sets the deadline makes the task inside a `watched` block. The work waits inside a `queued` block, at any
+depth below. This works inside one process only; work in another process is not watched.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Turn:
-    """Whether a task waits for its turn now."""
+    """Tells whether a task waits for its turn now."""
 
     queued: bool = False
 
@@ -24,7 +24,7 @@ _turn: contextvars.ContextVar[Turn] = contextvars.ContextVar("turn")
 
 @contextlib.contextmanager
 def watched() -> Iterator[Turn]:
-    """The turn of the tasks made in this block."""
+    """Yields the turn of the tasks that are made in this block."""
     turn = Turn()
     token = _turn.set(turn)
     try:
@@ -35,7 +35,8 @@ def watched() -> Iterator[Turn]:
 
 @contextlib.contextmanager
 def queued() -> Iterator[None]:
-    """In this block the task waits for its turn."""
+    """Marks the task as waiting for its turn, during this block."""
+    # Outside of a `watched` block nobody reads the flag.
     turn = _turn.get(Turn())
     turn.queued = True
     try:

@@ -13,10 +13,10 @@ _FOREIGN = (str(Path(__file__).parent), *(sysconfig.get_path(name) for name in (
 
 
 def place(frames: Iterable[tuple[str, int | None]]) -> str:
-    """Returns the last place in a user's own code, like `reward.py, line 37`; empty if there is none.
+    """Returns the last place in a user's own code, such as `reward.py, line 37`. Empty if there is none.
 
     Args:
-      frames: file and line of each, the innermost last.
+      frames: File and line of each frame, innermost last.
     """
     foreign = tuple(f"{folder}{os.sep}" for folder in _FOREIGN)
     own = [(file, line) for file, line in frames if os.path.isfile(file) and not file.startswith(foreign)]
@@ -28,10 +28,10 @@ def place(frames: Iterable[tuple[str, int | None]]) -> str:
 
 
 def running(frame: types.FrameType | None) -> str:
-    """Returns the place in a user's own code that an event loop is running; empty if it runs none.
+    """Returns the place in a user's own code that an event loop is running. Empty if it runs none.
 
     Args:
-      frame: the innermost of the event loop's thread.
+      frame: Innermost frame of the event loop's thread.
     """
     frames: list[tuple[str, int | None]] = []
     while frame is not None and not frame.f_code.co_filename.endswith(os.path.join("asyncio", "events.py")):

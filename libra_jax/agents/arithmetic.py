@@ -1,4 +1,4 @@
-"""A calculator that is safe to hand to a policy: exact, bounded, and without `eval`."""
+"""A calculator that is safe to give to a policy: exact, bounded, and without `eval`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from libra_jax import protocols
 
 TOOL = "calculator"
 SIMPLIFIER = "simplifier"
-"""The tool that carries out one operation and returns what is left of the expression."""
+"""Name of the tool that does one operation and returns the remaining expression."""
 
 FAILED = "error"
-"""What a failed calculation's answer is, and how its tool return begins."""
+"""Answer to a calculation that fails. The failing tool's return begins with it too."""
 
 _ALLOWED = re.compile(r"[0-9+\-*/(). ]+")
 _LARGEST = 10**30
@@ -31,22 +31,23 @@ _OPERATORS: dict[type[ast.operator], Callable[[fractions.Fraction, fractions.Fra
 
 
 class CalculationFailed(Exception):
-    """The tool's failure: its message is a few words for the policy to read."""
+    """A calculation failed. The message is a few words for the policy."""
 
 
 def evaluate(expression: str, max_characters: int = 120) -> fractions.Fraction:
-    """The exact value of an arithmetic expression of numbers, `+ - * / **` and parentheses.
+    """Returns the exact value of an expression of numbers, `+ - * / **` and parentheses.
 
     Args:
-      expression: e.g. "12*(345-6)".
-      max_characters: a longer expression fails.
+      expression: Expression, for example "12*(345-6)".
+      max_characters: Largest length. A longer expression fails.
 
     Raises:
-      CalculationFailed: too long, not an expression, a division by zero, or a number of more than 30 digits.
+      CalculationFailed: The text is too long or not an expression, divides by zero, or has a number over 30 digits.
     """
     expression = expression.strip()
     if len(expression) > max_characters:
         raise CalculationFailed("too long")
+    # Without letters, the parser can find only numbers, operators and parentheses.
     if not _ALLOWED.fullmatch(expression):
         raise CalculationFailed("not an expression")
     try:
@@ -58,6 +59,7 @@ def evaluate(expression: str, max_characters: int = 120) -> fractions.Fraction:
 
 def _value(node: ast.expr, expression: str) -> fractions.Fraction:
     if isinstance(node, ast.Constant):
+        # Reads the source text of a decimal, not its float, so that 0.1 stays exact.
         return _bounded(fractions.Fraction(ast.get_source_segment(expression, node) or ""))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
         value = _value(node.operand, expression)
@@ -74,6 +76,7 @@ def _value(node: ast.expr, expression: str) -> fractions.Fraction:
 
 
 def _power(base: fractions.Fraction, exponent: fractions.Fraction) -> fractions.Fraction:
+    # Checked before computing, because a power such as 9**9**9 would take forever.
     if exponent.denominator != 1 or abs(exponent) > _LARGEST_EXPONENT:
         raise CalculationFailed("power too large")
     if base == 0 and exponent < 0:
@@ -88,7 +91,7 @@ def _bounded(value: fractions.Fraction) -> fractions.Fraction:
 
 
 def calculate(expression: str, max_characters: int) -> tuple[protocols.ToolStatus, str]:
-    """What the tool says to an expression: its value ("42", "-7/3"), or "error: " and why."""
+    """Returns the tool's answer to an expression: its value ("42", "-7/3"), or "error: " and the reason."""
     try:
         return "success", str(evaluate(expression, max_characters))
     except CalculationFailed as failure:
@@ -96,18 +99,18 @@ def calculate(expression: str, max_characters: int) -> tuple[protocols.ToolStatu
 
 
 def simplify(expression: str, max_characters: int) -> tuple[str, bool]:
-    """Carries out one operation: the first of the innermost ones.
+    """Does one operation: the leftmost of those whose operands are both numbers.
 
     Args:
-      expression: e.g. "12*(345-6)".
-      max_characters: a longer expression fails.
+      expression: Expression, for example "12*(345-6)".
+      max_characters: Largest length. A longer expression fails.
 
     Returns:
-      What is left ("12*339"), and if that is the expression's value. It is where one operation was left, and where the
-      operation's own value is no whole number: there is no shorter way to write it.
+      The remaining expression ("12*339"), and whether it is the final value. It is final if one operation was left. It
+      is also final if the operation's value is a fraction, because no shorter expression can express it.
 
     Raises:
-      CalculationFailed: the expression has no value; see `evaluate`.
+      CalculationFailed: The expression has no value; see `evaluate`.
     """
     expression = expression.strip()
     value = evaluate(expression, max_characters)
@@ -121,6 +124,7 @@ def simplify(expression: str, max_characters: int) -> tuple[str, bool]:
         return str(value), True
     assert first.end_col_offset is not None
     before, after = expression[: first.col_offset].rstrip(), expression[first.end_col_offset :].lstrip()
+    # Parentheses around the replaced operation hold a single number now.
     while before.endswith("(") and after.startswith(")"):
         before, after = before[:-1].rstrip(), after[1:].lstrip()
     return before + (str(result) if result >= 0 else f"({result})") + after, False
@@ -131,12 +135,12 @@ def _is_number(node: ast.expr) -> bool:
 
 
 def carry_out(expression: str, max_characters: int, *, stepwise: bool) -> protocols.ToolReturn:
-    """What the tool returns for an expression.
+    """Returns the tool's return for an expression.
 
     Args:
-      expression: what was asked for.
-      max_characters: a longer expression fails.
-      stepwise: one operation at a time: while several are left, the return is the simplifier's.
+      expression: Requested expression.
+      max_characters: Largest length. A longer expression fails.
+      stepwise: Do one operation at a time. While several are left, the return comes from the simplifier.
     """
     status, content = calculate(expression, max_characters)
     if stepwise and status == "success":
@@ -146,12 +150,13 @@ def carry_out(expression: str, max_characters: int, *, stepwise: bool) -> protoc
 
 
 def read_call(output: str) -> str | None:
-    """The expression that a model output asks the calculator for; None for an output that calls no tool.
+    """Returns the expression that an output asks the calculator for. None if the output calls no tool.
 
-    A call is `<tool_call>12*3</tool_call>`, or a JSON object there with `arguments.expression`, as chat models write.
+    A call is `<tool_call>12*3</tool_call>`, or there a JSON object with `arguments.expression`, as chat models write
+    it.
 
     Raises:
-      CalculationFailed: the output holds a call that is not well-formed, or several.
+      CalculationFailed: The output holds an ill-formed call, or several calls.
     """
     if "<tool_call>" not in output and "</tool_call>" not in output:
         return None
@@ -171,7 +176,7 @@ def read_call(output: str) -> str | None:
 
 
 def answer_call(output: str, max_characters: int, *, stepwise: bool = False) -> protocols.ToolReturn | None:
-    """Runs the calculator for a model output, its thinking left aside; None where the output calls no tool."""
+    """Runs the calculator for a model output, ignoring its thinking. Returns None if the output calls no tool."""
     try:
         expression = read_call(output.rpartition("</think>")[2])
     except CalculationFailed as failure:

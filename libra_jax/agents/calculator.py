@@ -1,15 +1,16 @@
-"""The calculator: arithmetic that is hopeless by guessing and easy with a tool.
+"""The calculator: arithmetic that cannot be guessed and is easy with a tool.
 
 The prompt is an expression. The policy calls `<tool_call>EXPRESSION</tool_call>`, reads the tool's return, and answers
-with the value, or with "error" where the tool failed (a division by zero, an expression too long for it). The reward
-is 1 for an exact match, else 0.
+with the value. If the tool failed (division by zero, or an expression that is too long), the right answer is "error".
+The reward is 1 for an exact match, otherwise 0.
 
-Stepwise, the tool carries out one operation a call. While several are left, its return is what they are now, under the
-name of the simplifier: several calls lead to the answer, and what came back tells how much is still to be generated.
+In stepwise mode, the tool does one operation per call. While several operations are left, it returns the remaining
+expression under the name of the simplifier. Then several calls lead to the answer, and each return tells how much is
+still to be generated.
 
-Made to be learned on a CPU by a character model of half a million parameters: dialogues stay below 100 characters, and
-prompts and tool returns are filled up with spaces to fixed widths. What is copied then lies at a constant distance, and
-copying is learned in a fraction of the steps that it takes without.
+A character model of half a million parameters can learn this on a CPU. Dialogues stay below 100 characters, and prompts
+and tool returns are padded with spaces to fixed widths. So the copied text lies at a constant distance, and copying is
+learned in a fraction of the steps.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _OVERLONG = ("A*A+A*A+A", "(A+A)*A-A*B")
 
 
 def _draw(pattern: str, rng: random.Random) -> str:
-    """An expression of the pattern's shape; two-digit numbers of "(B-B)" are equal."""
+    """Returns an expression of the pattern's shape. The two-digit numbers of "(B-B)" are equal."""
     divisor = rng.randint(11, 99)
     same = str(rng.randint(10, 99))
     pieces = []
@@ -55,11 +56,11 @@ def _draw(pattern: str, rng: random.Random) -> str:
 
 
 class CalculatorTasks:
-    """Tasks by position. Each 16 consecutive ones hold the same mix: 15 solvable patterns in turn, and one failure,
-    which is by turns a division by zero and an overlong expression. Training and evaluation never share an expression.
+    """Tasks by position. Training and evaluation never share an expression.
 
-    With phases, training tasks drift: `phase_tasks` of one phase follow those of another, again and again. Held-out
-    tasks are of all phases in turn.
+    Each 16 consecutive tasks have the same mix: 15 solvable patterns in turn, and one failure. The failures alternate
+    between a division by zero and an overlong expression. With phases, training tasks drift: `phase_tasks` of one phase
+    are followed by those of the next, in a cycle. Held-out tasks go through all phases in turn.
     """
 
     def __init__(
@@ -92,11 +93,11 @@ class CalculatorTasks:
         self._period = period
 
     def task(self, index: int) -> protocols.Task:
-        """The index-th training task."""
+        """Returns the training task with this index."""
         return self._make("train", index)
 
     def evaluation_task(self, index: int) -> protocols.Task:
-        """The index-th held-out task; the same for every seed."""
+        """Returns the held-out task with this index. It is the same for every training seed."""
         return self._make("evaluation", index)
 
     def _make(self, split: str, index: int) -> protocols.Task:
@@ -110,6 +111,7 @@ class CalculatorTasks:
             patterns = list(_PATTERNS[level])
         pattern = self._pattern(place, rng, patterns)
         expression = _draw(pattern, rng)
+        # Redraws until the expression falls on the wanted side of the held-out split.
         while splits.held_out(expression) != held_out:
             expression = _draw(pattern, rng)
         status, content = arithmetic.calculate(expression, self._max_characters)
@@ -138,7 +140,7 @@ def _check_levels(levels: Sequence[str], name: str) -> None:
 
 
 class CalculatorEnvironment:
-    """One attempt; also the demonstrator of solved ones."""
+    """The environment of one rollout. Also demonstrates solved rollouts."""
 
     def __init__(self, system: str, delay: float, prompt_width: int, return_width: int, stepwise: bool) -> None:
         self._system = system
@@ -150,12 +152,12 @@ class CalculatorEnvironment:
         self.running_tool = arithmetic.TOOL
 
     async def reset(self, task: protocols.Task) -> Sequence[protocols.Message]:
-        """The expression, after the system message where there is one."""
+        """Returns the expression, after the system message if there is one."""
         self._task = task
         return self._opening(task)
 
     async def step(self, output: str) -> protocols.StepResult:
-        """Runs the calculator for an output that calls it; scores any other output as the answer."""
+        """Runs the calculator if the output calls it. Otherwise scores the output as the answer."""
         if self._task is None:
             raise RuntimeError("step before reset")
         payload = self._task.payload
@@ -168,10 +170,10 @@ class CalculatorEnvironment:
         return protocols.StepResult(tool_returns=[dataclasses.replace(tool_return, content=content)])
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing, because the environment holds no resource."""
 
     def demonstration(self, task: protocols.Task) -> Sequence[protocols.Message]:
-        """The solved dialogue: the expression, the calls and their returns, the answer."""
+        """Returns the solved dialogue: the expression, the calls with their returns, and the answer."""
         messages, left = self._opening(task), task.payload["expression"]
         while True:
             call = left
@@ -199,20 +201,20 @@ def task_source(
     phases: Sequence[tuple[str, int]] = (),
     phase_tasks: int = 0,
 ) -> CalculatorTasks:
-    """Procedurally generated arithmetic.
+    """Returns procedurally generated arithmetic tasks.
 
     Args:
-      path: must be empty: nothing is read.
-      seed: of the training stream; the held-out stream is the same for all seeds.
-      levels: of "plain", "mixed" and "nested", those to draw from.
-      max_characters: longest expression the tool accepts (16 to 18).
-      period: training tasks after which the same expressions come again, under new prompt ids; 0: never.
-      phases: (level, characters before the expression) that training tasks go through, over and over: a curriculum
-        whose dialogues change their length; `levels` count for nothing then.
-      phase_tasks: training tasks of a phase.
+      path: Must be empty, because nothing is read.
+      seed: Seed of the training stream. The held-out stream is the same for all seeds.
+      levels: Levels to draw from: "plain", "mixed" and "nested".
+      max_characters: Longest expression that the tool accepts (16 to 18).
+      period: Number of training tasks after which the same expressions repeat, under new prompt ids. 0: never.
+      phases: Pairs (level, characters before the expression) that training tasks cycle through. They form a curriculum
+        whose dialogues change their length. If given, `levels` is ignored.
+      phase_tasks: Number of training tasks per phase.
 
     Raises:
-      ConfigError: a path is given, or an argument is out of range.
+      ConfigError: A path is given, or an argument is out of range.
     """
     if path:
         raise protocols.ConfigError(
@@ -224,13 +226,13 @@ def task_source(
 def environment(
     system: str = "", delay: float = 0.0, prompt_width: int = 20, return_width: int = 8, stepwise: bool = False
 ) -> CalculatorEnvironment:
-    """A fresh attempt.
+    """Returns the environment for one rollout.
 
     Args:
-      system: system message, for pretrained models that need to be told; empty is none.
-      delay: seconds that each tool call takes.
-      prompt_width: characters to which prompts are filled up with spaces; 0 for pretrained models, which need none.
-      return_width: characters to which tool returns are filled up with spaces; 0 for pretrained models.
-      stepwise: the tool carries out one operation a call; set `return_width` to `prompt_width`, as expressions return.
+      system: System message, for pretrained models that need instructions. Empty means none.
+      delay: Seconds that each tool call takes.
+      prompt_width: Characters to which prompts are padded with spaces. 0 suits pretrained models.
+      return_width: Characters to which tool returns are padded with spaces. 0 suits pretrained models.
+      stepwise: Do one operation per call. Set `return_width` to `prompt_width`, because expressions are returned.
     """
     return CalculatorEnvironment(system, delay, prompt_width, return_width, stepwise)

@@ -1,4 +1,4 @@
-"""Tasks from a table on disk (`tables.py` says which): a prompt and the expected answer a row."""
+"""Tasks from a table on disk, in a format of `tables.py`. A row has a prompt and the expected answer."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from libra_jax.agents import splits, tables
 
 
 class FileTasks:
-    """A file's rows by position: reshuffled each epoch by a permutation that depends on seed and epoch only.
+    """A file's rows by position. A permutation, which depends only on seed and epoch, shuffles them in each epoch.
 
-    Held-out rows are chosen by their prompt's hash, with any seed, and all rows of one prompt go together: no
-    held-out prompt is ever trained on.
+    A hash of the prompt chooses the held-out rows, independent of the seed. All rows with the same prompt stay
+    together, so no held-out prompt is ever trained on.
     """
 
     def __init__(self, path: str, seed: int, rows: Sequence[tuple[int, dict[str, Any]]], holdout: float) -> None:
-        """`rows` are (line or row number, payload)."""
+        """Splits the rows. `rows` are pairs of line or row number and payload."""
         self._path = path
         self._name = pathlib.Path(path).stem
         self._seed = seed
@@ -32,19 +32,19 @@ class FileTasks:
         self._order = functools.lru_cache(maxsize=2)(self._permutation)
 
     def __len__(self) -> int:
-        """Training tasks of an epoch."""
+        """Returns the number of training tasks in an epoch."""
         return len(self._train)
 
     def task(self, index: int) -> protocols.Task:
-        """The index-th training task, over as many epochs as it takes."""
+        """Returns the training task with this index. The index may go past the first epoch."""
         epoch, place = divmod(index, len(self._train))
         return self._make("", epoch, self._train[self._order(epoch)[place]])
 
     def evaluation_task(self, index: int) -> protocols.Task:
-        """The index-th held-out task, in the file's order, over and over.
+        """Returns the held-out task with this index, in the file's order. Indices past the last task begin again.
 
         Raises:
-          DataError: nothing is held out.
+          DataError: No task is held out.
         """
         if not self._evaluation:
             raise protocols.DataError(
@@ -78,7 +78,9 @@ def _held_out_prompts(path: str, payloads: Sequence[Mapping[str, Any]], holdout:
             f"{path}: its rows have only one prompt, so none can be held out; give "
             "--config.task.arguments=\"{'holdout': 0}\""
         )
+    # At least one prompt on each side.
     count = min(len(prompts) - 1, max(1, math.floor(holdout * len(prompts))))
+    # Ordered by hash, so that the choice depends on neither the seed nor the order of the rows.
     ranked = sorted(prompts, key=lambda prompt: hashlib.sha256(prompt.encode()).digest())
     return set(ranked[:count])
 
@@ -98,23 +100,23 @@ def task_source(
     columns: Sequence[str] | Mapping[str, str] = (),
     split: str = "train",
 ) -> FileTasks:
-    """Returns the tasks of a JSONL, Parquet or CSV file, or of a folder of them: see `tables.rows`.
+    """Returns the tasks of a JSONL, Parquet or CSV file, or of a folder of them. See `tables.rows`.
 
     Args:
-      path: the file or folder; read whole, but only the columns that are asked for.
-      seed: of the order of training tasks.
-      prompt_column: a string, or a list of {"role", "content"} messages.
-      answer_column: a string or number for the environment to compare with, or a list of several, each of them right.
+      path: Path of the file or folder. All rows are read, but only the columns that are needed.
+      seed: Seed of the order of training tasks.
+      prompt_column: Column with a text, or a list of {"role", "content"} messages.
+      answer_column: Column with a text or number for the environment to compare with, or a list of right answers.
         Empty: tasks have no answer.
-      holdout: share of the distinct prompts kept for evaluation, at least one; 0 is none.
-      columns: further columns that the environment wants in the task's payload; or a mapping from names in the payload,
-        `prompt` and `answer` among them, to columns. A name with dots reaches into a column of structures or lists:
-        `reward_model.ground_truth`, `prompt.0.content`.
-      split: which part of a folder.
+      holdout: Share of the distinct prompts that are kept for evaluation, at least one. 0 means none.
+      columns: Further columns for the task's payload, or a mapping from names in the payload (also `prompt` and
+        `answer`) to columns. A name with dots reaches into structures and lists: `reward_model.ground_truth`,
+        `prompt.0.content`.
+      split: Part of a folder to read.
 
     Raises:
-      ConfigError: no path, or an argument is out of range.
-      DataError: the file is missing, empty or malformed; the message names file and line or row.
+      ConfigError: No path is given, or an argument is out of range.
+      DataError: The file is missing, empty or malformed. The message names the file and the line or row.
     """
     config.check(
         bool(path), "task.path", "is empty: name a .jsonl, .parquet or .csv file of tasks, or a dataset's folder"
@@ -135,15 +137,15 @@ def task_source(
 
 
 def of_rows(rows: Sequence[Mapping[str, Any]], seed: int = 0, holdout: float = 0.05) -> FileTasks:
-    """Returns the tasks of rows that a Python program has made.
+    """Returns tasks from rows that a Python program has made.
 
     Args:
-      rows: the payloads. Each has a `prompt`, a text or a list of messages, and whatever its environment reads.
-      seed: of the order of training tasks.
-      holdout: share of the distinct prompts kept for evaluation; 0 is none. With one prompt none is kept.
+      rows: Payloads. Each has a `prompt` (a text, or a list of messages) and further fields for its environment.
+      seed: Seed of the order of training tasks.
+      holdout: Share of the distinct prompts that are kept for evaluation. 0 means none. A single prompt is never kept.
 
     Raises:
-      DataError: there are no rows, or one has no prompt or holds what JSON cannot; the message names its number.
+      DataError: There are no rows, or a row has no prompt or a value that JSON cannot hold. Names the row's number.
     """
     found = []
     for number, row in enumerate(rows):
@@ -160,7 +162,7 @@ def of_rows(rows: Sequence[Mapping[str, Any]], seed: int = 0, holdout: float = 0
 
 
 def _mapping(prompt: str, answer: str, columns: Sequence[str] | Mapping[str, str]) -> dict[str, str]:
-    """Names in the payload to columns."""
+    """Returns a mapping from names in the payload to columns."""
     field = "task.arguments.columns"
     config.check(not isinstance(columns, str), field, f"must be a list or a mapping, not {columns!r}")
     given = dict(columns) if isinstance(columns, Mapping) else {column: column for column in columns}
@@ -185,7 +187,7 @@ def _prompt(value: Any, where: str, column: str) -> Any:
 
 
 def _answer(value: Any, where: str, column: str) -> str | list[str]:
-    """One answer, or several of which each is right."""
+    """Reads one answer, or a list of answers that are all right."""
     if isinstance(value, list) and value:
         return [_one_answer(item, where, column) for item in value]
     return _one_answer(value, where, column)

@@ -1,4 +1,4 @@
-"""Waits that end: a coroutine under a deadline, and plain functions that cannot block the event loop."""
+"""Waits that always end: coroutines under a deadline, and plain functions that cannot block the event loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REAP_SECONDS = 5.0
 
 
 class Overdue(Exception):
-    """The work outlasted its deadline; `reaped` says whether it ended when it was cancelled."""
+    """The work missed its deadline. `reaped` tells whether the work ended when it was cancelled."""
 
     def __init__(self, reaped: bool) -> None:
         super().__init__(f"overdue, {'cancelled' if reaped else 'and deaf to cancellation'}")
@@ -24,9 +24,9 @@ class Overdue(Exception):
 
 
 async def within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, or `Overdue` after `seconds` of the event loop's clock; overdue work is cancelled.
+    """Returns the result of `work`. After `seconds` of the event loop's clock, cancels the work and raises `Overdue`.
 
-    A wait that the event loop noticed late (it stalled) is first granted as long again as it was late.
+    If the event loop stalled and noticed the deadline late, the work first gets the lost time again, up to `seconds`.
     """
     loop = asyncio.get_running_loop()
     task = loop.create_task(work)
@@ -44,7 +44,10 @@ async def within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def _settled(task: asyncio.Task[Any], seconds: float) -> None:
-    """`asyncio.wait` for one task: returns when it is done or after `seconds`; half the work, once a turn."""
+    """Waits for one task until it is done or `seconds` have passed.
+
+    Same as `asyncio.wait`, with half of its overhead.
+    """
     loop = asyncio.get_running_loop()
     waiter: asyncio.Future[None] = loop.create_future()
 
@@ -66,12 +69,12 @@ async def _reap(task: asyncio.Task[Any]) -> bool:
         task.cancel()
         await asyncio.wait({task}, timeout=REAP_SECONDS)
     if task.done() and not task.cancelled():
-        task.exception()  # marks it as retrieved
+        task.exception()  # marks the error as retrieved, so that asyncio does not warn
     return task.done()
 
 
 async def call(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of the user's function: awaited if it is async, on a thread of its own if it is plain."""
+    """Returns the result of a user's function. Awaits an async function; runs a plain function on its own thread."""
     if inspect.iscoroutinefunction(function):
         return await function(*arguments)
     result = await off_loop(function, *arguments)
@@ -79,7 +82,7 @@ async def call(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 async def off_loop(function: Callable[..., T], *arguments: Any) -> T:
-    """The result of a plain function run on a thread of its own, which never keeps the process alive."""
+    """Runs a plain function on its own thread and returns the result. The thread never keeps the process alive."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -96,12 +99,13 @@ async def off_loop(function: Callable[..., T], *arguments: Any) -> T:
         failure: BaseException | None = None
         try:
             result = function(*arguments)
-        except StopIteration as error:  # a future refuses it
+        except StopIteration as error:  # a future does not accept StopIteration
             failure = RuntimeError(f"StopIteration({error})")
         except BaseException as error:
             failure = error
-        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits any more
             loop.call_soon_threadsafe(settle, result, failure)
 
+    # Not a thread pool, whose threads are joined at exit: a blocked one would keep the process alive.
     threading.Thread(target=body, name="libra-off-loop", daemon=True).start()
     return await future

@@ -1,4 +1,4 @@
-"""Solved attempts as trajectories for the warm start, rendered exactly as the live loop renders them."""
+"""Makes trajectories of solved rollouts for the warm start, rendered exactly as the live loop renders them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from libra_jax import protocols
 def demonstration_trajectory(
     task: protocols.Task, demonstrator: protocols.Demonstrator, tokenizer: protocols.Tokenizer
 ) -> protocols.Trajectory:
-    """The tokens of a solved dialogue; loss on the assistant's, stop tokens included.
+    """Returns the tokens of a solved dialogue. The loss covers the assistant's tokens, including stop tokens.
 
     Raises:
-      EnvironmentCrashed: the dialogue does not begin with a prompt and end with an answer of the assistant.
+      EnvironmentCrashed: The dialogue does not begin with a prompt and end with an answer of the assistant.
     """
     messages = list(demonstrator.demonstration(task))
     if len(messages) < 2 or messages[0].role == "assistant" or messages[-1].role != "assistant":

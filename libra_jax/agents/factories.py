@@ -1,4 +1,4 @@
-"""From the names in a config to the objects of a run: its tasks, environments and limits."""
+"""Makes the objects of a run from the names in its config: tasks, environments and limits."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from libra_jax.agents import deadlines, loop, resolving
 from libra_jax.agents.tools import toolkit
 
 TRIAL_CLOSE_SECONDS = 30.0
-"""How long an environment that was made on trial may take to close."""
+"""Seconds that an environment made on trial may take to close."""
 
 
 def task_source(task: config.TaskConfig, seed: int, field: str = "task.arguments") -> protocols.TaskSource:
-    """The tasks of `task.source`.
+    """Returns the tasks of `task.source`.
 
     Args:
-      task: names the source and its arguments.
-      seed: of the run.
-      field: setting that an error blames for the arguments.
+      task: Settings with the source and its arguments.
+      seed: Seed of the run.
+      field: Setting that an error about the arguments names.
 
     Raises:
-      ConfigError: the factory cannot be found or called, or `task.path` is set and it reads none.
-      DataError: its file cannot be used.
+      ConfigError: The factory cannot be found or called, or `task.path` is set but the factory takes no path.
+      DataError: The source's file cannot be used.
     """
     factory = resolving.resolve(task.source, "task.source")
     reserved = {"path": task.path, "seed": seed}
@@ -45,15 +45,15 @@ def task_source(task: config.TaskConfig, seed: int, field: str = "task.arguments
 
 
 def demonstrated_tasks(settings: config.RunConfig, tasks: protocols.TaskSource) -> protocols.TaskSource:
-    """Returns the tasks that the warm start demonstrates: the run's own, or others by `warm_start.arguments`.
+    """Returns the tasks that the warm start demonstrates: the run's own, or others if `warm_start.arguments` is set.
 
     Args:
-      settings: the run's configuration.
-      tasks: the run's own.
+      settings: Configuration of the run.
+      tasks: The run's own tasks.
 
     Raises:
       ConfigError: `task.source` does not take the arguments.
-      DataError: its file cannot be used.
+      DataError: The source's file cannot be used.
     """
     own = settings.warm_start.arguments
     if not (own and settings.warm_start.steps):
@@ -66,10 +66,10 @@ def demonstrated_tasks(settings: config.RunConfig, tasks: protocols.TaskSource) 
 
 
 def _takes_path(factory: Callable[..., object]) -> bool:
-    """Whether a source of tasks can be handed `task.path`."""
+    """Returns whether a source of tasks accepts `task.path`."""
     try:
         parameters = inspect.signature(factory).parameters
-    except (TypeError, ValueError):  # a callable without a readable signature
+    except (TypeError, ValueError):  # a callable written in C may have no readable signature
         return True
     return "path" in parameters or any(item.kind is item.VAR_KEYWORD for item in parameters.values())
 
@@ -77,14 +77,14 @@ def _takes_path(factory: Callable[..., object]) -> bool:
 def environment_factory(
     task: config.TaskConfig, tools: toolkit.Toolkit | None = None
 ) -> Callable[[], protocols.Environment]:
-    """Makes a fresh environment of `task.environment` a call. None is made here.
+    """Returns a function that makes a fresh environment of `task.environment` at each call. Makes none itself.
 
     Args:
-      task: names it.
-      tools: the run's, handed to a factory that has a parameter `tools`. None only where no environment will be used.
+      task: Settings with the environment.
+      tools: Tools of the run, passed to a factory that has a parameter `tools`. None only if no environment is used.
 
     Raises:
-      ConfigError: the factory cannot be found or takes other arguments, or it is a class that lacks a method.
+      ConfigError: The factory cannot be found, takes other arguments, or is a class that lacks a method.
     """
     factory, field = resolving.resolve(task.environment, "task.environment"), "task.environment_arguments"
     arguments = dict(task.environment_arguments)
@@ -109,10 +109,10 @@ def environment_factory(
 
 
 def _takes_tools(factory: Callable[..., object]) -> bool:
-    """Whether environments of this factory offer the run's tools."""
+    """Returns whether environments of this factory offer the run's tools."""
     try:
         return "tools" in inspect.signature(factory).parameters
-    except (TypeError, ValueError):  # a callable without a readable signature
+    except (TypeError, ValueError):  # a callable written in C may have no readable signature
         return False
 
 
@@ -129,18 +129,18 @@ def _check_methods(task: config.TaskConfig, made: object, kind: type) -> None:
 async def demonstrator(
     task: config.TaskConfig, tools: toolkit.Toolkit | None, *, needed: bool
 ) -> AsyncIterator[protocols.Demonstrator | None]:
-    """Makes one environment, to see that it can be made, and lends it as the demonstrator; it is closed in every case.
+    """Makes one environment, to check that this works, and lends it as the demonstrator. Always closes it.
 
     Args:
-      task: names the environment.
-      tools: the run's, open.
-      needed: whether there are demonstrations to make. Without, the environment is closed at once.
+      task: Settings with the environment.
+      tools: The run's open tools.
+      needed: Whether demonstrations are needed. If not, the environment is closed at once.
 
     Yields:
-      The environment if it is needed and has a method `demonstration`, else None.
+      The environment if it is needed and has a method `demonstration`, otherwise None.
 
     Raises:
-      ConfigError: the factory cannot be found or called, or makes something that is no environment.
+      ConfigError: The factory cannot be found or called, or does not make an environment.
     """
     trial = environment_factory(task, tools)()
     _check_methods(task, trial, type(trial))
@@ -153,13 +153,16 @@ async def demonstrator(
 
 
 async def _close(trial: protocols.Environment) -> None:
-    """Nothing depends on it, so a close that fails or hangs, perhaps for want of a `reset`, is no error."""
+    """Closes the trial environment. Ignores a failing or hanging close, because nothing depends on it.
+
+    Some environments cannot close before their first `reset`.
+    """
     with contextlib.suppress(Exception):
         await deadlines.within(TRIAL_CLOSE_SECONDS, deadlines.call(trial.close))
 
 
 def limits(run: config.RunConfig, temperature: float | None = None) -> loop.Limits:
-    """An attempt's limits; `temperature` replaces the rollout's, as evaluation does."""
+    """Returns a rollout's limits. `temperature` replaces the config's; evaluation uses this."""
     return loop.Limits(
         max_turns=run.task.max_turns,
         max_tokens=run.rollout.max_tokens,

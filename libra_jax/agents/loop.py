@@ -1,9 +1,10 @@
-"""The multi-turn loop of one attempt: render, sample, step the environment, append its return; token in, token out.
+"""The multi-turn loop of one rollout: render, sample, step the environment, append its return. Works on tokens only.
 
-A resumed attempt runs the same loop over the tokens its trajectory already holds: what the environment says is compared
-with the retained tokens instead of appended, and outputs that are complete are stepped instead of sampled. So an
-attempt may be cut off at any token and goes on from there with a fresh environment. One whose environment gave a
-snapshot (`protocols.Resumable`) begins from there. One whose environment answers otherwise than before starts over.
+A resumed rollout runs the same loop over the tokens that its trajectory already holds. The environment's messages are
+compared with the retained tokens instead of appended, and complete outputs are stepped instead of sampled. So a rollout
+may be cut off at any token, and continues from there with a fresh environment. If the environment gave a snapshot
+(`protocols.Resumable`), the rollout continues from the snapshot. If the environment answers differently than before,
+the rollout starts over.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from libra_jax.agents.rewards import scoring
 
 @dataclass(frozen=True)
 class Limits:
-    """What one attempt may use.
+    """Limits of one rollout.
 
     Attributes:
-      max_turns: model outputs.
-      max_tokens: generated tokens of one output, those retained from before a resume included.
-      max_context: tokens of the whole context.
-      tool_seconds: deadline of one environment step; passing it is the return "timeout" of the tool that the
-        environment's `running_tool` names, and a crash of the environment where that names none.
-      temperature: of sampling; 0 is greedy.
-      reset_seconds: deadline of the environment's `reset`, `close`, `snapshot` and `restore`.
-      wait_seconds: deadline of its `ready`.
-      attempt_tokens: generated tokens over all outputs; 0 is no limit.
-      attempt_seconds: of the attempt from its first token on; 0 is no limit. An output is cut off; a step that has
-        begun is let end, within its own deadline.
-      answer_tokens: room for the next output. Tool returns that leave less are cut in their middle; 0: not cut, the
-        attempt ends where they leave no room at all.
+      max_turns: Largest number of model outputs.
+      max_tokens: Largest number of generated tokens of one output, including tokens retained by a resume.
+      max_context: Largest number of tokens of the whole context.
+      tool_seconds: Deadline of one environment step in seconds. A late step is the return "timeout" of the tool that
+        the environment's `running_tool` names. If it names none, the environment has crashed.
+      temperature: Sampling temperature. 0 is greedy.
+      reset_seconds: Deadline in seconds of the environment's `reset`, `close`, `snapshot` and `restore`.
+      wait_seconds: Deadline in seconds of the environment's `ready`.
+      attempt_tokens: Largest number of generated tokens over all outputs. 0 means no limit.
+      attempt_seconds: Seconds of the rollout from its first token on. 0 means no limit. An output is cut off at the
+        limit, but a step that has begun may end within its own deadline.
+      answer_tokens: Tokens of room to leave for the next output. Tool returns that leave less are cut in the middle. 0:
+        returns are not cut, and the rollout ends if they leave no room at all.
     """
 
     max_turns: int
@@ -60,32 +61,32 @@ async def run_attempt(
     reward: scoring.Scorer | None = None,
     status: Callable[[str], None] | None = None,
 ) -> protocols.Trajectory:
-    """Runs one attempt to its end, from wherever `trajectory` stands, and returns that same object.
+    """Runs one rollout to its end, from the current state of `trajectory`, and returns that same object.
 
-    At the end `trajectory.reward` and `trajectory.finish` are set. An attempt whose policy did not answer within its
-    limits (any other finish than "answered") has reward 0, unless `reward` says otherwise; `task.cut_off` says whether
-    the trainer looks at it. Its metrics, besides the
-    environment's: `turns`, `tool_calls`, `tool_timeouts`, `answered`, `tool_success` (1 if the last tool call
-    succeeded), `rewarded_after_tool` (1 if rewarded, with a successful tool call before the answer), `replay_differs`
-    (1 if retained tokens had to be dropped) and, where they may be cut, `returns_cut`. `environment` is closed in every
-    case.
+    At the end, `trajectory.reward` and `trajectory.finish` are set. If the policy did not answer within its limits (any
+    finish but "answered"), the reward is 0, unless `reward` gives another. `task.cut_off` tells whether the trainer
+    uses such rollouts. `environment` is closed in every case.
+
+    These metrics are added to the environment's own: `turns`, `tool_calls`, `tool_timeouts`, `answered`, `tool_success`
+    (1 if the last tool call succeeded), `rewarded_after_tool` (1 if rewarded after a successful tool call),
+    `replay_differs` (1 if retained tokens had to be dropped) and, if returns may be cut, `returns_cut`.
 
     Args:
-      trajectory: empty for a new attempt; else what a killed one left, cut anywhere.
-      task: what is attempted.
-      environment: fresh. Its `reset` is called a second time if a replay differed. Methods that are plain functions run
-        on threads, so that the deadlines hold for them too. While a step runs a tool, its attribute `running_tool`
-        names it: only such a step may time out as a tool does. One that hangs without is a crash.
-      tokenizer: its template is applied to increments only.
-      sampler: where tokens come from. `tool_called` follows each output that was sampled here, before its step, the
-        scoring or the end; `tool_returned` follows the step where another output is to come.
-      limits: what the attempt may use.
-      reward: scores every finished attempt, within deadlines of its own; None: the environment's reward counts.
-      status: told, in a few words, what the attempt is doing.
+      trajectory: Empty for a new rollout. Otherwise the trajectory of an aborted rollout, cut off anywhere.
+      task: Task of the rollout.
+      environment: Fresh environment. Its `reset` is called again if a replay differed. Its plain functions run on
+        threads, so that deadlines hold for them too. While a step runs a tool, its `running_tool` names the tool. Only
+        then may the step time out as a tool; a step that hangs otherwise is a crash.
+      tokenizer: Tokenizer. Its template is applied to increments only.
+      sampler: Source of tokens. Its `tool_called` is called after each output sampled here, before the step, the
+        scoring or the end. Its `tool_returned` is called after a step if another output follows.
+      limits: Limits of the rollout.
+      reward: Scores every finished rollout, with its own deadlines. None: the environment's reward counts.
+      status: Called with a few words on what the rollout is doing.
 
     Raises:
-      EnvironmentCrashed: the environment broke, or gave a reward that is not a finite number.
-      RewardFailed: the same of the reward function.
+      EnvironmentCrashed: The environment broke, or gave a reward that is not a finite number.
+      RewardFailed: The reward function broke, or gave a reward that is not a finite number.
     """
     world = guarded.Environment(
         environment,
@@ -110,7 +111,7 @@ async def run_attempt(
 
 
 class _Attempt:
-    """One attempt, from wherever its trajectory stands."""
+    """One rollout, continued from the current state of its trajectory."""
 
     def __init__(
         self,
@@ -143,19 +144,19 @@ class _Attempt:
             self.metrics["returns_cut"] = 0.0
 
     def start_over(self) -> None:
-        """Drops every retained token; the metrics say so."""
+        """Drops every retained token. The metric `replay_differs` records this."""
         self.trajectory.clear()
         self._begin(replay_differs=True)
 
     async def run(self) -> None:
-        """Alternates outputs and steps until the attempt is over."""
+        """Alternates outputs and steps until the rollout is over."""
         self.status("opening")
         if not await self._take_up():
             await self._open()
         while (spent := self._spent()) is None:
             output, sampled = await self._output()
             if output is None:
-                if sampled:  # scoring and closing may take long, and neither needs the place
+                if sampled:  # scoring and closing may take long and need no place in the engine
                     await self.sampler.tool_called(self.trajectory)
                 return await self._finish(self._cut_off(), 0.0)
             result = await self._step(output, sampled)
@@ -172,7 +173,10 @@ class _Attempt:
         return await self._finish(spent, 0.0)
 
     def _spent(self) -> str | None:
-        """The limit that another output would pass; time counts once nothing retained is left to account for."""
+        """Returns the limit that another output would exceed, or None.
+
+        Time counts only after all retained tokens are replayed.
+        """
         if self.walk.turn >= self.limits.max_turns:
             return "max_turns"
         if 0 < self.limits.attempt_tokens <= self.walk.generated:
@@ -180,7 +184,7 @@ class _Attempt:
         return "max_seconds" if self.walk.at_end and self.watch.over() else None
 
     def _cut_off(self) -> str:
-        """The limit that an output without a stop token has met."""
+        """Returns the limit that an output without a stop token has met."""
         if 0 < self.limits.attempt_tokens <= self.walk.generated:
             return "max_tokens"
         if len(self.trajectory.token_ids) >= self.limits.max_context:
@@ -201,7 +205,10 @@ class _Attempt:
         self.walk.append(prompt, protocols.TokenSource.PROMPT)
 
     async def _take_up(self) -> bool:
-        """Restores the environment to its latest snapshot, if there is one; False, and nothing done, if not."""
+        """Restores the environment to its latest snapshot.
+
+        Returns False, without any change, if there is no snapshot.
+        """
         kept = self.trajectory.snapshot
         if kept is None or not self.environment.has("restore"):
             return False
@@ -212,7 +219,7 @@ class _Attempt:
         return True
 
     async def _keep(self) -> None:
-        """Takes a snapshot, where the environment can."""
+        """Takes a snapshot, if the environment can."""
         state = await self.environment.snapshot() if self.environment.has("snapshot") else None
         if state is None:
             return
@@ -226,7 +233,10 @@ class _Attempt:
         return self.tokenizer.render(messages, first=first, generation_prompt=True)
 
     async def _output(self) -> tuple[str | None, bool]:
-        """The next model output: its text without the stop token (None if it has none), and if any was sampled now."""
+        """Returns the next output, and whether any of it was sampled now.
+
+        The output is the text without its stop token, or None if it has no stop token.
+        """
         trajectory, limits, start = self.trajectory, self.limits, self.walk.position
         kept = self.walk.retained_output(limits.max_tokens, self.tokenizer.stop_token_ids)
         stopped = kept > 0 and trajectory.token_ids[start + kept - 1] in self.tokenizer.stop_token_ids
@@ -235,21 +245,26 @@ class _Attempt:
             room = min(room, limits.attempt_tokens - self.walk.generated - kept)
         sampled = not stopped and room > 0
         began = asyncio.get_running_loop().time()
+        # A retained output without a stop token must be the last one; tokens after it cannot come from this replay.
         if not stopped and start + kept != len(trajectory.token_ids):
             raise progress.ReplayDiffers
         if sampled:
+            # Retained turns from here on describe an output that is sampled again or continued.
             del trajectory.turns[self.walk.turn :]
             self.status(f"generating, turn {self.walk.turn + 1}")
             stopped = await self._sample(start, room)
         end = len(trajectory.token_ids) if sampled else start + kept
         self.walk.record(end, began)
-        read = stopped or self.reward is not None  # what was cut off is a scorer's alone to read
+        read = stopped or self.reward is not None  # only a scorer reads an output that was cut off
         output = self.tokenizer.decode(trajectory.token_ids[start : end - stopped]) if read else ""
         self.messages.append(protocols.Message("assistant", output))
         return output if stopped else None, sampled
 
     async def _sample(self, start: int, room: int) -> bool:
-        """Samples the output that begins at `start`, at most `room` more tokens; whether it ended with a stop token."""
+        """Samples at most `room` more tokens of the output that begins at `start`.
+
+        Returns whether it ended with a stop token.
+        """
         trajectory, stop_ids = self.trajectory, tuple(self.tokenizer.stop_token_ids)
         sampling = protocols.SamplingParams(self.limits.temperature, room, stop_ids)
         hear = self.environment.hear
@@ -269,7 +284,7 @@ class _Attempt:
     async def _sample_watched(
         self, sampling: protocols.SamplingParams, listener: progress.Hearing | None
     ) -> protocols.FinishReason:
-        """Samples while time is taken, and while the environment hears it; "length" where the time is up."""
+        """Samples while the time is measured and the environment listens. Returns "length" if the time is up."""
 
         def heard() -> None:
             self.watch.tokens_came(timer)
@@ -281,10 +296,11 @@ class _Attempt:
             async with asyncio.timeout(None) as timer:
                 self.watch.arm(timer)
                 if listener is not None:
-                    listener.heard()  # the beginning of an output that was cut off
+                    listener.heard()  # the retained beginning of an output that was cut off
                 reason = await self.sampler.sample(self.trajectory, sampling, heard)
         except TimeoutError:
             self.out_of_time = timer.expired()
+            # A TimeoutError of the sampler itself is not this timer's.
             if not self.out_of_time:
                 raise
         if listener is not None and listener.error is not None:
@@ -295,7 +311,7 @@ class _Attempt:
     # The environment --------------------------------------------------------------------------------------------
 
     async def _step(self, output: str, sampled: bool) -> protocols.StepResult:
-        """The environment's answer to an output, and the turn's tool, outcome and seconds."""
+        """Returns the environment's answer to an output. Records the turn's tool, status and seconds."""
         if sampled:
             await self.sampler.tool_called(self.trajectory)
         if self.environment.has("ready"):
@@ -311,12 +327,17 @@ class _Attempt:
         answers, turn = result.tool_returns, self.trajectory.turns[self.walk.turn]
         if answers:
             turn.tool, turn.status = _joined(answers)
-        told = answers[0].seconds if len(answers) == 1 else 0.0  # of several, some may have waited for others
+        # Of several concurrent returns, some may include waits for others.
+        told = answers[0].seconds if len(answers) == 1 else 0.0
+        # A replayed turn keeps the seconds that it took the first time.
         turn.tool_seconds = turn.tool_seconds or told or loop.time() - began
         return result
 
     def _show(self, result: protocols.StepResult) -> protocols.CausalState | None:
-        """Appends the tool returns and further messages; None, and nothing appended, if they leave no room to go on."""
+        """Appends the tool returns and further messages.
+
+        Returns None, and appends nothing, if they leave no room to go on.
+        """
         answers, room = result.tool_returns, self.limits.max_context - self.walk.position
 
         def messages(answers: Sequence[protocols.ToolReturn]) -> list[protocols.Message]:
@@ -335,6 +356,7 @@ class _Attempt:
                 tokens = self._render(said, first=False)
             self.metrics["returns_cut"] += float(cut is not None)
         self.trajectory.turns[self.walk.turn].payload_tokens = len(tokens)
+        # No room for the next output: the rollout ends here, so nothing can be retained beyond.
         if len(tokens) >= room:
             if not self.walk.at_end:
                 raise progress.ReplayDiffers
@@ -371,7 +393,7 @@ class _Attempt:
         self.status(f"{finish}, reward {float(reward):g}")
 
     async def _score(self, scorer: scoring.Scorer, finish: str, own: float | None) -> float:
-        """What the scorer says; its deadlines are its own."""
+        """Returns the scorer's reward. The scorer has its own deadlines."""
         turns = self.trajectory.turns[: self.walk.turn + 1]
         transcript = scoring.Transcript(
             text=self.tokenizer.decode(self.trajectory.token_ids),
@@ -403,6 +425,6 @@ _FROM_BEST = ("success", "failure", "timeout")
 
 
 def _joined(answers: Sequence[protocols.ToolReturn]) -> tuple[str, protocols.ToolStatus]:
-    """Joins the tools of one turn: each tool's name once, in one order, and the worst status."""
+    """Joins the tools of one turn. Returns each tool's name once, in a fixed order, and the worst status."""
     tools = "+".join(sorted({answer.tool for answer in answers}))
     return tools, max((answer.status for answer in answers), key=_FROM_BEST.index)

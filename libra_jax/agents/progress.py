@@ -1,4 +1,4 @@
-"""How far a rollout is: its tokens accounted for, its seconds, its text as it comes, and its room for returns."""
+"""The progress of a rollout: tokens accounted for, seconds, streamed text, and room for tool returns."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from libra_jax import protocols
 from libra_jax.agents.sandbox import limits
 
 _LONGEST_CHARACTER = 4
-"""Bytes, and so tokens at most, of one character in UTF-8."""
+"""Largest number of bytes of a UTF-8 character, and so of its tokens."""
 
 
 class ReplayDiffers(Exception):
-    """The retained tokens are not what this environment and template would have produced."""
+    """The retained tokens differ from those that this environment and template produce."""
 
 
 class Walk:
-    """Walks over a trajectory: checks the tokens that a resume retained, and appends new ones after them.
+    """Walks along a trajectory. It checks the tokens that a resume retained, and appends new tokens after them.
 
     Args:
-      trajectory: empty, or cut off anywhere.
+      trajectory: An empty trajectory, or one that was cut off anywhere.
 
     Attributes:
-      position: tokens accounted for.
-      turn: outputs whose return, if any, is accounted for.
-      generated: tokens accounted for that the policy sampled.
+      position: Number of tokens accounted for.
+      turn: Number of outputs whose return, if any, is accounted for.
+      generated: Number of tokens accounted for that the policy sampled.
     """
 
     def __init__(self, trajectory: protocols.Trajectory) -> None:
@@ -40,15 +40,15 @@ class Walk:
         return self.position == len(self._trajectory.token_ids)
 
     def jump(self, position: int, turn: int) -> None:
-        """Goes on from a later position, because a snapshot accounts for the tokens before it."""
+        """Moves to a later position, because a snapshot accounts for the tokens before it."""
         self.position, self.turn = position, turn
         self.generated = sum(self._trajectory.loss_mask[:position])
 
     def append(self, tokens: Sequence[int], source: protocols.TokenSource) -> None:
-        """Accounts for text: compares it with the retained tokens, and appends the part beyond them.
+        """Accounts for text. Compares it with the retained tokens, and appends the part beyond them.
 
         Raises:
-          ReplayDiffers: the retained tokens are others.
+          ReplayDiffers: The retained tokens are different.
         """
         end = self.position + len(tokens)
         if self.at_end:
@@ -63,7 +63,7 @@ class Walk:
         self.position = end
 
     def retained_output(self, max_tokens: int, stop_token_ids: Collection[int]) -> int:
-        """Returns how many retained tokens from here on belong to one model output."""
+        """Returns how many retained tokens from the current position on belong to one model output."""
         count = 0
         if self.at_end:
             return count
@@ -77,7 +77,10 @@ class Walk:
         return count
 
     def record(self, end: int, began: float) -> None:
-        """Accounts for an output up to `end`. Its turn is the retained one, or a new one if the output has tokens."""
+        """Accounts for an output up to `end`.
+
+        Fills in the retained turn, or adds a new turn if the output has tokens.
+        """
         generated, turns = end - self.position, self._trajectory.turns
         self.position = end
         self.generated += generated
@@ -88,11 +91,11 @@ class Walk:
 
 
 class Stopwatch:
-    """Measures a rollout's seconds from its first token on. Before that it waits for a place, which does not count.
+    """Measures a rollout's seconds from its first token on. The wait for a place before that does not count.
 
     Args:
-      trajectory: keeps the seconds, so that they go on after a resume.
-      most: seconds that the rollout may take; 0 is no limit.
+      trajectory: Trajectory that stores the seconds, so that the count continues after a resume.
+      most: Seconds that the rollout may take. 0 means no limit.
     """
 
     def __init__(self, trajectory: protocols.Trajectory, most: float) -> None:
@@ -101,13 +104,13 @@ class Stopwatch:
         self._earlier = trajectory.seconds
 
     def over(self) -> bool:
-        """Notes the seconds; returns whether the time is up."""
+        """Updates the seconds and returns whether the time is up."""
         if self._since is not None:
             self._trajectory.seconds = self._earlier + asyncio.get_running_loop().time() - self._since
         return 0 < self._most <= self._trajectory.seconds
 
     def tokens_came(self, timer: asyncio.Timeout) -> None:
-        """Starts the stopwatch at the first token, and notes the seconds."""
+        """Starts the stopwatch at the first token, and updates the seconds."""
         if self._since is None:
             self._since = asyncio.get_running_loop().time()
             self.arm(timer)
@@ -120,20 +123,20 @@ class Stopwatch:
 
 
 class Hearing:
-    """Hands one output to an environment piece by piece while its tokens come.
+    """Passes one output to an environment, piece by piece, while its tokens arrive.
 
-    A piece is decoded together with the one before it, because the first token of a text may be decoded differently
-    from one within it. Tokens that end within a character wait for its rest. So all pieces together cost little more
-    than decoding the output once.
+    Each piece is decoded together with the piece before it, because the first token of a text may decode differently
+    from a later one. Tokens that end inside a character wait for the rest of it. So all pieces together cost little
+    more than decoding the output once.
 
     Args:
-      hear: `protocols.Listener.hear`.
-      tokenizer: decodes the tokens.
-      trajectory: ends with the output.
-      start: position in the trajectory where the output begins.
+      hear: The environment's `protocols.Listener.hear`.
+      tokenizer: Tokenizer that decodes the tokens.
+      trajectory: Trajectory that ends with the output.
+      start: Position in the trajectory where the output begins.
 
     Attributes:
-      error: exception that `hear` raised; `hear` is not called after it.
+      error: Exception that `hear` raised. `hear` is not called again after it.
     """
 
     def __init__(
@@ -148,7 +151,7 @@ class Hearing:
         self.error: Exception | None = None
 
     def heard(self) -> None:
-        """Hands on the text since the last call. Never raises, because its caller has tokens to see to."""
+        """Passes on the text since the last call. Never raises, because its caller has to go on handling tokens."""
         if self.error is not None:
             return
         try:
@@ -167,7 +170,7 @@ class Hearing:
             text = self._tokenizer.decode(tokens[self._before : whole])
             if not text.endswith("\N{REPLACEMENT CHARACTER}"):
                 break
-        else:  # no further token completes the bytes at the end, unless fewer than a character's have come
+        else:  # these bytes complete no character; wait only while a later token still could
             if end - self._told < _LONGEST_CHARACTER:
                 return ""
         known = len(self._tokenizer.decode(tokens[self._before : self._told]))
@@ -180,22 +183,23 @@ def cut_to_fit(
     tokens: Callable[[Sequence[protocols.ToolReturn]], int],
     room: int,
 ) -> Sequence[protocols.ToolReturn] | None:
-    """Cuts the middles out of tool returns, with a mark, so that they take at most `room` tokens.
+    """Cuts the middles out of tool returns, with a mark, so that together they take at most `room` tokens.
 
-    All are cut to the same number of characters, the largest that fits, so the longest lose most.
+    All returns are cut to the same number of characters, the largest that fits. So the longest returns lose most.
 
     Args:
-      answers: returns in their order.
-      tokens: counts the tokens of returns as rendered. More characters are assumed to need more tokens.
-      room: tokens that the returns may take.
+      answers: Returns, in order.
+      tokens: Counts the tokens of returns as rendered. More characters are assumed to need more tokens.
+      room: Number of tokens that the returns may take.
 
     Returns:
-      The returns, or None if there is no room even for the marks.
+      The returns. None if there is no room even for the marks.
     """
 
     def cut(most: int) -> Sequence[protocols.ToolReturn]:
         return [dataclasses.replace(answer, content=limits.cut(answer.content, most)) for answer in answers]
 
     longest = max((len(answer.content) for answer in answers), default=0)
+    # Binary search, because each probe renders all returns again.
     fits = bisect.bisect_right(range(longest + 1), room, key=lambda most: tokens(cut(most))) - 1
     return cut(fits) if fits >= 0 else None

@@ -1,4 +1,4 @@
-"""Published datasets as tasks of ours: which columns their downloaded files have, and the task that a row makes.
+"""Published datasets as tasks: the columns of their downloaded files, and how a row becomes a task.
 
 `dapo_math` (BytedTsinghua-SIA/DAPO-Math-17k): `prompt` (messages), `reward_model.ground_truth`, `extra_info.index`.
 `search_r1` (PeterJinGo/nq_hotpotqa_train): `id`, `question`, `golden_answers` (several), `data_source`.
@@ -6,10 +6,12 @@
 `parsed_commit_content` (`old_commit_hash`), `execution_result_content` (`test_file_names`, `test_file_codes`) and
 `expected_output_json` (outcome by test).
 
-DAPO's file repeats its 17 thousand problems a hundred times. Rows of R2E-Gym hold no repository: it is in the image, at
-/testbed, and is to be saved under the name that the task has for it. Their column `prompt` holds the solution, and is
-not read; tests that are expected to fail, before and after, judge nothing; which of the others pass before the fix is
-not told, so all of them are listed as tests that it makes pass.
+DAPO's file repeats its 17 thousand problems a hundred times.
+
+Rows of R2E-Gym contain no repository. It is in the image at /testbed, and has to be saved under the task's name for it.
+The column `prompt` contains the solution, so it is not read. Tests that are expected to fail before and after the fix
+judge nothing. The rows do not tell which other tests pass before the fix, so all are listed as tests that it makes
+pass.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ Record = dict[str, Any]
 
 
 class Dropped(Exception):
-    """A row makes no task; the message is the reason, the same for all such rows."""
+    """A row makes no task. The message is the reason, with the same text for all such rows."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,11 @@ class Dataset:
     """A published dataset.
 
     Attributes:
-      title: where it is from.
-      columns: those that are read.
-      convert: makes a task of a row, as JSON can hold it; raises Dropped, or DataError where a column is missing.
-      flags: with which to train on it, besides `--config.task.path`; as a shell takes them.
-      needs: what has to be there before; empty: nothing.
+      title: Where the dataset is published.
+      columns: Columns that are read.
+      convert: Makes a JSON-compatible task from a row. Raises Dropped, or DataError if a column is missing.
+      flags: Command-line flags to train on it, besides `--config.task.path`, in shell syntax.
+      needs: What has to exist before training. Empty if nothing.
     """
 
     title: str
@@ -53,7 +55,7 @@ class Dataset:
 
 @dataclass
 class Count:
-    """Numbers of rows that were `read`, `kept`, and `dropped` by reason."""
+    """Numbers of rows `read`, `kept`, and `dropped` by reason."""
 
     read: int = 0
     kept: int = 0
@@ -61,16 +63,16 @@ class Count:
 
 
 def tasks(dataset: Dataset, path: str, split: str, count: Count) -> Iterator[Record]:
-    """The tasks of a downloaded dataset, each prompt once.
+    """Yields the tasks of a downloaded dataset, each prompt once.
 
     Args:
-      dataset: which it is.
-      path: its file or folder.
-      split: which part of a folder.
-      count: is kept up to date.
+      dataset: The dataset.
+      path: Path of its file or folder.
+      split: Part of a folder to read.
+      count: Updated with each row.
 
     Raises:
-      DataError: nothing there can be read, or a column is missing; the message says which columns are expected.
+      DataError: Nothing can be read, or a column is missing. The message names the expected columns.
     """
     seen: dict[bytes, bytes] = {}
     for row in tables.rows(path, dataset.columns, split):
@@ -112,7 +114,7 @@ def _text(value: Any, reason: str) -> str:
 
 
 def _json(value: Any, kind: type, reason: str) -> Any:
-    """What a column of JSON text holds."""
+    """Returns the value in a column of JSON text. Raises Dropped if it is of another kind."""
     try:
         found = json.loads(value)
     except (TypeError, ValueError, RecursionError) as error:
@@ -144,7 +146,7 @@ def _search_r1(row: tables.Row) -> Record:
     question = _text(_value(row, "question", "search_r1"), _NO_PROMPT)
     return {
         "id": str(_value(row, "id", "search_r1")),
-        "prompt": question if question.endswith("?") else f"{question}?",  # as Search-R1 poses them
+        "prompt": question if question.endswith("?") else f"{question}?",  # Search-R1 puts questions this way
         "answer": list(dict.fromkeys(answers)),
         "source": str(_value(row, "data_source", "search_r1")),
     }
@@ -160,7 +162,7 @@ def _r2e_gym(row: tables.Row) -> Record:
         raise Dropped(_NO_TESTS)
     commit = _json(_value(row, "parsed_commit_content", "r2e_gym"), dict, _NO_COMMIT)
     image = _text(_value(row, "docker_image", "r2e_gym"), "no image")
-    # Where its own command runs them. The folder is the suite's, so the policy's files in it are left out.
+    # The folder of R2E-Gym's own test command. It belongs to the suite, so the policy's files in it are left out.
     tests = [{"path": f"r2e_tests/{name}", "text": str(code)} for name, code in zip(names, codes, strict=True)]
     passing = [name for name, outcome in expected.items() if outcome == "PASSED"]
     return {
@@ -176,9 +178,10 @@ def _r2e_gym(row: tables.Row) -> Record:
 
 
 def _names(listed: list[str], tests: list[dict[str, str]]) -> list[str]:
-    """Names as `pytest` has them, of names without their file, such as `TestA.test_b[1]`.
+    """Returns `pytest`'s full names of tests that are listed without their file, such as `TestA.test_b[1]`.
 
-    They were read off a report: some still have its colours, and an empty one is of a line that names no test.
+    The listed names were read from a report. Some still have terminal colours. An empty name is from a line without a
+    test.
     """
     short = [re.sub(r"\x1b\[[\d;]*m", "", name) for name in listed]
     if not any(short):
@@ -197,7 +200,7 @@ def _names(listed: list[str], tests: list[dict[str, str]]) -> list[str]:
 
 
 def _defined(code: str) -> set[str]:
-    """The names of a module's functions, and of its classes' methods."""
+    """Returns the names of a module's functions and of its classes' methods."""
     try:
         body = ast.parse(code).body
     except (SyntaxError, ValueError, RecursionError):
@@ -260,4 +263,4 @@ DATASETS = {
         "that its `repository` names, and sandbox.packages has pytest and what the projects import",
     ),
 }
-"""By the name that `launch/prepare_data.py` has for it."""
+"""Datasets by their name in `launch/prepare_data.py`."""

@@ -1,4 +1,4 @@
-"""Questions with a known answer, as files of tasks hold them: answered at once, or after using a calculator."""
+"""Questions with a known answer from files of tasks, answered directly or with a calculator."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from libra_jax import config, protocols
 from libra_jax.agents import arithmetic
 
 MAX_CHARACTERS = 120
-"""Longest expression that the calculator accepts here."""
+"""Longest expression in characters that the calculator accepts here."""
 
 CALCULATOR_HINT = (
     "You can use a calculator: end your message with <tool_call>EXPRESSION</tool_call>, where EXPRESSION is made of "
@@ -19,18 +19,19 @@ CALCULATOR_HINT = (
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
+# Bounded repetitions, so that a huge number in an output costs little.
 _NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]{0,60}(?:\.\d{1,60})?(?:/\d{1,60})?")
 
 
 def final_answer(output: str) -> str:
-    """What an output answers: its last `<answer>` or `\\boxed{}` content, else its text after any `</think>`."""
+    """Returns an output's answer: its last `<answer>` or `\\boxed{}` content, or else its text after `</think>`."""
     text = output.rpartition("</think>")[2]
     marked = _TAGGED.findall(text) or _BOXED.findall(text)
     return str(marked[-1] if marked else text).strip()
 
 
 def last_number(text: str) -> fractions.Fraction | None:
-    """The last number of a text, thousands separators removed; None where there is none."""
+    """Returns the last number of a text, without thousands separators. None if the text has no number."""
     found = _NUMBER.findall(text)
     if not found:
         return None
@@ -41,7 +42,7 @@ def last_number(text: str) -> fractions.Fraction | None:
 
 
 class QuestionEnvironment:
-    """One attempt at a question; the first output that calls no tool is the answer."""
+    """The environment of one rollout. The first output that calls no tool is the answer."""
 
     def __init__(self, match: str, calculator: bool, system: str) -> None:
         config.check_choice(match, ("exact", "numeric"), "task.environment_arguments.match")
@@ -52,7 +53,7 @@ class QuestionEnvironment:
         self.running_tool = arithmetic.TOOL if calculator else ""
 
     async def reset(self, task: protocols.Task) -> Sequence[protocols.Message]:
-        """The system message, if any, and the question."""
+        """Returns the system message, if any, and the question."""
         self._answer = task.payload["answer"]
         prompt = task.payload["prompt"]
         system = [protocols.Message("system", self._system)] if self._system else []
@@ -61,7 +62,7 @@ class QuestionEnvironment:
         return [*system, *(protocols.Message(item["role"], item["content"]) for item in prompt)]
 
     async def step(self, output: str) -> protocols.StepResult:
-        """Runs the calculator where the output calls it; else scores the answer."""
+        """Runs the calculator if the output calls it. Otherwise scores the answer."""
         if self._answer is None:
             raise RuntimeError("step before reset")
         if self._calculator:
@@ -71,10 +72,10 @@ class QuestionEnvironment:
         return protocols.StepResult(done=True, reward=self._score(final_answer(output), self._answer))
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing, because the environment holds no resource."""
 
     def _score(self, given: str, expected: str | list[str]) -> float:
-        if isinstance(expected, list):  # several are accepted
+        if isinstance(expected, list):  # a list holds several accepted answers
             return max(self._score(given, item) for item in expected)
         if self._match == "exact":
             return float(given == expected.strip())
@@ -83,12 +84,12 @@ class QuestionEnvironment:
 
 
 def environment(match: str = "exact", calculator: bool = False, system: str = "") -> QuestionEnvironment:
-    """A fresh attempt.
+    """Returns the environment for one rollout.
 
     Args:
-      match: how the answer is compared: "exact" text, or "numeric" (the last number of both).
-      calculator: the policy may call the calculator before it answers.
-      system: system message; empty is none, or with the calculator the hint on how to call it.
+      match: How the answer is compared: as "exact" text, or "numeric" (the last number of both texts).
+      calculator: Whether the policy may call the calculator before it answers.
+      system: System message. Empty means none, or with the calculator a hint on how to call it.
 
     Raises:
       ConfigError: `match` is neither.

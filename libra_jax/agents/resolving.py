@@ -1,4 +1,4 @@
-"""From `"package.module:factory"` in a config to the callable, and to what it makes."""
+"""Resolves `"package.module:factory"` of a config to the callable, and calls it."""
 
 from __future__ import annotations
 
@@ -18,28 +18,31 @@ from typing import Any, cast
 from libra_jax import config, protocols, user_code
 
 GIVEN = "given"
-"""Stands for the module in the names of objects that a Python program handed to `libra_jax.train`."""
+"""Stands in for the module name of objects that a Python program passed to `libra_jax.train`."""
 
 _given: dict[str, Any] = {}
 
 
 def give(found: Any, field: str, *, name: str = "", text: str = "") -> str:
-    """Returns a name for an object that `resolve` finds: its own, or one under `GIVEN` that this process alone knows.
+    """Returns a name under which `resolve` finds an object.
+
+    This is the object's own name if it can be imported. Otherwise it is a name under `GIVEN`, which only this process
+    knows.
 
     Args:
-      found: a class, a function or another callable of the caller's.
-      field: the config field that will hold the name, for errors.
-      name: by which people know the object; empty: its own.
-      text: what makes the object another one if it changes; empty: its source code.
+      found: A class, a function or another callable of the caller.
+      field: Config field that will hold the name, for errors.
+      name: Readable name of the object. Empty: the object's own name.
+      text: Text that identifies the object's content. A change makes it a different object. Empty: its source code.
 
     Raises:
-      ConfigError: the object is not callable.
+      ConfigError: The object is not callable.
     """
     config.check(callable(found), field, f"{found!r} is not callable")
     module, own = getattr(found, "__module__", ""), getattr(found, "__qualname__", type(found).__name__)
     if module not in ("", "__main__", "builtins") and getattr(sys.modules.get(module), own, None) is found:
         return f"{module}:{own}"
-    try:  # a workdir is named after the config, so an edited definition begins another run
+    try:  # a workdir is named after the config, so an edited definition has to start another run
         text = text or inspect.getsource(found)
     except (OSError, TypeError):
         text = own
@@ -49,17 +52,17 @@ def give(found: Any, field: str, *, name: str = "", text: str = "") -> str:
 
 
 def itself(name: str) -> Any:
-    """Factory of reward functions: returns the function of that name (`resolve`)."""
+    """Returns the function with this name (see `resolve`). Serves as a factory of reward functions."""
     return resolve(name, "reward.functions")
 
 
 def raised(error: BaseException) -> str:
     """Returns what a user's code raised, and where: `raised KeyError: 'gold' (reward.py, line 37)`.
 
-    The place is the innermost line outside this package and installed ones. Code of the latter alone has none.
+    The place is the innermost line outside this package and installed packages. Without such a line, there is no place.
     """
     text = f"raised {type(error).__name__}: {error}"
-    if isinstance(error, SyntaxError) and error.filename:  # its own text names the place
+    if isinstance(error, SyntaxError) and error.filename:  # its message already names the place
         return text
     frames = traceback.extract_tb(error.__traceback__)
     place = user_code.place((frame.filename, frame.lineno) for frame in frames)
@@ -72,15 +75,15 @@ def _nearest(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
 
 
 def resolve(name: str, field: str) -> Callable[..., Any]:
-    """The callable that `"package.module:factory"` names; the working directory is searched as well.
+    """Returns the callable that `"package.module:factory"` names. The working directory is searched too.
 
     Args:
-      name: what the config says.
-      field: the config field that says it, e.g. "task.environment", for errors.
+      name: Name in the config.
+      field: Config field with the name, for example "task.environment", for errors.
 
     Raises:
-      ConfigError: no such module or attribute (the nearest name is offered), the module fails to import, or what it
-        names is no plain callable.
+      ConfigError: The module or attribute does not exist (the nearest name is suggested), the import fails, or the name
+        is not a plain callable.
     """
     module_name, _, attribute = name.partition(":")
     config.check(bool(module_name and attribute), field, f'{name!r} must have the form "package.module:factory"')
@@ -92,19 +95,21 @@ def resolve(name: str, field: str) -> Callable[..., Any]:
             "train from there again, or put the object into a module and name it here",
         )
         return cast("Callable[..., Any]", _given[attribute])
+    # A Python script has its own folder on the path instead of the working directory.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
+        # The module itself exists, but a module that it imports does not.
         if error.name is None or not (module_name == error.name or module_name.startswith(f"{error.name}.")):
             raise protocols.ConfigError(
                 f"config.{field}: {module_name} needs the module {error.name}, which is not installed"
             ) from error
-        # Among everything that is installed, something is like any short name.
+        # For a short name, some installed package is always similar, so a top-level suggestion has to be much closer.
         hint = _nearest(module_name, _siblings(module_name), likeness=0.6 if "." in module_name else 0.8)
         raise protocols.ConfigError(f"config.{field}: there is no module {module_name!r}{hint}") from error
-    except Exception as error:  # the user's own code runs here
+    except Exception as error:  # the user's own code runs during the import
         raise protocols.ConfigError(f"config.{field}: importing {module_name} {raised(error)}") from error
     found = getattr(module, attribute, None)
     if found is None:
@@ -118,19 +123,19 @@ def resolve(name: str, field: str) -> Callable[..., Any]:
 
 
 def _siblings(module_name: str) -> list[str]:
-    """Modules next to where `module_name` would be: in its deepest existing package, or at the top level."""
+    """Returns the modules beside the place of `module_name`: in its deepest existing package, or at the top level."""
     package, _, _ = module_name.rpartition(".")
     if not package:
         return [item.name for item in pkgutil.iter_modules()]
     try:
         parent = importlib.import_module(package)
-    except Exception:  # reported as the missing module it is
+    except Exception:  # the caller reports the missing module itself
         return [f"{name}.{module_name.rpartition('.')[2]}" for name in _siblings(package)]
     return [f"{package}.{item.name}" for item in pkgutil.iter_modules(getattr(parent, "__path__", []))]
 
 
 def check_arguments(factory: Callable[..., Any], name: str, arguments: Mapping[str, Any], field: str) -> None:
-    """An argument that a factory does not take is an error that names the field."""
+    """Raises ConfigError if a factory does not take the arguments. The message names the field."""
     try:
         signature = inspect.signature(factory)
         signature.bind(**arguments)
@@ -140,12 +145,12 @@ def check_arguments(factory: Callable[..., Any], name: str, arguments: Mapping[s
         if unknown and not signature.parameters:
             hint = "; it takes none: clear them with --config." + field + "={}"
         raise protocols.ConfigError(f"config.{field}: {name} cannot be called with these ({error}){hint}") from error
-    except ValueError:  # a callable without a readable signature
+    except ValueError:  # a callable written in C may have no readable signature
         pass
 
 
 def call(factory: Callable[..., Any], name: str, arguments: Mapping[str, Any], field: str) -> Any:
-    """Calls a factory with arguments that are checked first."""
+    """Checks the arguments of a factory, and calls it."""
     check_arguments(factory, name, arguments, field)
     try:
         return factory(**arguments)
@@ -157,10 +162,10 @@ def call(factory: Callable[..., Any], name: str, arguments: Mapping[str, Any], f
 
 @contextlib.contextmanager
 def named(name: str, field: str, call: str) -> Iterator[None]:
-    """Turns what the call of a factory's product raises into a sentence that names factory, field and call.
+    """Turns an error of a factory's product into a ConfigError that names factory, field and call.
 
     Raises:
-      ConfigError: the call raised something that is no LibraError.
+      ConfigError: The call raised an error that is not a LibraError.
     """
     try:
         yield

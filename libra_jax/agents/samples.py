@@ -1,7 +1,7 @@
 """Samples: some rollouts of each step as text, so that a person can read what the policy wrote.
 
-The text is decoded here from the tokens of finished rollouts, special tokens spelled out. Nothing goes back: what is
-trained stays the tokens that were sampled.
+The text is decoded from the tokens of finished rollouts, with special tokens spelled out. It is never used for
+training, which uses the sampled tokens themselves.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 from libra_jax import protocols
 
 MOST_TOKENS = 16_384
-"""Tokens of one piece of text that are written out. A longer piece is cut in its middle, and says so."""
+"""Largest number of tokens of a text that is written out. The middle of a longer text is cut, with a mark."""
 
 
 class Samples:
-    """Chooses rollouts of a step and writes them out as the records of `samples.jsonl`.
+    """Chooses rollouts of a step and writes them as the records of `samples.jsonl`.
 
     Args:
-      count: rollouts of a step, and of an evaluation; 0 saves none.
-      seed: orders rollouts of equal reward.
-      tokenizer: the policy's.
+      count: Number of rollouts per step and per evaluation. 0 saves none.
+      seed: Seed that orders rollouts of equal reward.
+      tokenizer: Tokenizer of the policy.
     """
 
     def __init__(self, count: int, seed: int, tokenizer: protocols.Tokenizer) -> None:
@@ -32,11 +32,11 @@ class Samples:
         self._tokenizer = tokenizer
 
     def of_step(self, step: int, groups: Sequence[protocols.Group]) -> list[dict[str, Any]]:
-        """Returns records of a step's rollouts, the best first.
+        """Returns records of a step's rollouts, best first.
 
         Args:
-          step: the training step, as in `metrics.jsonl`.
-          groups: what it trained on.
+          step: Training step, as in `metrics.jsonl`.
+          groups: Groups that the step trained on.
         """
         rollouts = [(trajectory, group) for group in groups for trajectory in group.trajectories]
         chosen = choose([trajectory for trajectory, _ in rollouts], self._count, self._seed)
@@ -50,11 +50,11 @@ class Samples:
         return records
 
     def of_evaluation(self, version: int, rollouts: Sequence[protocols.Trajectory]) -> list[dict[str, Any]]:
-        """Returns records of an evaluation's rollouts, the best first.
+        """Returns records of an evaluation's rollouts, best first.
 
         Args:
-          version: the policy version evaluated, which is the number of steps that made it.
-          rollouts: those that were scored.
+          version: Evaluated policy version, which is the number of steps that made it.
+          rollouts: Rollouts that were scored.
         """
         identity = {"step": version, "evaluation": True, "policy_version": version, "group_id": None}
         return [
@@ -92,17 +92,18 @@ class Samples:
 def choose(rollouts: Sequence[protocols.Trajectory], count: int, seed: int) -> list[tuple[int, protocols.Trajectory]]:
     """Returns the best, the worst, and rollouts evenly between them by reward, with their ranks (1 is the best).
 
-    The choice depends on rewards, identifiers and the seed alone, so a step that is taken again chooses the same.
+    The choice depends only on rewards, ids and the seed, so a repeated step chooses the same rollouts.
 
     Args:
-      rollouts: finished ones; those without a reward rank last.
-      count: how many; 1 is the best alone.
-      seed: orders rollouts of equal reward.
+      rollouts: Finished rollouts. Rollouts without a reward rank last.
+      count: Number of rollouts. 1 chooses the best alone.
+      seed: Seed that orders rollouts of equal reward.
     """
 
     def order(trajectory: protocols.Trajectory) -> tuple[float, int, str]:
         reward = float("-inf") if trajectory.reward is None else trajectory.reward
         name = trajectory.trajectory_id
+        # A checksum and not `hash`, which differs between processes.
         return -reward, zlib.crc32(f"{seed} {name}".encode()), name
 
     ranked = sorted(rollouts, key=order)
@@ -112,7 +113,7 @@ def choose(rollouts: Sequence[protocols.Trajectory], count: int, seed: int) -> l
 
 
 def _pieces(trajectory: protocols.Trajectory) -> Iterator[tuple[int, list[int]]]:
-    """Yields the runs of tokens of one source, in order."""
+    """Yields the consecutive tokens of each source, in order."""
     start = 0
     for source, run in itertools.groupby(trajectory.sources):
         end = start + sum(1 for _ in run)
@@ -121,7 +122,7 @@ def _pieces(trajectory: protocols.Trajectory) -> Iterator[tuple[int, list[int]]]
 
 
 def _turns(turns: Sequence[protocols.Turn], pieces: Sequence[tuple[int, str]]) -> Iterator[Mapping[str, Any]]:
-    """Yields each output with what the environment answered. A tool's tokens follow each output but the last."""
+    """Yields each output with the environment's answer. Tool tokens follow every output except the last."""
     known = iter(turns)
     for place, (source, text) in enumerate(pieces):
         if source != protocols.TokenSource.MODEL:

@@ -1,4 +1,4 @@
-"""Randomness by position, and a split that no seed can blur: both from hashes, so that they never change."""
+"""Randomness by position, and a train/evaluation split. Both come from hashes, so no seed or version changes them."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ from libra_jax import protocols
 
 
 def generator(*key: object) -> random.Random:
-    """Returns a random generator that depends on `key` only, in every process and Python version alike."""
+    """Returns a random generator that depends only on `key`. It is the same in every process and Python version."""
+    # The separator keeps keys such as ("a", "bc") and ("ab", "c") apart.
     text = "\x1f".join(map(str, key))
+    # Not `hash` of the text, which differs between processes.
     return random.Random(int.from_bytes(hashlib.sha256(text.encode()).digest()[:16], "big"))
 
 
 def held_out(text: str) -> bool:
-    """Returns whether a problem's text belongs to evaluation: true of half of all texts, with any seed."""
+    """Returns whether a problem's text belongs to evaluation. True for half of all texts, independent of any seed."""
     return bool(hashlib.sha256(text.encode()).digest()[0] & 1)
 
 
 @dataclass(frozen=True)
 class Generated:
-    """Tasks made up by position. Half of all problems are held out, so training and evaluation never share one.
+    """Generated tasks by position. Half of all problems are held out, so training and evaluation never share one.
 
     Attributes:
-      name: first part of the tasks' ids.
-      seed: seed of the training stream. The held-out stream is the same for all seeds.
-      draw: draws the problem at an index: the text that decides the half, and the payload.
-      stream: name of the random stream; empty: `name`.
+      name: First part of the tasks' ids.
+      seed: Seed of the training stream. The held-out stream is the same for all seeds.
+      draw: Draws the problem at an index. Returns the text that decides the split, and the payload.
+      stream: Name of the random stream. Empty means `name`.
     """
 
     name: str
@@ -39,15 +41,16 @@ class Generated:
     stream: str = ""
 
     def task(self, index: int) -> protocols.Task:
-        """Returns the index-th training task."""
+        """Returns the training task with this index."""
         return self._make("train", self.seed, index)
 
     def evaluation_task(self, index: int) -> protocols.Task:
-        """Returns the index-th held-out task."""
+        """Returns the held-out task with this index."""
         return self._make("evaluation", 0, index)
 
     def _make(self, split: str, seed: int, index: int) -> protocols.Task:
         rng = generator(self.stream or self.name, seed, split, index)
+        # Redraws until the problem falls on the wanted side of the split.
         while True:
             text, payload = self.draw(index, rng)
             if held_out(text) == (split == "evaluation"):

@@ -1,8 +1,8 @@
-"""Rows of tables on disk: JSONL, Parquet, CSV, and folders of them, each row with a name for where it stands.
+"""Rows of tables on disk: JSONL, Parquet, CSV, and folders of them. Each row knows its place, for messages.
 
-A folder holds files named by split, such as `train-00000-of-00002.parquet` or `test.csv`, itself or in its `data/`, as
-published datasets do. Or `Dataset.save_to_disk` or `DatasetDict.save_to_disk` of Hugging Face's package wrote it: Arrow
-streams beside a `state.json`.
+A folder contains files named by split, such as `train-00000-of-00002.parquet` or `test.csv`, directly or in its
+`data/`. Published datasets have this layout. A folder may also be written by `save_to_disk` of Hugging Face's `Dataset`
+or `DatasetDict`: Arrow streams beside a `state.json`.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from typing import Any, NamedTuple
 from libra_jax import protocols
 
 ENDINGS = (".parquet", ".jsonl", ".csv", ".tsv")
-"""Endings of the files that are read in a folder. A single file of another ending is read as JSONL."""
+"""Endings of the files that are read in a folder. A single file with another ending is read as JSONL."""
 
 _BATCH_ROWS = 256
-"""Rows of a table in memory at once: rows of published datasets reach megabytes."""
+"""Rows of a table in memory at once. A row of a published dataset may have megabytes."""
 
 _CSV_BLOCK = 16 * 2**20
 """Bytes of the longest row of a CSV file."""
 
 
 class Row(NamedTuple):
-    """A row as it was read.
+    """A row of a table.
 
     Attributes:
-      number: its line in a JSONL file, its place from 1 in any other table.
-      where: file and line or row, for messages.
-      values: by column.
+      number: Line in a JSONL file, or position from 1 in any other table.
+      where: File and line or row, for messages.
+      values: Values by column.
     """
 
     number: int
@@ -44,15 +44,15 @@ def rows(path: str, wanted: Sequence[str] = (), split: str = "train", of: str = 
     """Reads a table row by row.
 
     Args:
-      path: a JSONL file (one object a line), a Parquet file, a CSV file with a header (`.tsv`: with tabs), or a folder.
-        Values of CSV are texts as they are written.
-      wanted: columns that will be asked for (`value` says how they are named). Rows may lack the others, which is
-        faster. Empty: all.
-      split: part of a folder.
-      of: what the table holds, for messages.
+      path: A JSONL file (one object per line), a Parquet file, a CSV file with a header (`.tsv`: tab-separated), or a
+        folder. Values of CSV files are texts, exactly as written.
+      wanted: Columns that will be asked for, named as for `value`. Other columns may be skipped, which is faster.
+        Empty: all columns.
+      split: Part of a folder to read.
+      of: What the table contains, for messages.
 
     Raises:
-      DataError: nothing there can be read, or a row is malformed; the message names file and line or row.
+      DataError: Nothing can be read, or a row is malformed. The message names the file and the line or row.
     """
     number = 0
     for file in _files(Path(path), split, of):
@@ -70,13 +70,12 @@ def value(row: Row, column: str, hint: str = "") -> Any:
     """Returns a row's value in a column.
 
     Args:
-      row: a row of the table.
-      column: name of the column. `reward_model.ground_truth` reaches into a column of structures, `prompt.0` into a
-        list.
-      hint: text to add to the message.
+      row: A row of the table.
+      column: Name of the column. `reward_model.ground_truth` reaches into a structure, `prompt.0` into a list.
+      hint: Text to add to the error message.
 
     Raises:
-      DataError: the row has no such column; the nearest name is offered.
+      DataError: The row has no such column. The message suggests the nearest name.
     """
     if column in row.values:
         return row.values[column]
@@ -94,7 +93,7 @@ def value(row: Row, column: str, hint: str = "") -> Any:
 
 
 def _nearest(passed: Sequence[str], part: str, here: Any) -> str:
-    """Says which names exist instead of a part of a column's name."""
+    """Returns which names exist instead of a missing part of a column's name."""
     outer = f"{'.'.join(passed)}." if passed else ""
     if isinstance(here, Mapping):
         near = difflib.get_close_matches(part, here, n=1)
@@ -163,7 +162,7 @@ def _check_split(folder: Path, split: str, splits: Sequence[Any]) -> None:
 
 
 def _saved_files(folder: Path) -> list[Path]:
-    """Returns the Arrow files of a dataset that was saved to disk."""
+    """Returns the Arrow files of a dataset that was written by `save_to_disk`."""
     state = folder / "state.json"
     if _listed(state, "_indices_data_files", needed=False):
         raise protocols.DataError(
@@ -192,8 +191,8 @@ def _listed(file: Path, key: str, *, needed: bool = True) -> list[Any]:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-# JSONL is read line by line: pyarrow.dataset makes dates of texts that look like them and floats of large integers,
-# refuses columns of several types, and adds absent names to structures. A payload must stay as it was written.
+# JSONL is read line by line, because a payload must stay as it was written. pyarrow.dataset turns texts that look like
+# dates into dates and large integers into floats, refuses columns of mixed types, and adds absent names to structures.
 def _lines(file: Path) -> Iterator[Row]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -201,10 +200,11 @@ def _lines(file: Path) -> Iterator[Row]:
                 continue
             where = f"{file}, line {number}"
             try:
+                # Some editors write a byte order mark in front of the first line.
                 values = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip())
             except UnicodeDecodeError as error:
                 raise protocols.DataError(f"{where}: not UTF-8 text ({error.reason})") from error
-            except json.JSONDecodeError as error:  # its own text counts lines, too, from this one
+            except json.JSONDecodeError as error:  # the error's own text has line numbers too, counted from this line
                 raise protocols.DataError(f"{where}: not a JSON object ({error.msg}, column {error.colno})") from error
             except (ValueError, RecursionError) as error:
                 raise protocols.DataError(f"{where}: not a JSON object ({error})") from error
@@ -214,7 +214,7 @@ def _lines(file: Path) -> Iterator[Row]:
 
 
 def _batches(file: Path, wanted: Sequence[str]) -> Iterator[Any]:
-    import pyarrow  # here, so that only runs on such files pay for it
+    import pyarrow  # imported here, so that only runs on such files pay for it
 
     read = _stream_batches if file.suffix == ".arrow" else _dataset_batches
     try:
@@ -222,7 +222,7 @@ def _batches(file: Path, wanted: Sequence[str]) -> Iterator[Any]:
     except (pyarrow.ArrowException, OSError) as error:
         kind = {".parquet": "Parquet", ".arrow": "Arrow"}.get(file.suffix.lower(), "CSV")
         said = _first_line(error).rpartition("Invalid: ")[2]
-        # Arrow counts the header as row 1.
+        # Arrow counts the header as row 1; our rows begin after it.
         found = re.search(r"Row #(\d+): ", said)
         row = f", row {int(found[1]) - 1}" if found else ""
         said = said.replace(found[0], "") if found else said
@@ -241,7 +241,7 @@ def _dataset_batches(file: Path, wanted: Sequence[str]) -> Iterator[Any]:
             parse_options=csv.ParseOptions(delimiter="," if kind == ".csv" else "\t", newlines_in_values=True),
             read_options=csv.ReadOptions(block_size=_CSV_BLOCK),
         )
-        # All columns are texts: the answer 007 is not the number 7.
+        # All columns are read as text: the answer 007 is not the number 7.
         schema = pyarrow.schema([(name, pyarrow.string()) for name in layout.inspect(str(file), local).names])
     table = dataset.dataset(str(file), schema=schema, format=layout, filesystem=local)
     columns = _needed(table.schema.names, wanted)
@@ -249,7 +249,7 @@ def _dataset_batches(file: Path, wanted: Sequence[str]) -> Iterator[Any]:
 
 
 def _stream_batches(file: Path, wanted: Sequence[str]) -> Iterator[Any]:
-    """Yields the batches of an Arrow stream, which pyarrow.dataset does not read."""
+    """Yields the batches of an Arrow stream, which pyarrow.dataset cannot read."""
     import pyarrow
 
     with pyarrow.memory_map(str(file)) as source, pyarrow.ipc.open_stream(source) as stream:
@@ -263,6 +263,9 @@ def _first_line(error: Exception) -> str:
 
 
 def _needed(names: Sequence[str], wanted: Sequence[str]) -> list[str] | None:
-    """Returns the columns to read. None is all of them: if one is missing, the message names those that exist."""
+    """Returns the columns to read.
+
+    None means all, which is used if one is missing: the error then names the existing ones.
+    """
     outer = list(dict.fromkeys(column if column in names else column.split(".")[0] for column in wanted))
     return outer if outer and all(name in names for name in outer) else None

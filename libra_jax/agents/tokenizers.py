@@ -1,8 +1,8 @@
-"""Text to tokens and back, with the chat template applied to increments only.
+"""Converts text to tokens and back. The chat template is applied to increments only.
 
-`CharacterTokenizer` ships with the package and needs no file; `load` wraps a Hugging Face tokenizer directory. Neither
-ever sees model output as text again: what the policy sampled stays the tokens it sampled, and the template only adds
-what comes between two outputs.
+`CharacterTokenizer` ships with the package and needs no file. `load` wraps a Hugging Face tokenizer directory. Neither
+converts model output to text and back to tokens. The tokens that the policy sampled are kept, and the template only
+adds the text between two outputs.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ _CALL_MARKS = re.compile(r"(</?tool_call>)")
 
 
 class CharacterTokenizer:
-    """One token a character: printable ASCII and newline keep their ASCII codes, special tokens take codes below 10.
+    """A tokenizer with one token per character.
 
-    The template is one role token, the content and `<|im_end|>` for each message; the generation prompt is the
-    assistant's role token. Every other character becomes one unknown token, shown as U+FFFD. Only the tool-call marks
-    are read out of text as special tokens: content cannot forge a role or end a turn.
+    Printable ASCII and newline keep their ASCII codes, and special tokens have codes below 10.
+
+    The template writes each message as a role token, the content and `<|im_end|>`. The generation prompt is the
+    assistant's role token. Every other character becomes one unknown token, shown as U+FFFD. Of the special tokens,
+    only the tool-call marks are recognised in text, so content cannot forge a role or end a turn.
     """
 
     vocab_size = 128
@@ -49,7 +51,7 @@ class CharacterTokenizer:
             self._text[code] = text
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of plain text; `<tool_call>` and `</tool_call>` are one token each."""
+        """Returns the tokens of plain text. `<tool_call>` and `</tool_call>` are one token each."""
         tokens: list[int] = []
         for piece in _CALL_MARKS.split(text):
             if piece in ("<tool_call>", "</tool_call>"):
@@ -59,17 +61,17 @@ class CharacterTokenizer:
         return tokens
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of tokens, special ones spelled out; one that is not in the vocabulary reads U+FFFD."""
+        """Returns the text of tokens, with special tokens spelled out. Tokens outside the vocabulary become U+FFFD."""
         known = range(self.vocab_size)
         return "".join(self._text[token] if token in known else "\ufffd" for token in token_ids)
 
     def render(
         self, messages: Sequence[protocols.Message], *, first: bool, generation_prompt: bool
-    ) -> list[int]:  # the template has nothing that belongs to the start only
-        """Tokens that `messages` add to the context: a role token, the content and a stop token each.
+    ) -> list[int]:  # this template has no text that belongs to the start only
+        """Returns the tokens that `messages` add to the context: a role token, the content and a stop token for each.
 
         Raises:
-          DataError: a role that the template does not know.
+          DataError: The template does not know a role.
         """
         del first
         tokens: list[int] = []
@@ -85,6 +87,7 @@ class CharacterTokenizer:
         return tokens
 
 
+# Texts that no chat template contains by itself.
 _SENTINEL = "LIBRA-7f3a-OUTPUT"
 _PREFIX = (("user", "LIBRA-7f3a-QUESTION"), ("assistant", _SENTINEL))
 _LONGER_PREFIX = (
@@ -98,15 +101,16 @@ _LONGER_PREFIX = (
 class HuggingFaceTokenizer:
     """A Hugging Face tokenizer whose chat template is applied to increments only.
 
-    An increment's text is what the template writes after a fixed assistant turn and its end-of-turn token, so that it
-    holds the template's own text between turns (such as a newline) and cannot depend on what earlier turns contained.
+    An increment's text is what the template writes after a fixed assistant turn and its end-of-turn token. So it
+    contains the template's own text between turns (such as a newline), and does not depend on the content of earlier
+    turns.
     """
 
     def __init__(self, tokenizer: Any, name: str) -> None:
-        """Wraps a `transformers` tokenizer; `name` is what errors call it.
+        """Wraps a `transformers` tokenizer. `name` is its name in errors.
 
         Raises:
-          DataError: there is no chat template, or it is not incremental.
+          DataError: There is no chat template, or the template is not incremental.
         """
         self._tokenizer = tokenizer
         self._name = name
@@ -123,20 +127,22 @@ class HuggingFaceTokenizer:
         self.vocab_size: int = len(tokenizer)
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of text, nothing added."""
+        """Returns the tokens of text, with nothing added."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of tokens, special ones spelled out."""
+        """Returns the text of tokens, with special tokens spelled out."""
         return str(
             self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         )
 
     def render(self, messages: Sequence[protocols.Message], *, first: bool, generation_prompt: bool) -> list[int]:
-        """Tokens that `messages` add to the context; with `first=False`, after a model output and its stop token.
+        """Returns the tokens that `messages` add to the context.
+
+        If not `first`, they follow a model output and its stop token.
 
         Raises:
-          DataError: the template refuses these messages.
+          DataError: The template refuses these messages.
         """
         increment = tuple((message.role, message.content) for message in messages)
         if first:
@@ -149,7 +155,7 @@ class HuggingFaceTokenizer:
             return str(
                 self._tokenizer.apply_chat_template(dialogue, tokenize=False, add_generation_prompt=generation_prompt)
             )
-        except Exception as error:  # templates raise errors of any type, through jinja
+        except Exception as error:  # jinja lets templates raise errors of any type
             roles = ", ".join(role for role, _ in messages)
             raise protocols.DataError(
                 f"{self._name}: the chat template refuses a dialogue with the roles {roles} ({error})"
@@ -187,7 +193,7 @@ class HuggingFaceTokenizer:
         return after[len(self._turn_end) :]
 
     def _check_incremental(self) -> None:
-        """A user increment must read the same after two different dialogues, and bring its own content along."""
+        """Checks that a user message is rendered the same after two different dialogues, and with its content."""
         increment = (("user", "LIBRA-7f3a-NEXT"),)
         alone = self._increment(_PREFIX, increment, True)
         later = self._increment(_LONGER_PREFIX if self._takes_system() else _LONGER_PREFIX[1:], increment, True)
@@ -206,35 +212,35 @@ class HuggingFaceTokenizer:
 
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
-"""Files that hold a vocabulary; a directory with none of them gets an empty tokenizer from `transformers`."""
+"""Names of files that contain a vocabulary. From a directory without them, `transformers` makes an empty tokenizer."""
 
 
 def load(path: str) -> HuggingFaceTokenizer:
     """Loads a Hugging Face tokenizer directory, from local files only.
 
     Raises:
-      DataError: the directory is missing, or holds no usable tokenizer or template.
+      DataError: The directory is missing, or contains no usable tokenizer or template.
     """
     if not pathlib.Path(path).is_dir():
         raise protocols.DataError(f"{path}: no such tokenizer directory; give one that holds tokenizer.json")
     if not any((pathlib.Path(path) / name).is_file() for name in TOKENIZER_FILES):
         raise protocols.DataError(f"{path}: holds no tokenizer; it needs one of {', '.join(TOKENIZER_FILES)}")
-    import transformers  # here, so that a run on the character tokenizer never pays for it
+    import transformers  # imported here, so that runs with the character tokenizer never pay for it
 
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # any file of the directory may be missing or malformed, in many ways
+    except Exception as error:  # any file of the directory may be missing or malformed, and each fails in its own way
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise protocols.DataError(f"{path}: the tokenizer cannot be loaded ({reason})") from error
     return HuggingFaceTokenizer(tokenizer, path)
 
 
 def create(task: config.TaskConfig, model_path: str) -> protocols.Tokenizer:
-    """The tokenizer that `task.tokenizer` names: "character", a directory, or (empty) the model's own.
+    """Returns the tokenizer that `task.tokenizer` names: "character", a directory, or (if empty) the model's own.
 
     Raises:
-      ConfigError: it names neither.
-      DataError: the directory cannot be used.
+      ConfigError: The name is neither.
+      DataError: The directory cannot be used.
     """
     if task.tokenizer == "character":
         return CharacterTokenizer()

@@ -1,4 +1,4 @@
-"""Plain lines of a run for a pipe or a log; `live.py` draws a live picture on a terminal."""
+"""Plain lines about a run, for a pipe or a log. `live.py` draws a live picture on a terminal."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import TextIO
 from libra_jax.telemetry import escapes, files, sinks
 
 STATUS_SECONDS = 5.0
-"""Least time between two status lines in plain output."""
+"""Shortest time in seconds between two status lines in plain output."""
 
 RATE_STEPS = 10
-"""Steps whose mean duration the remaining time is estimated from."""
+"""Number of steps whose mean duration gives the estimate of the remaining time."""
 
 TIMES = {"wait": "rollout/wait_seconds", "train": "train/seconds", "sync": "sync/seconds"}
-"""Parts of a step's time as a line calls them, and their metrics. The report has the same."""
+"""Names of the parts of a step's time in a line, and their metrics. The report uses the same parts."""
 
 WIDTH = 120
-"""Columns of a step's line at most."""
+"""Largest number of columns of a step's line."""
 
 LESS_IMPORTANT = ("mismatch", "moves", "loss", "staleness", "sync", "train", "wait")
-"""Parts that a step's line leaves out where it would be too long, in this order."""
+"""Parts that a step's line leaves out if it is too long, in this order."""
 
 LOST = "console"
 """Key of the warning that the console itself is lost."""
@@ -46,7 +46,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def sparkline(values: list[float]) -> str:
-    """Returns one block character a value, from the least to the greatest value."""
+    """Returns one block character per value, scaled from the smallest to the largest value."""
     finite = [value for value in values if abs(value) < float("inf")]
     if not finite:
         return ""
@@ -59,24 +59,25 @@ class Pace:
     """The progress of a run and its remaining time, from the times at which steps ended.
 
     Args:
-      steps: training steps of the whole run.
-      now: seconds at the session's start.
+      steps: Number of training steps of the whole run.
+      now: Time of the session's start in seconds.
     """
 
     def __init__(self, steps: int, now: float) -> None:
         self.steps = steps
         self.started = now
         self.done = 0
+        # One more than the number of steps: n durations lie between n + 1 ends.
         self._ends: deque[tuple[int, float]] = deque(maxlen=RATE_STEPS + 1)
 
     def step_ended(self, step: int, now: float) -> None:
-        """Counts a step."""
+        """Counts a step that has ended."""
         self.done = max(self.done, step)
         self._ends.append((step, now))
 
     @property
     def remaining_seconds(self) -> float | None:
-        """Seconds that the remaining steps take at the recent pace; None until two steps have ended."""
+        """Seconds that the remaining steps take at the recent pace. None until two steps have ended."""
         if len(self._ends) < 2:
             return None
         (first, began), (last, ended) = self._ends[0], self._ends[-1]
@@ -84,9 +85,9 @@ class Pace:
 
 
 class Speed:
-    """Generated tokens a second over the last `RATE_STEPS` steps.
+    """Generated tokens per second over the last `RATE_STEPS` steps.
 
-    One step alone says little: an asynchronous one may train on what was generated before it, and generate nothing.
+    A single step says little: an asynchronous step may train on earlier rollouts and generate nothing itself.
     """
 
     def __init__(self) -> None:
@@ -94,7 +95,7 @@ class Speed:
         self._told: float | None = None
 
     def step_ended(self, scalars: Mapping[str, float]) -> None:
-        """Counts a step by its numbers; one that does not say what it generated counts alone."""
+        """Counts a step by its numbers. A step without its generated tokens replaces all others with its own speed."""
         tokens, seconds = scalars.get("tokens/generated"), scalars.get("step/seconds")
         if tokens is None or not seconds:
             self._steps.clear()
@@ -104,26 +105,26 @@ class Speed:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens a second; None while the speed is not known."""
+        """Tokens per second. None while the speed is not known."""
         if not self._steps:
             return self._told
         return sum(tokens for tokens, _ in self._steps) / sum(seconds for _, seconds in self._steps)
 
 
 def step_line(step: int, pace: Pace, scalars: Mapping[str, float]) -> str:
-    """Returns the one line that stands for a step in plain output, at most `WIDTH` columns.
+    """Returns the line for a step in plain output, at most `WIDTH` columns.
 
     Args:
-      step: that has ended.
-      pace: of the run.
-      scalars: the step's numbers; `tokens_per_second` is that of the last steps.
+      step: Step that has ended.
+      pace: Pace of the run.
+      scalars: Numbers of the step. `tokens_per_second` is that of the last steps.
     """
     parts, times = _step_parts(step, pace, scalars)
-    for name in ("", *LESS_IMPORTANT):  # the least important go first
+    for name in ("", *LESS_IMPORTANT):  # drops nothing first, then the least important parts one by one
         parts.pop(name, None)
         times.pop(name, None)
         told = {**parts, "times": ", ".join(times.values())} if times else parts
-        left = told.pop("left", None)  # the last one
+        left = told.pop("left", None)  # shown last
         line = "  ".join([*told.values(), *([left] if left else [])])
         if len(line) <= WIDTH:
             break
@@ -131,7 +132,7 @@ def step_line(step: int, pace: Pace, scalars: Mapping[str, float]) -> str:
 
 
 def _step_parts(step: int, pace: Pace, scalars: Mapping[str, float]) -> tuple[dict[str, str], dict[str, str]]:
-    """Returns the parts of a step's line by their names, and the times among them."""
+    """Returns the parts of a step's line by name, and its times by name."""
     parts = {"step": f"step {step:>{len(str(pace.steps))}}/{pace.steps}"}
     if (reward := scalars.get("reward/mean")) is not None:
         parts["reward"] = f"reward {reward:z.3f}"
@@ -155,14 +156,14 @@ def _step_parts(step: int, pace: Pace, scalars: Mapping[str, float]) -> tuple[di
 
 
 class PlainConsole(sinks.Sink):
-    """One line a step, notes as they come, and a status line now and then while no step ends.
+    """Prints one line per step, notes as they come, and occasional status lines while no step ends.
 
     Args:
-      name: the run's name.
-      steps: training steps of the whole run.
-      stream: where the lines go.
-      clock: seconds now, on the clock of the event loop.
-      warn: receives the one warning when the stream is lost.
+      name: Name of the run.
+      steps: Number of training steps of the whole run.
+      stream: Stream for the lines.
+      clock: Returns the current seconds on the event loop's clock.
+      warn: Called once with a warning if the stream is lost.
     """
 
     def __init__(self, name: str, steps: int, stream: TextIO, clock: Callable[[], float], warn: files.Warn) -> None:
@@ -190,7 +191,8 @@ class PlainConsole(sinks.Sink):
             self._held.pop(worker, None)
             self._line(f"{worker}: {text}")
         elif not self._pace.done:
-            # Starts and the first compilation take minutes without a step's line, so the reader learns what is done.
+            # Starts and the first compilation take minutes without a step's line, so the reader is told what is going
+            # on.
             self._held[worker] = text
             self._tell_later()
 
@@ -201,11 +203,11 @@ class PlainConsole(sinks.Sink):
                 self._timer = asyncio.get_running_loop().call_later(left, self._tell_held)
 
     def _tell_held(self) -> None:
-        """Prints what workers have been doing since the last line, if it is long ago."""
+        """Prints what workers have done since the last line, if that line is old enough."""
         self._timer = None
         if not self._held or self._pace.done:
             return
-        if self._clock() - self._last_line < STATUS_SECONDS:  # a line came meanwhile
+        if self._clock() - self._last_line < STATUS_SECONDS:  # another line was printed meanwhile
             self._tell_later()
             return
         held, self._held = self._held, {}
@@ -216,7 +218,7 @@ class PlainConsole(sinks.Sink):
         self._line(text)
 
     def close(self) -> None:
-        """Prints nothing more by itself; the stream belongs to the process."""
+        """Stops the timer. The stream stays open, as it belongs to the process."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -227,14 +229,15 @@ class PlainConsole(sinks.Sink):
         try:
             self._stream.write(escapes.visible(text) + "\n")
             self._stream.flush()
-        except (OSError, ValueError) as error:  # ValueError: the stream has been closed
+        except (OSError, ValueError) as error:  # ValueError means that the stream was closed
             self._lost = True
             quiet(self._stream)
             self._warn(LOST, f"Nobody reads the console any more ({error}); the run goes on.")
 
 
 def quiet(stream: TextIO) -> None:
-    """Points a broken standard stream at nothing, so that Python's own flush at exit does not fail on it."""
+    """Points a broken standard stream to /dev/null, so that Python's own flush at exit does not fail on it."""
+    # Python flushes only its own standard streams at exit.
     if stream is not sys.__stdout__:
         return
     with contextlib.suppress(OSError, ValueError):

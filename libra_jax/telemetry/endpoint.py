@@ -1,16 +1,16 @@
-"""The health page and Prometheus's metrics over HTTP, from the coordinator's process.
+"""Serves the health page and Prometheus metrics over HTTP, from the coordinator's process.
 
     /         the screen of launch/status.py, as text
     /health   200 while the event loop answers and no wait is past its deadline, else 503; JSON, as in `status.json`
     /metrics  the scalars of `metrics.jsonl` of the last step as gauges, workers and what they do, counters
 
-The Prometheus client's threaded WSGI server answers when the event loop does not. `start_wsgi_server` itself would not
-do: it keeps every silent connection on a thread for ever, before a token could be asked for (300 connections, 300
-threads; here 32, for 10 s).
+The Prometheus client's threaded WSGI server answers even if the event loop does not. Its `start_wsgi_server` is not
+used: it keeps a thread forever for every silent connection, before a token could be asked for. 300 connections took 300
+threads; here they take 32, for 10 s.
 
-The page listens at the loopback unless `telemetry.host` says otherwise, and asks for a token then. The token travels in
-the clear: beyond hosts that trust each other's network, put a proxy with TLS before the page. Without a token the page
-answers only readers that call it by an address or as localhost: a web page whose name is made to lead here (DNS
+The page listens on the loopback address unless `telemetry.host` names another, and then requires a token. The token is
+sent unencrypted. If not all hosts on the network are trusted, put a TLS proxy in front. Without a token, the page
+answers only requests addressed to an IP address or to localhost. So a website whose name is pointed here (DNS
 rebinding) reads nothing.
 """
 
@@ -41,17 +41,17 @@ from libra_jax import protocols
 from libra_jax.telemetry import escapes, screen, status
 
 IDLE_SECONDS = 10.0
-"""Seconds in which a reader has to send its whole request."""
+"""Seconds that a reader has to send its whole request."""
 
 MOST_CONNECTIONS = 32
-"""Connections that are open at once. One more closes the oldest, so that silent ones keep no reader out."""
+"""Largest number of open connections. One more closes the oldest, so that silent connections keep no reader out."""
 
 _TOOL = re.compile(r"tool/(?P<tool>.+)/(?P<what>\w+)")
 _Answer = tuple[str, str, bytes]
 
 
 class Collector(registry.Collector):
-    """Makes Prometheus's metrics from a run's view whenever they are asked for; earlier values are not kept."""
+    """Makes Prometheus metrics from a run's current view at each request. Keeps no earlier values."""
 
     def __init__(self, run: status.RunStatus) -> None:
         self._run = run
@@ -80,7 +80,7 @@ def _labelled(family: Any, values: Mapping[str, float]) -> core.Metric:
 
 
 def _workers(workers: Mapping[str, Mapping[str, Any]]) -> Iterator[core.Metric]:
-    """Yields what workers do. Numbers in it become N, or there would be a new series each second."""
+    """Yields the workers' activities. Digits become N, because each number would start a new time series."""
     doing = core.GaugeMetricFamily("libra_worker_state", "1: what the worker does.", labels=["worker", "state"])
     seconds = core.GaugeMetricFamily("libra_worker_state_seconds", "Since when.", labels=["worker"])
     for name, worker in workers.items():
@@ -91,9 +91,11 @@ def _workers(workers: Mapping[str, Mapping[str, Any]]) -> Iterator[core.Metric]:
 
 
 def _scalars(scalars: Mapping[str, float]) -> Iterator[core.Metric]:
-    """Yields `reward/mean` as libra_reward_mean, `tool/calculator/calls` as libra_tool_calls{tool="calculator"}.
+    """Yields the scalars as gauges.
 
-    If two names become one, each has its own name in a label.
+    `reward/mean` becomes libra_reward_mean, and `tool/calculator/calls` libra_tool_calls{tool="calculator"}.
+
+    If two names become the same, each keeps its own name in a label.
     """
     named: dict[str, dict[str, float]] = collections.defaultdict(dict)
     tools: dict[str, dict[str, float]] = collections.defaultdict(dict)
@@ -113,26 +115,28 @@ def _scalars(scalars: Mapping[str, float]) -> Iterator[core.Metric]:
 
 
 class Endpoint:
-    """The server.
+    """The HTTP server.
 
     Args:
-      config: `telemetry`, with a port.
-      run: the run that the page shows.
+      config: The `telemetry` settings, with a port.
+      run: The run that the page shows.
 
     Attributes:
-      url: address of the page.
+      url: Address of the page.
 
     Raises:
-      ConfigError: the port is taken, the address is not this host's, or the environment holds no token.
+      ConfigError: The port is in use, the address is not this host's, or the environment holds no token.
     """
 
     def __init__(self, config: config_lib.TelemetryConfig, run: status.RunStatus) -> None:
         self._run = run
         self._token = _token(config)
+        # Not the global registry, which would add metrics of the Python process.
         metrics = registry.CollectorRegistry()
         metrics.register(Collector(run))
         self._metrics = prometheus_client.make_wsgi_app(metrics)
         host = ipaddress.ip_address(config.host)
+        # The address family is a class attribute of socketserver, so each family needs its own subclass.
         kind = type("_Family", (_Server,), {"address_family": socket.AF_INET6 if host.version == 6 else socket.AF_INET})
         try:
             self._server: _Server = kind((config.host, max(0, config.port)), _Quiet)
@@ -148,7 +152,7 @@ class Endpoint:
         self._thread.start()
 
     def close(self) -> None:
-        """Closes the port."""
+        """Closes the port and ends the server's thread."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -158,6 +162,7 @@ class Endpoint:
             text = b"Read this page as localhost or by an address; under other names it needs telemetry.token_env.\n"
             return _sent(start_response, ("403 Forbidden", "text/plain", text))
         given = environ.get("HTTP_AUTHORIZATION", "").encode()
+        # Compares in constant time, so that the time of an answer tells nothing about the token.
         if self._token and not hmac.compare_digest(given, b"Bearer " + self._token):
             text = b"This page needs the run's token: send the header Authorization: Bearer <token>.\n"
             return _sent(start_response, ("401 Unauthorized", "text/plain", text))
@@ -185,7 +190,7 @@ def _is_well(view: Mapping[str, Any]) -> bool:
 
 
 def _is_address(host: str) -> bool:
-    """Returns whether a request's Host is localhost or an address, which no name server decides."""
+    """Returns whether a request's Host is localhost or an IP address. No name server decides where these lead."""
     try:
         name = urllib.parse.urlsplit(f"//{host}").hostname or ""
         return name == "localhost" or bool(ipaddress.ip_address(name))
@@ -196,7 +201,8 @@ def _is_address(host: str) -> bool:
 def _sent(start_response: Callable[..., Any], answer: _Answer) -> Iterable[bytes]:
     line, kind, body = answer
     headers = [("Content-Type", kind), ("Content-Length", str(len(body))), ("Cache-Control", "no-store")]
-    headers.append(("X-Content-Type-Options", "nosniff"))  # text with a model's HTML in it stays text
+    # Text that contains a model's HTML must not be rendered as HTML.
+    headers.append(("X-Content-Type-Options", "nosniff"))
     if line.startswith("401"):
         headers.append(("WWW-Authenticate", "Bearer"))
     start_response(line, headers)
@@ -204,7 +210,7 @@ def _sent(start_response: Callable[..., Any], answer: _Answer) -> Iterable[bytes
 
 
 def _token(config: config_lib.TelemetryConfig) -> bytes:
-    """Returns the token that readers have to send; empty if there is none."""
+    """Returns the token that readers have to send. Empty if none is required."""
     token = os.environ.get(config.token_env, "").strip() if config.token_env else ""
     if config.token_env and not token:
         raise protocols.ConfigError(
@@ -215,7 +221,8 @@ def _token(config: config_lib.TelemetryConfig) -> bytes:
 
 
 class _Server(exposition.ThreadingWSGIServer):
-    request_queue_size = 2 * MOST_CONNECTIONS  # or a burst waits for the kernel to try again, for seconds
+    # With a shorter queue, a burst of connections waits seconds for the kernel's retries.
+    request_queue_size = 2 * MOST_CONNECTIONS
 
     def __init__(self, *arguments: Any) -> None:
         self._connections: dict[socket.socket, None] = {}
@@ -230,7 +237,7 @@ class _Server(exposition.ThreadingWSGIServer):
             for oldest in surplus:
                 del self._connections[oldest]
                 with contextlib.suppress(OSError):
-                    oldest.shutdown(socket.SHUT_RDWR)  # its thread finds the end of the stream, and closes it
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread sees the end of the stream and closes the connection
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
@@ -240,21 +247,21 @@ class _Server(exposition.ThreadingWSGIServer):
         super().shutdown_request(request)
 
     def server_bind(self) -> None:
-        """Binds without asking for the host's name, as the standard library does, which may take seconds."""
+        """Binds without looking up the host's name. The standard library looks it up, which may take seconds."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
         self.setup_environ()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Says nothing: a reader went away."""
+        """Prints nothing, because a reader that goes away is not an error."""
 
 
 class _Hasty(io.RawIOBase):
-    """Reads from a connection until a deadline, however often something comes.
+    """Reads from a connection until a fixed deadline, even if data keeps arriving.
 
     Args:
-      connection: read from; its timeout is changed.
-      seconds: until the deadline.
+      connection: Connection to read from. Its timeout is changed.
+      seconds: Seconds until the deadline.
     """
 
     def __init__(self, connection: socket.socket, seconds: float) -> None:
@@ -271,10 +278,10 @@ class _Hasty(io.RawIOBase):
 
 class _Quiet(simple_server.WSGIRequestHandler):
     def setup(self) -> None:
-        """Limits the whole request in time; the standard library's limit begins again with each byte."""
+        """Limits the time of the whole request. The standard library's limit restarts with each byte."""
         super().setup()
         self.rfile.close()
         self.rfile = io.BufferedReader(_Hasty(self.connection, IDLE_SECONDS))
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Prints nothing: readers are not the console's business."""
+        """Prints nothing, because requests do not belong on the run's console."""

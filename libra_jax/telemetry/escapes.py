@@ -1,7 +1,7 @@
-"""Makes text safe to show: no character of a model's or a tool's text moves a terminal's cursor or reorders a line.
+"""Makes text safe to show: no character of a model's or tool's text moves the cursor or reorders a line.
 
-Every place that prints text passes it through `visible`: console, status screen, samples, error sentences and logs. The
-report passes it through as well, before HTML's own escapes.
+Every place that prints text uses `visible`: console, status screen, samples, error sentences and logs. The report uses
+it too, before HTML's own escapes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _HIDDEN = (
     "\ufeff\ufff9-\ufffb\ufdd0-\ufdef\ufffe\uffff"  # byte order mark, annotations, what is no character
     "\U000e0000-\U000e0fff"  # tags, which spell out text that nobody sees
 )
-# The two joiners (U+200C, U+200D) stay: Persian, Indic scripts and emoji need them, and they reorder nothing.
+# The two joiners (U+200C, U+200D) are kept: Persian, Indic scripts and emoji need them, and they reorder nothing.
 _CONTROLS = re.compile(f"[{_HIDDEN}\ud800-\udfff]")
 _CONTROLS_AND_LINES = re.compile(f"[{_HIDDEN}\ud800-\udfff\t\n]")
 _RAW_IN_JSON = re.compile(f"[{_HIDDEN}]")
@@ -26,17 +26,17 @@ def visible(text: str, *, lines: bool = False) -> str:
     r"""Returns the text with control, bidirectional and invisible characters spelled out, as in `\x1b[2J`.
 
     Args:
-      text: from anywhere.
-      lines: keeps tabs and newlines. Without, the text stays on one line, so that it cannot forge the next one.
+      text: Text from any source.
+      lines: Whether to keep tabs and newlines. Otherwise the text stays on one line and cannot forge the next one.
     """
     return (_CONTROLS if lines else _CONTROLS_AND_LINES).sub(_spelled, text)
 
 
 def json_text(text: str) -> str:
-    r"""Returns JSON in which such characters are JSON's own escapes: it reads back the same, and `cat` shows it safely.
+    r"""Returns JSON with these characters as JSON's own escapes. It reads back the same, and `cat` shows it safely.
 
     Args:
-      text: a JSON document that keeps characters beyond ASCII as they are.
+      text: A JSON document that keeps characters beyond ASCII as they are.
     """
     return _RAW_IN_JSON.sub(_json_escape, text)
 
@@ -50,5 +50,6 @@ def _spelled(found: re.Match[str]) -> str:
 
 
 def _json_escape(found: re.Match[str]) -> str:
+    # JSON escapes characters beyond U+FFFF as a pair of UTF-16 units.
     units = found.group().encode("utf-16-be")
     return "".join(f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2))

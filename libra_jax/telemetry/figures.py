@@ -1,7 +1,7 @@
-"""The report's one figure helper: matplotlib figures as inline SVG in the colours and the font of the page.
+"""The report's figure helper: matplotlib figures as inline SVG, in the colours and the font of the page.
 
-A figure is drawn in stand-in colours; `svg` puts CSS variables in their place, so that one picture suits a light and a
-dark page. matplotlib is imported where a figure is made: only a run's end needs it.
+A figure is drawn in stand-in colours. `svg` replaces them by CSS variables, so that one picture suits light and dark
+pages. matplotlib is imported only where a figure is made, because only the end of a run needs it.
 """
 
 from __future__ import annotations
@@ -26,34 +26,36 @@ BLUE, GREEN, ORANGE, PURPLE, TEAL = (_STAND_INS[name] for name in ("blue", "gree
 
 COLOURS = (BLUE, ORANGE, GREEN, PURPLE, TEAL)
 DASHED = (0, (4, 3))
-"""Curves of one picture differ in colour, and further ones are dashed."""
+"""Dash pattern of a curve. Curves of one picture have different colours; further curves are dashed."""
 
 MOST_POINTS = 400
-"""Points of a drawn curve at most. Longer curves are averaged down."""
+"""Largest number of points of a drawn curve. Longer curves are averaged."""
 
 FEW_POINTS = 20
-"""Points up to which a curve marks each point. A curve of one point has no line, and would not be seen."""
+"""Number of points up to which a curve marks each point. A curve of one point has no line and would be invisible."""
 
 FAR = 20.0
-"""Ratio of the greatest to the least value beyond which a linear axis hides the small values."""
+"""Ratio of the largest to the smallest value beyond which a linear axis hides the small values."""
 
 FONT = 10.5
-"""Points of a picture's text. Narrow pictures are as wide as a phone, where it has about as many pixels."""
+"""Font size of a picture in points. Narrow pictures are as wide as a phone, where a point is about one pixel."""
 
 BROAD, NARROW = 10.0, 5.0
-"""Inches of a picture that takes the page's whole width, and of a picture for half of the page or for a phone."""
+"""Widths in inches of a picture for the whole page, and of a picture for half a page or a phone."""
 
 HEIGHT = 2.6
-"""Inches of a narrow picture."""
+"""Height of a narrow picture in inches."""
 
 Curve = Mapping[int, float]
-"""Value by step."""
+"""Values by step."""
 
 Scale = Literal["zero", "free", "log", "share"]
-"""Vertical axis: from zero on, around the values, logarithmic if they are far apart, or from 0 to 1 if they fit in."""
+"""Vertical axis: from zero on, around the values, logarithmic if they are far apart, or from 0 to 1 if they fit."""
 
 _STYLE = {
+    # Text stays text instead of becoming outlines, and takes the page's font.
     "svg.fonttype": "none",
+    # A fixed salt makes the same ids each time, so that the same data gives the same file.
     "svg.hashsalt": "libra-jax",
     "font.size": FONT,
     "text.color": INK,
@@ -80,14 +82,14 @@ class Line:
     """A curve of a picture.
 
     Attributes:
-      values: by step; without any, the line is left out.
-      label: in the legend, or beside the axis of a picture with one line.
-      colour: one of this module's.
-      dashed: not solid.
-      width: points.
-      marker: symbol at each point; few points get a dot in any case.
-      smooth: draws the mean of five steps over a pale line of the values, if there are many.
-      stairs: draws horizontal pieces instead of slopes, for whole numbers.
+      values: Values by step. A line without values is left out.
+      label: Label in the legend, or beside the axis if the picture has one line.
+      colour: A colour of this module.
+      dashed: Whether the line is dashed.
+      width: Width in points.
+      marker: Symbol at each point. A curve of few points gets dots in any case.
+      smooth: Whether to draw the mean of five steps over a pale line of the values, if there are many values.
+      stairs: Whether to draw horizontal pieces instead of slopes, for whole numbers.
     """
 
     values: Curve
@@ -103,14 +105,14 @@ class Line:
 def figure(draw: Callable[[Any], None], height: float = HEIGHT, *, wide: bool = False, panels: int = 1) -> str:
     """Returns a picture as an `<svg>` element.
 
-    A wide picture is drawn twice: as wide as the page, and for a phone, where the text of a broad picture that is
-    shrunk to the screen could not be read. The style sheet shows one of the two.
+    A wide picture is drawn twice: as wide as the page, and for a phone. Shrunk to a phone's screen, the text of a broad
+    picture would not be readable. The style sheet shows one of the two.
 
     Args:
-      draw: draws on the axes; given a list of axes if there are several panels.
-      height: inches of a row of panels.
-      wide: takes the page's whole width.
-      panels: number of axes, two in a row if there is room.
+      draw: Draws on the axes. Gets a list of axes if there are several panels.
+      height: Height of a row of panels in inches.
+      wide: Whether the picture takes the page's whole width.
+      panels: Number of axes, two in a row if there is room.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -129,7 +131,8 @@ def figure(draw: Callable[[Any], None], height: float = HEIGHT, *, wide: bool = 
     if not wide:
         return found[0]
     broad, narrow = found
-    # An id counts in the whole page, and what a hidden element defines need not be drawn.
+    # Ids are shared by the whole page, and browsers need not draw definitions inside a hidden element. So each of the
+    # two pictures needs its own ids.
     narrow = re.sub(r'(" id="|\bid="|"#|\(#)(?=[\w-])', r"\1narrow-", narrow)
     return broad.replace("<svg ", '<svg class="broad" ', 1) + narrow.replace("<svg ", '<svg class="narrow" ', 1)
 
@@ -148,14 +151,14 @@ def lines(
     """Draws curves over the training steps.
 
     Args:
-      shown: the curves, one of them with values at least.
-      height: as `figure`.
-      wide: as `figure`.
-      ylabel: beside the vertical axis.
-      scale: of the vertical axis.
-      percent: the values are shares.
-      whole: the values are counts.
-      marks: steps with a dotted vertical line, by its label.
+      shown: Curves. At least one must have values.
+      height: See `figure`.
+      wide: See `figure`.
+      ylabel: Label of the vertical axis.
+      scale: Kind of the vertical axis.
+      percent: Whether the values are shares.
+      whole: Whether the values are counts.
+      marks: Steps with a dotted vertical line, by the line's label.
     """
     shown = [line for line in shown if line.values]
 
@@ -194,7 +197,8 @@ def _draw_line(axes: Any, line: Line) -> None:
         style |= {"marker": "o", "markersize": 5, "markeredgewidth": 0}
     if line.stairs:
         style["drawstyle"] = "steps-mid"
-    # Not clipped: marks at the axes' edge stay whole. matplotlib leaves labels with a "_" in front out of legends.
+    # Not clipped, so that marks at the edge of the axes stay whole. matplotlib leaves labels that begin with "_" out of
+    # legends.
     axes.plot(steps, values, clip_on=False, label=label(line.label) or "_", **style)
 
 
@@ -209,7 +213,7 @@ def _set_scale(axes: Any, values: Sequence[float], scale: Scale) -> None:
 
 
 def stack(axes: Any, parts: Mapping[str, Curve], colours: Mapping[str, str]) -> None:
-    """Stacks curves that share their steps on a step axis: areas, or bars of a few steps."""
+    """Stacks curves with the same steps on a step axis: as areas, or as bars if there are few steps."""
     columns = {name: thinned(part) for name, part in parts.items()}
     steps = next(iter(columns.values()))[0]
     heights = [values for _, values in columns.values()]
@@ -226,7 +230,7 @@ def stack(axes: Any, parts: Mapping[str, Curve], colours: Mapping[str, str]) -> 
 
 
 def moving_mean(curve: Curve, width: int = 5) -> dict[int, float]:
-    """Returns the mean of each value and the up to `width` - 1 values before it."""
+    """Returns the mean of each value and up to `width` - 1 values before it."""
     steps = list(curve)
     means = {}
     for index, step in enumerate(steps):
@@ -236,7 +240,7 @@ def moving_mean(curve: Curve, width: int = 5) -> dict[int, float]:
 
 
 def thinned(curve: Curve) -> tuple[list[float], list[float]]:
-    """Returns steps and values, averaged over equal runs of steps down to at most `MOST_POINTS`."""
+    """Returns steps and values, averaged over consecutive steps so that at most `MOST_POINTS` are left."""
     steps, values = list(curve), list(curve.values())
     size = -(-len(steps) // MOST_POINTS)
     runs = [slice(begin, begin + size) for begin in range(0, len(steps), size or 1)]
@@ -244,12 +248,12 @@ def thinned(curve: Curve) -> tuple[list[float], list[float]]:
 
 
 def label(text: str) -> str:
-    """Returns text of a run for a picture: safe to show, and no formula, which matplotlib reads between dollars."""
+    """Returns a run's text for a picture: safe to show, and without the dollar signs of matplotlib's formulas."""
     return escapes.visible(text).replace("$", r"\$")
 
 
 def step_axis(axes: Any) -> None:
-    """Makes the horizontal axis one of training steps: whole numbers, with room beside a single one."""
+    """Labels the horizontal axis as training steps: whole numbers, with room around a single step."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set_xlabel("training step")
@@ -260,7 +264,7 @@ def step_axis(axes: Any) -> None:
 
 
 def name_rows(axes: Any, names: Sequence[str]) -> None:
-    """Names rows of a picture, the first at the top."""
+    """Names the rows of a picture, the first at the top."""
     axes.set_yticks(range(len(names)), [label(name) for name in names])
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.grid(visible=False, axis="y")
@@ -268,21 +272,21 @@ def name_rows(axes: Any, names: Sequence[str]) -> None:
 
 
 def whole_ticks(axis: Any) -> None:
-    """Keeps an axis of counts to whole numbers."""
+    """Restricts the ticks of an axis of counts to whole numbers."""
     from matplotlib.ticker import MaxNLocator
 
     axis.set_major_locator(MaxNLocator(integer=True, nbins=6, min_n_ticks=1))
 
 
 def legend_above(axes: Any, columns: int) -> None:
-    """Puts the legend above the axes, where it covers nothing, in two columns if the picture is narrow."""
+    """Puts the legend above the axes, where it covers nothing. In a narrow picture it has two columns."""
     columns = columns if axes.figure.get_figwidth() > NARROW else min(columns, 2)
     spaces = {"handlelength": 1.4, "columnspacing": 1.4, "borderaxespad": 0.2, "borderpad": 0.2}
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, **spaces)
 
 
 def thousands(value: float, _: Any = None) -> str:
-    """Returns a number for an axis, without a minus before zero."""
+    """Returns a number for an axis, without a minus sign before zero."""
     return f"{value:z,.0f}" if abs(value) >= 1000 else f"{value:zg}"
 
 
@@ -291,15 +295,16 @@ def _percent(value: float, _: Any) -> str:
 
 
 def svg(made: Any) -> str:
-    """Returns a figure as an `<svg>` element for a page: CSS variables for colours, the page's font, no links."""
+    """Returns a figure as an `<svg>` element for a page: CSS variables for colours, the page's font, and no links."""
     buffer = io.StringIO()
+    # Without a date in the metadata, the same data gives the same file.
     made.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.DOTALL)
     for name, colour in _STAND_INS.items():
         text = text.replace(colour, f"var(--{name})")
-    # Versions of matplotlib write a font in one property or in two.
+    # Some versions of matplotlib write a font in one property, others in two.
     font = r"(?:font-size: ([\d.]+)px; font-family: [^;\"]*|font: ([\d.]+)px [^;\"]*)"
     text = re.sub(font, lambda found: f"font: {found[1] or found[2]}px var(--font)", text)
     used = set(re.findall(r"[\"(]#([\w-]+)", text))
@@ -309,8 +314,9 @@ def svg(made: Any) -> str:
 
 
 def standalone(picture: str) -> str:
-    """Returns a picture of a page as the text of a file of its own, in the colours of a light page."""
-    picture = picture.partition("</svg>")[0] + "</svg>\n"  # of a wide picture, the broad one
+    """Returns a picture of a page as the text of a separate file, in the colours of a light page."""
+    # A wide picture has two elements, and the broad one comes first.
+    picture = picture.partition("</svg>")[0] + "</svg>\n"
     for name, colour in LIGHT.items():
         picture = picture.replace(f"var(--{name})", colour)
     picture = picture.replace("var(--font)", "sans-serif")

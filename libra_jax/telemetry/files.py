@@ -1,7 +1,7 @@
-"""Append-only files of whole records: what every sink of a run writes through, and how they are read back.
+"""Append-only files of whole records. All sinks of a run write through them; this module also reads them back.
 
-A record is a run of bytes that is on disk whole or not at all: a killed process leaves at most one torn record at the
-end, which the next opening removes; a full disk leaves none. Not thread-safe: a run records from its event-loop thread.
+A record is on disk as a whole or not at all. A killed process leaves at most one torn record at the end, which the next
+opening removes. A full disk leaves none. Not thread-safe: a run records from its event-loop thread.
 """
 
 from __future__ import annotations
@@ -20,35 +20,38 @@ from libra_jax import checksums
 from libra_jax.telemetry import escapes
 
 Warn = Callable[[str, str], None]
-"""`warn(key, sentence)`: shows the sentence, once for each key."""
+"""Function `warn(key, sentence)` that shows the sentence, once for each key."""
 
 Guard = Callable[[], bool]
-"""Whether this run may write into its workdir: False once another start of it has taken that over. From any thread."""
+"""Function that returns whether this run may write into its workdir. False after another start of the run took over.
+
+Any thread may call it.
+"""
 
 
 def always() -> bool:
-    """Returns True: no other start of the run can be in that workdir."""
+    """Returns True. Used if no other start of the run can be in the workdir."""
     return True
 
 
 PLANS_FILE = "plans.jsonl"
-"""The planner's decisions, one a line: what it looked at, what it found, and why it moved or not."""
+"""The planner's decisions, one per line: its observations, its findings, and why it moved or did not."""
 
 TRANSITIONS_FILE = "transitions.jsonl"
-"""Workers that changed sides and meshes that changed their size, one change a line, written when it ended."""
+"""Transitions of workers (sides) and meshes (sizes), one per line, written when the transition ended."""
 
 CONFIG_HISTORY_FILE = "config_history.jsonl"
-"""Settings that changed when the run went on, one line a start: time, step, each setting's value before and after."""
+"""Settings changed by a resumption, one line per start: time, step, and each setting's value before and after."""
 
 FLUSH_BYTES = 64 * 1024
-"""Pending bytes that cause a flush between steps."""
+"""Pending bytes that cause a flush between two steps."""
 
 KEEP_BYTES = 1024 * 1024
-"""Pending bytes kept while the file cannot be written; beyond it they are dropped, so that memory stays bounded."""
+"""Pending bytes kept while the file cannot be written. Beyond it they are dropped, so that memory stays bounded."""
 
 
 def whole_lines_end(path: Path) -> int:
-    """Returns the offset just after the last newline of the file, in bytes; 0 for an empty or missing file."""
+    """Returns the byte offset after the last newline of the file. 0 for an empty or missing file."""
     try:
         with path.open("rb") as file:
             end = file.seek(0, os.SEEK_END)
@@ -65,12 +68,12 @@ def whole_lines_end(path: Path) -> int:
 
 
 class RecordFile:
-    """Buffers records in memory and appends them whole. Never raises for what the disk does: it warns once.
+    """Buffers records in memory and appends them as a whole. Never raises for a disk error, but warns once.
 
     Args:
-      path: the file; made on the first flush. It must end with a whole record.
-      warn: receives the one warning.
-      guard: asked before each append; records that may not be written are dropped.
+      path: Path of the file, which the first flush creates. An existing file must end with a whole record.
+      warn: Called once with the warning.
+      guard: Called before each append. If it returns False, the records are dropped.
     """
 
     def __init__(self, path: Path, warn: Warn, guard: Guard = always) -> None:
@@ -85,7 +88,7 @@ class RecordFile:
         self._closed = False
 
     def write(self, record: bytes) -> None:
-        """Adds one whole record; ignored after `close`."""
+        """Adds one whole record. Does nothing after `close`."""
         if self._closed:
             return
         self._pending.append(record)
@@ -94,7 +97,7 @@ class RecordFile:
             self.flush()
 
     def flush(self) -> None:
-        """Hands the pending records to the operating system, whose cache outlives a killed process."""
+        """Passes the pending records to the operating system. Its cache survives if this process is killed."""
         if not self._pending:
             return
         try:
@@ -106,6 +109,7 @@ class RecordFile:
                 f"{self.path.name} cannot be written ({error.strerror or error}); the run goes on without it "
                 f"until there is room in {self.path.parent}.",
             )
+            # Kept for the next flush, which may find room on the disk again.
             if self._pending_bytes < KEEP_BYTES:
                 return
         self._pending.clear()
@@ -130,20 +134,24 @@ class RecordFile:
             while written < len(data):
                 written += os.write(self._descriptor, data[written:])
         except OSError:
+            # A partial write would leave a torn record in the middle of the file once later records follow it.
             with contextlib.suppress(OSError):
                 os.ftruncate(self._descriptor, self._end)
             raise
         self._end += written
 
     def _replaced(self, descriptor: int) -> bool:
-        """Returns whether another file is at the path now: a resumed run cuts records back by renaming over them."""
+        """Returns whether the path is another file now.
+
+        A resumed run cuts records back by renaming a new file over it.
+        """
         try:
             return os.stat(self.path).st_ino != os.fstat(descriptor).st_ino
         except FileNotFoundError:
             return True
 
     def close(self) -> None:
-        """Flushes and closes. Idempotent."""
+        """Flushes and closes the file. Idempotent."""
         if self._closed:
             return
         self.flush()
@@ -156,7 +164,7 @@ class RecordFile:
 
 
 class LineFile(RecordFile):
-    """A file of JSON lines, opened for appending; a last line torn by a killed process is removed first."""
+    """A file of JSON lines, opened for appending. Opening removes a last line that a killed process left torn."""
 
     def __init__(self, path: Path, warn: Warn, guard: Guard = always) -> None:
         try:
@@ -173,7 +181,7 @@ class LineFile(RecordFile):
 
 
 def finite(value: Any) -> Any:
-    """Returns a value that strict JSON takes: None for numbers that are not finite, plain scalars for arrays' ones."""
+    """Returns the value as strict JSON accepts it: None for not-finite numbers, plain values for 0-d arrays."""
     if getattr(value, "ndim", None) == 0:
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
@@ -186,9 +194,9 @@ def finite(value: Any) -> Any:
 
 
 def json_line(record: Mapping[str, Any]) -> bytes:
-    """One line of strict JSON. What JSON does not know is made `finite`, and else written as its `str`.
+    """Returns one line of strict JSON. Values unknown to JSON go through `finite`, and otherwise become their `str`.
 
-    A record that is not empty gets a field `checksum`, its last, by which a damaged line is found (`damage`).
+    A record that is not empty gets `checksum` as its last field. `damage` finds damaged lines with it.
     """
     try:
         text = json.dumps(record, allow_nan=False, ensure_ascii=False)
@@ -199,9 +207,9 @@ def json_line(record: Mapping[str, Any]) -> bytes:
 
 
 def damage(line: bytes) -> str:
-    """Returns what is wrong with a line that `json_line` wrote; empty if nothing is.
+    """Returns what is wrong with a line that `json_line` wrote. Empty if nothing is wrong.
 
-    A line without a checksum, which other programs and earlier versions write, has to be a JSON object and no more.
+    A line without a checksum, from another program or an earlier version, only has to be a JSON object.
     """
     line = line.rstrip(b"\n")
     if checksums.carries(line):
@@ -216,16 +224,16 @@ def damage(line: bytes) -> str:
 
 
 def _spoilt(line: bytes) -> bool:
-    """Returns whether a line ends with a checksum of `json_line` that is damaged, in its value or one byte of its name.
+    """Returns whether a line ends with a damaged checksum: a damaged value, or a name with one wrong byte.
 
-    The last field of another program's line may hold 32 hexadecimal digits, too.
+    A line of another program may also end with a field of 32 hexadecimal digits, so the name has to be close to ours.
     """
     found = _SPOILT.search(line)
     return found is not None and (found[1] is not None or _is_one_edit(found[2], b"checksum"))
 
 
 def _is_one_edit(name: bytes, other: bytes) -> bool:
-    """Returns whether one edit makes a text another: a byte changed, lost or added."""
+    """Returns whether one edit turns a text into another: a byte changed, removed or added."""
     differ = (at for at, pair in enumerate(zip(name, other, strict=False)) if pair[0] != pair[1])
     same = next(differ, min(len(name), len(other)))
     rest, wanted = name[same:], other[same:]
@@ -233,22 +241,22 @@ def _is_one_edit(name: bytes, other: bytes) -> bool:
 
 
 def torn(line: bytes) -> bool:
-    """Returns whether a last line without a newline was left by a kill in the middle of a write, and is not damaged."""
+    """Returns whether a last line without a newline was torn by a kill in the middle of a write, and is not damaged."""
     if line in (b"[", b"]"):
         return True
     return line.startswith(b"{") and b"\0" not in line and not _WHOLE.search(line)
 
 
 _SPOILT = re.compile(rb', "(?:(checksum)": ".{32}|([^"]{7,9})": "[0-9a-f]{32})"\}$', re.DOTALL)
-"""The end of a line whose checksum, or the name of that field, may not be what it was."""
+"""End of a line whose checksum, or the name of that field, may be damaged."""
 
 _WHOLE = re.compile(rb'"checksum": "[0-9a-f]{32}"\}')
 
 
 def whole_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the objects of a JSON-lines file written by a run, in order, without their checksums.
+    """Yields the objects of a JSON-lines file that a run wrote, in order and without their checksums.
 
-    A torn last line and a missing file are no error; damaged lines are left out with a warning.
+    A torn last line and a missing file are not errors. Damaged lines are skipped with a warning.
     """
     try:
         file = path.open("rb")

@@ -1,4 +1,4 @@
-"""The thread that writes `status.json` about once a second, also while the event loop is blocked."""
+"""A thread that writes `status.json` about once a second, even while the event loop is blocked."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from libra_jax.telemetry import escapes, files, status
 BEAT_SECONDS = 1.0
 
 STUCK_SECONDS = 20.0
-"""Seconds without an answer of the event loop after which the line that holds it up is named on standard error."""
+"""Seconds without an answer of the event loop after which standard error names the line that blocks it."""
 
 
 class Heartbeat:
-    """Watches the event loop in which it is made, until `close`.
+    """Watches the event loop in which it is created, until `close`.
 
     Args:
-      workdir: the run's folder.
-      run: what is written.
-      guard: whether this run may still write there.
+      workdir: Folder of the run.
+      run: State that is written.
+      guard: Returns whether this run may still write there.
     """
 
     def __init__(
@@ -48,24 +48,26 @@ class Heartbeat:
         self._thread.start()
 
     def close(self) -> None:
-        """Writes a last time, and ends. Idempotent."""
+        """Writes the file a last time and ends the thread. Idempotent."""
         if not self._ended.is_set():
             self._ended.set()
             self._thread.join(BEAT_SECONDS)
-            if not self._thread.is_alive():  # else a file server hangs, and is not to hold up the run's end
+            # A thread that is still alive hangs on a file server, which must not hold up the run's end.
+            if not self._thread.is_alive():
                 self._write()
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_SECONDS):
             with contextlib.suppress(RuntimeError):  # the loop is closed
+                # A blocked loop does not run this, so that its silence grows in the view.
                 self._loop.call_soon_threadsafe(self._run.answered)
             self._write()
             self._look_for_stuck_loop()
 
     def _look_for_stuck_loop(self) -> None:
-        """Names the line of a user's code that blocks the event loop, once each time.
+        """Names the line of a user's code that blocks the event loop, once per blockage.
 
-        This thread has to do it, because the blocked loop can say nothing.
+        This thread does it, because the blocked loop cannot.
         """
         seconds = self._run.view()["loop_silent_seconds"]
         if seconds < STUCK_SECONDS:
@@ -88,12 +90,13 @@ class Heartbeat:
         partial = self._file.with_suffix(".partial")
         try:
             partial.write_bytes(files.json_line({**self._run.view(), "beat": self._beats}))
+            # Replaced in one step: a reader sees the old content or the new one, never a part.
             partial.replace(self._file)
         except OSError as error:
             with contextlib.suppress(OSError):
                 partial.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
-                os.utime(self._file)  # this needs no room on the disk, and watchers see that the run lives
+                os.utime(self._file)  # this needs no room on the disk, and shows watchers that the run is alive
             self._say(f"{self._file.name} cannot be written ({error.strerror or error}); the run goes on without it.")
 
     def _say(self, sentence: str) -> None:

@@ -1,4 +1,4 @@
-"""The live picture of a run on a terminal."""
+"""A live picture of a run on a terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPARK_STEPS = 40
 
 
 class _Terminal(Console):
-    """A rich console that leaves a broken pipe to its caller; rich itself would end the process."""
+    """A rich console that raises on a broken pipe. rich's own console would end the process."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -32,18 +32,18 @@ class _Terminal(Console):
 
 
 class LiveConsole(status.RunStatus):
-    """Progress, reward, throughput, staleness, what each worker is doing, and the last notes; redrawn twice a second.
+    """Shows progress, reward, throughput, staleness, each worker's activity and the last notes. Redraws twice a second.
 
-    Calls only change what the next redrawing shows, so they cost microseconds. Output of the process that goes through
-    `print` or `logging` scrolls above the picture. The cursor is never hidden, so that a killed run leaves the terminal
-    as it was. A terminal that goes away ends the drawing, not the run.
+    Calls only change the data for the next redraw, so they cost microseconds. Output through `print` or `logging`
+    scrolls above the picture. The cursor is never hidden, so a killed run leaves the terminal usable. If the terminal
+    goes away, only the drawing ends, not the run.
 
     Args:
-      name: the run's name.
-      steps: training steps of the whole run.
-      stream: the terminal.
-      clock: seconds now, on the clock of the event loop.
-      warn: receives the one warning when the terminal is lost.
+      name: Name of the run.
+      steps: Number of training steps of the whole run.
+      stream: The terminal.
+      clock: Returns the current seconds on the event loop's clock.
+      warn: Called once with a warning if the terminal is lost.
     """
 
     def __init__(self, name: str, steps: int, stream: TextIO, clock: Callable[[], float], warn: files.Warn) -> None:
@@ -63,6 +63,7 @@ class LiveConsole(status.RunStatus):
         try:
             self._live.start()
             self._drawing = True
+            # rich hides the cursor, and a killed run could not show it again.
             self._console.show_cursor(True)
         except (OSError, ValueError) as error:
             self._lost(error)
@@ -103,12 +104,12 @@ class LiveConsole(status.RunStatus):
         self._over.set()
         console.quiet(self._stream)
         with contextlib.suppress(OSError, ValueError):
-            self._stop()  # gives sys.stdout and sys.stderr back
+            self._stop()  # restores sys.stdout and sys.stderr
         self._lost_warn(console.LOST, f"Nobody reads the console any more ({error}); the run goes on.")
 
     def _picture(self) -> RenderableType:
         view = self.view()
-        if self._evaluation is not None:  # the last one stays in sight
+        if self._evaluation is not None:  # the last evaluation stays visible in steps without one
             view["scalars"]["evaluation/accuracy"] = self._evaluation[1]
         lines = [self._progress(), *screen.numbers(view)]
         if self._evaluation is not None:

@@ -1,4 +1,4 @@
-"""A recorder that keeps everything in lists, for tests."""
+"""A recorder that keeps everything in lists. Tests use it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from libra_jax.telemetry import metric_names, timeline
 
 
 class MemoryRecorder:
-    """`protocols.Recorder` in memory. It refuses names of metrics that are not registered (`metric_names`).
+    """A `protocols.Recorder` in memory. It refuses names of metrics that are not registered (`metric_names`).
 
     Attributes:
-      steps: (step, scalars) of each call.
-      spans: (track, name, start, end, arguments) of each call.
-      trajectories: records, in order.
-      samples: records, in order.
-      decisions: records, in order.
-      transitions: records, in order.
-      pool_sizes: of each call, `start` in event-loop seconds.
-      statuses: (worker, text) of each call.
-      notes: sentences, in order.
+      steps: Pairs (step, scalars) of each call.
+      spans: Tuples (track, name, start, end, arguments) of each call.
+      trajectories: Records, in order.
+      samples: Records, in order.
+      decisions: Records, in order.
+      transitions: Records, in order.
+      pool_sizes: Sizes of each call, with `start` in event-loop seconds.
+      statuses: Pairs (worker, text) of each call.
+      notes: Sentences, in order.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Every name that a run writes to `metrics.jsonl`, TensorBoard, Weights & Biases and `/metrics`, with unit and meaning.
+"""All names that a run writes to `metrics.jsonl`, TensorBoard, Weights & Biases and `/metrics`, with unit and meaning.
 
-The documentation's page of metrics is generated from `METRICS`. A recorder that is `strict`, as all are in the tests,
-refuses any other name. Numbers of a user's environment and reward functions have names of their own: they come under
+The documentation's page of metrics is generated from `METRICS`. A `strict` recorder refuses any other name; all
+recorders in the tests are strict. Numbers of a user's environment and reward functions have their own names under
 `agent/` and `reward/`.
 """
 
@@ -14,10 +14,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 STRICT_VARIABLE = "LIBRA_JAX_STRICT_METRICS"
-"""Environment variable that makes recorders strict if it is not empty. It reaches the processes that tests start."""
+"""Environment variable that makes recorders strict if it is not empty. Processes that tests start inherit it."""
 
 METRIC = "<metric>"
-"""Stands for another registered name."""
+"""Placeholder for another registered name."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class Metric:
     """A number of a training step.
 
     Attributes:
-      name: as in `metrics.jsonl`; `<...>` stands for any text, and `<metric>` for another registered name.
-      unit: of the number; "share" is from 0 to 1.
-      meaning: what the number says, a noun phrase.
-      source: part of Libra-JAX that emits the number.
+      name: Name in `metrics.jsonl`. `<...>` stands for any text, and `<metric>` for another registered name.
+      unit: Unit of the number. "share" is from 0 to 1.
+      meaning: Meaning of the number, as a noun phrase.
+      source: Part of Libra-JAX that emits the number.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Metric:
     source: str
 
     def covers(self, name: str) -> bool:
-        """Returns whether a name is this metric's, or fits its pattern."""
+        """Returns whether a name is this metric's name or fits its pattern."""
         if self.name.endswith(METRIC):
             prefix = self.name.removesuffix(METRIC)
             return name.startswith(prefix) and find(name.removeprefix(prefix)) is not None
@@ -45,7 +45,7 @@ class Metric:
 
 
 def find(name: str) -> Metric | None:
-    """Returns the metric of a name; None if the name is not registered."""
+    """Returns the metric with this name. None if the name is not registered."""
     return _BY_NAME.get(name) or next((metric for metric in _PATTERNS if metric.covers(name)), None)
 
 
@@ -58,7 +58,7 @@ def check(names: Iterable[str]) -> None:
     """Refuses names that are not registered.
 
     Raises:
-      ValueError: a name is not in `METRICS`.
+      ValueError: A name is not in `METRICS`.
     """
     for name in names:
         if find(name) is None:
@@ -221,5 +221,5 @@ METRICS = (*_STEP, *_ROUTING, *_TRAINER, *_SHARES, *_PLANNER, *_AGENTS, *_REWARD
 """All metrics, in the order of the documentation."""
 
 _BY_NAME = {metric.name: metric for metric in METRICS if "<" not in metric.name}
-# A longer pattern first: `reward/<function>` would cover `reward/<function>/<number>`, too.
+# Longer patterns come first, because `reward/<function>` would also cover `reward/<function>/<number>`.
 _PATTERNS = sorted((metric for metric in METRICS if "<" in metric.name), key=lambda metric: -metric.name.count("/"))

@@ -1,8 +1,9 @@
-"""A training step's numbers: `metrics.jsonl`, TensorBoard, and Weights & Biases where the config asks for it.
+"""A training step's numbers: `metrics.jsonl`, TensorBoard, and Weights & Biases if the config asks for it.
 
-`metrics.jsonl` holds one JSON object a training step, `{"step": 3, "reward/mean": 0.5, ...}`. It is strict JSON: a
-number that is not finite is written as null and named under `nonfinite`, e.g.
-`{"step": 3, "loss": null, "nonfinite": {"loss": "nan"}}`. TensorBoard gets the same scalars, not-finite ones included.
+`metrics.jsonl` has one JSON object per training step, `{"step": 3, "reward/mean": 0.5, ...}`. It is strict JSON: a
+number that is not finite is written as null and named under `nonfinite`, for example
+`{"step": 3, "loss": null, "nonfinite": {"loss": "nan"}}`. TensorBoard gets the same scalars, including the not-finite
+ones.
 """
 
 from __future__ import annotations
@@ -25,14 +26,18 @@ METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 WANDB_ID_FILE = "wandb_run_id"
 SAMPLE_COLUMNS = ["step", "rank", "reward", "rollout", "prompt", "turns"]
-"""Columns of the table of samples that Weights & Biases gets."""
+"""Columns of the table of samples in Weights & Biases."""
 
 
 def plain(scalars: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the numbers among `scalars` as plain floats and ints, 0-d arrays included; the rest is left out."""
+    """Returns the numbers among `scalars` as plain floats and ints.
+
+    0-d arrays count as numbers; the rest is left out.
+    """
     numbers: dict[str, float] = {}
     for name, value in scalars.items():
         if isinstance(value, int | float):
+            # bool is an int too, and becomes 0 or 1.
             numbers[name] = int(value) if isinstance(value, int) else value
         else:
             try:
@@ -43,7 +48,7 @@ def plain(scalars: Mapping[str, Any]) -> dict[str, float]:
 
 
 def encode(step: int, scalars: Mapping[str, float]) -> dict[str, Any]:
-    """Returns the object that `metrics.jsonl` holds for a step."""
+    """Returns the object of `metrics.jsonl` for a step."""
     nonfinite = {name: str(value) for name, value in scalars.items() if not math.isfinite(value)}
     record: dict[str, Any] = {"step": step}
     record.update((name, None if name in nonfinite else value) for name, value in scalars.items() if name != "step")
@@ -53,7 +58,7 @@ def encode(step: int, scalars: Mapping[str, float]) -> dict[str, Any]:
 
 
 def decode(record: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the numbers of an object of `metrics.jsonl` without its `step`, with the not-finite ones restored."""
+    """Returns the numbers of an object of `metrics.jsonl` without its `step`. Restores the not-finite values."""
     numbers = {name: value for name, value in record.items() if isinstance(value, int | float) and name != "step"}
     nonfinite = record.get("nonfinite")
     if isinstance(nonfinite, Mapping):
@@ -62,9 +67,9 @@ def decode(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def read(path: Path) -> dict[int, dict[str, float]]:
-    """Returns the numbers of each step in order. Several objects of one step are merged, and the last one wins.
+    """Returns the numbers of each step, in order. Several objects of one step are merged, and the last one wins.
 
-    A torn last line, left by a killed run, is no error.
+    A torn last line, left by a killed run, is not an error.
     """
     steps: dict[int, dict[str, float]] = {}
     for record in files.whole_json_lines(path):
@@ -91,10 +96,11 @@ class MetricsFile(sinks.Sink):
 
 
 def _import_tensorboardx() -> tuple[ModuleType, ModuleType]:
-    """tensorboardX's event messages and record framing.
+    """Returns tensorboardX's modules for event messages and record framing.
 
-    Its package imports torch if it finds it, only to know torch's tensor type. Telemetry sees plain numbers and must
-    not cost a process that has no torch (the simulator) seconds and hundreds of megabytes, so it does not find it.
+    tensorboardX imports torch if it is installed, only to recognise its tensors. Telemetry uses plain numbers. A
+    process without torch, such as the simulator, must not pay seconds and hundreds of megabytes. So torch is hidden
+    meanwhile.
     """
     hidden = "torch" not in sys.modules
     if hidden:
@@ -109,10 +115,10 @@ def _import_tensorboardx() -> tuple[ModuleType, ModuleType]:
 
 
 def _tensorboard_folder(workdir: Path) -> Path:
-    """Returns the folder of the run's events. TensorBoard calls a run by the folder in which it finds its events.
+    """Returns the folder of the run's events. TensorBoard names a run after the folder with its events.
 
-    A run goes on where its first session began, also if its workdir has another name by now. Sessions of a version that
-    wrote into `tensorboard` itself go on there.
+    A resumed run keeps the folder of its first session, even if its workdir was renamed. Runs of an older version that
+    wrote into `tensorboard` itself continue there.
     """
     parent = workdir / TENSORBOARD_FOLDER
     begun = [path.parent for path in (*parent.glob("*.libra"), *parent.glob("*/*.libra"))]
@@ -122,13 +128,13 @@ def _tensorboard_folder(workdir: Path) -> Path:
 class TensorBoardSink(sinks.Sink):
     """Writes the scalars of a step as one TensorBoard event.
 
-    tensorboardX builds the messages; the file is ours, because its writer's thread dies on a full disk, after which
-    its bounded queue would block the event loop for good.
+    tensorboardX builds the messages, but this class writes the file. The thread of tensorboardX's writer dies on a full
+    disk, and its bounded queue would then block the event loop forever.
 
     Args:
-      workdir: the run's folder; events go to `tensorboard/<name of the workdir>` in it, one file a session.
-      warn: receives the warning of a disk that is full.
-      guard: whether this run may still write there.
+      workdir: Folder of the run. Events go to `tensorboard/<name of the workdir>` in it, one file per session.
+      warn: Called with the warning of a full disk.
+      guard: Returns whether this run may still write there.
     """
 
     def __init__(self, workdir: Path, warn: files.Warn, guard: files.Guard = files.always) -> None:
@@ -140,9 +146,10 @@ class TensorBoardSink(sinks.Sink):
         except OSError as error:
             warn(str(folder), f"{folder.name} cannot be made ({error.strerror or error}); the run goes on without it.")
             earlier = []
-        # TensorBoard reads a folder's files in the order of their names, so sessions are numbered.
+        # TensorBoard reads a folder's files in the order of their names, so the names number the sessions.
         number = max(earlier, default=-1) + 1
         self._file = files.RecordFile(folder / f"events.out.tfevents.{number:010d}.libra", warn, guard)
+        # TensorBoard expects the version of the format in the first event of a file.
         self._write(self._events.Event(wall_time=time.time(), file_version="brain.Event:2"))
         self._purge = number > 0
 
@@ -150,17 +157,18 @@ class TensorBoardSink(sinks.Sink):
         data = event.SerializeToString()
         checksum = self._records.masked_crc32c
         length = struct.pack("<Q", len(data))
+        # TFRecord framing: length, checksum of the length, data, checksum of the data.
         self._file.write(length + struct.pack("<I", checksum(length)) + data + struct.pack("<I", checksum(data)))
 
     def _begin(self, step: int) -> None:
-        """Voids what earlier sessions wrote at this session's first step or later."""
+        """Voids the events of earlier sessions from this session's first step on."""
         if self._purge:
             self._purge = False
             start = self._events.SessionLog(status=self._events.SessionLog.START)
             self._write(self._events.Event(wall_time=time.time(), step=step, session_log=start))
 
     def sample(self, sample: samples.Sample) -> None:
-        """Appends the best and the worst rollout of a step as text; the others are in `samples.jsonl`."""
+        """Appends the best and the worst rollout of a step as text. All others are only in `samples.jsonl`."""
         if sample.place == "middle":
             return
         self._begin(sample.step)
@@ -168,9 +176,9 @@ class TensorBoardSink(sinks.Sink):
         kind = "evaluation_samples" if sample.evaluation else "samples"
         value = event.summary.value.add(tag=f"{kind}/{sample.place}/text_summary")
         value.metadata.plugin_data.plugin_name = "text"
-        value.tensor.dtype = 7  # DT_STRING of TensorFlow's types
+        value.tensor.dtype = 7  # DT_STRING in TensorFlow's types
         value.tensor.tensor_shape.dim.add(size=1)
-        # TensorBoard reads Markdown: indented lines are code, which text cannot end as it could a fence.
+        # TensorBoard renders Markdown. Indented lines are code, and unlike a fence, no text in them can end the block.
         indented = "".join(f"    {line}\n" for line in sample.text().splitlines())
         value.tensor.string_val.append(indented.encode("utf-8", "replace"))
         self._write(event)
@@ -191,10 +199,10 @@ class TensorBoardSink(sinks.Sink):
 
 
 class WandbSink(sinks.Sink):
-    """Sends the scalars to Weights & Biases; a resumed workdir goes on with its run.
+    """Sends the scalars to Weights & Biases. A resumed workdir continues its run there.
 
     Raises:
-      ConfigError: the package is missing, or refuses to start a run.
+      ConfigError: The package is missing, or does not start a run.
     """
 
     def __init__(self, run_config: config_lib.RunConfig, workdir: Path, warn: files.Warn) -> None:
@@ -212,26 +220,27 @@ class WandbSink(sinks.Sink):
             self._run = wandb.init(
                 project=run_config.telemetry.wandb_project,
                 name=run_config.name,
+                # A resumed workdir has the id of its run there.
                 id=id_file.read_text().strip() if id_file.exists() else None,
                 resume="allow",
                 dir=str(workdir),
                 config=redaction.redacted(config_lib.to_dict(run_config)),
             )
             id_file.write_text(f"{self._run.id}\n")
-        except Exception as error:  # the package has no common base class for what init raises
+        except Exception as error:  # the errors of init have no common base class
             raise ConfigError(f"config.telemetry.wandb_project: Weights & Biases did not start: {error}") from error
 
     def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Queues one step's numbers and samples for the package's own sender process."""
+        """Passes one step's numbers and samples to the package's own sender process."""
         rows, self._rows = self._rows, {}
         try:
             tables = {kind: self._wandb.Table(columns=SAMPLE_COLUMNS, data=data) for kind, data in rows.items()}
             self._run.log({**scalars, **tables}, step=step)
-        except Exception as error:  # a lost viewer never stops a run, and may raise anything
+        except Exception as error:  # losing a viewer never stops a run, and the package may raise any error
             self._warn("wandb", f"Weights & Biases does not take metrics any more ({error}); the run goes on without.")
 
     def sample(self, sample: samples.Sample) -> None:
-        """Keeps a rollout for the table that goes out with the step's numbers."""
+        """Keeps a rollout for the table that is sent with the step's numbers."""
         kind = "evaluation_samples" if sample.evaluation else "samples"
         prompt, *turns = (f"{piece.title}\n{piece.shown()}" for piece in sample.pieces)
         row = [sample.step, sample.rank, sample.reward, sample.headline, prompt, "\n".join(turns)]

@@ -1,4 +1,4 @@
-"""The report's page: one HTML file that needs nothing else, on light and dark screens, from `templates/`."""
+"""The report's page: one self-contained HTML file for light and dark screens, made from `templates/`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from libra_jax.telemetry import escapes, figures, samples
 
 @dataclass(frozen=True)
 class Table:
-    """A table of texts: the heads of its columns, and its rows."""
+    """A table of texts: the headings of its columns, and its rows."""
 
     heads: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -24,17 +24,17 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """A card of the page; what it has is shown in the order of the attributes.
+    """A card of the page. Its contents are shown in the order of the attributes.
 
     Attributes:
-      title: heading.
-      picture: an `<svg>` element of `figures`.
-      table: under the picture.
-      samples: rollouts, each folded.
-      text: shown as it is, in letters of one width.
-      note: a line at the end.
-      wide: takes the page's whole width.
-      folded: closed until it is clicked.
+      title: Heading of the card.
+      picture: An `<svg>` element of `figures`.
+      table: Table under the picture.
+      samples: Rollouts, each folded.
+      text: Text that is shown as it is, in a monospace font.
+      note: Line at the end.
+      wide: Whether the card takes the page's whole width.
+      folded: Whether the card is closed until it is clicked.
     """
 
     title: str
@@ -51,10 +51,10 @@ def render(title: str, heading: str, lead: Sequence[str], sections: Sequence[Sec
     """Returns the whole page.
 
     Args:
-      title: of the browser's window.
-      heading: above the page.
-      lead: sentences under the heading; what is between double asterisks is bold.
-      sections: cards, in order.
+      title: Title of the browser's window.
+      heading: Heading of the page.
+      lead: Sentences under the heading. Parts between double asterisks are bold.
+      sections: Cards, in order.
     """
     values = {"title": title, "heading": heading, "lead": lead, "sections": sections}
     return _environment().get_template("page.html.j2").render(values, light=figures.LIGHT, dark=figures.DARK)
@@ -75,11 +75,12 @@ def _environment() -> jinja2.Environment:
 
 
 def _visible(value: Any) -> Any:
-    """Spells out control characters in everything that a template shows, before HTML's own escapes."""
+    """Spells out control characters in everything that a template shows. HTML's own escapes follow."""
+    # Markup is text that was made safe already.
     return value if isinstance(value, markupsafe.Markup) else escapes.visible(str(value), lines=True)
 
 
 def _bold(sentence: str) -> markupsafe.Markup:
-    """Returns a sentence as HTML in which `**this**` is bold."""
+    """Returns a sentence as HTML, with `**this**` in bold."""
     escaped = str(markupsafe.escape(escapes.visible(sentence)))
     return markupsafe.Markup(re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", escaped))

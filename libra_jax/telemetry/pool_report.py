@@ -1,6 +1,6 @@
-"""The report on pools: how many devices each had when, and what each transition of a worker or mesh cost.
+"""The report on pools: the devices of each pool over time, and the cost of each transition of a worker or mesh.
 
-It takes plain data, so that a simulated run, whose recorder keeps lists and writes no files, is drawn like a real one.
+It takes plain data. So a simulated run, whose recorder keeps lists and writes no files, is drawn like a real run.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from libra_jax import protocols
 from libra_jax.telemetry import figures, page, timeline
 
 SIDES = ("rollout", "training")
-"""Sides between which hybrid workers change."""
+"""Sides between which hybrid workers switch."""
 
 MESH = "another mesh"
-"""The way of every other transition."""
+"""Way of every other transition."""
 
 DONE = "done"
-"""Outcome of a transition that was carried out; the others are "failed" and "cancelled"."""
+"""Outcome of a completed transition. The other outcomes are "failed" and "cancelled"."""
 
 NOTE = (
     "Devices of each pool over the time that the run ran. A symbol stands where a transition ended, its line where it "
@@ -36,13 +36,13 @@ COST_NOTE = (
 )
 
 MOST_REASONS = 3
-"""Reasons that a row names, the commonest first."""
+"""Number of reasons that a row names, the commonest first."""
 
 MOST_ROWS = 500
-"""Transitions that are listed one by one, the last ones."""
+"""Number of transitions that are listed one by one, the last ones."""
 
 _STALLS = {"training stalled": "training", "rollout stalled": "rollout"}
-"""Side of each column of stalls, by its head."""
+"""Side of each column of stalls, by the column's heading."""
 
 _LOOKS = dict(
     zip(
@@ -51,10 +51,10 @@ _LOOKS = dict(
         strict=True,
     )
 )
-"""Colour and opacity of each pool: that of the side where it works, paler where workers change sides."""
+"""Colour and opacity of each pool: the colour of the side where it works, paler if its workers switch sides."""
 
 _FURTHER = (figures.TEAL, figures.ORANGE, figures.PURPLE)
-"""Colours of pools that have other names."""
+"""Colours of pools with other names."""
 
 _MARKS = {
     "to training": ("^", figures.GREEN),
@@ -66,26 +66,26 @@ _MARKS = {
 """Symbol and colour at the end of a transition."""
 
 _UNITS = ((3 * 3600.0, 3600.0, "hours"), (600.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
-"""Shortest picture in seconds, seconds of a unit and its name, for each unit of the time axis."""
+"""For each unit of the time axis: shortest picture in seconds, seconds per unit, and name."""
 
 
 @dataclass(frozen=True)
 class Transition:
-    """A worker that changed sides or a mesh that changed its size, or tried to.
+    """A worker that switched sides or a mesh that changed its size, or one that tried to.
 
     Attributes:
-      worker: a hybrid worker, or the trainer.
-      source: the side it left, or the mesh.
-      target: the side it went to, or the mesh.
-      reason: why it was to change.
-      start: seconds, on the axis of the pools it is shown with; NaN if unknown.
-      end: seconds on the same axis; NaN if unknown.
-      step: the training step in which it ended; None if unknown.
+      worker: A hybrid worker, or the trainer.
+      source: Side or mesh before the transition.
+      target: Side or mesh after the transition.
+      reason: Why the transition was wanted.
+      start: Start in seconds, on the time axis of the pools. NaN if unknown.
+      end: End in seconds on the same axis. NaN if unknown.
+      step: Training step in which it ended. None if unknown.
       outcome: "done", "failed" or "cancelled".
-      why: what made it fail; empty if it is done.
-      phases: seconds of each phase, in order.
-      bytes: bytes that were moved; NaN if unknown.
-      stall: seconds that each side lost.
+      why: Cause of a failure. Empty if it is done.
+      phases: Seconds of each phase, in order.
+      bytes: Number of bytes moved. NaN if unknown.
+      stall: Seconds that each side lost.
     """
 
     worker: str
@@ -103,17 +103,17 @@ class Transition:
 
     @property
     def way(self) -> str:
-        """Kind of the transition: "rollout to training", say, or `MESH`."""
+        """Kind of the transition: for example "rollout to training", or `MESH`."""
         return f"{self.source} to {self.target}" if self.source in SIDES and self.target in SIDES else MESH
 
     @property
     def seconds(self) -> float:
-        """Duration in seconds; NaN if unknown."""
+        """Duration in seconds. NaN if unknown."""
         return self.end - self.start
 
 
 def parse(record: Mapping[str, Any]) -> Transition:
-    """Reads a line of `transitions.jsonl`; a value that is missing or no number is left open, never refused."""
+    """Reads a line of `transitions.jsonl`. Missing or invalid values become unknown; no line is refused."""
     text = {name: "" if record.get(name) is None else str(record[name]) for name in _TEXTS}
     step = record.get("step")
     return Transition(
@@ -148,27 +148,29 @@ def _numbers(value: Any) -> dict[str, float]:
 
 
 def stacked(sizes: Sequence[timeline.PoolSizes], end: float) -> tuple[list[float], dict[str, list[float]]]:
-    """Returns the data of the picture: times, and the devices that each pool has from each time on.
+    """Returns the data of the picture: times, and the devices of each pool from each time on.
 
-    Pools are in the order in which they are stacked; pools that never had a device are left out. The last time is the
-    end. Changes at a time that is no number are dropped. Of more than `figures.MOST_POINTS` changes, the last one in
-    each of as many stretches of time is kept.
+    Pools are in the order of stacking. Pools that never had a device are left out, as are changes whose time is not
+    finite. The last time is the end. If there are more than `figures.MOST_POINTS` changes, time is divided into that
+    many intervals, and the last change in each is kept.
 
     Args:
-      sizes: in any order.
-      end: seconds at which the picture ends, if the last change was not later.
+      sizes: Sizes of the pools, in any order.
+      end: End of the picture in seconds, unless the last change is later.
     """
     changes = sorted((size for size in sizes if math.isfinite(size.start)), key=lambda size: size.start)
     if not changes:
         return [], {}
     if len(changes) > figures.MOST_POINTS:
         begin = changes[0].start
+        # All changes may be at the same moment; any positive length will do then.
         stretch = (changes[-1].start - begin) / figures.MOST_POINTS or 1.0
         changes = list({int((change.start - begin) / stretch): change for change in changes}.values())
     named = dict.fromkeys(itertools.chain.from_iterable(change.devices for change in changes))
     order = [*protocols.POOLS, *(name for name in named if name not in protocols.POOLS)]
     times = [change.start for change in changes]
     times.append(max(end, times[-1]))
+    # The last sizes are repeated, because they hold until the end of the picture.
     columns = {name: [change.devices.get(name, 0) for change in (*changes, changes[-1])] for name in order}
     return times, {name: column for name, column in columns.items() if any(column)}
 
@@ -176,7 +178,7 @@ def stacked(sizes: Sequence[timeline.PoolSizes], end: float) -> tuple[list[float
 def marks(changes: Sequence[Transition]) -> dict[str, list[tuple[float, float]]]:
     """Returns start and end of the transitions of each kind, in the order of the legend.
 
-    Transitions that end at no time are dropped. A transition whose start is unknown starts at its end.
+    Transitions without a known end are dropped. If the start is unknown, the end is used instead.
     """
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in _MARKS}
     for change in changes:
@@ -189,14 +191,14 @@ def marks(changes: Sequence[Transition]) -> dict[str, list[tuple[float, float]]]
 
 
 def draw(sizes: Sequence[timeline.PoolSizes], changes: Sequence[Transition] = (), end: float = 0.0) -> str:
-    """Draws devices by pool over time, with a mark above them where a transition ended; `figures.standalone` saves it.
+    """Draws devices by pool over time, with a mark above at the end of each transition. `figures.standalone` saves it.
 
-    The picture is empty if there is nothing to see: no pool was recorded, or no time went by.
+    Returns an empty text if there is nothing to see: no pool was recorded, or no time has passed.
 
     Args:
-      sizes: of the pools, when they changed.
-      changes: transitions, on the same clock.
-      end: seconds at which the picture ends, if the last change was not later.
+      sizes: Sizes of the pools at each change.
+      changes: Transitions, on the same clock.
+      end: End of the picture in seconds, unless the last change is later.
     """
     shown = marks(changes)
     times, columns = stacked(sizes, max((end, *(time for pairs in shown.values() for _, time in pairs))))
@@ -215,6 +217,7 @@ def draw(sizes: Sequence[timeline.PoolSizes], changes: Sequence[Transition] = ()
         top = max(low)
         for name, pairs in shown.items():
             symbol, colour = _MARKS[name]
+            # NaN breaks the line between two transitions.
             spans = [time / unit_seconds for start, end in pairs for time in (start, end, math.nan)]
             axes.plot(spans, [1.07 * top] * len(spans), color=colour, linewidth=1.4)
             ends = spans[1::3]
@@ -234,9 +237,9 @@ def sections(sizes: Sequence[timeline.PoolSizes], changes: Sequence[Transition],
     """Returns the picture if pools ever changed, and tables of the transitions if there were any.
 
     Args:
-      sizes: of the pools, when they changed.
-      changes: transitions, in the order in which they ended.
-      end: of the run, in seconds.
+      sizes: Sizes of the pools at each change.
+      changes: Transitions, in the order of their ends.
+      end: End of the run in seconds.
     """
     out = []
     moved = bool(changes) or any(change.devices != sizes[0].devices for change in sizes)
@@ -254,7 +257,7 @@ def sections(sizes: Sequence[timeline.PoolSizes], changes: Sequence[Transition],
 
 
 def sentence(changes: Sequence[Transition]) -> str:
-    """Returns how many transitions there were and what they cost; empty if there were none."""
+    """Returns a sentence on the number of transitions and their cost. Empty if there were none."""
     if not changes:
         return ""
     ways = Counter(change.way for change in changes if change.outcome == DONE)
@@ -321,12 +324,12 @@ def _phases(seconds: Mapping[str, float]) -> str:
 
 
 def _seconds(seconds: float) -> str:
-    """Returns seconds to three digits or so: what a phase takes may be milliseconds or minutes."""
+    """Returns seconds with about three digits, because a phase may take milliseconds or minutes."""
     return "-" if math.isnan(seconds) else f"{seconds:,.2f} s" if seconds < 10 else f"{seconds:,.1f} s"
 
 
 def _size(count: float) -> str:
-    """Returns bytes in the largest decimal unit of which there is one."""
+    """Returns a number of bytes in the largest decimal unit that keeps the number at 1 or more."""
     if math.isnan(count):
         return "-"
     for unit in ("B", "kB", "MB", "GB"):

@@ -1,4 +1,4 @@
-"""The run's recorder: one object that hands what happens to every sink the config asks for."""
+"""The run's recorder: one object that passes events to every sink that the config enables."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from libra_jax.protocols import ConfigError
 from libra_jax.telemetry import console, files, live, metric_names, metrics, samples, sinks, timeline, trace
 
 FLUSH_SECONDS = 1.0
-"""Longest time that a record waits in memory, as long as further records come in."""
+"""Longest time in seconds that a record waits in memory, if further records arrive."""
 
 LINE_FILES = (trace.TRACE_FILE, samples.SAMPLES_FILE, files.PLANS_FILE, files.TRANSITIONS_FILE)
-"""Files of the workdir with one JSON object a record."""
+"""Files of the workdir with one JSON object per record."""
 
 
 class _Warnings:
-    """Shows each warning once: in the console if there is one, else as a log message."""
+    """Shows each warning once: in the console if there is one, otherwise as a log message."""
 
     def __init__(self) -> None:
         self.console: sinks.Sink | None = None
@@ -37,18 +37,18 @@ class _Warnings:
 
 
 class RunRecorder:
-    """`protocols.Recorder` over files, viewers and the console. Call it from the event-loop thread only.
+    """A `protocols.Recorder` over files, viewers and the console. Call it from the event-loop thread only.
 
-    Calls append to buffers and cost microseconds; files are written out at each step, and at least every second or
-    64 KiB while records come in. Nothing here raises for a full disk or a lost viewer: each is warned about once.
-    After `close`, calls do nothing.
+    Calls append to buffers and cost microseconds. Files are written at each step, and after a second or 64 KiB while
+    records arrive. A full disk or a lost viewer raises nothing; each causes one warning. After `close`, calls do
+    nothing.
 
     Args:
-      clock: seconds now, on the clock of the spans.
-      timeline_file: takes spans and pools.
-      lines: takes the records of each of `LINE_FILES`, by its name.
-      taking: everything else that records or shows the run, told in this order.
-      strict: refuses names of metrics that are not registered (`metric_names`).
+      clock: Returns the current seconds, on the clock of the spans.
+      timeline_file: File for spans and pools.
+      lines: File for the records of each of `LINE_FILES`, by its name.
+      taking: All other sinks that record or show the run, called in this order.
+      strict: Whether to refuse names of metrics that are not registered (`metric_names`).
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class RunRecorder:
         self._closed = False
 
     def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Records one training step's numbers, named as in `metrics.jsonl`, and writes everything pending to disk."""
+        """Records one training step's numbers, named as in `metrics.jsonl`, and writes all pending records to disk."""
         if self._closed:
             return
         numbers = metrics.plain(scalars)
@@ -81,7 +81,7 @@ class RunRecorder:
         self.flush()
 
     def span(self, track: str, name: str, start: float, end: float, arguments: Mapping[str, Any] | None = None) -> None:
-        """Records what took from `start` to `end` (event-loop seconds) on a named track of the timeline."""
+        """Records an activity from `start` to `end` (event-loop seconds) on a named track of the timeline."""
         if not self._closed:
             self._timeline.span(track, name, start, end, arguments)
             self._flush_if_due()
@@ -102,12 +102,12 @@ class RunRecorder:
         self._append(files.PLANS_FILE, record)
 
     def transition(self, record: Mapping[str, Any]) -> None:
-        """Records a line of `transitions.jsonl`; its `start` and `end` become seconds on the axis of the timeline."""
+        """Records a line of `transitions.jsonl`. Its `start` and `end` become seconds on the timeline's axis."""
         times = {name: self._timeline.seconds(record[name]) for name in ("start", "end") if name in record}
         self._append(files.TRANSITIONS_FILE, {**record, **times})
 
     def pools(self, now: float, devices: Mapping[str, int]) -> None:
-        """Records the devices of each pool from `now` on (event-loop seconds): a counter of the timeline."""
+        """Records the devices of each pool from `now` on (event-loop seconds), as a counter of the timeline."""
         if not self._closed:
             self._timeline.pools(now, devices)
             self._flush_if_due()
@@ -118,18 +118,18 @@ class RunRecorder:
             sink.status(worker, text)
 
     def note(self, text: str) -> None:
-        """Shows a sentence to the person who watches."""
+        """Shows a sentence to the person who watches the run."""
         for sink in () if self._closed else self._sinks:
             sink.note(text)
 
     def flush(self) -> None:
-        """Hands everything recorded so far to the operating system, whose cache outlives a killed process."""
+        """Passes everything recorded so far to the operating system. Its cache survives if this process is killed."""
         self._flushed_at = self._clock()
         for item in self._all:
             item.flush()
 
     def close(self) -> None:
-        """Flushes and closes everything and gives the terminal back. Idempotent."""
+        """Flushes and closes everything, and restores the terminal. Idempotent."""
         if not self._closed:
             self._closed = True
             for item in self._all:
@@ -153,22 +153,23 @@ def create(
     guard: files.Guard = files.always,
     watcher: sinks.Sink | None = None,
 ) -> RunRecorder:
-    """Makes the recorder of a run or of its resumption (which calls `resume.cut_back` before it records a step).
+    """Makes the recorder of a new or resumed run. A resumed run calls `resume.cut_back` before it records a step.
 
     Args:
-      config: the run's config; `telemetry` says which sinks.
-      workdir: the run's folder, made if it is missing.
-      clock: seconds now, on the clock that spans are given in (the event loop's).
-      guard: whether this run may still write there.
-      watcher: a further viewer, told everything that the console is told.
+      config: Config of the run. `telemetry` selects the sinks.
+      workdir: Folder of the run. It is created if it is missing.
+      clock: Returns the current seconds, on the clock of the spans (the event loop's).
+      guard: Returns whether this run may still write there.
+      watcher: A further viewer, which gets everything that the console gets.
 
     Raises:
-      ConfigError: the folder cannot be made, or W&B is asked for and cannot start.
+      ConfigError: The folder cannot be created, or W&B is enabled and cannot start.
     """
     try:
         workdir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--workdir: {workdir} cannot be made ({error.strerror or error})") from error
+    # Made before the console, because the files may already warn while they are opened.
     warn = _Warnings()
     taking: list[sinks.Sink] = [metrics.MetricsFile(workdir, warn, guard)]
     if config.telemetry.tensorboard:

@@ -1,9 +1,9 @@
-"""Keeps secrets out of what a run writes and prints of its settings.
+"""Removes secrets from the settings that a run writes and prints.
 
-Settings that need a secret take the name of an environment variable (`api_key_env`, `telemetry.token_env`). Where one
-is given in the clear all the same, as in a header of an MCP server, `config.json`, `--dry_run` and Weights & Biases get
-`SECRET` in its place; the config file and the command still show the secret. A run whose secret differs counts as the
-same run. A secret that neither its name nor its form gives away is not found.
+Settings that need a secret take the name of an environment variable (`api_key_env`, `telemetry.token_env`). A secret
+may still be given in the clear, for example in a header of an MCP server. Then `config.json`, `--dry_run` and Weights &
+Biases get `SECRET` instead. The config file and the command still contain it. Two runs that differ only in a secret
+count as the same run. A secret that neither its name nor its form reveals is not found.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NAMES = re.compile(
     r"|authorization|cookie)$",
     re.IGNORECASE,
 )
-"""What a field with a secret is called, at its end: not `max_tokens`, `tokenizer` or `token_env`."""
+"""Pattern of the end of a field's name that holds a secret. Does not match `max_tokens`, `tokenizer` or `token_env`."""
 
 _VALUES = re.compile(
     r"\b(hf_\w{20,}|sk-[\w-]{16,}|gh[opsur]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|xox[abprs]-[\w-]{10,}"
@@ -27,18 +27,18 @@ _VALUES = re.compile(
     r"|[Bb]earer [\w.~+/-]{8,}=*|(?<=://)[^/\s:@]+:[^/\s@]+(?=@))"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*"
 )
-"""How those of the usual services begin, JSON web tokens, private keys, and passwords in addresses."""
+"""Pattern of the keys of common services, of JSON web tokens, private keys, and passwords in addresses."""
 
 _REFERENCE = re.compile(r"(\w+ )?\$\{(env:)?[A-Za-z_]\w*\}")
-"""Names an environment variable, as `Bearer ${MY_TOKEN}`: nothing secret by itself."""
+"""Pattern of a reference to an environment variable, such as `Bearer ${MY_TOKEN}`. It is not secret itself."""
 
 
 def redacted(values: Any, name: str = "") -> Any:
     """Returns the settings as plain values, with `SECRET` in place of secrets.
 
     Args:
-      values: nested mappings, lists and plain values.
-      name: of the field that holds them.
+      values: Nested mappings, lists and plain values.
+      name: Name of the field that holds the values.
     """
     if isinstance(values, Mapping):
         return {key: redacted(value, str(key)) for key, value in values.items()}

@@ -1,4 +1,4 @@
-"""`report.html`: a run in one self-contained page, from the files that it left in its workdir."""
+"""`report.html`: a run as one self-contained page, made from the files in its workdir."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ REPORT_FILE = "report.html"
 CONFIG_FILE = "config.json"
 
 KEPT_SPANS = 20_000
-"""Spans at the timeline's end that are held in memory."""
+"""Number of spans at the timeline's end that are held in memory."""
 
 KEPT_ROLLOUTS = 20_000
-"""Trajectories at the trace's end on which predictions from tool returns are judged."""
+"""Number of trajectories at the trace's end on which predictions from tool returns are judged."""
 
 WINDOW = 5
 
@@ -43,12 +43,12 @@ STUDENT = {2: 4.303, 4: 2.776, 6: 2.447, 8: 2.306}
 """Steps, at most, whose mean reward is compared at either end of the run."""
 
 OUTCOMES = {"failure": "failed", "timeout": "timed out"}
-"""Verb for a tool call of each bad status."""
+"""Verb for a tool call with each bad status."""
 
 
 @dataclass
 class Run:
-    """What a workdir holds.
+    """The content of a workdir.
 
     Attributes:
       steps: numbers of each step, ascending.
@@ -86,10 +86,10 @@ class Run:
 
 
 def load(workdir: Path) -> Run:
-    """Reads a workdir, an interrupted run's too.
+    """Reads a workdir. The run may have been interrupted.
 
     Raises:
-      DataError: nothing has been recorded in it, or it is a file.
+      DataError: No run has recorded anything in it, or it is a file.
     """
     if workdir.exists() and not workdir.is_dir():
         raise DataError(f"{workdir}: is no folder; give the --workdir of a run")
@@ -146,15 +146,16 @@ def write_report(workdir: Path) -> Path:
     """Writes `report.html` from the files of the workdir.
 
     Returns:
-      The report's path.
+      Path of the report.
 
     Raises:
-      DataError: nothing has been recorded there, or the report cannot be written.
+      DataError: No run has recorded anything there, or the report cannot be written.
     """
     run = load(workdir)
     name = str(run.config.get("name") or workdir.resolve().name)
     text = page.render(f"{name} · Libra-JAX", name, sentences(run), cards(run))
     path = workdir / REPORT_FILE
+    # Renamed when it is complete, so that a reader never sees half a report.
     partial = path.with_name(REPORT_FILE + ".partial")
     try:
         partial.write_text(text, encoding="utf-8")
@@ -166,7 +167,7 @@ def write_report(workdir: Path) -> Path:
 
 
 def cards(run: Run) -> list[page.Section]:
-    """Returns the page's pictures and tables, as far as there is data for them."""
+    """Returns the page's pictures and tables, if there is data for them."""
     config = json.dumps(run.config, indent=2)
     return [
         *sections.reward(run.steps),
@@ -190,7 +191,7 @@ def cards(run: Run) -> list[page.Section]:
 
 
 def sentences(run: Run) -> list[str]:
-    """Returns the headline numbers, one sentence each, with bold parts between double asterisks."""
+    """Returns the headline numbers, one sentence each. Parts between double asterisks are bold."""
     out = []
     planned = run.config.get("steps")
     done = max(run.steps, default=0)
@@ -206,6 +207,7 @@ def sentences(run: Run) -> list[str]:
     out.append(tool_report.sentence(run.tools))
     if rates := run.curve("tokens_per_second"):
         seconds = run.curve("step/seconds")
+        # Weighted by the steps' seconds: the mean of the rates would count a short step as much as a long one.
         known = {step: seconds[step] for step in rates if seconds.get(step)} or dict.fromkeys(rates, 1.0)
         rate = sum(rates[step] * weight for step, weight in known.items()) / sum(known.values())
         out.append(f"It generated **{rate:,.0f} tokens a second** over all its steps.")
@@ -219,10 +221,10 @@ def sentences(run: Run) -> list[str]:
 
 
 def _learning(run: Run) -> list[str]:
-    """Returns how the reward and the score on held-out tasks changed."""
+    """Returns sentences on how the reward and the score on held-out tasks changed."""
     out = []
     if rewards := list(run.curve("reward/mean").values()):
-        size = min(WINDOW, len(rewards) // 2)  # two windows that share no step
+        size = min(WINDOW, len(rewards) // 2)  # the two windows must not share a step
         if size:
             ends = rewards[:size], rewards[-size:]
             means = f" (means of the first and the last {size} steps{_noise(*ends)})" if size > 1 else ""
@@ -258,14 +260,14 @@ def _noise(before: Sequence[float], after: Sequence[float]) -> str:
 
 
 def _outcome(run: Run, calls: int) -> str:
-    """Returns failed tool calls in counts: a share would round a few of them away."""
+    """Returns the number of failed tool calls in words. A share would round a few failures away."""
     counts = {status: sum(one.of_status(status) for one in run.tools.tools.values()) for status in trace.STATUSES}
     lost = [f"{counts[status]:,} {verb}" for status, verb in OUTCOMES.items() if counts[status]]
     return f" ({' and '.join(lost)})" if lost else ", all successful" if counts["success"] == calls else ""
 
 
 def _moves(run: Run) -> str:
-    """Returns how often requests moved between engines and what it cost; empty if none did."""
+    """Returns how often requests moved between engines, and the cost. Empty if none moved."""
     moves = run.curve("routing/moves")
     if not (count := sum(moves.values())):
         return ""

@@ -1,4 +1,4 @@
-"""Cutting a run's records back to a checkpoint, so that a resumed run writes each step once."""
+"""Cuts a run's records back to a checkpoint, so that a resumed run writes each step once."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ PARTIAL_SUFFIX = ".partial"
 
 
 TOLD = 3
-"""Damaged lines of a file that are named; the others are counted."""
+"""Number of damaged lines of a file that are named. Further ones are counted."""
 
 
 def cut_back(workdir: Path, step: int) -> list[str]:
     """Cuts the records of a run back to a checkpoint, before the resumed run records its first step.
 
-    Kept are records whose `step` is at most `step`, in the numbering of `Recorder.metrics` (-1 keeps none). A record
-    of `trace.jsonl` without a step goes with the record before it, and a line torn by a kill goes. A damaged line goes,
-    too, and is named: its numbers are not the recorded ones. A new file is written beside each old one and renamed over
-    it, so a kill meanwhile loses nothing, and cutting twice changes nothing. TensorBoard needs no cut: the session's
-    first step voids later events. The timeline is kept: it shows what the machines did, redone work included. From the
-    changes of settings only damaged lines go.
+    Records whose `step` is at most `step` are kept, in the numbering of `Recorder.metrics` (-1 keeps none). A record of
+    `trace.jsonl` without a step goes with the record before it. Torn lines are removed. Damaged lines are removed and
+    named, because their numbers are not the recorded ones. Of the changed settings, only damaged lines are removed.
+
+    A new file is written beside each old one and renamed over it. So a kill in between loses nothing, and cutting twice
+    changes nothing. TensorBoard needs no cut, because the session's first step voids later events. The timeline is
+    kept, because it shows what the machines did, including repeated work.
 
     Args:
-      workdir: the run's folder; missing files are no error.
-      step: the last step whose records stay.
+      workdir: Folder of the run. Missing files are not errors.
+      step: Last step whose records stay.
 
     Returns:
       A sentence for each file that was damaged.
 
     Raises:
-      LibraError: a file cannot be read or replaced.
+      LibraError: A file cannot be read or replaced.
     """
     told = []
     for name, last in (
@@ -61,7 +62,7 @@ def cut_back(workdir: Path, step: int) -> list[str]:
 
 
 def _cut(path: Path, step: int) -> list[tuple[int, str]]:
-    """Cuts one file; returns the numbers of its damaged lines, and what is wrong with each."""
+    """Cuts one file. Returns the numbers of its damaged lines, and what is wrong with each."""
     if not path.exists():
         return []
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
@@ -81,6 +82,7 @@ def _cut(path: Path, step: int) -> list[tuple[int, str]]:
             if keep:
                 new.write(line)
         new.flush()
+        # On disk before the rename, or a power failure could leave an empty file behind the name.
         os.fsync(new.fileno())
     os.replace(partial, path)
     return damaged

@@ -1,8 +1,8 @@
-"""`samples.jsonl`: some rollouts of each step as text, one a line, and how they are shown.
+"""`samples.jsonl`: some rollouts of each step as text, one per line, and how they are shown.
 
 A line is `{"step", "evaluation", "policy_version", "group_id", "rank", "of", "trajectory_id", "prompt_id", "reward",
 "reward_parts", "finish", "token_versions", "prompt", "turns": [{"text", "generated_tokens", "tool", "status",
-"tool_seconds", "returned"}]}`. `agents/samples.py` says which rollouts are chosen.
+"tool_seconds", "returned"}]}`. `agents/samples.py` chooses the rollouts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from libra_jax.telemetry import escapes, files
 SAMPLES_FILE = "samples.jsonl"
 
 MOST_CHARACTERS = 20_000
-"""Characters of one piece of text in viewers and in the report. A longer piece is cut in its middle, and says so."""
+"""Largest number of characters of a text in viewers and the report. The middle of a longer text is cut, with a mark."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Piece:
     """A part of a rollout's text.
 
     Attributes:
-      title: who wrote it, as text that is safe to show.
-      text: what was written, raw.
+      title: Author of the text, safe to show.
+      text: The raw text.
       source: "prompt", "model" or "tool".
     """
 
@@ -36,7 +36,7 @@ class Piece:
     source: str
 
     def shown(self) -> str:
-        """Returns the text as viewers get it: safe to show, and cut in its middle if it is very long."""
+        """Returns the text for viewers: safe to show, and cut in the middle if it is very long."""
         text = self.text
         if len(text) > MOST_CHARACTERS:
             half = MOST_CHARACTERS // 2
@@ -49,14 +49,14 @@ class Sample:
     """A rollout as text.
 
     Attributes:
-      step: the training step; of an evaluation, the version that was evaluated.
-      evaluation: True for a held-out task.
-      prompt_id: the task's.
-      reward: NaN where the file has none.
-      rank: the rollout's place by reward in its step; 1 is the best.
-      of: rollouts of the step.
-      headline: what the record says besides its text, on one line, safe to show.
-      pieces: its text, in order.
+      step: Training step. For an evaluation, the evaluated version.
+      evaluation: Whether the task is a held-out one.
+      prompt_id: Id of the task.
+      reward: Reward. NaN if the file has none.
+      rank: Rank of the rollout by reward in its step. 1 is the best.
+      of: Number of rollouts of the step.
+      headline: The record's other values on one line, safe to show.
+      pieces: Parts of the text, in order.
     """
 
     step: int
@@ -70,24 +70,24 @@ class Sample:
 
     @property
     def place(self) -> str:
-        """ "best", "worst" or "middle"."""
+        """The rollout's place by reward: "best", "worst" or "middle"."""
         return "best" if self.rank == 1 else "worst" if self.rank == self.of else "middle"
 
     def text(self) -> str:
-        """Returns it as plain text for viewers, safe to show."""
+        """Returns the rollout as plain text for viewers, safe to show."""
         told = [f"== {piece.title} ==\n{piece.shown()}" for piece in self.pieces]
         return "\n".join([self.headline, *told])
 
 
 def read(path: Path) -> Iterator[Sample]:
-    """Yields the samples of a file in order. Torn and garbled lines are left out, and a missing file has none."""
+    """Yields the samples of a file in order. Skips torn and damaged lines. A missing file has no samples."""
     for record in files.whole_json_lines(path):
         if isinstance(record.get("step"), int):
             yield parse(record)
 
 
 def ends(found: Iterable[Sample]) -> list[Sample]:
-    """Returns the training samples of the last step and of the first, holding no others in memory."""
+    """Returns the training samples of the last step and of the first. Holds no others in memory."""
     first: list[Sample] = []
     last: list[Sample] = []
     for sample in found:
@@ -102,7 +102,7 @@ def ends(found: Iterable[Sample]) -> list[Sample]:
 
 
 def parse(record: Mapping[str, Any]) -> Sample:
-    """Returns a line as a sample; what is missing or of another type is left out."""
+    """Returns a line as a sample. Missing values, or values of another type, are left out."""
     turns = record.get("turns")
     pieces = [Piece("prompt", str(record.get("prompt") or ""), "prompt")]
     for number, turn in enumerate(turns if isinstance(turns, list) else (), start=1):

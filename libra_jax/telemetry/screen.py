@@ -1,4 +1,4 @@
-"""One screen of what a run is doing: of `launch/status.py`, of the health page, and the parts of the live view."""
+"""A run's state as one screen, for `launch/status.py` and the health page, and parts of it for the live view."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ NUMBERS = {
 
 
 def picture(view: Mapping[str, Any], verdict: str = "") -> RenderableType:
-    """Returns a run's view as one screen.
+    """Returns a run's state as one screen.
 
     Args:
-      view: of `status.RunStatus`, or read from `status.json`.
-      verdict: a sentence that says whether the run lives; empty if that is certain.
+      view: View of a `status.RunStatus`, or the content of `status.json`.
+      verdict: Sentence that says whether the run is alive. Empty if this is certain.
     """
     dead = verdict.startswith("DEAD")
     ended = dead or bool(view["ended"])
@@ -52,7 +52,8 @@ def picture(view: Mapping[str, Any], verdict: str = "") -> RenderableType:
             told = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()) if count)
             lines.append(_text(f"{title}: {told}"))
     for wait in view["waits"]:
-        limit = "any time" if wait["deadline"] is None else f"{wait['deadline']:g} s"  # None: there is no limit
+        # A deadline of None means no limit.
+        limit = "any time" if wait["deadline"] is None else f"{wait['deadline']:g} s"
         lines.append(_text(f"waits: {wait['subject']} {wait['seconds']:.0f} of {limit}", style="dim"))
     lines += notes(view)
     if view["endpoint"] and not view["ended"]:
@@ -74,7 +75,7 @@ def text(view: Mapping[str, Any], verdict: str = "") -> str:
 
 
 def _age(view: Mapping[str, Any], *, ended: bool) -> list[str]:
-    """Returns when this start of the run began and how long it has run; also for all starts if there were others."""
+    """Returns when this start of the run began and how long it has run. Adds the total if there were earlier starts."""
     took = console.seconds_text(view["seconds"])
     began = f"began {_moment(view['began'])}, " + (f"ran for {took}" if ended else f"{took} ago")
     lines = [f"process {view['pid']} on {view['host']}, {began}"]
@@ -89,13 +90,14 @@ def _moment(wall: float) -> str:
 
 
 def _text(content: str, **looks: Any) -> Text:
-    """Returns text from a run's files, which a model or a tool may have written, safe to show."""
+    """Returns text from a run's files, safe to show. A model or a tool may have written it."""
     return Text(escapes.visible(content), **looks)
 
 
 def numbers(view: Mapping[str, Any]) -> list[RenderableType]:
-    """Returns the last step's numbers in a row, with the speed of the last steps; nothing before the first step."""
+    """Returns the last step's numbers as a row, with the mean speed of the last steps. Empty before the first step."""
     scalars = dict(view["scalars"])
+    # The speed of a single step says little; see `console.Speed`.
     if "tokens_per_second" in scalars:
         scalars["tokens_per_second"] = view.get("tokens_per_second") or None
     cells = [
@@ -109,7 +111,10 @@ def numbers(view: Mapping[str, Any]) -> list[RenderableType]:
 
 
 def workers(doing: Mapping[str, Mapping[str, Any]], *, ended: bool = False, fold: bool = True) -> RenderableType:
-    """Returns a table of what each worker does and since when, or did last; without `fold` on one line each."""
+    """Returns a table of each worker's current or last activity, and its duration.
+
+    Without `fold`, one line per worker.
+    """
     table = Table(box=box.SIMPLE_HEAD, expand=True, show_edge=False, header_style="dim", padding=(0, 1))
     table.add_column("worker", no_wrap=True)
     table.add_column(

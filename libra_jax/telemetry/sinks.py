@@ -1,4 +1,4 @@
-"""What every file and viewer of a run has in common."""
+"""The common interface of a run's files and viewers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from libra_jax.telemetry import samples
 
 
 class Sink:
-    """Takes what happens in a run. A sink ignores what it does not override, and raises for no lost disk or viewer."""
+    """Receives the events of a run.
+
+    A sink ignores events that it does not override. A lost disk or viewer raises nothing.
+    """
 
     def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
         """Takes a training step's numbers."""
@@ -20,10 +23,10 @@ class Sink:
         """Takes what a worker is doing now."""
 
     def note(self, text: str) -> None:
-        """Takes a sentence for the person who watches."""
+        """Takes a sentence for the person who watches the run."""
 
     def flush(self) -> None:
-        """Hands everything taken so far to the operating system."""
+        """Passes everything taken so far to the operating system."""
 
     def close(self) -> None:
         """Ends the sink."""

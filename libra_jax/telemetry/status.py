@@ -1,7 +1,7 @@
-"""The present state of a run, for `status.json`, the health page and the live view, and whether the run is alive.
+"""The current state of a run, for `status.json`, the health page and the live view. Also tells if a run is alive.
 
-`<workdir>/status.json` is replaced about once a second, for as long as the process lives (`heartbeat`). Whether it does
-is never decided by comparing clocks, which differ between hosts. On the run's own host its process decides; elsewhere
+`<workdir>/status.json` is replaced about once a second while the process lives (`heartbeat`). Clocks of different hosts
+differ, so comparing times never decides if a run is alive. On the run's own host, its process decides. On other hosts,
 the file has to change while it is watched.
 """
 
@@ -25,13 +25,13 @@ from libra_jax.telemetry import console, files, sinks
 STATUS_FILE = "status.json"
 
 SILENT_SECONDS = 10.0
-"""Seconds without an answer of the event loop after which a run is not well."""
+"""Seconds without an answer of the event loop after which a run is reported as unhealthy."""
 
 WATCH_SECONDS = 10.0
-"""Seconds without a change after which a watched file is taken for a dead run's: ten times the normal gap."""
+"""Seconds without a change after which a watched file counts as a dead run's. Ten times the normal interval."""
 
 LOOK_SECONDS = 0.25
-"""Seconds between two looks at a file that is watched."""
+"""Seconds between two checks of a watched file."""
 
 NOTES = 5
 REPLACED = "groups/replaced_"
@@ -42,10 +42,10 @@ class Waiting:
     """A wait that is under way.
 
     Attributes:
-      subject: who is waited for, and in what.
-      seconds: so far.
-      deadline: at most, in seconds.
-      queued: it waits for its turn, which does not count.
+      subject: Who is waited for, and for what.
+      seconds: Seconds so far.
+      deadline: Largest number of seconds.
+      queued: Whether it waits for its turn. This time does not count.
     """
 
     subject: str
@@ -55,20 +55,20 @@ class Waiting:
 
 
 class RunStatus(sinks.Sink):
-    """The present state of a run. The event-loop thread feeds it; any thread may ask for the `view`.
+    """The current state of a run. The event-loop thread updates it. Any thread may ask for the `view`.
 
     Args:
-      name: the run's.
-      steps: training steps of the whole run.
-      epoch: the run's own in its workdir.
-      clock: seconds now, on the clock of the event loop.
-      waits: those under way.
-      earlier: the last view of the start before in the workdir; None for the first start.
-      step: training steps that the run has taken before this start.
+      name: Name of the run.
+      steps: Number of training steps of the whole run.
+      epoch: Fencing token of this start of the run in its workdir.
+      clock: Returns the current seconds on the event loop's clock.
+      waits: Returns the waits that are under way.
+      earlier: Last view of the previous start in the workdir. None for the first start.
+      step: Number of training steps that the run has taken before this start.
 
     Attributes:
-      endpoint: where the health page is; empty without one.
-      warn: told on the event loop of a disk that takes no status.
+      endpoint: Address of the health page. Empty if there is none.
+      warn: Called on the event loop if the disk does not accept the status file.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class RunStatus(sinks.Sink):
         self._failures[worker] += text == protocols.LOST
 
     def note(self, text: str) -> None:
-        """Takes a sentence for the person who watches."""
+        """Takes a sentence for the person who watches the run."""
         self._notes.append(text)
 
     def answered(self) -> None:
@@ -135,13 +135,14 @@ class RunStatus(sinks.Sink):
         self._answered = self._clock()
 
     def end(self, how: str, sentence: str) -> None:
-        """Ends the run: `done`, `stopped` or `failed`."""
+        """Ends the run with `done`, `stopped` or `failed`."""
         self._ended = {"how": how, "sentence": sentence}
         self._ended_at = self._clock()
 
     def view(self) -> dict[str, Any]:
-        """Returns everything as plain values that JSON takes; seconds count from an event until now."""
+        """Returns the whole state as plain values for JSON. Durations count until now."""
         now = self._clock()
+        # The waits that are nearest to their deadlines come first.
         waits = sorted(self._waits(), key=lambda wait: -wait.seconds / wait.deadline)
         silent = now - self._answered
         seconds = (now if self._ended_at is None else self._ended_at) - self._began
@@ -160,7 +161,7 @@ class RunStatus(sinks.Sink):
                 for name, (text, since) in dict(self._workers).items()
             },
             "waits": [files.finite(vars(wait)) for wait in waits[:NOTES]],
-            # Copied in one go: the event loop's thread may count another meanwhile.
+            # Copied in one step, because the event loop's thread may add an entry at the same time.
             "failures": {worker: count for worker, count in dict(self._failures).items() if count},
             "replaced": dict(self._replaced),
             "scalars": files.finite(self._scalars),
@@ -176,7 +177,7 @@ def _is_number(value: object) -> bool:
 
 
 def _problems(silent: float, waits: Sequence[Waiting]) -> list[str]:
-    """Returns the problems of a run that lives, in sentences."""
+    """Returns the problems of a live run, as sentences."""
     found = []
     if silent > SILENT_SECONDS:
         found.append(f"The event loop has not answered for {silent:.0f} s.")
@@ -189,11 +190,15 @@ def _problems(silent: float, waits: Sequence[Waiting]) -> list[str]:
 
 
 def _process_began(pid: int) -> int:
-    """Returns ticks from the host's start to the process's, which no clock changes; -1 if the process is gone."""
+    """Returns the ticks from the host's start to the process's start.
+
+    No clock changes them. -1 if the process is gone.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return -1
+    # The name in parentheses may contain spaces: fields are counted after it. A zombie counts as gone.
     fields = stat.rpartition(")")[2].split()
     return -1 if fields[0] == "Z" else int(fields[19])
 
@@ -204,7 +209,7 @@ _TEXTS = {"type": "array", "items": {"type": "string"}}
 
 
 def _object(**properties: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the JSON schema of an object that has at least these properties."""
+    """Returns the JSON schema of an object with at least these properties."""
     return {"type": "object", "properties": properties, "required": list(properties)}
 
 
@@ -223,7 +228,7 @@ SCHEMA = _object(
     workers={"type": "object", "additionalProperties": _object(doing={"type": "string"}, seconds=_SECONDS)},
     waits={
         "type": "array",
-        # JSON has no number for a deadline that is infinite.
+        # JSON has no number for an infinite deadline, so it is null.
         "items": _object(subject={"type": "string"}, seconds=_SECONDS, deadline={"type": ["number", "null"]}),
     },
     failures={"type": "object", "additionalProperties": {"type": "integer"}},
@@ -238,12 +243,12 @@ SCHEMA = _object(
 
 
 def read(workdir: Path) -> dict[str, Any] | None:
-    """Returns the content of `status.json`; None without one.
+    """Returns the content of `status.json`. None if the file does not exist.
 
     Raises:
-      DataError: it cannot be read, or is no run's; the message names the field that is wrong.
+      DataError: The file cannot be read, or is not a run's. The message names the wrong field.
     """
-    import jsonschema  # here, because every worker imports this module
+    import jsonschema  # imported here, because every worker imports this module
 
     file = workdir / STATUS_FILE
     try:
@@ -268,9 +273,9 @@ def _refuse(text: str) -> float:
 
 
 def _fingerprint(workdir: Path) -> tuple[Any, ...]:
-    """Returns a value that every heartbeat changes, even if a full disk lets it only touch the file."""
+    """Returns a value that every heartbeat changes, even if a full disk allows it only to touch the file."""
     try:
-        with (workdir / STATUS_FILE).open("rb") as file:  # opened, so that a network file system asks its server
+        with (workdir / STATUS_FILE).open("rb") as file:  # opening makes a network file system ask its server
             found = os.fstat(file.fileno())
             return found.st_ino, found.st_mtime_ns, file.read()
     except OSError:
@@ -288,9 +293,10 @@ def changes_within(workdir: Path, seconds: float, sleep: Callable[[float], None]
 
 
 def is_alive(workdir: Path, record: Mapping[str, Any], seconds: float = WATCH_SECONDS) -> bool:
-    """Returns whether the run lives: by its process if that is on this host, else by watching the file."""
+    """Returns whether the run is alive: by its process if that is on this host, otherwise by watching the file."""
     if record["ended"]:
         return False
     if record["place"] == machine.identity():
+        # Another process may have the same id by now, so the time of its start is compared too.
         return _process_began(record["pid"]) == record["process_began"] != -1
     return changes_within(workdir, seconds)

@@ -1,13 +1,14 @@
 """`timeline.json`: what every worker did and when, for ui.perfetto.dev and chrome://tracing.
 
-The Trace Event format's JSON array, one event a line, written as it happens: both viewers accept an array whose closing
-bracket is missing, so the timeline of a killed run loads. Each track is a process row; spans of one track that overlap
-in time are laid out on as many lanes (thread rows) as they need. The sizes of the pools are one counter with a series
-each, which chrome://tracing stacks and ui.perfetto.dev draws one below the other. A resumed run goes on after the last
-event.
+The file is the JSON array of the Trace Event format, one event per line, written as events happen. Both viewers accept
+an array without its closing bracket, so the timeline of a killed run loads. Each track is a process row. Overlapping
+spans of one track are put on separate lanes (thread rows). The sizes of the pools are one counter with one series per
+pool. chrome://tracing stacks the series, and ui.perfetto.dev draws them one below the other. A resumed run continues
+after the last event.
 
 Format: "Trace Event Format" (Google, docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU). PyPI's
-`perfetto` package reads traces through a downloaded binary and writes protobuf; six fields of JSON need neither.
+`perfetto` package is not used: it reads traces through a downloaded binary and writes protobuf, but six fields of JSON
+need neither.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ TIMELINE_FILE = "timeline.json"
 POOLS_TRACK = "pools"
 
 _ROW_ORDER = (POOLS_TRACK, "train", "weight", "sync", "", "tool", "coordinator", "eval", "checkpoint")
-"""Prefixes of track names in the order of their rows; engines, with names of their own, take the empty one's place."""
+"""Prefixes of track names, in the order of their rows. Engines have names of their own and go to the empty prefix."""
 
 
 def row_order(track: str) -> int:
@@ -41,7 +42,7 @@ def row_order(track: str) -> int:
 
 @dataclass(frozen=True)
 class Span:
-    """A span as the timeline holds it; seconds since the start of the run's first session."""
+    """A span of the timeline. Times are seconds since the start of the run's first session."""
 
     track: str
     lane: int
@@ -53,9 +54,10 @@ class Span:
 
 @dataclass(frozen=True)
 class PoolSizes:
-    """Devices of each pool, by name, from `start` on; a pool that is not named has none.
+    """Devices of each pool, by name, from `start` on. A pool that is not named has none.
 
-    `start` is in seconds on the recording clock; in the timeline's file, since the start of the run's first session.
+    `start` is in seconds on the recording clock. In the timeline's file, it is since the start of the run's first
+    session.
     """
 
     start: float
@@ -64,16 +66,18 @@ class PoolSizes:
 
 @dataclass
 class Lanes:
-    """Lays spans out so that no two on one lane overlap; times are integers (microseconds).
+    """Puts spans on lanes so that no two spans on a lane overlap. Times are integers (microseconds).
 
-    A span goes to the lane that became free last before it begins. Given spans in the order of their ends, as a run
-    reports them, that needs as many lanes as spans were ever open at once (best-fit interval partitioning).
+    A span goes to the lane that became free last before the span begins. Spans come in the order of their ends, as a
+    run reports them. Then the number of lanes is the largest number of simultaneously open spans (best-fit interval
+    partitioning).
     """
 
     _free: list[tuple[int, int]] = field(default_factory=list)  # (end, lane), ascending
 
     def place(self, start: int, end: int) -> int:
-        """Returns the lane for a span; the lane is taken until `end`."""
+        """Returns the lane for a span. The lane is taken until `end`."""
+        # The lane with the latest end that is not after `start`; inf sorts behind every lane's number.
         index = bisect.bisect_right(self._free, (start, math.inf)) - 1
         lane = self._free.pop(index)[1] if index >= 0 else len(self._free)
         bisect.insort(self._free, (end, lane))
@@ -90,13 +94,13 @@ class _Row:
 
 
 class TimelineFile:
-    """Writes `timeline.json`. Memory is a few numbers a lane, however long the run.
+    """Writes `timeline.json`. Needs memory for a few numbers per lane, no matter how long the run is.
 
     Args:
-      workdir: the run's folder.
-      clock: seconds now; the same clock that spans are given in.
-      warn: receives the warning of a disk that is full.
-      guard: whether this run may still write there.
+      workdir: Folder of the run.
+      clock: Returns the current seconds, on the clock of the spans.
+      warn: Called with the warning of a full disk.
+      guard: Returns whether this run may still write there.
     """
 
     def __init__(
@@ -106,7 +110,7 @@ class TimelineFile:
         self._clock = clock
         self._origin = clock()
         self._rows: dict[str, _Row] = {}
-        self._end = 0  # microseconds: no event of the file ends later
+        self._end = 0  # microseconds: the latest end of any event in the file
         resumed = False
         try:
             if damaged := _repair(path):
@@ -118,6 +122,7 @@ class TimelineFile:
             resumed = self._recover(path)
         except OSError as error:
             warn(str(path), f"{path.name} cannot be read ({error.strerror or error}); a new timeline begins.")
+        # The times of this session continue where the earlier ones ended.
         self._offset = self._end
         self._file = files.RecordFile(path, warn, guard)
         if resumed:
@@ -126,7 +131,10 @@ class TimelineFile:
             self._file.write(b"[\n")
 
     def _recover(self, path: Path) -> bool:
-        """Reads where an earlier session ended and makes its file ready for more events; False without an event."""
+        """Reads where an earlier session ended, and prepares its file for more events.
+
+        Returns False if it has no event.
+        """
         good = 0
         for good, event in _whole_events(path):  # noqa: B007  # the last offset is used below
             self._remember(event)
@@ -146,7 +154,7 @@ class TimelineFile:
         self._end = max(self._end, end)
 
     def span(self, track: str, name: str, start: float, end: float, arguments: Mapping[str, Any] | None = None) -> None:
-        """Adds a span; what began before the session is cut at its start, and times that are no numbers are dropped."""
+        """Adds a span. A span that began before the session is cut at its start. Not-finite times are dropped."""
         if not (math.isfinite(start) and math.isfinite(end)):
             return
         begin = self._microseconds(start)
@@ -156,6 +164,7 @@ class TimelineFile:
         if lane not in row.named:
             row.named.add(lane)
             self._metadata("thread_name", row.pid, lane, {"name": f"{track} {lane}" if lane else track})
+        # X is a complete event with a duration.
         event = {"name": name, "ph": "X", "ts": begin, "dur": finish - begin}
         event.update(pid=row.pid, tid=lane)
         if arguments:
@@ -164,21 +173,22 @@ class TimelineFile:
         self._end = max(self._end, finish)
 
     def pools(self, now: float, devices: Mapping[str, int]) -> None:
-        """Adds the devices of each pool from `now` on; all pools are named each time, or a viewer keeps the last size.
+        """Adds the devices of each pool from `now` on. Each call names all pools, or a viewer keeps a pool's last size.
 
-        A time that is no number is dropped, and one before the session counts as its start.
+        A time before the session counts as its start. A call with a not-finite time is dropped.
         """
         if not math.isfinite(now):
             return
         begin = self._microseconds(now)
+        # C is a counter event.
         event = {"name": POOLS_TRACK, "ph": "C", "ts": begin, "pid": self._row(POOLS_TRACK).pid, "tid": 0}
         self._event({**event, "args": devices})
         self._end = max(self._end, begin)
 
     def seconds(self, moment: float) -> float:
-        """Returns a moment of this session's clock in seconds since the run's first session began.
+        """Returns a moment of this session's clock as seconds since the start of the run's first session.
 
-        A moment before this session counts as its start, and NaN stays NaN.
+        A moment before this session counts as its start. NaN stays NaN.
         """
         return self._microseconds(moment) / 1e6 if math.isfinite(moment) else math.nan
 
@@ -186,7 +196,7 @@ class TimelineFile:
         self._file.flush()
 
     def close(self) -> None:
-        """Ends the array, so that strict parsers read the file too."""
+        """Ends the array, so that strict parsers can read the file too."""
         now = max(self._microseconds(self._clock()), self._end)
         self._instant("session ended", now, last=True)
         self._file.close()
@@ -206,6 +216,7 @@ class TimelineFile:
         self._event({"name": name, "ph": "M", "pid": pid, "tid": tid, "args": arguments})
 
     def _instant(self, name: str, microseconds: int, last: bool = False) -> None:
+        # i is an instant event; its scope g draws it over all tracks.
         event = {"name": name, "ph": "i", "s": "g", "ts": microseconds, "pid": 0, "tid": 0}
         if last:
             self._file.write(files.json_line(event) + b"]\n")
@@ -217,7 +228,7 @@ class TimelineFile:
 
 
 def _repair(path: Path) -> list[int]:
-    """Removes the damaged lines of a file, a torn last line left out; returns their numbers."""
+    """Removes the damaged lines of a file, but not a torn last line. Returns the numbers of the removed lines."""
     if not path.exists():
         return []
     damaged = []
@@ -232,6 +243,7 @@ def _repair(path: Path) -> list[int]:
                 damaged.append(number)
                 new.write(b"[\n" if number == 1 else b"")
         new.flush()
+        # On disk before the rename, or a power failure could leave an empty file behind the name.
         os.fsync(new.fileno())
     if damaged:
         os.replace(partial, path)
@@ -241,7 +253,7 @@ def _repair(path: Path) -> list[int]:
 
 
 def _whole_events(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields each whole event of a file and the byte offset just after it; stops at the first torn one."""
+    """Yields each whole event of a file and the byte offset after it. Stops at the first torn event."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
@@ -264,7 +276,7 @@ def _whole_events(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _is_event(event: Any) -> bool:
-    """Returns whether this is an event as `TimelineFile` writes them."""
+    """Returns whether this is an event in the form that `TimelineFile` writes."""
     arguments = event.get("args", {}) if isinstance(event, dict) else None
     if not isinstance(arguments, dict):
         return False
@@ -274,12 +286,12 @@ def _is_event(event: Any) -> bool:
 
 
 def read(path: Path) -> Iterator[Span]:
-    """Yields the spans of a timeline in the order of writing; a torn end and a missing file are no error."""
+    """Yields the spans of a timeline in the order of writing. A torn end and a missing file are not errors."""
     return (found for found in read_all(path) if isinstance(found, Span))
 
 
 def read_all(path: Path) -> Iterator[Span | PoolSizes]:
-    """Yields spans as `read` does, and the sizes of the pools as well; sizes that are no numbers are left out."""
+    """Yields spans as `read` does, and also the sizes of the pools. Sizes that are not finite numbers are left out."""
     tracks: dict[int, str] = {}
     for _, event in _whole_events(path):
         if event.get("ph") == "M" and event.get("name") == "process_name":

@@ -1,7 +1,7 @@
 """The report on tools: outcomes and times of calls, turns and ends of rollouts, and what tool returns predict.
 
-A turn with several calls at once counts as one call of "a+b", with the worst status and the time of the longest: the
-trace records it so, and the scheduler goes by it.
+A turn with several calls counts as one call of "a+b", with the worst status and the time of the longest call. The trace
+records it this way, and the scheduler uses the same.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ CAUSES_NOTE = (
 CAUSES_HEADS = ("tool", "payload, tokens", "status", "returns", "left, mean", "left, P90")
 
 MOST_TOOLS = 8
-"""Tools that are pictured, the most called first."""
+"""Number of tools that are drawn, the most called first."""
 
 MOST_STATES = 12
-"""Causal states that are pictured, the most frequent ones."""
+"""Number of causal states that are drawn, the most frequent first."""
 
 MOST_BARS = 24
-"""Numbers of turns that have a bar of their own; higher numbers share the last bar."""
+"""Number of turns up to which each count has its own bar. Higher counts share the last bar."""
 
 QUARTER = 4
 
 STATUS_COLOURS = {"success": figures.GREEN, "failure": figures.ORANGE, "timeout": figures.PURPLE}
-"""Colour of each status, in the order in which they are stacked."""
+"""Colour of each status, in the order of stacking."""
 
 SHARES = (0.05, 0.25, 0.5, 0.75, 0.95)
 """Quantiles of a tool's seconds that are drawn."""
@@ -58,12 +58,12 @@ SHARES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 @dataclass
 class Calls:
-    """A tool's calls.
+    """Calls of one tool.
 
     Attributes:
-      outcomes: calls by training step and status.
-      seconds: of each call.
-      payload_tokens: of each call.
+      outcomes: Number of calls by training step and status.
+      seconds: Seconds of each call.
+      payload_tokens: Returned tokens of each call.
     """
 
     outcomes: Counter[tuple[int, str]] = field(default_factory=Counter)
@@ -71,18 +71,18 @@ class Calls:
     payload_tokens: array.array[float] = field(default_factory=lambda: array.array("d"))
 
     def of_status(self, status: str) -> int:
-        """Returns the calls with this status."""
+        """Returns the number of calls with this status."""
         return sum(count for (_, one), count in self.outcomes.items() if one == status)
 
 
 @dataclass
 class Tally:
-    """What the trajectories of a trace did with tools.
+    """Counts of the tool use in a trace's trajectories.
 
     Attributes:
-      tools: calls by the tool's name.
-      turns: trajectories by training step and number of turns.
-      ends: trajectories by training step and finish reason.
+      tools: Calls by tool name.
+      turns: Number of trajectories by training step and number of turns.
+      ends: Number of trajectories by training step and finish reason.
     """
 
     tools: dict[str, Calls] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class Tally:
     ends: Counter[tuple[int, str]] = field(default_factory=Counter)
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Counts a record of the trace; values that are missing, or garbled by a kill, are left out."""
+        """Counts a record of the trace. Missing values, or values damaged by a kill, are left out."""
         turns = [turn for turn in record.get("turns") or [] if isinstance(turn, dict)]
         step = record["step"] if isinstance(record.get("step"), int) else 0
         self.turns[step, len(turns)] += 1
@@ -106,12 +106,12 @@ class Tally:
 
     @property
     def by_calls(self) -> list[tuple[str, Calls]]:
-        """The tools, the most called first."""
+        """The tools, most called first."""
         return sorted(self.tools.items(), key=lambda item: (-item[1].outcomes.total(), item[0]))
 
 
 def sections(tally: Tally) -> list[page.Section]:
-    """Returns tables and pictures; if no tool was called, only how rollouts ended."""
+    """Returns tables and pictures. If no tool was called, returns only how rollouts ended."""
     if not tally.ends:
         return []
     steps = sorted({step for step, _ in tally.turns})
@@ -136,7 +136,7 @@ def sections(tally: Tally) -> list[page.Section]:
 
 
 def sentence(tally: Tally) -> str:
-    """Returns how the turns of a rollout changed; empty if no tool was called."""
+    """Returns a sentence on how the turns of a rollout changed. Empty if no tool was called."""
     early, late = _quarters(sorted({step for step, _ in tally.turns}))
     if not tally.tools or not late:
         return ""
@@ -145,7 +145,11 @@ def sentence(tally: Tally) -> str:
 
 
 def _quarters(steps: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Returns the first and the last quarter of the steps, one step each at least; of a single step no last one."""
+    """Returns the first and the last quarter of the steps, at least one step each.
+
+    A single step has no last quarter.
+    """
+    # Rounded up, so that a quarter has at least one step.
     size = -(-len(steps) // QUARTER)
     return list(steps[:size]), list(steps[-size:]) if len(steps) > 1 else []
 
@@ -168,7 +172,7 @@ def _ends(tally: Tally, early: Sequence[int], late: Sequence[int]) -> page.Table
 
 
 def _shares(counts: Mapping[tuple[int, Any], int], steps: Iterable[int]) -> dict[Any, float]:
-    """Returns the share of these steps' trajectories by the value that they are counted by."""
+    """Returns the share of each counted value among the trajectories of these steps."""
     wanted, found = set(steps), Counter[Any]()
     for (step, value), count in counts.items():
         if step in wanted:
@@ -177,7 +181,7 @@ def _shares(counts: Mapping[tuple[int, Any], int], steps: Iterable[int]) -> dict
 
 
 def _quantiles(values: Iterable[float], shares: Iterable[float]) -> list[float]:
-    """Returns quantiles by the nearest rank."""
+    """Returns quantiles by the nearest-rank method."""
     ordered = sorted(values)
     return [ordered[max(0, math.ceil(share * len(ordered)) - 1)] for share in shares]
 
@@ -198,12 +202,12 @@ def _seconds(seconds: float) -> str:
 
 
 def draw_outcomes(by_tool: Mapping[str, Calls], steps: Sequence[int]) -> str:
-    """Draws calls a step, stacked by status, with one panel a tool."""
+    """Draws the calls per step, stacked by status, with one panel per tool."""
 
     def draw(panels: Any) -> None:
         panels = panels if isinstance(panels, list) else [panels]
         for axes, (name, calls) in zip(panels, by_tool.items(), strict=True):
-            counts = calls.outcomes  # zeros included, so that the statuses can be stacked
+            counts = calls.outcomes  # includes zeros, because stacked curves need the same steps
             parts = {status: {step: float(counts[step, status]) for step in steps} for status in STATUS_COLOURS}
             figures.stack(axes, parts, STATUS_COLOURS)
             axes.set_xlabel("")
@@ -219,7 +223,7 @@ def draw_outcomes(by_tool: Mapping[str, Calls], steps: Sequence[int]) -> str:
 
 
 def draw_seconds(by_tool: Mapping[str, Sequence[float]]) -> str:
-    """Draws a box a tool, from quantiles of its calls' seconds at `SHARES`."""
+    """Draws one box per tool, from the quantiles of its calls' seconds at `SHARES`."""
     positive = [value for values in by_tool.values() for value in values if value > 0]
     least = min(positive, default=0.0)
 
@@ -244,7 +248,7 @@ def draw_turns(shares: Mapping[str, Mapping[int, float]]) -> str:
     """Draws histograms of the turns of a rollout, side by side.
 
     Args:
-      shares: of the rollouts, by number of turns, by the histogram's name.
+      shares: Share of rollouts by number of turns, by name of the histogram.
     """
 
     def draw(axes: Any) -> None:
@@ -266,7 +270,7 @@ def draw_turns(shares: Mapping[str, Mapping[int, float]]) -> str:
 
 
 def draw_left(states: Sequence[foresight.State]) -> str:
-    """Draws tokens left to generate after the first `MOST_STATES` causal states: the mean as a bar, P90 as a dot."""
+    """Draws the tokens left to generate after the first `MOST_STATES` causal states: mean as a bar, P90 as a dot."""
     states = states[:MOST_STATES]
 
     def draw(axes: Any) -> None:
@@ -288,7 +292,7 @@ def draw_left(states: Sequence[foresight.State]) -> str:
 
 
 def causes(found: foresight.Foresight | None) -> list[page.Section]:
-    """Returns the picture with the verdict under it, and the table of all states; none if no tool returned."""
+    """Returns the picture with the verdict below, and the table of all states. Empty if no tool returned."""
     if found is None:
         return []
     note = f"{CAUSES_NOTE} {' '.join(verdicts(found))}"
@@ -299,7 +303,7 @@ def causes(found: foresight.Foresight | None) -> list[page.Section]:
 
 
 def states(found: foresight.Foresight) -> list[tuple[str, ...]]:
-    """Returns a row of texts a state, for `CAUSES_HEADS`; safe to print."""
+    """Returns one row of texts per state, in the columns of `CAUSES_HEADS`. Safe to print."""
     return [
         (
             escapes.visible(state.tool),
@@ -314,7 +318,7 @@ def states(found: foresight.Foresight) -> list[tuple[str, ...]]:
 
 
 def verdicts(found: foresight.Foresight) -> list[str]:
-    """Returns how well the length that is left was predicted, in sentences."""
+    """Returns sentences on how well the remaining length was predicted."""
     count = sum(state.count for state in found.states)
     out = [
         f"Causal states alone account for {explained(found.explained)} of the variance of what is left after "
@@ -337,7 +341,7 @@ def verdicts(found: foresight.Foresight) -> list[str]:
 
 
 def explained(value: float) -> str:
-    """Returns a share of variance in words; predictions that are worse than the mean explain none of it."""
+    """Returns a share of variance in words. Predictions worse than the mean explain "none" of it."""
     return _share(value) if math.isnan(value) or value > 0 else "none"
 
 

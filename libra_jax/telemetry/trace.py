@@ -1,4 +1,4 @@
-"""`trace.jsonl`: one trajectory a line, as every real run writes it and the simulator replays it.
+"""`trace.jsonl`: one trajectory per line. Every real run writes it, and the simulator replays it.
 
 A record is `{"trajectory_id", "prompt_id", "prompt_tokens", "turns": [{"generated_tokens", "tool", "status",
 "payload_tokens", "tool_seconds"}]}`, with `group_id`, `step`, `policy_version`, `reward`, `start_seconds` and a turn's
@@ -19,20 +19,20 @@ from libra_jax.telemetry import files
 TRACE_FILE = "trace.jsonl"
 STATUSES = ("success", "failure", "timeout")
 MOST_TOKENS = 1_000_000_000
-"""Tokens, at most, of anything in a trace: beyond them costs and times are no numbers that mean anything."""
+"""Largest number of tokens of anything in a trace. Beyond it, computed costs and times have no meaning."""
 
 MOST_SECONDS = 10_000_000.0
-"""Seconds, at most, of a tool call: what a simulation takes for a deadlock."""
+"""Largest number of seconds of a tool call. The simulator takes a longer wait for a deadlock."""
 
 
 def read(path: Path) -> list[dict[str, Any]]:
     """Reads and checks a trace.
 
     Returns:
-      The records in order, unknown keys kept.
+      The records in order, with unknown keys kept.
 
     Raises:
-      DataError: the file is missing or empty, or a line is not a record; the message names file and line.
+      DataError: The file is missing or empty, or a line is not a record. The message names file and line.
     """
     records = []
     try:
@@ -48,7 +48,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def is_record(record: Mapping[str, Any]) -> bool:
-    """Returns whether a record has all that it must have."""
+    """Returns whether a record has all required values."""
     try:
         _check_record(record, "")
     except DataError:
@@ -70,7 +70,7 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
         record = json.loads(line.decode())
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: this is not UTF-8 text ({error.reason} at byte {error.start})") from None
-    except json.JSONDecodeError as error:  # its own text counts lines, too, from this one
+    except json.JSONDecodeError as error:  # the error's own text has line numbers too, counted from this line
         raise DataError(f"{where}: this is not JSON ({error.msg}, column {error.colno})") from None
     except ValueError as error:
         raise DataError(f"{where}: this is not JSON ({error})") from None
@@ -79,6 +79,7 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
     _check(isinstance(record, dict), where, "a record must be a JSON object")
     problem = files.damage(line)
     _check(not problem, where, f'the line is damaged ({problem}); of a line that you edited, remove "checksum"')
+    # The checksum belongs to the line, not to the record.
     record.pop("checksum", None)
     _check_record(record, where)
     return record

@@ -1,16 +1,16 @@
-"""A made-up society as a corpus, and questions about it that nothing but a search can answer.
+"""A generated society as a corpus, and questions about it that only a search can answer.
 
-Each passage says of one person the job, the city and a friend: "Kamoru is a pilot in Velita and a friend of Betino."
-Half of the questions need one search ("City of Kamoru?"), half need two ("Job of the friend of Kamoru?"): the friend's
-name is in what the first one finds. Names mean nothing, so a policy can't know the answers; it has to look.
+Each passage tells one person's job, city and friend: "Kamoru is a pilot in Velita and a friend of Betino." Half of the
+questions need one search ("City of Kamoru?"). The other half need two ("Job of the friend of Kamoru?"), because the
+first result contains the friend's name. Names mean nothing, so a policy cannot know the answers; it has to search.
 
-Made to be learned on a CPU by a character model of half a million parameters: all names have six letters, all jobs
-five, and a question ends with the name, so that what is copied always lies at the same few distances.
+A character model of half a million parameters can learn these tasks on a CPU. All names have six letters, all jobs have
+five, and a question ends with the name. So the copied text always lies at the same few distances.
 
   config.task.source = "libra_jax.agents.environments.acquaintances:task_source"
   config.tools.arguments = {"search": {"source": "libra_jax.agents.environments.acquaintances:corpus", ...}}
 
-`write` makes the same as files: a corpus, and questions for `libra_jax.agents.datasets:task_source`.
+`write` writes the same as files: a corpus, and questions for `libra_jax.agents.datasets:task_source`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from libra_jax.agents import splits
 
 _CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
 _LAST_VOWELS = "aou"
-"""No rule of the Porter stemmer takes these off, so no two names are one to the search."""
+"""Last letters of names. No rule of the Porter stemmer removes them, so the search never takes two names for one."""
 
 _JOBS = ("baker", "clerk", "coach", "diver", "guard", "judge", "mason", "miner", "nurse", "pilot", "tutor", "valet")
 _ASKED = ("City", "Job")
@@ -38,7 +38,7 @@ MOST_PEOPLE = 100_000
 
 @dataclass(frozen=True)
 class Person:
-    """Somebody, and all there is to know; `friend` is the friend's place among the people."""
+    """A person of the society. `friend` is the friend's position among the people."""
 
     name: str
     job: str
@@ -48,24 +48,26 @@ class Person:
 
 @functools.lru_cache(maxsize=4)
 def society(people: int = 2000, world: int = 0) -> tuple[Person, ...]:
-    """The people of a world.
+    """Returns the people of a world.
 
     Args:
-      people: how many.
-      world: which of many worlds; no two have the same people.
+      people: Number of people.
+      world: Number of the world. Different worlds have different people.
 
     Raises:
-      ConfigError: there are fewer than 8 people, or more than names.
+      ConfigError: `people` is less than 8 or more than `MOST_PEOPLE`.
     """
     field = "task.arguments.people"
     config.check(8 <= people <= MOST_PEOPLE, field, f"must lie in 8..{MOST_PEOPLE}, not {people}")
     rng = splits.generator("acquaintances", "world", world)
     cities = people // PEOPLE_PER_CITY
+    # One sample without repetition for both, so that no city has the name of a person.
     numbers = rng.sample(range(_names()), people + cities)
     names, towns = [_name(number) for number in numbers[:people]], [_name(number) for number in numbers[people:]]
     order = list(range(people))
     rng.shuffle(order)
-    friends = dict(zip(order, [*order[1:], order[0]], strict=True))  # one ring: everybody is somebody's friend
+    # One ring: every person is the friend of exactly one other.
+    friends = dict(zip(order, [*order[1:], order[0]], strict=True))
     return tuple(Person(name, rng.choice(_JOBS), rng.choice(towns), friends[place]) for place, name in enumerate(names))
 
 
@@ -75,7 +77,7 @@ def _names() -> int:
 
 
 def _name(number: int) -> str:
-    """One of all names."""
+    """Returns the name with this number."""
     letters = []
     for alphabet in (_LAST_VOWELS, _CONSONANTS, _VOWELS, _CONSONANTS, _VOWELS, _CONSONANTS):
         number, place = divmod(number, len(alphabet))
@@ -84,27 +86,30 @@ def _name(number: int) -> str:
 
 
 def passage(people: Sequence[Person], place: int) -> str:
-    """What the corpus says of somebody."""
+    """Returns the corpus's passage about a person."""
     person = people[place]
     friend = people[person.friend].name
     return f"{person.name} is a {person.job} in {person.city} and a friend of {friend}."
 
 
 def corpus(people: int = 2000, world: int = 0) -> Iterator[Mapping[str, str]]:
-    """The passages, as the search tool takes them: "id", "title" and "text". See `society`."""
+    """Yields the passages in the form of the search tool: "id", "title" and "text".
+
+    The arguments are those of `society`.
+    """
     everybody = society(people, world)
     for place, person in enumerate(everybody):
         yield {"id": f"person-{place}", "title": person.name, "text": passage(everybody, place)}
 
 
 def question(people: Sequence[Person], place: int, asked: str, searches: int) -> Mapping[str, object]:
-    """A task's payload.
+    """Returns the payload of a task.
 
     Args:
-      people: of the world.
-      place: of the person whom the question names.
+      people: People of the world.
+      place: Position of the person that the question names.
       asked: "City" or "Job".
-      searches: 1 to ask for the person's, 2 for the friend's.
+      searches: 1 to ask about the person, 2 to ask about the person's friend.
     """
     path = [place] if searches == 1 else [place, people[place].friend]
     found = people[path[-1]]
@@ -124,18 +129,18 @@ def task_source(
     asked: Sequence[str] = _ASKED,
     searches: Sequence[int] = (1, 2),
 ) -> splits.Generated:
-    """Returns generated questions, each kind in turn, for `environments.search_qa`.
+    """Returns a source of generated questions for `environments.search_qa`. The kinds of questions take turns.
 
     Args:
-      path: must be empty: nothing is read.
-      seed: seed of the training stream.
-      people: number of people in the world, as in the search tool's corpus.
-      world: number of the world, as in the search tool's corpus.
-      asked: things to ask for: "City", "Job" or both.
-      searches: number of searches that a question takes: 1, 2 or both.
+      path: Must be empty, because nothing is read.
+      seed: Seed of the training stream.
+      people: Number of people in the world. Must equal the search tool's.
+      world: Number of the world. Must equal the search tool's.
+      asked: Facts to ask for: "City", "Job" or both.
+      searches: Number of searches that a question takes: 1, 2 or both.
 
     Raises:
-      ConfigError: a path is given, or an argument is out of range.
+      ConfigError: A path is given, or an argument is out of range.
     """
     elsewhere = "these questions are generated; for a file set task.source to libra_jax.agents.datasets:task_source"
     config.check(not path, "task.path", elsewhere)
@@ -154,9 +159,9 @@ def task_source(
 
 
 def write(folder: str | Path, people: int = 2000, world: int = 0) -> None:
-    """Writes a world as files: `corpus.jsonl` for the search tool, and `questions.jsonl`, each question once.
+    """Writes a world as files: `corpus.jsonl` for the search tool, and `questions.jsonl` with each question once.
 
-    A run takes them as
+    A run uses the files with
 
       config.task.source = "libra_jax.agents.datasets:task_source"
       config.task.path = "<folder>/questions.jsonl"
@@ -164,8 +169,8 @@ def write(folder: str | Path, people: int = 2000, world: int = 0) -> None:
       config.tools.arguments = {"search": {"path": "<folder>/corpus.jsonl", ...}}
 
     Raises:
-      ConfigError: see `society`.
-      OSError: they cannot be written.
+      ConfigError: An argument is out of range; see `society`.
+      OSError: The files cannot be written.
     """
     everybody, folder = society(people, world), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

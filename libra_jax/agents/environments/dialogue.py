@@ -1,7 +1,7 @@
-"""A dialogue with tools: the policy calls tools, several at once if it likes, until an output calls none.
+"""A dialogue with tools: the policy may call several tools per output, until an output calls none.
 
-Environments differ in the question (`pose`) and in the verdict on the last output (`score`). Both get the attempt's
-toolbox, and with it the attempt's sandbox.
+Environments differ in how they ask the question (`pose`) and score the last output (`score`). Both functions get the
+rollout's toolbox, and through it the rollout's sandbox.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from libra_jax.agents.tools import formats, toolbox, toolkit
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on an attempt.
+    """The verdict on a rollout.
 
     Attributes:
-      reward: a finite number.
-      metrics: further numbers to report, such as `f1`.
+      reward: A finite number.
+      metrics: Further numbers to report, such as `f1`.
     """
 
     reward: float
@@ -33,22 +33,25 @@ class Verdict:
 
 
 Pose = Callable[[protocols.Task, toolbox.Toolbox], Awaitable[Sequence[protocols.Message]]]
-"""Returns the first messages of an attempt, and puts the files that it needs into its sandbox."""
+"""Function that returns the first messages of a rollout.
+
+It also puts the files that the task needs into the sandbox.
+"""
 
 Score = Callable[[protocols.Task, str, toolbox.Toolbox], Awaitable[Verdict | float]]
 """Returns the verdict on the whole text of the output that called no tool; a number is a verdict of that reward."""
 
 NO_CALL = "call"
-"""Name of the tool in a return if the policy's text is no call."""
+"""Name of the tool in a return if the policy's text is not a valid call."""
 
 
 class EarlyCalls:
-    """The calls of one output that begin while the output is still generated: those of tools that change nothing.
+    """Starts calls of one output while the output is still generated, if their tools change nothing.
 
     Args:
-      box: the attempt's tools; only calls of `eager` ones begin early.
-      parser: parser of this output alone.
-      most: number of calls of the output that run at all.
+      box: Tools of the rollout. Only calls of `eager` tools start early.
+      parser: Parser of this output alone.
+      most: Number of calls of the output that are run at all.
     """
 
     def __init__(self, box: toolbox.Toolbox, parser: formats.Parser, most: int) -> None:
@@ -57,7 +60,7 @@ class EarlyCalls:
         self._begun: dict[int, tuple[formats.Call, asyncio.Task[protocols.ToolReturn]]] = {}
 
     def hear(self, text: str) -> None:
-        """Takes the next piece of the output, and begins the calls that it completes."""
+        """Takes the next piece of the output, and starts the calls that the piece completes."""
         for call in self._parser.feed(text):
             place, self._heard = self._heard, self._heard + 1
             if place < self._most and not call.problem and self._box.eager(call.name):
@@ -65,8 +68,12 @@ class EarlyCalls:
                 self._begun[place] = call, running
 
     def take(self, place: int, call: formats.Call) -> asyncio.Task[protocols.ToolReturn] | None:
-        """Hands over the call at this place of the whole output, if it was begun, to be awaited or cancelled."""
+        """Returns the started call at this position of the whole output. None if no such call was started.
+
+        The caller awaits or cancels the returned task.
+        """
         begun = self._begun.get(place)
+        # The parse of the whole output decides: an early call that differs from it is cancelled by `close`.
         if begun is None or begun[0] != call:
             return None
         return self._begun.pop(place)[1]
@@ -81,15 +88,15 @@ class EarlyCalls:
 
 
 class Dialogue:
-    """One attempt.
+    """The environment of one rollout.
 
     Args:
-      tools: the run's tools.
-      pose: asks the question.
-      score: judges the answer.
-      system: system message, before the description of the tools; empty is none.
-      sandbox: `pose` or `score` need the attempt's sandbox, even if no tool does.
-      demonstrate: solves a task for the warm start; None: no demonstrations exist.
+      tools: Tools of the run.
+      pose: Asks the question.
+      score: Scores the answer.
+      system: System message, put before the description of the tools. Empty means none.
+      sandbox: Whether `pose` or `score` need the rollout's sandbox even if no tool does.
+      demonstrate: Solves a task for the warm start. None if there are no demonstrations.
     """
 
     def __init__(
@@ -109,16 +116,17 @@ class Dialogue:
         self._ahead: EarlyCalls | None = None
         self._early = 0
         self._running: dict[int, str] = {}
+        # Set only if it exists: the warm start looks for this attribute.
         if demonstrate is not None:
             self.demonstration = demonstrate
 
     @property
     def running_tool(self) -> str:
-        """The tools whose calls have not returned. If a deadline cut a step off, they did not return in time."""
+        """Names of the tools whose calls have not returned. After a deadline ended a step, these were too slow."""
         return "+".join(sorted(set(self._running.values())))
 
     async def reset(self, task: protocols.Task) -> Sequence[protocols.Message]:
-        """Returns the system message with the tools' description, and the question."""
+        """Returns the system message with the description of the tools, and the question."""
         await self.close()
         self._task = task
         self._toolbox = await self._tools.toolbox(session=self._sandbox)
@@ -133,7 +141,10 @@ class Dialogue:
 
     @property
     def hear(self) -> Callable[[str], None] | None:
-        """See `protocols.Listener`: calls of eager tools begin at once. None if the attempt has no eager tool."""
+        """Handler of streamed text that starts calls of eager tools at once. None if the rollout has no such tool.
+
+        See `protocols.Listener`.
+        """
         return self._hear if self._toolbox is not None and self._toolbox.any_eager else None
 
     def _hear(self, text: str) -> None:
@@ -143,13 +154,13 @@ class Dialogue:
         self._ahead.hear(text)
 
     async def ready(self, output: str) -> None:
-        """See `protocols.Queued`: waits for the attempt's sandbox, if the output calls a tool that works in it."""
+        """Waits for the rollout's sandbox, if the output calls a tool that needs it. See `protocols.Queued`."""
         if self._toolbox is not None:
             calls = self._calls(output)[: self._tools.parallel]
             await self._toolbox.ready([call.name for call in calls if not call.problem])
 
     async def step(self, output: str) -> protocols.StepResult:
-        """Runs the calls of an output concurrently, or scores an output without any. Slow calls time out."""
+        """Runs the calls of an output concurrently, or scores an output without calls. Slow calls time out."""
         if self._task is None or self._toolbox is None:
             raise RuntimeError("step before reset")
         self._running.clear()
@@ -180,7 +191,7 @@ class Dialogue:
 
     def _calls(self, output: str) -> list[formats.Call]:
         assert self._toolbox is not None
-        if not self._toolbox.schemas():  # without tools, all outputs are answers
+        if not self._toolbox.schemas():  # without tools, every output is an answer
             return []
         parser = self._parser()
         return [*parser.feed(output), *parser.finish()]
@@ -188,9 +199,9 @@ class Dialogue:
     async def _side_by_side(
         self, calls: Sequence[formats.Call], early: EarlyCalls | None
     ) -> list[protocols.ToolReturn]:
-        """Returns what the calls return. Calls that are too slow are cut off before the whole step would be.
+        """Returns the results of the calls. Calls that are too slow are cut off before the whole step's deadline.
 
-        If one raises, or the wait is cancelled, the others are cancelled, too.
+        If a call raises or the wait is cancelled, the other calls are cancelled too.
         """
         loop, most = asyncio.get_running_loop(), self._tools.call_seconds
         began = loop.time()
@@ -198,6 +209,7 @@ class Dialogue:
         try:
             with contextlib.suppress(deadlines.Overdue):
                 await deadlines.within(most, _settled(running))
+            # Re-raises an infrastructure failure of one call, which would otherwise hide in its task.
             if raised := [call for call in running if call.done() and call.exception() is not None]:
                 await raised[0]
             seconds = loop.time() - began
@@ -226,21 +238,25 @@ class Dialogue:
             began = loop.time()
             answer = await begun
             self._early += 1
-            answer = dataclasses.replace(answer, seconds=loop.time() - began)  # seconds that the attempt waited
-        del self._running[place]  # kept if a deadline cut the call off, because the loop then asks for `running_tool`
+            # Only the seconds that the rollout waited.
+            answer = dataclasses.replace(answer, seconds=loop.time() - began)
+        del self._running[place]  # stays if a deadline cuts the call off: the loop then reads `running_tool`
         return answer
 
     async def snapshot(self) -> Mapping[str, Any] | None:
-        """See `protocols.Resumable`: without a sandbox, nothing is kept from step to step."""
+        """Returns an empty state if the rollout has no sandbox, as nothing else is kept between steps.
+
+        See `protocols.Resumable`.
+        """
         return {} if self._toolbox is not None and self._toolbox.session is None else None
 
     async def restore(self, task: protocols.Task, state: Mapping[str, Any]) -> None:
-        """See `protocols.Resumable`."""
+        """Resets the environment, as there is no state to restore. See `protocols.Resumable`."""
         del state
         await self.reset(task)
 
     async def close(self) -> None:
-        """Ends the attempt's early calls and its sandbox."""
+        """Ends the rollout's early calls and its sandbox."""
         early, self._ahead = self._ahead, None
         held, self._toolbox = self._toolbox, None
         try:

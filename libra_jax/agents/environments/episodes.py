@@ -1,4 +1,4 @@
-"""Tasks that are episodes of a game: nothing but a seed each."""
+"""Tasks that are episodes of a game. Each task is only a seed."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from libra_jax.agents import splits
 
 
 class SeedTasks:
-    """Episodes by their seeds: even ones to train on, odd ones held out."""
+    """Episodes by seed. Training episodes have even seeds, held-out episodes odd ones."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
     def task(self, index: int) -> protocols.Task:
-        """The index-th training episode."""
+        """Returns the training episode with this index."""
         return self._make("train", self._seed, index, 0)
 
     def evaluation_task(self, index: int) -> protocols.Task:
-        """The index-th held-out episode; the same for every seed."""
+        """Returns the held-out episode with this index. It is the same for every training seed."""
         return self._make("evaluation", 0, index, 1)
 
     def _make(self, split: str, seed: int, index: int, odd: int) -> protocols.Task:
@@ -26,14 +26,14 @@ class SeedTasks:
 
 
 def task_source(path: str = "", seed: int = 0) -> SeedTasks:
-    """Episodes by their seeds, which a game may use or not.
+    """Returns episodes by seed. A game may use the seed or ignore it.
 
     Args:
-      path: must be empty: nothing is read.
-      seed: of the training stream.
+      path: Must be empty, because nothing is read.
+      seed: Seed of the training stream.
 
     Raises:
-      ConfigError: a path is given.
+      ConfigError: A path is given.
     """
     config.check(not path, "task.path", "episodes are drawn by seeds; no file is read")
     return SeedTasks(seed)

@@ -1,9 +1,9 @@
 """Text environments with gymnasium's interface (gymnasium.farama.org), played move by move.
 
-An observation is a text, or the text that `render_mode="ansi"` draws: highlighted signs are shown as [x], coloured
-ones as (blue x). A move is an output's final answer: the number or the name of a choice, or any text where the
-environment takes texts. What follows a move is shown as a tool's return, so that it is a causal state, too; one that is
-no move is a failure, and costs a step. The environment's own code runs on threads.
+An observation is text, or the text that `render_mode="ansi"` draws. Highlighted characters are shown as [x], coloured
+characters as (blue x). A move is the final answer of an output: the number or name of a choice, or any text if the
+environment takes text. The result of a move is shown as a tool's return, so it is a causal state too. An invalid move
+is a failure and costs a step. The environment's own code runs on threads.
 
     config.task.source = "libra_jax.agents.environments.episodes:task_source"
     config.task.environment = "libra_jax.agents.environments.gym_text:environment"
@@ -11,7 +11,8 @@ no move is a failure, and costs a step. The environment's own code runs on threa
         "name": "FrozenLake-v1", "arguments": {"render_mode": "ansi"}, "actions": ["left", "down", "right", "up"]
     }
 
-Other packages with `make(name, **arguments)`, `reset(seed=)` and `step` of five values work as well: name their `make`.
+Other packages work too, if they have `make(name, **arguments)`, `reset(seed=)` and a `step` that returns five values.
+Name their `make`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _DEMONSTRATED_STEPS = 12
 
 @dataclass(frozen=True)
 class Settings:
-    """What is played, and how it is read. The fields are those of `environment`."""
+    """The game to play, and how to read it. `environment` documents the fields."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -49,10 +50,10 @@ class Settings:
 
 
 class Episode:
-    """One episode: the environment's own calls, which may block.
+    """One episode. It makes the environment's own calls, which may block.
 
     Raises:
-      ConfigError: it cannot be made, or its observations or actions are of a kind that cannot be written.
+      ConfigError: The game cannot be made, or its observations or actions cannot be written as text.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -60,7 +61,7 @@ class Episode:
         make = resolving.resolve(settings.make, f"{_FIELD}.make")
         try:
             self._game = make(settings.name, **settings.arguments)
-        except Exception as error:  # of the package's own kinds; gymnasium's sentences offer the nearest name
+        except Exception as error:  # packages raise their own types; gymnasium's messages suggest the nearest name
             raise protocols.ConfigError(
                 f"config.{_FIELD}: {settings.make} cannot make {settings.name!r} with "
                 f"{dict(settings.arguments)} ({error})"
@@ -82,18 +83,21 @@ class Episode:
         )
 
     def reset(self, seed: int) -> str:
-        """Begins it; what is seen."""
+        """Starts the episode and returns the first observation as text."""
         observation, _ = self._game.reset(seed=seed)
         return self._seen(observation)
 
     def step(self, action: object) -> tuple[str, float, bool, bool]:
-        """Makes a move: what is seen, its reward, whether that was the end, and whether it was cut off."""
+        """Makes a move.
+
+        Returns the observation, the reward, whether the episode is over, and whether it was cut off.
+        """
         observation, reward, terminated, truncated, _ = self._game.step(action)
         over = bool(terminated or truncated)
         return "" if over else self._seen(observation), float(reward), over, bool(truncated and not terminated)
 
     def action(self, output: str) -> tuple[object, str]:
-        """The move that an output says, and what keeps it from being one; empty: nothing."""
+        """Returns the move in an output, and why it is not a valid move. The second is empty if the move is valid."""
         whole = self._settings.answer == "whole"
         text = output.rpartition("</think>")[2].strip() if whole else question.final_answer(output)
         if not self.choices:
@@ -108,12 +112,12 @@ class Episode:
         return None, f"error: {text[:40]!r} is no move; answer with one of {shown}"
 
     def names(self) -> Sequence[str]:
-        """Of the choices, in their order."""
+        """Returns the names of the choices, in their order."""
         numbers = range(self._first, self._first + self.choices)
         return self._settings.actions or [str(number) for number in numbers]
 
     def close(self) -> None:
-        """Releases what it holds."""
+        """Releases the resources of the game."""
         self._game.close() if hasattr(self._game, "close") else None
 
     def _seen(self, observation: object) -> str:
@@ -132,7 +136,10 @@ class Episode:
 
 
 def plain(text: str) -> str:
-    """A text for a terminal without its escape sequences: what is highlighted as [x], what is coloured as (blue x)."""
+    """Returns a terminal's text without its escape sequences.
+
+    Shows highlighted parts as [x], coloured ones as (blue x).
+    """
     shown, closing, place = "", "", 0
     for match in _ESCAPE.finditer(text):
         shown += text[place : match.start()]
@@ -140,6 +147,7 @@ def plain(text: str) -> str:
         codes = [int(code) for code in match[1].split(";") if code]
         background = any(40 <= code <= 47 or code == 7 for code in codes)
         colour = next((_COLOURS[code - 30] for code in codes if 30 <= code <= 37), "")
+        # A new colour or a reset ends the marked part before it.
         if background or colour or 0 in codes or not codes:
             shown, closing = shown + closing, ""
         if background:
@@ -150,7 +158,10 @@ def plain(text: str) -> str:
 
 
 class GymTextEnvironment:
-    """One attempt: an episode. Where moves are choices, it demonstrates how they are written, by random ones."""
+    """The environment of one rollout: an episode.
+
+    If moves are choices, it demonstrates their format with random moves.
+    """
 
     def __init__(self, settings: Settings, system: str, choices: bool) -> None:
         self._settings, self._system = settings, system
@@ -161,14 +172,14 @@ class GymTextEnvironment:
             self.demonstration: Callable[[protocols.Task], Sequence[protocols.Message]] = self._random_episode
 
     async def reset(self, task: protocols.Task) -> Sequence[protocols.Message]:
-        """The system message, if any, and what is seen first."""
+        """Returns the system message, if any, and the first observation."""
         await self.close()
         self._rewards, self._steps, self._mistakes = [], 0, 0
         self._episode = await _made(self._settings)
         return self._opening(await deadlines.off_loop(self._episode.reset, task.payload["seed"]))
 
     async def step(self, output: str) -> protocols.StepResult:
-        """Makes the move that the output says."""
+        """Makes the move in the output."""
         if self._episode is None:
             raise RuntimeError("step before reset")
         began = asyncio.get_running_loop().time()
@@ -184,6 +195,7 @@ class GymTextEnvironment:
             answer = protocols.ToolReturn(
                 self._settings.name, "success", seen, asyncio.get_running_loop().time() - began
             )
+        # An episode that reaches `max_steps` keeps the reward it has so far.
         cut = cut or (not over and self._steps == self._settings.max_steps)
         if not (over or cut):
             return protocols.StepResult(tool_returns=[answer])
@@ -227,7 +239,10 @@ class GymTextEnvironment:
 
 
 async def _made(settings: Settings) -> Episode:
-    """Makes an episode. If the caller is cancelled, the thread still makes the episode, and then closes it."""
+    """Makes an episode on a thread.
+
+    If the caller is cancelled, the thread still finishes, and then closes the episode.
+    """
     making = asyncio.ensure_future(deadlines.off_loop(Episode, settings))
     try:
         return await asyncio.shield(making)
@@ -238,12 +253,16 @@ async def _made(settings: Settings) -> Episode:
 
 def _discard(making: asyncio.Future[Episode]) -> None:
     if not making.cancelled() and making.exception() is None:
+        # close may block, and this callback runs on the event loop.
         threading.Thread(target=making.result().close, name="libra-gym-close", daemon=True).start()
 
 
 @functools.lru_cache(maxsize=8)
 def _try(key: str) -> bool:
-    """Makes and closes one episode, so that what cannot be played is found before a run; whether moves are choices."""
+    """Makes and closes one episode, so that an unusable game fails before the run.
+
+    Returns whether moves are choices.
+    """
     values = json.loads(key)
     episode = Episode(Settings(**{**values, "actions": tuple(values["actions"])}))
     try:
@@ -264,22 +283,23 @@ def environment(
     max_steps: int = 0,
     system: str = "",
 ) -> GymTextEnvironment:
-    """A fresh attempt.
+    """Returns the environment for one rollout.
 
     Args:
-      name: of the environment, e.g. "FrozenLake-v1".
-      arguments: with which it is made, e.g. {"render_mode": "ansi"}; plain values.
+      name: Name of the environment, for example "FrozenLake-v1".
+      arguments: Keyword arguments to make it, for example {"render_mode": "ansi"}. Plain values only.
       make: "package.module:function" that makes it.
-      actions: what its choices are called, in their order; empty: their numbers.
-      answer: what of an output is the move: "final", its final answer, or "whole", all of it after any `</think>`.
-      observe: "package.module:function" from an observation to a text; empty: it is one, or "ansi" draws one.
-      reward: of the attempt: "return", the sum of its rewards, or "last", the last one alone.
-      max_steps: moves after which the episode is cut off with the reward it has; 0: only the environment ends it. Give
-        one no larger than `task.max_turns`: an attempt that runs out of turns has reward 0.
-      system: system message; empty is none.
+      actions: Names of its choices, in their order. Empty: their numbers.
+      answer: Part of an output that is the move: "final" (its final answer) or "whole" (everything after `</think>`).
+      observe: "package.module:function" that turns an observation into text. Empty if observations are text, or if
+        render mode "ansi" draws them.
+      reward: Reward of the rollout: "return" (the sum of the rewards) or "last" (the last reward alone).
+      max_steps: Number of moves after which the episode is cut off with its reward so far. 0: only the environment ends
+        the episode. Set at most `task.max_turns`, because a rollout that runs out of turns has reward 0.
+      system: System message. Empty means none.
 
     Raises:
-      ConfigError: an argument is not one of these, or there is no such environment, or it is no text environment.
+      ConfigError: An argument is invalid, the environment is unknown, or it is not a text environment.
     """
     config.check_choice(answer, ("final", "whole"), f"{_FIELD}.answer")
     config.check_choice(reward, ("return", "last"), f"{_FIELD}.reward")

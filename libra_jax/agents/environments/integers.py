@@ -1,12 +1,12 @@
-"""Operations on integers in words, which take a Python interpreter: "846 xor 357 minus 120".
+"""Integer operations in words, for a Python interpreter: "846 xor 357 minus 120".
 
-A problem has one operation or two, from left to right. A demonstration has the tool `python` carry out one a call; the
-interpreter keeps what came last as `_`, so that the second call is `_-120`. One problem in 16 has no result, because it
-asks for the remainder of a division by zero: the tool fails, and "error" is the answer.
+A problem has one or two operations, applied from left to right. A demonstration calls the tool `python` once per
+operation. The interpreter keeps the last value as `_`, so the second call is `_-120`. One problem in 16 asks for the
+remainder of a division by zero: the tool fails, and the answer is "error".
 
-Made to be learned on a CPU by a character model of half a million parameters, as the calculator's tasks are: numbers
-have three digits each, results and intermediate ones too, and words are filled up with spaces, so that what is copied
-lies at a constant distance. Chance is right once in 900 attempts.
+A character model of half a million parameters can learn these tasks on a CPU, like those of the calculator. All numbers
+and results have three digits, and words are padded with spaces. So the copied text lies at a constant distance. A
+random guess is right once in 900 rollouts.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from libra_jax.agents import splits
 
 TOOL = "python"
 FAILED = "error"
-"""The answer to a problem without a result."""
+"""Answer to a problem that has no result."""
 
 WIDTH = 24
-"""Characters to which prompts are filled up with spaces."""
+"""Number of characters to which prompts are padded with spaces."""
 
 _CYCLE = 16
 _LEAST, _MOST = 100, 999
@@ -40,7 +40,7 @@ _LONGEST_WORD = max(map(len, _OPERATIONS))
 
 
 def _no_result(code: str) -> str:
-    """Returns what Python 3.11 prints in a sandbox; other versions differ in the marks below the code."""
+    """Returns the error text that Python 3.11 prints in a sandbox. Other versions draw other marks below the code."""
     marks = " " + "~" * code.index("%") + "^" + "~" * len(code.partition("%")[2])
     return (
         f'Traceback (most recent call last):\n  File "<python 1>", line 1, in <module>\n    {code}\n    {marks}\n'
@@ -49,10 +49,14 @@ def _no_result(code: str) -> str:
 
 
 def _step(value: int, rng: random.Random) -> tuple[str, int, int]:
-    """Draws an operation on a value: its word, the other number and the result, both of three digits."""
+    """Draws an operation on a value.
+
+    Returns its word, the other number and the result, both numbers of three digits.
+    """
     while True:
         word, other = rng.choice(tuple(_OPERATIONS)), rng.randint(_LEAST, _MOST)
         result = _OPERATIONS[word][1](value, other)
+        # Three digits keep the width. A number modulo a larger one is the number itself, which would need no tool.
         if _LEAST <= result <= _MOST and (word != _REMAINDER or other <= value):
             return word, other, result
 
@@ -62,7 +66,7 @@ def _called(code: str, returned: str) -> dict[str, object]:
 
 
 def _draw(index: int, rng: random.Random, steps: Sequence[int], width: int) -> tuple[str, Mapping[str, object]]:
-    """Draws a problem: its text, and a payload with the calls that solve it."""
+    """Draws a problem. Returns its text, and a payload with the calls that solve it."""
     value = rng.randint(_LEAST, _MOST)
     words = [str(value)]
     if index % _CYCLE == _CYCLE - 1:
@@ -83,16 +87,16 @@ def _draw(index: int, rng: random.Random, steps: Sequence[int], width: int) -> t
 
 
 def task_source(path: str = "", seed: int = 0, steps: Sequence[int] = (1, 2), width: int = WIDTH) -> splits.Generated:
-    """Returns generated problems, for the environment `math`.
+    """Returns generated problems for the environment `math`.
 
     Args:
-      path: must be empty: nothing is read.
-      seed: seed of the training stream.
-      steps: operations of a problem, by turns; 1 to 4 each.
-      width: characters to which prompts are filled up; 0 for pretrained models.
+      path: Must be empty, because nothing is read.
+      seed: Seed of the training stream.
+      steps: Numbers of operations per problem, taken in turn. Each is 1 to 4.
+      width: Number of characters to which prompts are padded. 0 suits pretrained models.
 
     Raises:
-      ConfigError: a path is given, or an argument is out of range.
+      ConfigError: A path is given, or an argument is out of range.
     """
     config.check(
         not path,

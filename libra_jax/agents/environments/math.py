@@ -1,7 +1,7 @@
-r"""Mathematics: a problem, tools if `config.tools` names some, and an answer that `math-verify` compares.
+r"""Mathematics: a problem, optional tools from `config.tools`, and an answer that `math-verify` compares.
 
-The answer is what the last output has in `<answer>` or `\boxed{}`, else the last expression in it; nothing inside of
-`<think>` counts. It is right if it equals one of the accepted answers as mathematics: `\frac{1}{2}`, `0.5` and `1/2`
+The answer is the text in `<answer>` or `\boxed{}` of the last output, or otherwise its last expression. Text inside
+`<think>` is ignored. An answer is right if it equals an accepted answer mathematically: `\frac{1}{2}`, `0.5` and `1/2`
 are the same.
 """
 
@@ -17,47 +17,50 @@ from libra_jax.agents.environments import dialogue, verifier
 from libra_jax.agents.tools import toolbox, toolkit
 
 LONGEST = 2000
-"""Characters at the end of an output in which an answer is looked for."""
+"""Number of characters at the end of an output in which an answer is searched."""
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def given_answer(output: str) -> str:
-    """The part of an output that holds its answer, as `math-verify` reads it best."""
+    """Returns the part of an output that holds its answer, in the form that `math-verify` reads best."""
     text = output.rpartition("</think>")[2]
     marked = _TAGGED.findall(text)
     return _marked(marked[-1]) if marked else text[-LONGEST:]
 
 
 def _marked(text: str) -> str:
-    r"""The text in `\boxed{}`: outside of some mark, LaTeX is not seen as such."""
+    r"""Returns the text in `\boxed{}`, unless it has a mark already. Without a mark, LaTeX is not recognised."""
     text = text.strip()[-LONGEST:]
     return text if "\\boxed" in text or "$" in text else f"\\boxed{{{text}}}"
 
 
 class _Judge:
-    """Compares the answers of one run's attempts.
+    """Compares the answers of one run's rollouts.
 
     Args:
-      tools: the run's tools, which keep the verifier.
-      processes: see `verifier.Verifier`.
-      seconds: see `verifier.Verifier`.
+      tools: Tools of the run. They keep the verifier.
+      processes: See `verifier.Verifier`.
+      seconds: See `verifier.Verifier`.
     """
 
     def __init__(self, tools: toolkit.Toolkit, processes: int, seconds: float) -> None:
         self._tools, self._processes, self._seconds = tools, processes, seconds
 
     async def pose(self, task: protocols.Task, box: toolbox.Toolbox) -> Sequence[protocols.Message]:
-        """The problem. The verifier is started here where it is not: that takes seconds, and a step has few."""
+        """Returns the problem.
+
+        Also starts the verifier if needed: a start takes seconds, and scoring has too few to spare.
+        """
         del box
         await self._checker()
         return _messages(task)
 
     async def verdict(self, task: protocols.Task, output: str, box: toolbox.Toolbox) -> dialogue.Verdict:
-        """1 for a right answer, else 0."""
+        """Returns reward 1 for a right answer, otherwise 0."""
         del box
         accepted = _accepted(task)
-        if question.final_answer(output) in accepted:  # the same text is the same answer
+        if question.final_answer(output) in accepted:  # equal texts are equal answers
             return dialogue.Verdict(1.0, {"answer_read": 1.0, "answer_overran": 0.0})
         checker = await self._checker()
         finding = await checker.check(given_answer(output), [_marked(text) for text in accepted])
@@ -65,7 +68,7 @@ class _Judge:
         return dialogue.Verdict(float(finding.right), metrics)
 
     async def _checker(self) -> verifier.Verifier:
-        # The other half of a step is for the wait for a process.
+        # Half of a step's time is for the comparison. The other half is for the wait for a free process.
         wall_seconds = min(verifier.WALL_SECONDS, self._tools.call_seconds / 2)
         key = (verifier.Verifier, self._processes, self._seconds)
         return await self._tools.kept(key, lambda: verifier.Verifier(self._processes, self._seconds, wall_seconds))
@@ -86,7 +89,7 @@ def _messages(task: protocols.Task) -> list[protocols.Message]:
 class _Demonstrator:
     """Turns a task's `worked` calls into a solved dialogue.
 
-    Each is {"tool": name, "arguments": {...}, "returned": text}.
+    Each call is {"tool": name, "arguments": {...}, "returned": text}.
     """
 
     def __init__(self, tools: toolkit.Toolkit, system: str) -> None:
@@ -114,14 +117,17 @@ class _Demonstrator:
 def environment(
     tools: toolkit.Toolkit, system: str = "", processes: int = 2, seconds: float = 4.0
 ) -> dialogue.Dialogue:
-    """A fresh attempt at a problem: `prompt` and `answer` (a text, or a list of which each is right) in the payload.
+    """Returns the environment for one rollout.
+
+    A payload has a `prompt` and an `answer` (one text, or a list of texts that are all right).
 
     Args:
-      tools: what the policy may call before it answers (`config.tools`); none: its first output is the answer.
-      system: system message, before the description of the tools; empty is none.
-      processes: processes that compare the answers of all attempts.
-      seconds: of processor time that comparing one answer may take; past them, or half of a step's time by
-        the clock on the wall, it is wrong, and `answer_overran` counts it.
+      tools: Tools that the policy may call before it answers (`config.tools`). Without tools, its first output is the
+        answer.
+      system: System message, put before the description of the tools. Empty means none.
+      processes: Number of processes that compare the answers of all rollouts.
+      seconds: Processor seconds that one comparison may take. An answer that takes longer, or longer than half of a
+        step's wall-clock time, is wrong, and `answer_overran` counts it.
 
     Raises:
       ConfigError: `math-verify` is not installed, or an argument is out of range.

@@ -1,19 +1,19 @@
-"""Environments served by OpenEnv (github.com/meta-pytorch/OpenEnv), over the WebSocket of each attempt's own session.
+"""Environments served by OpenEnv (github.com/meta-pytorch/OpenEnv). Each rollout has its own WebSocket session.
 
-The server runs already; its address is all that is needed. The observation after an action is shown as a tool's return,
-so it is a causal state, too. An action that the server's schema refuses is a failure, and costs a step. A server that
-dies, hangs, or whose environment raises is infrastructure.
+The server already runs, and only its address is needed. The observation after an action is shown as a tool's return, so
+it is a causal state too. An action that the server's schema refuses is a failure and costs a step. It is an
+infrastructure failure if the server dies or hangs, or if its environment raises.
 
     config.task.source = "libra_jax.agents.environments.episodes:task_source"
     config.task.environment = "libra_jax.agents.environments.openenv:environment"
     config.task.environment_arguments = {"url": "http://localhost:8000", "field": "message", "max_steps": 4}
 
-The protocol is that of openenv-core 0.3: {"type": "reset", "data": {"seed": 1}}, {"type": "step", "data": ACTION} and
-{"type": "close"} go to URL/ws; {"type": "observation", "data": {"observation": {...}, "reward": 0, "done": false}} and
-{"type": "error", "data": {"message": "...", "code": "..."}} come back.
+The protocol is that of openenv-core 0.3. The client sends {"type": "reset", "data": {"seed": 1}}, {"type": "step",
+"data": ACTION} and {"type": "close"} to URL/ws. The server answers {"type": "observation", "data": {"observation":
+{...}, "reward": 0, "done": false}} or {"type": "error", "data": {"message": "...", "code": "..."}}.
 
-That package's client is not used: importing it needs fastmcp and its whole server, installing it brings gradio, and it
-turns errors into text, without the details of what a schema refused.
+The client of that package is not used. Importing it needs fastmcp and the whole server, and installing it adds gradio.
+It also turns errors into text and drops the details of a refused action.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TOOL = "openenv"
 CONNECT_SECONDS = 10.0
 
 CAPACITY_SECONDS = 60.0
-"""Seconds that an attempt waits for a server whose sessions are all taken."""
+"""Seconds that a rollout waits for a server whose sessions are all in use."""
 
 CLOSE_SECONDS = 2.0
 
@@ -47,7 +47,7 @@ _FIELD = "task.environment_arguments"
 
 @dataclass(frozen=True)
 class Settings:
-    """Address of the server, and how actions and observations are written. See `environment` for the fields."""
+    """Address of the server, and the format of actions and observations. `environment` documents the fields."""
 
     address: str
     field: str
@@ -61,7 +61,7 @@ class Settings:
 
 
 class _Refused(Exception):
-    """The server answered with an error; `code` is its kind."""
+    """The server answered with an error. `code` is the kind of error."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:
         self.code = str(data.get("code", ""))
@@ -75,13 +75,14 @@ _places: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.
 
 
 def _place(settings: Settings) -> asyncio.Semaphore:
-    """Returns the semaphore of the server's places, of which the config gives `sessions`."""
+    """Returns the semaphore that counts this server's free sessions. The config sets their number, `sessions`."""
+    # Per event loop, because a semaphore belongs to one loop; weak keys let ended loops go.
     places = _places.setdefault(asyncio.get_running_loop(), {})
     return places.setdefault(settings.address, asyncio.Semaphore(settings.sessions))
 
 
 class _Session:
-    """A connection to the server, which holds a place there until it is closed."""
+    """A connection to the server. It uses one of the server's sessions until it is closed."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -89,7 +90,7 @@ class _Session:
         self._socket: Any = None
 
     async def reset(self, seed: int) -> Mapping[str, Any]:
-        """Begins an episode; waits if the server has no session to spare."""
+        """Starts an episode. Waits if the server has no free session."""
         await self._held.enter_async_context(_place(self._settings))
         due = asyncio.get_running_loop().time() + CAPACITY_SECONDS
         while True:
@@ -97,7 +98,7 @@ class _Session:
                 await self._connect()
                 return await self.ask({"type": "reset", "data": {**self._settings.arguments, "seed": seed}})
             except _Refused as error:
-                # A session that was closed just now may still be on its way out.
+                # The server may not have released a session that was closed a moment ago.
                 if error.code != "CAPACITY_REACHED" or asyncio.get_running_loop().time() > due:
                     raise protocols.EnvironmentCrashed(self._told(str(error))) from error
                 await self._disconnect()
@@ -118,13 +119,14 @@ class _Session:
         """Sends a message and returns the server's answer.
 
         Raises:
-          EnvironmentCrashed: the connection is lost, or the reply is no answer.
-          _Refused: the answer is an error.
+          EnvironmentCrashed: The connection was lost, or the reply is not valid.
+          _Refused: The answer is an error.
         """
         from websockets import exceptions
 
         try:
-            with contextlib.suppress(exceptions.ConnectionClosed):  # its last words before it closed can still be read
+            # An answer that the server sent before it closed can still be read.
+            with contextlib.suppress(exceptions.ConnectionClosed):
                 await self._socket.send(json.dumps(message))
             answer = json.loads(await self._socket.recv())
         except (OSError, exceptions.WebSocketException) as error:
@@ -150,7 +152,7 @@ class _Session:
                 await held.close()
 
     async def close(self) -> None:
-        """Ends the session, and gives its place to another attempt."""
+        """Ends the session, and lets another rollout use its place."""
         try:
             await self._disconnect()
         finally:
@@ -158,7 +160,7 @@ class _Session:
 
 
 class OpenEnvEnvironment:
-    """One attempt: an episode in a session of its own."""
+    """The environment of one rollout: an episode in its own session."""
 
     def __init__(self, settings: Settings, system: str) -> None:
         self._settings, self._system = settings, system
@@ -187,6 +189,7 @@ class OpenEnvEnvironment:
             try:
                 data = await self._session.ask({"type": "step", "data": action})
             except _Refused as error:
+                # Every other error is a failure of the server, not a mistake of the policy.
                 if error.code not in _OF_POLICY:
                     raise protocols.EnvironmentCrashed(
                         f"OpenEnv server {self._settings.address}: {error.code}: {error}"
@@ -217,7 +220,10 @@ class OpenEnvEnvironment:
         return protocols.StepResult(tool_returns=[last], done=True, reward=reward, metrics=metrics)
 
     def _action(self, output: str) -> tuple[Mapping[str, Any], str]:
-        """Returns the action in an output, and what keeps it from being one; empty: nothing."""
+        """Returns the action in an output, and why it is not a valid action.
+
+        The second is empty if the action is valid.
+        """
         whole = output.rpartition("</think>")[2].strip()
         text = whole if self._settings.answer == "whole" else question.final_answer(output)
         if self._settings.answer != "json":
@@ -263,26 +269,26 @@ def environment(
     arguments: Mapping[str, Any] | None = None,
     system: str = "",
 ) -> OpenEnvEnvironment:
-    """Makes a fresh attempt.
+    """Returns the environment for one rollout.
 
     Args:
-      url: address of the server, e.g. "http://localhost:8000".
-      field: field of the action that holds the policy's text.
-      constants: further fields of each action.
-      answer: part of an output that is the action: "final", its final answer; "whole", all of it after any `</think>`;
-        or "json", the final answer as a JSON object with all fields of an action.
-      observe: field of observations that is shown; empty: all of them, as JSON.
-      reward: reward of the attempt: "return", the sum of its rewards, or "last", the last one alone.
-      max_steps: actions after which the episode is cut off with the reward it has; 0: only the server ends it. Let it
-        be at most `task.max_turns`: an attempt that runs out of turns has reward 0.
-      sessions: attempts at the server at once, which must allow as many (`max_concurrent_envs`). Further ones wait
-        for the end of another's episode during their reset, and crash after `task.reset_seconds`. Let that be longer
-        than an episode, or raise `sessions`.
-      arguments: further arguments of the server's `reset`, beside the seed.
-      system: system message; empty is none.
+      url: Address of the server, for example "http://localhost:8000".
+      field: Field of the action that holds the policy's text.
+      constants: Further fields of each action.
+      answer: Part of an output that is the action: "final" (its final answer), "whole" (everything after `</think>`) or
+        "json" (the final answer, as a JSON object with all fields of an action).
+      observe: Field of observations that is shown. Empty: all fields, as JSON.
+      reward: Reward of the rollout: "return" (the sum of the rewards) or "last" (the last reward alone).
+      max_steps: Number of actions after which the episode is cut off with its reward so far. 0: only the server ends
+        the episode. Set at most `task.max_turns`, because a rollout that runs out of turns has reward 0.
+      sessions: Number of rollouts that use the server at once. The server must allow as many (`max_concurrent_envs`).
+        Further rollouts wait in their reset, and crash after `task.reset_seconds`. Set that longer than an episode, or
+        raise `sessions`.
+      arguments: Further arguments of the server's `reset`, besides the seed.
+      system: System message. Empty means none.
 
     Raises:
-      ConfigError: an argument is not one of these, or the package `websockets` is missing.
+      ConfigError: An argument is invalid, or the package `websockets` is missing.
     """
     try:
         import websockets.asyncio.client  # noqa: F401 - here: it is optional, and is missed before a run

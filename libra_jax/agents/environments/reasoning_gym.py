@@ -1,4 +1,4 @@
-"""Tasks of the `reasoning-gym` package (github.com/open-thought/reasoning-gym) by name, with its own scorers."""
+"""Tasks of the `reasoning-gym` package (github.com/open-thought/reasoning-gym), scored by the package itself."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from libra_jax.agents.environments import dialogue
 from libra_jax.agents.tools import toolbox, toolkit
 
 _CHUNK = 10_000
-"""Items of one generated dataset; the next ones come from a dataset with another seed."""
+"""Number of items in one generated dataset. Later items come from a dataset with another seed."""
 
 _REDRAWS = 64
 
 
 @functools.lru_cache(maxsize=32)
 def _dataset(name: str, arguments: str, seed: int) -> Any:
-    """The package's dataset; `arguments` as JSON."""
+    """Returns the package's dataset. `arguments` is JSON, which makes it a key for the cache."""
     package = _package()
     if name not in package.factory.DATASETS:
         near = difflib.get_close_matches(name, package.factory.DATASETS, n=1)
@@ -40,8 +40,8 @@ def _dataset(name: str, arguments: str, seed: int) -> Any:
 def _package() -> Any:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)  # a package that it needs compares with literals by "is"
-            import reasoning_gym  # here: it is optional, and takes a second to import
+            warnings.simplefilter("ignore", SyntaxWarning)  # one of its dependencies compares literals with "is"
+            import reasoning_gym  # imported here: it is optional and takes a second to import
     except ModuleNotFoundError as error:
         raise protocols.ConfigError(
             "config.task.source: these tasks need the package reasoning-gym; install it with pip"
@@ -50,24 +50,26 @@ def _package() -> Any:
 
 
 class GymTasks:
-    """A procedural dataset by position; half of all questions, by hash, are held out for evaluation."""
+    """A procedural dataset, read by position. Half of all questions, chosen by hash, are held out for evaluation."""
 
     def __init__(self, name: str, seed: int, arguments: Mapping[str, Any]) -> None:
         self._name = name
         self._seed = seed
         self._arguments = json.dumps(dict(arguments), sort_keys=True)
+        # Makes the dataset once now, so that a bad name or argument fails before the run.
         _dataset(name, self._arguments, 0)
 
     def task(self, index: int) -> protocols.Task:
-        """The index-th training task."""
+        """Returns the training task with this index."""
         return self._make("train", self._seed, index)
 
     def evaluation_task(self, index: int) -> protocols.Task:
-        """The index-th held-out task; the same for every seed."""
+        """Returns the held-out task with this index. It is the same for every training seed."""
         return self._make("evaluation", 0, index)
 
     def _make(self, split: str, seed: int, index: int) -> protocols.Task:
         chunk, offset = divmod(index, _CHUNK)
+        # Redraws until the question falls on the wanted side of the held-out split.
         for redraw in range(_REDRAWS):
             dataset_seed = splits.generator("reasoning-gym", seed, split, chunk, redraw).randrange(2**31)
             text = _dataset(self._name, self._arguments, dataset_seed)[offset]["question"]
@@ -92,7 +94,7 @@ async def _pose(task: protocols.Task, box: toolbox.Toolbox) -> Sequence[protocol
 
 
 async def _verdict(task: protocols.Task, output: str, box: toolbox.Toolbox) -> dialogue.Verdict:
-    """Scores the answer, off the event loop: some scorers compute for a while."""
+    """Scores the answer on a thread, because some scorers compute for a while."""
     del box
     return dialogue.Verdict(await deadlines.off_loop(_score, task.payload, question.final_answer(output)))
 
@@ -100,22 +102,23 @@ async def _verdict(task: protocols.Task, output: str, box: toolbox.Toolbox) -> d
 def _score(payload: Mapping[str, Any], answer: str) -> float:
     dataset = _dataset(payload["name"], payload["arguments"], payload["seed"])
     entry = dataset[payload["offset"]]
+    # The scorer uses the regenerated entry, so it has to be the one that the policy saw.
     if entry["question"] != payload["question"]:
         raise RuntimeError(f"reasoning-gym generated another question for {payload['name']!r} than before")
     return float(dataset.score_answer(answer, entry))
 
 
 def task_source(path: str = "", seed: int = 0, name: str = "", **arguments: Any) -> GymTasks:
-    """Tasks of the package by its task name.
+    """Returns tasks of the package, chosen by task name.
 
     Args:
-      path: must be empty: nothing is read.
-      seed: of the training stream.
-      name: e.g. "chain_sum".
-      **arguments: of the task's own config, e.g. `max_terms=3`; plain values.
+      path: Must be empty, because nothing is read.
+      seed: Seed of the training stream.
+      name: Name of the task, for example "chain_sum".
+      **arguments: Settings of the task's own config, for example `max_terms=3`. Plain values only.
 
     Raises:
-      ConfigError: a path is given, the package is missing, or it refuses name or arguments.
+      ConfigError: A path is given, the package is missing, or it refuses the name or the arguments.
     """
     if path:
         raise protocols.ConfigError(
@@ -126,10 +129,11 @@ def task_source(path: str = "", seed: int = 0, name: str = "", **arguments: Any)
 
 
 def environment(tools: toolkit.Toolkit, system: str = "") -> dialogue.Dialogue:
-    """A fresh attempt at a question; the package scores the first output that calls no tool.
+    """Returns the environment for one rollout. The package scores the first output that calls no tool.
 
     Args:
-      tools: what the policy may call before it answers (`config.tools`); none: its first output is the answer.
-      system: system message, before the description of the tools; empty is none.
+      tools: Tools that the policy may call before it answers (`config.tools`). Without tools, its first output is the
+        answer.
+      system: System message, put before the description of the tools. Empty means none.
     """
     return dialogue.Dialogue(tools, _pose, _verdict, system=system)

@@ -1,11 +1,11 @@
-"""Repairing a repository: the policy gets it with an issue, works on it with its tools, and hidden tests judge.
+"""Repairing a repository: the policy gets the repository and an issue, changes files with its tools, and tests judge.
 
-An attempt's sandbox begins with the repository's snapshot. The first output that calls no tool ends it: the sandbox's
-files are taken over, the sandbox is ended, and hidden tests run on the files in another that the policy never saw
-(`libra_jax/agents/repair/suites.py` has what holds there). The tests are in no sandbox before.
+A rollout's sandbox starts with the repository's snapshot. The first output that calls no tool ends the rollout. The
+sandbox's files are then copied and the sandbox is ended. Hidden tests run on the copy in another sandbox, which the
+policy never saw (`libra_jax/agents/repair/suites.py` has the rules there). No sandbox contains the tests before.
 
-Tasks come from `libra_jax.agents.repair.planted:task_source`, made up, or from a file by `task_source` here, as
-SWE-bench (arXiv 2310.06770) and R2E-Gym (arXiv 2504.07164) have them.
+Generated tasks come from `libra_jax.agents.repair.planted:task_source`. Tasks in a file, as in SWE-bench (arXiv
+2310.06770) and R2E-Gym (arXiv 2504.07164), come from `task_source` here.
 """
 
 from __future__ import annotations
@@ -37,11 +37,14 @@ _LONGEST_REASON = 300
 _log = logging.getLogger(__name__)
 
 MORE_FILES = 2000
-"""Files that an attempt may add to a repository; a workspace with more is refused, and the attempt has failed."""
+"""Number of files that a rollout may add to a repository.
+
+A workspace with more files is refused, and its reward is 0.
+"""
 
 
 class Repair:
-    """What the attempts of one run share: settings, and the verdicts on files that were judged before."""
+    """State that the rollouts of one run share: the settings, and earlier verdicts on the same files."""
 
     def __init__(self, tools: toolkit.Toolkit, prompt: str, partial: bool, seconds: float, most_mib: int) -> None:
         self._tools, self._prompt, self._partial = tools, prompt, partial
@@ -51,27 +54,28 @@ class Repair:
         self._reasons = telling.FirstFew(lambda sentence: _log.warning("%s", sentence))
 
     async def pose(self, task: protocols.Task, box: toolbox.Toolbox) -> Sequence[protocols.Message]:
-        """Puts the repository into the attempt's sandbox and shows the issue."""
+        """Puts the repository into the rollout's sandbox and returns the issue."""
         assert box.session is not None
         snapshot = await self._snapshot(task.payload)
         await box.session.begin(snapshot.pack())
         return [protocols.Message("user", self._prompt.replace("{issue}", task.payload["issue"]))]
 
     async def score(self, task: protocols.Task, answer: str, box: toolbox.Toolbox) -> dialogue.Verdict:
-        """The hidden tests' verdict on the sandbox's files as they are."""
+        """Returns the hidden tests' verdict on the sandbox's current files."""
         del answer
         assert box.session is not None
         snapshot = await self._snapshot(task.payload)
         saved = await box.session.save(self._most_bytes)
         if saved.broken:
             raise protocols.WorkerLost(f"the attempt's sandbox died when its files were taken over: {saved.text}")
-        await box.session.close()  # its place may be the only one that the tests can get
+        await box.session.close()  # frees its place, which may be the only one that the tests can get
         try:
             if saved.status != "success":
                 raise snapshots.Hostile(saved.text)
             most = len(snapshot.files) + MORE_FILES
             workspace = await deadlines.off_loop(snapshots.taken_over, saved.archive, self._most_bytes, most)
-        except snapshots.Hostile as error:  # too much, or made so that it cannot be read: the policy's own doing
+        # Too large, or made unreadable: the policy did it, so this is a reward of 0 and not a crash.
+        except snapshots.Hostile as error:
             verdict = suites.Verdict(0, len(_must_pass(task.payload)), f"left files that were refused: {error}")
             return self._told(task, verdict, 0.0, 0, refused=True)
         verdict = await self._judge(snapshot, workspace, await self._suite(task.payload))
@@ -82,7 +86,7 @@ class Repair:
     def _told(
         self, task: protocols.Task, verdict: suites.Verdict, reward: float, lines: int, *, refused: bool = False
     ) -> dialogue.Verdict:
-        """The verdict with its metrics; the first attempts that came to nothing are logged with the reason."""
+        """Returns the verdict with its metrics. Logs the reason for the first rollouts that were worth nothing."""
         if refused or verdict.deceit or verdict.broke:
             self._reasons.tell(f"An attempt at {task.prompt_id} is worth 0: {_plain(verdict.problem)}")
         metrics = {
@@ -100,11 +104,12 @@ class Repair:
         self, snapshot: snapshots.Snapshot, workspace: Mapping[str, snapshots.File], suite: suites.Suite
     ) -> suites.Verdict:
         key = await deadlines.off_loop(suites.digest, snapshot, workspace, suite)
-        if key in self._verdicts:  # most attempts at an easy task end alike
+        if key in self._verdicts:  # most rollouts of an easy task end with the same files
+            # The verdict that was not used for the longest time is dropped first.
             self._verdicts.move_to_end(key)
             return self._verdicts[key]
         verdict = await suites.run(await self._tools.sandbox(), snapshot, workspace, suite, self._unchanged)
-        if not (verdict.problem or verdict.overdue):  # a fault of this run may not recur in the next
+        if not (verdict.problem or verdict.overdue):  # a fault of this test run may not happen again
             self._verdicts[key] = verdict
             if len(self._verdicts) > _VERDICTS:
                 self._verdicts.popitem(last=False)
@@ -122,7 +127,7 @@ class Repair:
         return suites.Suite(tests, _must_pass(payload), payload.get("test_command", ""), self._seconds)
 
     def demonstration(self, task: protocols.Task) -> Sequence[protocols.Message]:
-        """The solved dialogue of a planted bug: a look at the file, the change, and a word."""
+        """Returns the solved dialogue of a planted bug: viewing the file, changing it, and a final word."""
         fix = task.payload.get("fix", {})
         config.check(
             bool(fix),
@@ -152,7 +157,10 @@ class Repair:
 
 
 def _plain(text: str) -> str:
-    """Returns the begin of a text that a policy may have written, for a log: escapes do nothing to a terminal."""
+    """Returns the beginning of a text that a policy may have written.
+
+    It is safe to log: no escape reaches the terminal.
+    """
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text[:_LONGEST_REASON])
 
 
@@ -161,14 +169,17 @@ def _must_pass(payload: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _tests(payload: Mapping[str, Any], most_bytes: int) -> Mapping[str, snapshots.File]:
-    """The hidden tests' files, from where the task says that they are, or as it has them."""
+    """Returns the hidden tests' files, from the path or the texts in the task."""
     tests = payload["tests"]
     return (_read(tests, most_bytes) if isinstance(tests, str) else snapshots.Snapshot.of_texts(tests)).files
 
 
 @functools.lru_cache(maxsize=64)
 def _read(path: str, most_bytes: int) -> snapshots.Snapshot:
-    """The attempts of a group come one after the other, and all want the same."""
+    """Returns the repository at a path.
+
+    Cached, because the rollouts of a group run in sequence on the same repository.
+    """
     return snapshots.Snapshot.read(pathlib.Path(path), most_bytes)
 
 
@@ -180,20 +191,20 @@ def environment(
     test_seconds: float = 5.0,
     most_mib: int = 32,
 ) -> dialogue.Dialogue:
-    """A fresh attempt.
+    """Returns the environment for one rollout.
 
     Args:
-      tools: the run's; of those that work in a sandbox, at least one.
-      prompt: what the policy is told; {issue} stands for the issue.
-      system: system message; empty is none.
-      partial: the reward is the share of the tests that pass, not 1 for all and 0 else.
-      test_seconds: that the hidden tests may take, past which they have failed. At most half of `task.tool_seconds`:
-        the unchanged repository may have to be judged, too, and code that hangs must not pass for an environment that
-        does.
-      most_mib: MiB of files that a repository may have, before and after.
+      tools: Tools of the run. At least one must work in a sandbox.
+      prompt: Prompt for the policy. {issue} stands for the issue.
+      system: System message. Empty means none.
+      partial: Whether the reward is the share of tests that pass. Otherwise it is 1 if all pass, and 0 if not.
+      test_seconds: Seconds that the hidden tests may take. Slower tests have failed. At most half of
+        `task.tool_seconds`, because the unchanged repository may have to be judged too, and hanging code must not look
+        like a hanging environment.
+      most_mib: Largest size of a repository's files in MiB, before and after the rollout.
 
     Raises:
-      ConfigError: an argument is out of range, or there is no tool.
+      ConfigError: An argument is out of range, or there is no tool.
     """
     field = "task.environment_arguments"
     config.check("{issue}" in prompt, f"{field}.prompt", "must hold {issue}, in whose place the issue is put")
@@ -218,32 +229,32 @@ def _shared(tools: toolkit.Toolkit, prompt: str, partial: bool, seconds: float, 
 
 
 class FileRepairs:
-    """Repositories that a file of tasks names; its rows are checked when it is read."""
+    """Tasks from a file that names repositories. The rows are checked when the file is read."""
 
     def __init__(self, source: datasets.FileTasks, names: Mapping[str, str], path: str) -> None:
         self._source, self._names, self._path = source, names, path
 
     def __len__(self) -> int:
-        """Training tasks of an epoch."""
+        """Returns the number of training tasks in an epoch."""
         return len(self._source)
 
     def task(self, index: int) -> protocols.Task:
-        """The index-th training task, over as many epochs as it takes."""
+        """Returns the training task with this index. The index may go past the first epoch."""
         return self._made(self._source.task(index))
 
     def evaluation_task(self, index: int) -> protocols.Task:
-        """The index-th held-out task, over and over.
+        """Returns the held-out task with this index. Indices past the last task begin again.
 
         Raises:
-          DataError: nothing is held out.
+          DataError: No task is held out.
         """
         return self._made(self._source.evaluation_task(index))
 
     def check(self) -> None:
-        """Looks at every training task.
+        """Checks every training task.
 
         Raises:
-          DataError: one is malformed, or names what is not there; the message has file and row.
+          DataError: A row is malformed, or names a path that does not exist. The message has the file and the row.
         """
         for index in range(len(self)):
             row = self._source.task(index)
@@ -298,7 +309,7 @@ def _check_data(payload: Mapping[str, Any], where: str) -> None:
     if payload["test_command"]:
         return
     tests = _tests(payload, sys.maxsize)
-    if suites.telling_data(snapshots.Snapshot({}), tests):  # else there is no need to read the repository
+    if suites.telling_data(snapshots.Snapshot({}), tests):  # if the tests name no data, the repository need not be read
         snapshot = snapshots.Snapshot.read(pathlib.Path(payload["repository"]), sys.maxsize)
         if data := suites.telling_data(snapshot, tests):
             raise protocols.DataError(f"{where}: {suites.DATA.format(data)}")
@@ -329,26 +340,26 @@ def task_source(
     command_column: str = "",
     holdout: float = 0.05,
 ) -> FileRepairs:
-    """Tasks from a file that `datasets.task_source` reads. Paths in it are from the file's own folder.
+    """Returns tasks from a file that `datasets.task_source` can read. Paths in it are relative to the file's folder.
 
     Args:
-      path: the file.
-      seed: of the order of training tasks.
-      issue_column: what the policy is told.
-      repository_column: path of a directory or a tar, as the policy gets it.
-      tests_column: path of a directory or a tar with the hidden tests' files, at their places in the repository; or the
-        files themselves, a list of {"path", "text"}.
-      fail_to_pass_column: list of names of tests that the fix makes pass (`tests/test_a.py::TestA::test_b`, or dotted);
-        empty: all tests have to pass.
-      pass_to_pass_column: of tests that pass already and still have to; empty: none.
-      command_column: what runs the tests, from the repository's root. `pytest` reports by itself; any other runner has
-        to print each test's name and outcome as `unittest -v` does. Empty: Python's `unittest` in the sandbox. Such
-        tests bring no files besides Python's, but for those that the repository has anyway.
-      holdout: share of the distinct issues kept for evaluation, at least one; 0 is none.
+      path: Path of the file.
+      seed: Seed of the order of training tasks.
+      issue_column: Column with the issue.
+      repository_column: Column with the path of a directory or tar, which is what the policy gets.
+      tests_column: Column with the hidden tests: the path of a directory or tar, laid out like the repository, or the
+        files themselves as a list of {"path", "text"}.
+      fail_to_pass_column: Column with a list of tests that the fix makes pass (`tests/test_a.py::TestA::test_b`, or
+        dotted). Empty: all tests have to pass.
+      pass_to_pass_column: Column with a list of tests that already pass and must keep passing. Empty: none.
+      command_column: Column with the command that runs the tests, from the repository's root. `pytest` reports by
+        itself. Other runners have to print each test's name and outcome like `unittest -v`. Empty: Python's `unittest`
+        in the sandbox, whose tests may bring only Python files, except for files that the repository has anyway.
+      holdout: Share of the distinct issues that are kept for evaluation, at least one. 0 means none.
 
     Raises:
-      ConfigError: no path, or `holdout` is out of range.
-      DataError: the file is missing, empty or malformed, or names what is not there; with file and row.
+      ConfigError: No path is given, or `holdout` is out of range.
+      DataError: The file is missing, empty or malformed, or names a path that does not exist. Has the file and the row.
     """
     names = {
         "repository": repository_column,
@@ -365,5 +376,5 @@ def task_source(
         )
         return FileRepairs(source, names, path)
 
-    made(0.0).check()  # all rows are training tasks then
+    made(0.0).check()  # with nothing held out, the check sees every row
     return made(holdout)

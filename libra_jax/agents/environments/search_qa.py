@@ -1,9 +1,9 @@
-"""Questions whose answers must be looked up: scored by exact match or F1 against one or several accepted answers.
+"""Questions whose answers must be searched. The score is exact match or F1 against one or more accepted answers.
 
-A task's payload has the `prompt` (a text, or messages), the `answer` (a text, or a list of all that are accepted) and,
-where it can be demonstrated, the `lookups` that lead there: pairs of a query and what the search tool returns for it.
-Texts are compared as the evaluation of SQuAD does, and Search-R1 after it: without case, punctuation, articles and
-further spaces. Rajpurkar et al. 2016, arXiv 1606.05250, section 6.1; Jin et al. 2025, arXiv 2503.09516.
+A task's payload has a `prompt` (a text, or messages) and an `answer` (a text, or a list of all accepted texts). Tasks
+that can be demonstrated also have `lookups`: pairs of a query and the search tool's result for it. Texts are compared
+without case, punctuation, articles and extra spaces. SQuAD's evaluation does the same, and Search-R1's after it:
+Rajpurkar et al. 2016, arXiv 1606.05250, section 6.1; Jin et al. 2025, arXiv 2503.09516.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 TOOL = "search"
-"""The tool that demonstrations call."""
+"""Name of the tool that demonstrations call."""
 
 
 def normalised(text: str) -> str:
-    """Without case, ASCII punctuation, English articles and further spaces."""
+    """Returns the text without case, ASCII punctuation, English articles and extra spaces."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def exact_match(given: str, accepted: Sequence[str]) -> float:
-    """1 if the answer is one of the accepted ones, normalised; else 0."""
+    """Returns 1 if the normalised answer is one of the normalised accepted answers, otherwise 0."""
     return float(normalised(given) in {normalised(answer) for answer in accepted})
 
 
 def f1(given: str, accepted: Sequence[str]) -> float:
-    """The harmonic mean of precision and recall over the answer's words, against the accepted answer that fits best.
+    """Returns the harmonic mean of precision and recall over words, against the accepted answer that fits best.
 
     Two texts without words agree.
     """
@@ -47,22 +47,25 @@ def _f1(given: Sequence[str], expected: Sequence[str]) -> float:
     if not given or not expected:
         return float(given == expected)
     shared = sum((collections.Counter(given) & collections.Counter(expected)).values())
+    # The harmonic mean of shared / len(given) and shared / len(expected), simplified.
     return 2.0 * shared / (len(given) + len(expected))
 
 
 def accepted_answers(task: protocols.Task) -> Sequence[str]:
-    """All answers that are right."""
+    """Returns all accepted answers."""
     answer = task.payload["answer"]
     return [answer] if isinstance(answer, str) else list(answer)
 
 
 def environment(tools: toolkit.Toolkit, match: str = "em", system: str = "") -> dialogue.Dialogue:
-    """A fresh attempt. The answer is the last output's `<answer>` or `\\boxed{}`, else its text after any `</think>`.
+    """Returns the environment for one rollout.
+
+    The answer is `<answer>` or `\\boxed{}` in the last output, or otherwise its text after `</think>`.
 
     Args:
-      tools: the run's.
-      match: what is the reward: "em" or "f1". Both are metrics.
-      system: system message, before the description of the tools; empty is none.
+      tools: Tools of the run.
+      match: Metric that is the reward: "em" or "f1". Both are reported as metrics.
+      system: System message, put before the description of the tools. Empty means none.
 
     Raises:
       ConfigError: `match` is neither.
@@ -91,10 +94,10 @@ def _posed(task: protocols.Task) -> list[protocols.Message]:
 
 
 def _demonstrated(task: protocols.Task, tools: toolkit.Toolkit, system: str) -> list[protocols.Message]:
-    """The lookups, then the answer.
+    """Returns a dialogue of the lookups and the answer.
 
     Raises:
-      ConfigError: the tasks have no lookups, or the system message describes the tools.
+      ConfigError: The tasks have no lookups, or the system message describes the tools.
     """
     lookups = task.payload.get("lookups")
     config.check(

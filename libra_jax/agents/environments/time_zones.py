@@ -1,7 +1,7 @@
-"""What time it is elsewhere: questions for `convert_time`, a tool of the public MCP server `mcp-server-time`.
+"""The time in other time zones: questions for `convert_time`, a tool of the public MCP server `mcp-server-time`.
 
-Made for a character model of half a million parameters, as the calculator is: prompts have one width, and the calls of
-one zone are alike. The demonstrations' tool returns are written as that server writes its own.
+Made for a character model of half a million parameters, like the calculator. All prompts have the same width, and calls
+for the same zone look alike. The tool returns in the demonstrations have the format of that server.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ZONES = (
     "America/Bogota",
     "America/Lima",
 )
-"""None of them has daylight saving time, so that an answer does not depend on the day."""
+"""Zones without daylight saving time, so that an answer does not depend on the day."""
 
 _WIDTH = 30
 
@@ -76,22 +76,22 @@ def task_source(path: str = "", seed: int = 0) -> splits.Generated:
     """Returns generated questions.
 
     Args:
-      path: must be empty: nothing is read.
-      seed: seed of the training stream.
+      path: Must be empty, because nothing is read.
+      seed: Seed of the training stream.
 
     Raises:
-      ConfigError: a path is given.
+      ConfigError: A path is given.
     """
     config.check(not path, "task.path", "questions of time zones are generated; no file is read")
     return splits.Generated("time", seed, _draw, stream="time-zones")
 
 
 def environment(tools: toolkit.Toolkit, system: str = "") -> dialogue.Dialogue:
-    """Makes a fresh rollout; its reward is 1 for the time as HH:MM in the last output.
+    """Returns the environment for one rollout. The reward is 1 if the last output gives the time as HH:MM.
 
     Args:
-      tools: the run's tools; one of them should be the server's.
-      system: system message; empty is none.
+      tools: Tools of the run. One of them should be the server's.
+      system: System message. Empty means none.
     """
 
     def demonstrate(task: protocols.Task) -> Sequence[protocols.Message]:

@@ -1,11 +1,11 @@
-"""Compares answers by `math-verify`, in processes that an answer may hang or kill without harm.
+"""Compares answers with `math-verify`, in processes that an answer can hang or kill without harm.
 
-An answer is charged processor seconds. Past its limit its process is killed and replaced, and the answer counts as one
-that cannot be verified. If the deadline on the wall comes first, the answer counts so only if it got half of its limit;
-a process that got less, or ended otherwise, is infrastructure, and raises.
+An answer has a limit of processor seconds. Past it, its process is killed and replaced, and the answer counts as not
+verifiable. If the wall-clock deadline comes first, this holds only if the answer got half of its limit. A process that
+got less, or that ended otherwise, is an infrastructure failure and raises.
 
-These are not a `pebble.ProcessPool`, because its processes import the user's script again, which fails for a script
-without `if __name__ == "__main__"`; an idle process that dies breaks that pool; and it made fewer calls a second.
+A `pebble.ProcessPool` is not used. Its processes import the user's script again, which fails for a script without
+`if __name__ == "__main__"`. A dying idle process breaks that pool, and it made fewer calls per second.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ from libra_jax import config, protocols
 from libra_jax.agents import deadlines
 
 START_SECONDS = 60.0
-"""How long a process may take to import `math-verify`."""
+"""Seconds that a process may take to import `math-verify`."""
 
 WALL_SECONDS = 60.0
-"""How long a comparison may take by the clock on the wall, at most, on a machine that has other work to do."""
+"""Largest wall-clock seconds of a comparison, for a machine that also does other work."""
 
 _ENOUGH = 0.5
-"""Share of an answer's processor time (or of the deadline on the wall, if shorter) after which that deadline ends it as
-the processor time would: with less, a busy machine has kept it from computing, and that is no answer's fault."""
+"""Share of an answer's processor limit (or of the wall-clock deadline, if shorter) that blames the answer.
+
+An answer that used less when the deadline came was held up by a busy machine, which is not the answer's fault.
+"""
 
 _REAP_SECONDS = 10.0
 _WORKER = "libra_jax.agents.environments.verifier_worker"
@@ -47,9 +49,9 @@ class Finding:
     """The result of a comparison.
 
     Attributes:
-      right: the answer is one of those accepted.
-      read: the answer held an expression.
-      overran: the comparison took too much processor time, so its result is unknown.
+      right: Whether the answer is one of the accepted ones.
+      read: Whether the answer contained an expression.
+      overran: Whether the comparison took too much processor time, so that its result is unknown.
     """
 
     right: bool
@@ -59,7 +61,7 @@ class Finding:
 
 @functools.cache
 def check_installed() -> None:
-    """Raises ConfigError unless `math-verify` is there with what it needs."""
+    """Raises ConfigError if `math-verify` or a package that it needs is missing."""
     for module in _NEEDED:
         if importlib.util.find_spec(module) is None:
             raise protocols.ConfigError(
@@ -72,9 +74,9 @@ class Verifier:
     """Processes that compare answers. Belongs to one event loop.
 
     Args:
-      processes: that compare, side by side.
-      seconds: of processor time that one answer may take.
-      wall_seconds: that it may take by the clock on the wall.
+      processes: Number of processes that compare at the same time.
+      seconds: Processor seconds that one answer may take.
+      wall_seconds: Wall-clock seconds that one answer may take.
     """
 
     def __init__(self, processes: int = 2, seconds: float = 4.0, wall_seconds: float = WALL_SECONDS) -> None:
@@ -94,10 +96,10 @@ class Verifier:
         self._idle += await asyncio.gather(*(self._start() for _ in range(self._processes)))
 
     async def check(self, given: str, accepted: Sequence[str]) -> Finding:
-        """Compares an answer with those accepted (see `verifier_worker.find`).
+        """Compares an answer with the accepted ones (see `verifier_worker.find`).
 
         Raises:
-          EnvironmentCrashed: the comparison failed for a reason that is not the answer's.
+          EnvironmentCrashed: The comparison failed, and the answer is not the cause.
         """
         if self._closed:
             raise protocols.EnvironmentCrashed("the verifier of answers was closed")
@@ -113,7 +115,7 @@ class Verifier:
         return finding
 
     async def close(self) -> None:
-        """Ends every process and waits for that. Idempotent."""
+        """Ends every process and waits for their end. Idempotent."""
         self._closed = True
         self._idle.clear()
         for process in self._live:
@@ -134,7 +136,7 @@ class Verifier:
 
 
 async def _launch() -> asyncio.subprocess.Process:
-    # -P: beside the worker lies a module of the name math.
+    # -P keeps the current folder off sys.path. If that is the worker's, its `math.py` would hide the standard module.
     path = os.pathsep.join(place for place in sys.path if place)
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", _WORKER, str(os.getpid())),
@@ -142,12 +144,12 @@ async def _launch() -> asyncio.subprocess.Process:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": path},
-        start_new_session=True,  # Ctrl-C is the run's to answer
+        start_new_session=True,  # Ctrl-C should reach the run only
     )
 
 
 class _Process:
-    """One process. `alive` until it is killed, overruns or breaks; it is then of no more use."""
+    """One process. `alive` is True until it is killed, overruns or breaks. After that it cannot be used."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -158,11 +160,11 @@ class _Process:
         return self._process.returncode is None
 
     async def ready(self) -> None:
-        """Waits until it can compare.
+        """Waits until the process can compare.
 
         Raises:
           ConfigError: `math-verify` cannot be imported.
-          EnvironmentCrashed: it ended or did not answer in time.
+          EnvironmentCrashed: The process ended, or did not answer in time.
         """
         try:
             told = await self._told(START_SECONDS)
@@ -179,12 +181,15 @@ class _Process:
             )
 
     async def ask(self, given: str, accepted: Sequence[str], seconds: float, wall_seconds: float) -> Finding:
-        """See `Verifier.check`. Cancelled, it kills the process: what it would answer later is another's."""
+        """Asks for one comparison; see `Verifier.check`.
+
+        If cancelled, kills the process: its late answer would mix with others.
+        """
         assert self._process.stdin is not None
         asked = json.dumps({"given": given, "accepted": list(accepted), "seconds": seconds})
         spent = self._spent()
         try:
-            with contextlib.suppress(ConnectionError):  # it has ended, which reading will show
+            with contextlib.suppress(ConnectionError):  # the process has ended, which reading will show
                 self._process.stdin.write(asked.encode() + b"\n")
                 await self._process.stdin.drain()
             told = await self._told(wall_seconds)
@@ -204,6 +209,7 @@ class _Process:
             return Finding(bool(told["right"]), bool(told["read"]))
         self.alive = False
         await self.gone()
+        # The worker's own timer of processor time sends SIGPROF, so this end is the answer's overrun.
         if self._process.returncode == -signal.SIGPROF:
             return Finding(right=False, overran=True)
         raise protocols.EnvironmentCrashed(
@@ -211,14 +217,15 @@ class _Process:
         )
 
     async def _told(self, seconds: float) -> dict[str, Any] | None:
-        """What it says next, if it does so in time; None if it has ended."""
+        """Returns the next line that the process writes, if it comes in time. None if the process has ended."""
         assert self._process.stdout is not None
         line = await deadlines.within(seconds, self._process.stdout.readline())
+        # A line without a newline was cut off by the end of the process.
         return dict(json.loads(line)) if line.endswith(b"\n") else None
 
     def _spent(self) -> float:
-        """Seconds of processor time."""
-        with contextlib.suppress(psutil.Error):  # it has ended
+        """Returns the processor seconds that the process has used."""
+        with contextlib.suppress(psutil.Error):  # the process has ended
             times = psutil.Process(self._process.pid).cpu_times()
             return float(times.user + times.system)
         return 0.0
@@ -229,10 +236,10 @@ class _Process:
             self._process.kill()
 
     async def gone(self) -> None:
-        """Waits until it has ended.
+        """Waits until the process has ended.
 
         Raises:
-          DeadlineMissed: it has not, although it was killed.
+          DeadlineMissed: The process was killed and still runs.
         """
         try:
             await deadlines.within(_REAP_SECONDS, self._process.wait())
@@ -246,7 +253,7 @@ class _Process:
 
 
 def check_limits(processes: int, seconds: float) -> None:
-    """Raises ConfigError unless a verifier can have these."""
+    """Raises ConfigError if the limits are invalid."""
     field = "task.environment_arguments"
     whole = isinstance(processes, int) and not isinstance(processes, bool) and processes > 0
     config.check(whole, f"{field}.processes", f"must be a positive whole number, not {processes!r}")

@@ -1,7 +1,7 @@
-"""The process in which `math-verify` compares answers: one request a line on standard input, one finding a line back.
+"""The process in which `math-verify` compares answers. Reads one request per line and writes one finding per line.
 
-A request that takes too much processor time ends the process by SIGPROF, which no library can put off; who started it
-tells that from any other end. It ends with its parent, too.
+SIGPROF ends the process if a request takes too much processor time; no library can delay it. So the parent can tell
+this end from any other. The process also ends with its parent.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from typing import Any
 from libra_jax import parent_death
 
 _ADDRESSES = 4 * 2**30
-"""Bytes that a comparison may have at most: beyond them it fails, and takes nothing from the machine."""
+"""Bytes of address space that a comparison may use. A larger one fails, and does not exhaust the machine's memory."""
 
 
 def find(given: str, accepted: Sequence[str]) -> dict[str, bool]:
-    """Whether an answer is one of the accepted ones.
+    """Returns whether an answer is one of the accepted ones.
 
     Args:
-      given: what was answered; the last expression that `math-verify` finds in it counts, marked ones before others.
-      accepted: texts in LaTeX or plain.
+      given: The answer. The last expression that `math-verify` finds in it counts; marked expressions come first.
+      accepted: Accepted answers, in LaTeX or plain text.
 
     Returns:
-      `right`, and `read`: whether there was an expression to compare.
+      `right`, and `read`: whether the answer contained an expression to compare.
     """
     import math_verify
 
-    # Its own deadlines are signals' too, and would only say "wrong" of what it had no time for.
+    # The library's own time limits use signals too. They would report "wrong" for answers that it had no time to
+    # compare.
     read = math_verify.parse(given, parsing_timeout=None)
     right = any(
         math_verify.verify(math_verify.parse(text, parsing_timeout=None), read, timeout_seconds=None)
@@ -43,18 +44,18 @@ def find(given: str, accepted: Sequence[str]) -> dict[str, bool]:
 
 
 def main() -> None:
-    """Serves until standard input ends."""
+    """Serves requests until standard input ends."""
     parent_death.die_with_parent(int(sys.argv[1]))
-    logging.disable()  # the library logs what it cannot read
+    logging.disable()  # the library logs every text that it cannot read
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # text that a library prints is no answer
+    os.dup2(2, 1)  # a library's own prints must not mix with the answers
 
     def say(**told: Any) -> None:
         answers.write(json.dumps(told) + "\n")
         answers.flush()
 
     try:
-        find("1", ["1"])  # imports all that comparisons need
+        find("1", ["1"])  # imports everything that comparisons need
     except Exception as error:
         say(problem=f"{type(error).__name__}: {error}")
         return
@@ -64,10 +65,11 @@ def main() -> None:
     say(ready=True)
     for line in sys.stdin:
         asked = json.loads(line)
+        # ITIMER_PROF counts processor time, so a busy machine does not cost an answer its time.
         signal.setitimer(signal.ITIMER_PROF, asked["seconds"])
         try:
             finding = find(asked["given"], asked["accepted"])
-        except Exception:  # a text on which the library breaks is none that it can read
+        except Exception:  # a text that breaks the library counts as not readable
             finding = {"right": False, "read": False}
         signal.setitimer(signal.ITIMER_PROF, 0)
         say(**finding)

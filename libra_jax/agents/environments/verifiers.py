@@ -1,4 +1,4 @@
-"""Refuses environments of the `verifiers` package: its release 0.4 removed the API that they could be run through."""
+"""Refuses environments of the `verifiers` package. Its release 0.4 removed the API through which they could run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def task_source(**arguments: Any) -> NoReturn:
     """Refuses the tasks.
 
     Raises:
-      ConfigError: always.
+      ConfigError: Always.
     """
     del arguments
     _refuse("source")
@@ -28,7 +28,7 @@ def environment(**arguments: Any) -> NoReturn:
     """Refuses the environment.
 
     Raises:
-      ConfigError: always.
+      ConfigError: Always.
     """
     del arguments
     _refuse("environment")

@@ -1,7 +1,7 @@
-"""Notices what tested code changes in the process that tests it: Python's own functions, and those of the tests.
+"""Detects changes that tested code makes in its tests' process: to Python's own functions, and to those of the tests.
 
-A sandbox gets this file as text, so it imports the standard library only. It detects ordinary tampering. Code in the
-same process can undo a change before the guard looks, or change the guard.
+A sandbox gets this file as text, so it imports the standard library only. It detects ordinary tampering, but it cannot
+be certain: code in the same process can undo a change before a check, or change the guard itself.
 """
 
 from __future__ import annotations
@@ -15,13 +15,17 @@ from typing import Any, NamedTuple
 
 WATCHED = ("builtins", "sys", "contextlib", "functools", "types", "traceback", "operator", "copy",
            "unittest", "unittest.case", "unittest.loader", "unittest.result", "unittest.suite")  # fmt: skip
-"""Modules whose functions decide what a test says."""
+"""Modules whose functions decide the outcome of a test."""
 
 _MISSING = object()
 
 
 class _Kept(NamedTuple):
-    """One name as it was: `holder[name]` was `value`, and a function had `code`, with the defaults in `defaults`."""
+    """One name and its original meaning.
+
+    `holder[name]` was `value`. If the value was a function, it had `code`, and `defaults` are the ids of its defaults
+    and globals.
+    """
 
     label: str
     holder: Mapping[str, Any]
@@ -31,7 +35,7 @@ class _Kept(NamedTuple):
     defaults: tuple[Any, ...]
 
     def changed(self) -> bool:
-        """Whether the name is bound to something else, or the function has other code."""
+        """Returns whether the name is bound to something else, or the function has other code."""
         if self.holder.get(self.name, _MISSING) is not self.value:
             return True
         return self.code is not None and (_code(self.value) is not self.code or _defaults(self.value) != self.defaults)
@@ -51,16 +55,17 @@ def _defaults(value: Any) -> tuple[Any, ...]:
     function = _function(value)
     if function is None:
         return ()
+    # Ids and not values: comparing values could run methods of the tested code.
     return (id(function.__defaults__), id(function.__kwdefaults__), id(function.__globals__))
 
 
 class Names(NamedTuple):
-    """What the source of a module binds at its top level.
+    """The names that a module's source binds at its top level.
 
     Attributes:
-      modules: names bound by `import` to a module of the standard library, with the module.
-      members: names bound by `from ... import` to something of the standard library, with module and member.
-      others: names bound in any other way.
+      modules: Names that `import` binds to modules of the standard library, with the module.
+      members: Names that `from ... import` binds to members of the standard library, with module and member.
+      others: Names that are bound in any other way.
     """
 
     modules: Mapping[str, str]
@@ -68,12 +73,12 @@ class Names(NamedTuple):
     others: frozenset[str]
 
     def imported(self) -> set[str]:
-        """Modules of the standard library that the source imports."""
+        """Returns the modules of the standard library that the source imports."""
         return {*self.modules.values(), *(module for module, _ in self.members.values())}
 
 
 def names_of(tree: ast.Module) -> Names:
-    """Returns what a module's top level binds; functions and classes bind their own name only."""
+    """Returns the names that a module's top level binds. Functions and classes bind only their own name."""
     modules: dict[str, str] = {}
     members: dict[str, tuple[str, str]] = {}
     others: set[str] = set()
@@ -109,7 +114,7 @@ def _top_level(node: ast.AST) -> Iterator[ast.AST]:
 
 
 class Guard:
-    """Remembers modules as they were, and says what of them changed."""
+    """Remembers the state of modules, and reports what has changed."""
 
     def __init__(self) -> None:
         self._kept: list[_Kept] = []
@@ -119,7 +124,7 @@ class Guard:
         self._members: dict[tuple[str, str], Any] = {}
 
     def watch(self, module: types.ModuleType) -> None:
-        """Remembers a module's functions and classes, and the functions of its own classes."""
+        """Remembers a module's functions and classes, and the functions of the classes that it defines."""
         self._modules[module.__name__] = module
         for name, value in list(vars(module).items()):
             if callable(value) or isinstance(value, types.ModuleType):
@@ -133,7 +138,7 @@ class Guard:
         self._kept.append(_Kept(label, holder, name, value, _code(value), _defaults(value)))
 
     def expect(self, names: Names) -> None:
-        """Remembers what the standard library has for the names that a test module will import."""
+        """Remembers what the standard library currently has for the names that a test module will import."""
         for module, member in names.members.values():
             found = sys.modules.get(module)
             if found is not None and hasattr(found, member):
@@ -151,7 +156,7 @@ class Guard:
                         self._keep(f"{module.__name__}.{name}.{member}", vars(value), member, inner)
 
     def changes(self) -> list[str]:
-        """Returns a few words for each change; an empty list if there is none."""
+        """Returns a few words for each change. Empty if nothing has changed."""
         found = [f"{kept.label} was replaced" for kept in self._kept if kept.changed()]
         for name, module in self._modules.items():
             if sys.modules.get(name) is not module:
@@ -161,7 +166,7 @@ class Guard:
         return found
 
     def _foreign(self, module: types.ModuleType, names: Names) -> Iterator[str]:
-        """Names of Python's own that mean something else in a test module, though its source does not say so."""
+        """Yields Python's own names that mean something else in a test module, without its source saying so."""
         held = vars(module)
         if not any(held.get("__builtins__") is one for one in (vars(builtins), builtins)):
             yield "__builtins__"

@@ -1,7 +1,7 @@
-"""Runs hidden tests by `unittest`, in the process that imports the tested code, and writes a JUnit report.
+"""Runs hidden tests with `unittest` in the process that imports the tested code, and writes a JUnit report.
 
-A sandbox gets this file as text, so it imports the standard library only. `referee.py` forks this process, and is out
-of reach of the tested code. The hidden modules' sources are in memory only, not on the disk.
+A sandbox gets this file as text, so it imports the standard library only. `referee.py` forks this process; the tested
+code cannot reach the referee. The sources of the hidden modules are only in memory, not on disk.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from xml.etree import ElementTree
 
 from libra_jax.agents.repair import guard, witness
 
-_CLOSELY = 200  # the guard looks after each of the first 200 tests, and then after every 200th
+_CLOSELY = 200  # the guard checks after each of the first 200 tests, and then after every 200th
 
 IMPORT = "import"
 """Name of the test case that stands for the import of a test module."""
@@ -44,15 +44,16 @@ class Result(unittest.TestResult):
 
     def stopTest(self, test: unittest.TestCase) -> None:
         super().stopTest(test)
+        # An attribute on the instance would hide a method of TestCase from the test itself.
         for name in vars(test).keys() & vars(unittest.TestCase).keys():
             if callable(vars(test)[name]):
                 self.changes[f"{name} of a test case was replaced"] = None
         self.add(str(getattr(test, "libra_name", "") or test.id()), self._outcome)
-        if self.testsRun <= _CLOSELY or not self.testsRun % _CLOSELY:  # a look takes half a millisecond
+        if self.testsRun <= _CLOSELY or not self.testsRun % _CLOSELY:  # a check takes half a millisecond
             self.changes.update(dict.fromkeys(self._guard.changes()))
 
     def add(self, name: str, outcome: str) -> None:
-        """Adds a test case; an empty outcome is a success."""
+        """Adds a test case. An empty outcome is a success."""
         place, _, short = name.rpartition(".")
         case = ElementTree.SubElement(self.root, "testcase", {"classname": place, "name": short})
         if outcome:
@@ -60,7 +61,7 @@ class Result(unittest.TestResult):
 
     def addError(self, test: unittest.TestCase, error: Any) -> None:
         super().addError(test, error)
-        if not isinstance(test, unittest.TestCase):  # what runs before or after the tests of a class or module
+        if not isinstance(test, unittest.TestCase):  # the set-up or tear-down of a class or module
             self.add(test.id(), "error")
 
     def addFailure(self, test: unittest.TestCase, error: Any) -> None:
@@ -86,10 +87,10 @@ class Sources(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Loads the tests' modules from memory, and the packages above them from the workspace.
 
     Args:
-      sources: path and text by dotted name.
-      roots: folders in which the workspace's modules lie.
-      look: the guard that watches loaded modules.
-      seer: what rewritten sources call.
+      sources: Path and text by dotted name.
+      roots: Folders with the workspace's modules.
+      look: Guard that watches loaded modules.
+      seer: Witness that rewritten sources call.
     """
 
     def __init__(
@@ -106,10 +107,10 @@ class Sources(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.loaded: dict[str, types.ModuleType] = {}
 
     def expect(self, tests: Iterable[str]) -> None:
-        """Imports what some modules need of the standard library, and has the guard remember it."""
+        """Imports the modules of the standard library that some tests need, and has the guard remember them."""
         for test in tests:
             path, text = self._sources[test]
-            with contextlib.suppress(SyntaxError, ValueError):  # the import says so
+            with contextlib.suppress(SyntaxError, ValueError):  # the later import reports it
                 names = guard.names_of(ast.parse(text, path))
                 for name in names.imported():
                     with contextlib.suppress(ImportError):
@@ -117,7 +118,7 @@ class Sources(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                 self._guard.expect(names)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """See `importlib`."""
+        """Finds the modules of the tests and the packages above them. See `importlib`."""
         if name in self._sources:
             place = self._sources[name][0]
             package = os.path.basename(place) == "__init__.py"
@@ -138,7 +139,7 @@ class Sources(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return bare
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """See `importlib`."""
+        """Runs a module's rewritten source. See `importlib`."""
         name = module.__name__
         path, text = self._sources[name]
         tree = ast.parse(text, path)
@@ -160,13 +161,13 @@ def play(
     """Runs the hidden tests.
 
     Args:
-      tests: path and text of each hidden module, by dotted name.
-      helpers: path and text of the modules that the repository has for its tests, by dotted name.
-      roots: folders in which the workspace's modules lie.
-      workspace: the folder of the tested code.
+      tests: Path and text of each hidden module, by dotted name.
+      helpers: Path and text of the repository's own modules for its tests, by dotted name.
+      roots: Folders with the workspace's modules.
+      workspace: Folder of the tested code.
 
     Returns:
-      `junit`, the report; `changes` and `lies`, in a few words each.
+      `junit`, the report, and `changes` and `lies`, in a few words each.
     """
     look = guard.Guard()
     seer = witness.Witness(workspace, {path for path, _ in (*tests.values(), *helpers.values())})
@@ -174,7 +175,9 @@ def play(
         look.watch(importlib.import_module(name))
     finder = Sources({**helpers, **tests}, roots, look, seer)
     finder.expect(tests)
+    # Taken before the tested code is imported, which could replace them.
     write, result = ElementTree.tostring, Result(look)
+    # First, so that no file of the policy can take the place of a hidden module.
     sys.meta_path.insert(0, finder)
     for name in tests:
         try:
@@ -192,7 +195,7 @@ def play(
 
 
 def _suite(module: types.ModuleType) -> unittest.TestSuite:
-    """Returns a module's test cases, and its functions named test_ that take nothing."""
+    """Returns a module's test cases, and its functions named test_ that take no arguments."""
     suite = unittest.TestSuite([unittest.defaultTestLoader.loadTestsFromModule(module)])
     for name, value in list(vars(module).items()):
         if name.startswith("test_") and isinstance(value, types.FunctionType) and not value.__code__.co_argcount:

@@ -1,4 +1,4 @@
-"""Reads which tests passed, from a JUnit report or from what a test runner printed."""
+"""Reads which tests passed, from a JUnit report or from a test runner's output."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _GOOD = ("ok", "expected failure", "PASSED", "XFAIL")
 
 
 class Unreadable(Exception):
-    """A report that is no JUnit report."""
+    """The text is not a JUnit report."""
 
 
 def dotted(name: str) -> str:
-    """Returns a test's name as `unittest` writes it; the name may be pytest's."""
+    """Returns a test's name in `unittest`'s form. The input may have pytest's form."""
     return name.removeprefix("src/").replace(".py::", ".").replace("::", ".").replace("/", ".")
 
 
 def of_junit(text: str) -> dict[str, bool]:
-    """Returns which tests of a JUnit report passed. A test that is in it several times has to pass each time.
+    """Returns which tests of a JUnit report passed. A test that appears several times has to pass each time.
 
-    The report may have been written by anybody, so it may declare no entities.
+    The report may come from an untrusted author, so entity declarations are refused.
 
     Raises:
-      Unreadable: the text is no JUnit report.
+      Unreadable: The text is not a JUnit report.
     """
     if "<!DOCTYPE" in text or "<!ENTITY" in text:
         raise Unreadable("the report declares entities")
@@ -46,14 +46,16 @@ def of_junit(text: str) -> dict[str, bool]:
 
 def _is_bad(part: ElementTree.Element) -> bool:
     if part.tag == "skipped":
+        # pytest reports an expected failure as skipped, with this type.
         return part.get("type") != "pytest.xfail"
     return part.tag in ("failure", "error")
 
 
 def printed(text: str) -> dict[str, bool]:
-    """Returns which tests pass by what `unittest -v`, `pytest -v` or `pytest -rA` print; any contrary line counts.
+    """Returns which tests passed by the output of `unittest -v`, `pytest -v` or `pytest -rA`.
 
-    Between a test's name and its outcome `unittest` may print its docstring, and the test its own output.
+    One contrary line is enough for a test to count as failed. Between a test's name and its outcome, `unittest` may
+    print the docstring, and the test may print its own output.
     """
     passed: dict[str, bool] = {}
     begun = ""
@@ -64,8 +66,9 @@ def printed(text: str) -> dict[str, bool]:
                 passed[name] = found["word"] in _GOOD and passed.get(name, True)
         if found := _UNITTEST.match(line):
             where, name = found["where"], found["test"]
-            begun = where if where.endswith("." + name) else f"{where}.{name}"  # before Python 3.11
-            if found["bad"]:  # in the details at the end
+            # Versions before Python 3.11 leave the name out.
+            begun = where if where.endswith("." + name) else f"{where}.{name}"
+            if found["bad"]:  # in the list of details at the end
                 passed[begun] = False
         if begun and (found := _OUTCOME.match(line)):
             passed[begun] = found["word"] in _GOOD and passed.get(begun, True)

@@ -1,8 +1,8 @@
-"""Small repositories with one planted bug each, made up by position: files, an issue, hidden tests, and the fix.
+"""Generated small repositories with one planted bug each: files, an issue, hidden tests, and the fix.
 
-Levels: "easy" is one line of arithmetic at fixed widths, which a character model of half a million parameters learns;
-"module" is one module of several functions; "package" is a package of two. What the tests expect is computed by running
-the code without its bug, and which of them the bug breaks by running it with.
+Levels: "easy" is one line of arithmetic at fixed widths, which a character model of half a million parameters learns.
+"module" is one module with several functions, and "package" is a package of two modules. Running the code without its
+bug gives the values that the tests expect. Running it with the bug tells which tests the bug breaks.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Recipe:
     """A function with a spot where a bug can be planted.
 
     Attributes:
-      kind: of the bug.
-      names: that the function may have.
-      source: with `{f}` for its name, `{c}` and `{d}` for constants, and ⟦right¦wrong⟧ for the spot.
-      draw: arguments of a call.
+      kind: Kind of the bug.
+      names: Names that the function may have.
+      source: Source with `{f}` for the name, `{c}` and `{d}` for constants, and ⟦right¦wrong⟧ for the spot.
+      draw: Draws the arguments of a call.
     """
 
     kind: str
@@ -133,7 +133,7 @@ RECIPES = (
 
 @dataclass(frozen=True)
 class _Function:
-    """A recipe filled in."""
+    """A recipe with its name and constants filled in, with and without the bug."""
 
     recipe: Recipe
     name: str
@@ -149,8 +149,9 @@ def _filled(recipe: Recipe, rng: random.Random) -> _Function:
 
 
 def _answer(source: str, name: str, arguments: tuple[Any, ...]) -> tuple[bool, Any]:
-    """What a call of our own code gives, or the exception's name."""
+    """Returns whether a call of our own code succeeds, and its result or the exception's name."""
     namespace: dict[str, Any] = {}
+    # Runs only this file's recipes, never what a policy wrote.
     exec(source, namespace)
     try:
         return True, namespace[name](*arguments)
@@ -159,13 +160,14 @@ def _answer(source: str, name: str, arguments: tuple[Any, ...]) -> tuple[bool, A
 
 
 def _calls(function: _Function, rng: random.Random, broken: bool) -> list[tuple[tuple[Any, ...], Any]]:
-    """Some calls and what they should give; of a broken function, some of them that show it."""
+    """Returns some calls with their expected results. For a broken function, up to two of them show the bug."""
     found: dict[str, tuple[tuple[Any, ...], Any]] = {}
     shown = 0
     for _ in range(_TRIES):
         arguments = function.recipe.draw(rng)
         good, value = _answer(function.right, function.name, arguments)
         differs = _answer(function.wrong, function.name, arguments) != (good, value)
+        # Keeps two places free for calls that show the bug.
         room = len(found) < _CASES - 2 * (broken and shown < 2)
         if good and repr(arguments) not in found and (room or (broken and differs and shown < 2)):
             found[repr(arguments)] = (arguments, value)
@@ -190,7 +192,7 @@ def _tests(module: str, functions: Mapping[str, Sequence[tuple[tuple[Any, ...], 
 
 
 def _repository(level: str, kinds: Sequence[str], rng: random.Random) -> dict[str, Any]:
-    """A repository of one module or of a package; see `task_source`."""
+    """Returns a repository of one module or of a package. `task_source` documents the fields."""
     broken = _filled(rng.choice([recipe for recipe in RECIPES if recipe.kind in kinds]), rng)
     others = [recipe for recipe in RECIPES if not set(recipe.names) & set(broken.recipe.names)]
     functions = [broken, *(_filled(recipe, rng) for recipe in rng.sample(others, 2 if level == "module" else 3))]
@@ -235,7 +237,7 @@ _EASY_KINDS = ("wrong_constant", "wrong_operator", "off_by_one")
 
 
 def _easy(kinds: Sequence[str], rng: random.Random) -> dict[str, Any]:
-    """One line of arithmetic; all of it at fixed widths, so that what is copied lies at a constant distance."""
+    """Returns a one-line repository. All widths are fixed, so that copied text lies at a constant distance."""
     kind = rng.choice([kind for kind in _EASY_KINDS if kind in kinds])
     first, second, large, small = rng.choice("+-*"), rng.choice("+-*"), rng.randint(10, 99), rng.randint(1, 8)
     right, other = f"x{first}{large}{second}{small}", rng.choice([sign for sign in "+-*" if sign != first])
@@ -268,13 +270,13 @@ def task_source(path: str = "", seed: int = 0, level: str = "module", kinds: Seq
     `kind` of the bug, and `fix`: in the file `path`, `old` becomes `new`.
 
     Args:
-      path: must be empty: nothing is read.
-      seed: seed of the training stream.
+      path: Must be empty, because nothing is read.
+      seed: Seed of the training stream.
       level: "easy", "module" or "package".
-      kinds: kinds of bugs, of `KINDS`; empty: all that the level has.
+      kinds: Kinds of bugs, from `KINDS`. Empty: all kinds of the level.
 
     Raises:
-      ConfigError: a path is given, or an argument is none of these.
+      ConfigError: A path is given, or an argument is invalid.
     """
     config.check(not path, "task.path", "planted bugs are made up; files are repo_repair:task_source's")
     config.check_choice(level, LEVELS, "task.arguments.level")
@@ -288,7 +290,7 @@ def task_source(path: str = "", seed: int = 0, level: str = "module", kinds: Seq
         del index
         while True:
             made = _easy(chosen, rng) if level == "easy" else _repository(level, chosen, rng)
-            if made["fail_to_pass"]:  # a bug that no test finds is no task
+            if made["fail_to_pass"]:  # a bug that no test finds makes no task
                 return made["fix"]["new"] + made["issue"], made
 
     return splits.Generated(f"planted-{level}", seed, draw, stream="planted")

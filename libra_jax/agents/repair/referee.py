@@ -1,8 +1,8 @@
-"""The process that runs hidden tests in a sandbox and answers to the host; it never imports the tested code.
+"""The process that runs hidden tests in a sandbox and answers the host. It never imports the tested code.
 
-A sandbox gets this file as text after `guard.py`, `witness.py` and `hidden.py`, and it imports the standard library.
-What it tests cannot trace it, and it alone holds the descriptor of the answer. Tests run in a child: `hidden.py` in a
-forked one, or the project's own command. What a child reports counts only if the child ends as it should.
+A sandbox gets this file as text after `guard.py`, `witness.py` and `hidden.py`, so it imports the standard library
+only. The tested code cannot trace this process, which alone holds the descriptor of the answer. Tests run in a child:
+either `hidden.py` in a fork, or the project's own command. A child's report counts only if the child ends properly.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HEADER = struct.Struct(">16sI")
 
 
 def seclude() -> int:
-    """Shuts this process off from others; returns the descriptor of the answer, which no child inherits."""
+    """Isolates this process from others. Returns the descriptor of the answer, which no child inherits."""
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     answer, nothing = os.dup(1), os.open(os.devnull, os.O_RDWR)
     for target in (0, 1, 2):
@@ -39,13 +39,13 @@ def seclude() -> int:
 
 
 def _path(workspace: str) -> list[str]:
-    """Folders where the repository's modules are looked for first."""
+    """Returns the folders where the repository's modules are searched first."""
     packages = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return [os.path.join(workspace, "src"), workspace, *filter(None, packages)]
 
 
 def make_way(names: Sequence[str], workspace: str) -> None:
-    """Removes modules that the policy added under the name of an installed package, in whose place they would be."""
+    """Removes modules that the policy added under the name of an installed package, because they would replace it."""
     packages = _path(workspace)[2:]
     for name in names:
         found = importlib.machinery.PathFinder.find_spec(name, packages)
@@ -57,7 +57,7 @@ def make_way(names: Sequence[str], workspace: str) -> None:
 
 
 def _limits() -> list[Any]:
-    """Limits of this process and of the sandbox's first one."""
+    """Returns the limits of this process and of the sandbox's first process."""
     kinds = sorted(value for name, value in vars(resource).items() if name.startswith("RLIMIT_"))
     found: list[Any] = [resource.getrlimit(kind) for kind in kinds]
     try:
@@ -72,7 +72,7 @@ def _limits() -> list[Any]:
 
 
 def _in_memory(paths: Sequence[str], workspace: str, *, remove: bool) -> dict[str, tuple[str, str]]:
-    """Returns modules by name, each with its path and text; the hidden ones are removed from the disk."""
+    """Returns modules by name, with path and text. With `remove`, also removes the files from the disk."""
     found = {}
     for path in paths:
         if path.endswith(".py"):
@@ -89,7 +89,8 @@ def _in_memory(paths: Sequence[str], workspace: str, *, remove: bool) -> dict[st
 def forked(request: Mapping[str, Any], workspace: str, answer: int) -> dict[str, Any]:
     """Runs the hidden tests in a child, and returns the child's report.
 
-    The report is one frame with a nonce, and the child ends right after it with status 0. Anything else is no report.
+    The report is one frame with a nonce, and the child exits right after it with status 0. Anything else is not a
+    report.
     """
     tests = _in_memory(request["tests"], workspace, remove=True)
     helpers = _in_memory(request["helpers"], workspace, remove=False)
@@ -98,13 +99,14 @@ def forked(request: Mapping[str, Any], workspace: str, answer: int) -> dict[str,
     child = os.fork()
     if not child:
         os.close(read)
+        # The child runs tested code, which must not be able to write the answer.
         os.close(answer)
         _report(tests, helpers, workspace, write, nonce)
     os.close(write)
     most = _HEADER.size + request["most_bytes"]
     text = _received(read, child, most)
     if len(text) > most:
-        os.kill(child, signal.SIGKILL)  # it may wait for somebody to read the rest
+        os.kill(child, signal.SIGKILL)  # the child may wait for a reader of the rest
     os.close(read)
     _, status = os.waitpid(child, 0)
     if len(text) > most:
@@ -127,7 +129,11 @@ def _report(
     target: int,
     nonce: bytes,
 ) -> None:
-    """The life of the child. It ends without `atexit`, so that nothing runs after the report."""
+    """Runs the tests in the child and sends the report.
+
+    Exits without `atexit`, so that nothing runs after the report.
+    """
+    # Taken before the tested code is imported, which could replace them.
     leave, write, pack, dumps = os._exit, os.write, _HEADER.pack, json.dumps
     try:
         import sys
@@ -148,12 +154,12 @@ def _too_long(request: Mapping[str, Any]) -> str:
 
 
 def _received(source: int, child: int, most: int) -> bytes:
-    """Returns what a child writes until it ends; processes that it leaves behind may hold the pipe open.
+    """Returns what a child writes until it ends. Processes that it leaves behind may keep the pipe open.
 
     Args:
-      source: the pipe, which stays open.
-      child: process id.
-      most: bytes, past which no more is read.
+      source: Read end of the pipe. It stays open.
+      child: Process id of the child.
+      most: Number of bytes after which reading stops.
     """
     ended, pieces = os.pidfd_open(child), bytearray()
     os.set_blocking(source, False)
@@ -200,9 +206,10 @@ def _marks(request: Mapping[str, Any], workspace: str) -> dict[str, str]:
 
 
 def commanded(request: Mapping[str, Any], workspace: str) -> dict[str, Any]:
-    """Runs a command; returns its JUnit report if it makes pytest write one, else its output."""
+    """Runs a command. Returns its JUnit report if it makes pytest write one, otherwise its output."""
     before, folder = _marks(request, workspace), os.path.join("/tmp", secrets.token_hex(8))
     os.mkdir(folder)
+    # A random place, so that tested code cannot prepare a report there.
     report = os.path.join(folder, secrets.token_hex(8))
     environment = {
         **os.environ,
@@ -223,6 +230,7 @@ def commanded(request: Mapping[str, Any], workspace: str) -> dict[str, Any]:
     touched = sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
     found = {"changes": [f"{path} was touched while the tests ran" for path in touched], "status": shell.returncode}
     try:
+        # Tested code may have put a link or a pipe there.
         with open(os.open(report, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             found["junit"] = file.read(request["most_bytes"] + 1).decode(errors="replace")
     except OSError:
@@ -232,11 +240,11 @@ def commanded(request: Mapping[str, Any], workspace: str) -> dict[str, Any]:
 
 
 def main(request_text: str, workspace: str) -> None:
-    """Runs the tests and writes the answer: the request's secret and what the tests' process reported.
+    """Runs the tests and writes the answer: the request's secret, and the report of the tests' process.
 
     Args:
-      request_text: JSON; `suites.py` makes it.
-      workspace: folder of the repository and the tests.
+      request_text: Request in JSON, made by `suites.py`.
+      workspace: Folder of the repository and the tests.
     """
     answer, request, limits = seclude(), json.loads(request_text), _limits()
     make_way(request["added"], workspace)
@@ -244,7 +252,7 @@ def main(request_text: str, workspace: str) -> None:
     if _limits() != limits:
         found.setdefault("changes", []).append("the limits of the sandbox were changed")
     text = json.dumps({**found, "secret": request["secret"]}).encode()
-    if len(text) > request["most_bytes"]:  # a sandbox would keep its two ends only
+    if len(text) > request["most_bytes"]:  # the sandbox would cut the middle out of a longer answer
         text = json.dumps({"problem": _too_long(request), "secret": request["secret"]}).encode()
     left = memoryview(text)
     while left:

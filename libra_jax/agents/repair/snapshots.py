@@ -1,7 +1,7 @@
-"""Repositories as files by path: read from the host, handed to a sandbox, taken back from one, and put together again.
+"""Repositories as files by path: read from the host, given to a sandbox, taken back from it, and put together again.
 
-What comes back from a sandbox was written by the policy: regular files are taken over, within limits, and of them none
-that would decide how the hidden tests are found, configured or run.
+The policy wrote the files that come back from a sandbox. Regular files are taken, within limits. Files that would
+decide how hidden tests are found, configured or run are not.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from typing import Any
 from libra_jax import protocols
 
 TEST_FOLDERS = ("test", "tests", "testing", "r2e_tests")
-"""Folders whose files are the suite's, wherever they are: the policy's own are left behind."""
+"""Folders whose files belong to the suite, anywhere in the repository. The policy's files in them are left out."""
 
 OWNED = (
     "test_*.py", "*_test.py", "conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini",
     "setup.cfg", "pyproject.toml", "noxfile.py", "sitecustomize.py", "usercustomize.py", "*.pth", "*.pyc", "*.pyo",
     ".coveragerc", ".env",
 )  # fmt: skip
-"""Names of files that decide how tests are found and run. They stay what the snapshot has, if it has any."""
+"""Names of files that decide how tests are found and run. They keep the snapshot's content, if it has them."""
 
 _CUSTOMS = ("sitecustomize", "usercustomize")
 _RUNNERS = frozenset(
     {*sys.stdlib_module_names, *_CUSTOMS, "pytest", "_pytest", "pluggy", "iniconfig", "hypothesis", "py"}
 )
-"""Modules that a file at the top would take the place of."""
+"""Modules that a file at the top of the repository would replace."""
 
 _LONGEST_PATH = 1000
 _LONGEST_HEADER = 2**16
@@ -46,15 +46,15 @@ _EXTENSIONS = (
     tarfile.GNUTYPE_LONGNAME,
     tarfile.GNUTYPE_LONGLINK,
 )
-"""Kinds of members that describe others. `tarfile` reads each of them whole, of any size."""
+"""Kinds of tar members that describe other members. `tarfile` reads each of them whole, at any size."""
 
 LONG_BYTES = 2**20
-"""Size above which the lines of a file are counted only."""
+"""Size in bytes above which the lines of a file are only counted."""
 
 
 @dataclass(frozen=True)
 class File:
-    """Content, and whether it may be run as a program."""
+    """A file's content, and whether it is executable."""
 
     content: bytes
     executable: bool = False
@@ -65,8 +65,8 @@ class Snapshot:
     """A repository.
 
     Attributes:
-      files: by path, with "/" between folders.
-      links: symbolic links: path, and what it says.
+      files: Files by path, with "/" between folders.
+      links: Targets of symbolic links by path.
     """
 
     files: Mapping[str, File]
@@ -74,15 +74,17 @@ class Snapshot:
 
     @classmethod
     def of_texts(cls, texts: Mapping[str, str]) -> Snapshot:
-        """Of files that are text."""
+        """Returns a snapshot of text files."""
         return cls({path: File(text.encode()) for path, text in texts.items()})
 
     @classmethod
     def read(cls, path: pathlib.Path, most_bytes: int) -> Snapshot:
-        """Of a directory, or of a tar (compressed or not), of which one folder that holds all else is taken off.
+        """Reads a directory or a tar, compressed or not.
+
+        If a single folder of the tar holds everything else, that folder is removed from the paths.
 
         Raises:
-          DataError: there is neither, or it takes more than `most_bytes`.
+          DataError: The path is neither, or it takes more than `most_bytes`.
         """
         if path.is_dir():
             return cls._of_directory(path, most_bytes)
@@ -120,7 +122,7 @@ class Snapshot:
         return Snapshot(files, {path[cut:]: target for path, target in self.links.items()})
 
     def pack(self) -> bytes:
-        """As an archive that a sandbox unpacks."""
+        """Returns the snapshot as an archive that a sandbox unpacks."""
         content = io.BytesIO()
         with tarfile.open(fileobj=content, mode="w", format=tarfile.GNU_FORMAT) as archive:
             for path, file in self.files.items():
@@ -135,14 +137,14 @@ class Snapshot:
 
 
 class Hostile(Exception):
-    """An archive from a sandbox that is none, or holds more than it may."""
+    """An archive from a sandbox is invalid, or holds more than it may."""
 
 
 def taken_over(archive: bytes, most_bytes: int, most_files: int = sys.maxsize) -> dict[str, File]:
-    """The regular files of an archive that came from a sandbox.
+    """Returns the regular files of an archive that came from a sandbox.
 
     Raises:
-      Hostile: it cannot be read, its files take more than `most_bytes`, or are more than `most_files`.
+      Hostile: The archive cannot be read, its files take more than `most_bytes`, or there are more than `most_files`.
     """
     if not archive:
         return {}
@@ -154,7 +156,7 @@ def taken_over(archive: bytes, most_bytes: int, most_files: int = sys.maxsize) -
 
 
 def _bounded_member() -> type[tarfile.TarInfo]:
-    """A member's class for one archive, whose names and descriptions take a bounded part of the memory.
+    """Returns a class for the members of one archive that bounds the memory of names and descriptions.
 
     A compressed megabyte may hold a name of a gigabyte.
     """
@@ -189,7 +191,7 @@ def _members(archive: tarfile.TarFile, most_bytes: int, where: str, most_files: 
         left -= tarfile.BLOCKSIZE
         if left < 0:
             break
-        vars(archive)["members"].clear()  # else it keeps each one
+        vars(archive)["members"].clear()  # otherwise the archive keeps every member in memory
         if member.isreg() and not member.issparse() and is_inside(path):
             left -= member.size
             if left < 0:
@@ -207,37 +209,38 @@ def _members(archive: tarfile.TarFile, most_bytes: int, where: str, most_files: 
 
 
 def is_inside(path: str) -> bool:
-    """Whether a path, without detours, is of a file in the folder that it starts from."""
+    """Returns whether a normalised path stays inside the folder that it starts from."""
     steps = path.split("/")
     good = path not in ("", ".") and not path.startswith("/") and ".." not in steps and "\0" not in path
     return good and len(path) <= _LONGEST_PATH
 
 
 def for_tests(snapshot: Snapshot, workspace: Mapping[str, File], tests: Mapping[str, File]) -> Snapshot:
-    """What the hidden tests run on: the policy's files, but for those that are the suite's, and the suite.
+    """Returns the files for the hidden tests: the policy's files without those of the suite, and the suite.
 
     Args:
-      snapshot: the repository as the policy found it.
-      workspace: the files that it left, by path.
-      tests: the hidden ones, by path.
+      snapshot: The original repository.
+      workspace: Files that the policy left, by path.
+      tests: Hidden tests by path.
     """
     known = {path.split("/", 1)[0] for path in snapshot.files}
     files = {path: file for path, file in workspace.items() if not _is_the_suites(path, known)}
     files |= {path: file for path, file in snapshot.files.items() if _is_the_suites(path, known)}
     above = {parent for path in tests for parent in _parents(path)}
+    # A policy's file must not take the place of a test's folder, nor the other way round.
     files = {path: file for path, file in files.items() if path not in above and not tests.keys() & _parents(path)}
     files |= tests
     folders = {parent for path in files for parent in _parents(path)}
     links = {
         path: target
-        for path, target in snapshot.links.items()  # the policy's own are left behind
+        for path, target in snapshot.links.items()  # links that the policy made are left out
         if path not in files and path not in folders and not files.keys() & _parents(path)
     }
     return Snapshot(files, links)
 
 
 def helpers(snapshot: Snapshot, tests: Mapping[str, File]) -> list[str]:
-    """Returns the paths of modules that the repository itself has for its tests, besides the hidden ones."""
+    """Returns the paths of the repository's own modules for its tests, without the hidden tests."""
     known = {path.split("/", 1)[0] for path in snapshot.files}
     return [
         path for path in snapshot.files if path.endswith(".py") and path not in tests and _is_the_suites(path, known)
@@ -245,9 +248,9 @@ def helpers(snapshot: Snapshot, tests: Mapping[str, File]) -> list[str]:
 
 
 def _is_the_suites(path: str, known: set[str]) -> bool:
-    """Whether a file is no matter of the policy's; `known` are the snapshot's own names at the top."""
+    """Returns whether a file belongs to the suite and not to the policy. `known` are the snapshot's top-level names."""
     *folders, name = path.split("/")
-    described = (".dist-info", ".egg-info")  # names plugins
+    described = (".dist-info", ".egg-info")  # these name plugins
     if any(folder in (*TEST_FOLDERS, "__pycache__", ".git") or folder.endswith(described) for folder in folders):
         return True
     if any(fnmatch.fnmatchcase(name, pattern) for pattern in OWNED):
@@ -255,6 +258,7 @@ def _is_the_suites(path: str, known: set[str]) -> bool:
     first, *rest = path.split("/")
     if first == "src" and rest:
         return rest[0].partition(".")[0] in _RUNNERS
+    # The repository's own modules may have such names; only new ones are suspicious.
     return first not in known and first.partition(".")[0] in _RUNNERS
 
 
@@ -264,9 +268,10 @@ def _parents(path: str) -> set[str]:
 
 
 def changed_lines(before: Mapping[str, File], after: Mapping[str, File]) -> int:
-    """Lines added and lines taken away, over all files; a moved line is neither.
+    """Returns the number of added and removed lines over all files. A moved line counts as neither.
 
-    Of a file above `LONG_BYTES` only the numbers of lines are compared: a list of its lines could take gigabytes.
+    For a file above `LONG_BYTES`, only the numbers of lines are compared, because a list of its lines could take
+    gigabytes.
     """
     count = 0
     for path in before.keys() | after.keys():
@@ -281,7 +286,7 @@ def changed_lines(before: Mapping[str, File], after: Mapping[str, File]) -> int:
 
 
 def top_modules(paths: Iterable[str]) -> list[str]:
-    """The modules and packages that can be imported from a repository's root or its folder src."""
+    """Returns the modules and packages that can be imported from a repository's root or its folder src."""
     found = set()
     for path in paths:
         first, *rest = path.removeprefix("src/").split("/")

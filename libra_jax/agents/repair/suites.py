@@ -1,19 +1,19 @@
-"""Hidden tests: laid over what a policy left, run in a sandbox that the policy never saw, and their verdict.
+"""Hidden tests: put over the policy's files, run in a sandbox that the policy never saw, and judged.
 
-The tests and their helpers come from the task. The policy's files are data that are copied beside them, without those
-that decide how tests run. The tests import the tested code, so the two share a process. Code that was written to
-deceive the tests can be detected, and cannot be ruled out. What is detected passes nothing:
+The tests and their helpers come from the task. The policy's files are copied beside them as data, except files that
+decide how tests run. The tests import the tested code, so both share a process. Therefore code that deceives the tests
+can be detected, but not ruled out. If one of these is detected, no test counts as passed:
 
-- controls among the tests, of which some must pass and some must fail, by a coin tossed on the host;
-- Python's own functions, the tests' functions and the names of test modules, which `guard.py` watches;
-- objects that equal everything, and endless iterations, which `witness.py` notices;
-- test files, settings of runners or limits of the sandbox that were changed while the tests ran.
+- wrong results of control tests, some of which must pass and some must fail, chosen at random on the host;
+- changes of Python's own functions, the tests' functions and the names of test modules, which `guard.py` watches;
+- objects that equal everything, and endless iterations, which `witness.py` detects;
+- test files, settings of runners or limits of the sandbox that changed while the tests ran.
 
-The unchanged repository is judged as well, if something was detected: what it does, too, is no deceit. If it has no
-result, nothing is: nobody knows what it does.
+If something is detected, the unchanged repository is judged as well. Behaviour that it shares is not deceit. If that
+run has no result, nothing counts as deceit, because the repository's behaviour is unknown.
 
-Without a command, Python's `unittest` runs the tests. With one, such as `python -m pytest tests`, the project's own
-runner does, as SWE-bench and R2E-Gym have it; `guard.py` and `witness.py` do not look at it then.
+Without a command, Python's `unittest` runs the tests. With a command, such as `python -m pytest tests`, the project's
+own runner does, as in SWE-bench and R2E-Gym. `guard.py` and `witness.py` are not used then.
 
 Data model of SWE-bench (arXiv 2310.06770): tests that fail before and pass after, and tests that pass before and after.
 """
@@ -36,13 +36,13 @@ from libra_jax.agents.repair import outcomes, snapshots
 from libra_jax.agents.sandbox import limits, pool
 
 ATTEMPTS = 2
-"""Sandboxes that a run may take, if one dies or a signal ends the tests."""
+"""Number of sandboxes that a run may use, if one dies or a signal ends the tests."""
 
 _CONTROLS = 4
 _OPERATORS_OF_SHELL = frozenset("|;&<>`$()\n")
 _BOOT = (
     "import sys, types\n"
-    "workspace = sys.path.pop(0)\n"  # before anything is imported: nothing of the policy's may be
+    "workspace = sys.path.pop(0)\n"  # before any import: none may come from the policy's files
     "package = sys.modules['libra_jax.agents.repair'] = types.ModuleType('package')\n"
     "for name, source in PROGRAMS.items():\n"
     "    module = types.ModuleType(name)\n"
@@ -57,10 +57,10 @@ class Suite:
     """Hidden tests.
 
     Attributes:
-      tests: files by path.
-      must_pass: names of tests that have to pass; empty: all that there are, and at least one.
-      command: runs them, from the workspace; empty: `unittest` does.
-      seconds: that a run may take; None: as any call.
+      tests: Files by path.
+      must_pass: Names of tests that have to pass. Empty: all tests, and at least one.
+      command: Command that runs the tests in the workspace. Empty: `unittest` runs them.
+      seconds: Seconds that a run may take. None: the limit of any call.
     """
 
     tests: Mapping[str, snapshots.File]
@@ -71,15 +71,15 @@ class Suite:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a run came to.
+    """The verdict on a run.
 
     Attributes:
-      passed: tests that passed, of those that must.
-      total: tests that must pass; 0 if the number is not known, because the run had no result.
-      problem: why the run passed nothing, in a few words; empty if it has a result.
-      overdue: the run took too long.
-      deceit: the tested code tampered with the tests, or lied to them.
-      broke: the tested code or its files ended the sandbox, or did not fit into it.
+      passed: Number of tests that passed, of those that must.
+      total: Number of tests that must pass. 0 if unknown, because the run had no result.
+      problem: Why the run passed nothing, in a few words. Empty if it has a result.
+      overdue: Whether the run took too long.
+      deceit: Whether the tested code tampered with the tests or lied to them.
+      broke: Whether the tested code or its files ended the sandbox or did not fit into it.
     """
 
     passed: int
@@ -91,27 +91,27 @@ class Verdict:
 
     @property
     def solved(self) -> bool:
-        """Whether every test passed that must."""
+        """Whether all tests passed that must pass."""
         return 0 < self.total == self.passed
 
     @property
     def share(self) -> float:
-        """Share of the tests that must pass, that do."""
+        """Share of the tests that passed, of those that must."""
         return self.passed / self.total if self.total else 0.0
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What one run found.
+    """The findings of one run.
 
     Attributes:
-      passed: whether each test passed, by name.
-      problem: why there is no result, in a few words; empty if there is one.
-      overdue: the run took too long.
-      forged: the problem is a forged report.
-      killed: a signal ended the run; nobody knows who sent it.
-      changes: what the tested code changed around the tests.
-      lies: what its objects and functions did that no honest ones do.
+      passed: Whether each test passed, by name.
+      problem: Why there is no result, in a few words. Empty if there is one.
+      overdue: Whether the run took too long.
+      forged: Whether the problem is a forged report.
+      killed: Whether a signal ended the run. Its sender is unknown.
+      changes: Changes that the tested code made around the tests.
+      lies: Behaviour of its objects and functions that honest ones do not have.
     """
 
     passed: Mapping[str, bool] = field(default_factory=dict)
@@ -124,11 +124,11 @@ class Findings:
 
 
 Known = MutableMapping[str, asyncio.Task[Findings]]
-"""Runs of unchanged repositories: those that go on, and those that have a result."""
+"""Runs of unchanged repositories, by digest: those that are under way, and those that have a result."""
 
 
 class _Died(Exception):
-    """The sandbox ended under the tests, or the files did not fit into it."""
+    """The sandbox ended during the tests, or the files did not fit into it."""
 
 
 async def run(
@@ -138,23 +138,24 @@ async def run(
     suite: Suite,
     known: Known | None = None,
 ) -> Verdict:
-    """Runs hidden tests on a repository as a policy left it. The tested code answers for what it does to the run.
+    """Runs hidden tests on a repository as a policy left it. The tested code is responsible for its effects on the run.
 
-    A sandbox that dies is tried once more. If it dies again, and that of the unchanged repository does not right
-    afterwards, the policy's files ended it. A run that a signal ends twice ended itself: nothing tells that from the
-    kernel's killer on a machine without memory. Such a verdict has its `problem`, and holds for this run only.
+    If the sandbox dies, the run is repeated once. If it dies again, the unchanged repository is run right afterwards.
+    If that run survives, the policy's files ended the sandbox. A run that signals end twice has ended itself, because
+    this looks the same as the kernel's killer on a machine without memory. Such a verdict has a `problem` and holds for
+    this run only.
 
     Args:
-      sandbox: where fresh ones come from.
-      snapshot: the repository as it was.
-      workspace: files as they are now, by path.
-      suite: the tests.
-      known: findings on unchanged repositories, kept from call to call; of one event loop.
+      sandbox: Pool that provides fresh sandboxes.
+      snapshot: The original repository.
+      workspace: Current files by path.
+      suite: The tests.
+      known: Findings on unchanged repositories, kept between calls. Belongs to one event loop.
 
     Raises:
-      ConfigError: the tests bring hidden data and no command.
-      WorkerLost: sandboxes did not start, or were killed while files were unpacked; or they died under the run, and
-        under the unchanged repository.
+      ConfigError: The tests bring hidden data and have no command.
+      WorkerLost: Sandboxes did not start, or were killed while files were unpacked. Also if they died during the run
+        and during that of the unchanged repository.
     """
     data = telling_data(snapshot, suite.tests)
     config.check(
@@ -178,7 +179,7 @@ async def run(
     if deceits := await bench.deceits(found):
         return Verdict(0, total, "; ".join(deceits[:3]), deceit=True)
     wanted = [outcomes.dotted(name) for name in suite.must_pass]
-    if not wanted:  # all that the tests have, also those that the tested code removed
+    if not wanted:  # all tests of the suite, including tests that the tested code removed
         try:
             wanted = sorted(found.passed.keys() | (await bench.unchanged()).passed.keys())
         except _Died:
@@ -188,7 +189,7 @@ async def run(
 
 
 class _Bench:
-    """Judges files by one suite; the unchanged repository once, and only if there is a question."""
+    """Judges files by one suite. Judges the unchanged repository at most once, and only if needed."""
 
     def __init__(
         self,
@@ -200,12 +201,12 @@ class _Bench:
         self._sandbox, self._snapshot, self._suite, self._known = sandbox, snapshot, suite, known
 
     async def unchanged(self) -> Findings:
-        """Returns the findings on the repository as it was; it may take half of the seconds of a run.
+        """Returns the findings on the original repository. This may take half of the seconds of a run.
 
-        Attempts that ask at the same time share one run. Findings without a result are not kept.
+        Rollouts that ask at the same time share one run. Findings without a result are not kept.
 
         Raises:
-          _Died: its sandboxes died.
+          _Died: The sandboxes died.
         """
         key = await deadlines.off_loop(digest, self._snapshot, self._snapshot.files, self._suite)
         task = self._known.get(key)
@@ -213,13 +214,13 @@ class _Bench:
             task = asyncio.get_running_loop().create_task(self.findings(self._snapshot.files, 0.5))
             self._known[key] = task
             task.add_done_callback(functools.partial(_forget, self._known, key))
-        return await asyncio.shield(task)  # one caller's deadline is none of the others'
+        return await asyncio.shield(task)  # one caller's deadline must not cancel the run for the others
 
     async def survives(self) -> None:
-        """Runs the repository as it was, now: what was found before says nothing of how the machine is.
+        """Runs the original repository now. Earlier findings say nothing about the machine's current state.
 
         Raises:
-          _Died: its sandboxes died, or a signal ended its tests.
+          _Died: The sandboxes died, or a signal ended the tests.
         """
         found = await self.findings(self._snapshot.files, 0.5)
         if found.killed:
@@ -228,16 +229,16 @@ class _Bench:
     async def findings(self, workspace: Mapping[str, snapshots.File], share: float = 1.0) -> Findings:
         """Returns the findings on some files.
 
-        All attempts together get the seconds of one run, so that tested code cannot outlast the caller's deadline. The
-        first may take them all. For the next one, the time that the sandbox took to start and to unpack counts, too.
+        All tries together get the seconds of one run, so that tested code cannot outlast the caller's deadline. The
+        first try may use them all. Before another try, the time that the sandbox took to start and unpack counts too.
 
         Args:
-          workspace: the files, by path.
-          share: of the suite's seconds that all attempts together may take.
+          workspace: Files by path.
+          share: Share of the suite's seconds that all tries together may take.
 
         Raises:
-          _Died: sandboxes died, one after the other.
-          WorkerLost: none started, or they were killed while files were unpacked.
+          _Died: The sandboxes died, one after the other.
+          WorkerLost: No sandbox started, or they were killed while files were unpacked.
         """
         found: Findings | None = None
         most = share * self._sandbox.limits.of_call(self._suite.seconds)
@@ -256,7 +257,8 @@ class _Bench:
                 if outcome.broken or (outcome.by_code and outcome.status == "failure"):
                     death = outcome.text
                 else:
-                    found = await deadlines.off_loop(examination.read, outcome)  # a hostile report may be long
+                    # Off the loop, because a hostile report may be long.
+                    found = await deadlines.off_loop(examination.read, outcome)
             left = most - (clock() - began)
             if (found is not None and not found.killed) or left < most / 2:
                 break
@@ -265,7 +267,7 @@ class _Bench:
         return found
 
     async def deceits(self, found: Findings) -> list[str]:
-        """Returns what the tested code did and the unchanged repository does not, in a few words each."""
+        """Returns deceptions of the tested code that the unchanged repository does not show, in a few words each."""
         if not (found.changes or found.lies):
             return []
         try:
@@ -279,7 +281,7 @@ class _Bench:
 
 
 def _forget(known: Known, key: str, task: asyncio.Task[Findings]) -> None:
-    """Drops a run that came to nothing."""
+    """Drops a run without a result."""
     lost = task.cancelled() or task.exception() is not None or bool(task.result().problem)
     if lost and known.get(key) is task:
         del known[key]
@@ -289,13 +291,14 @@ DATA = (
     "the hidden tests bring {!r}, which the tested code could read; give the task a test command, "
     "or have the file in the repository, where the policy sees it too"
 )
-"""Why data that `telling_data` finds are refused."""
+"""Message that refuses data found by `telling_data`."""
 
 
 def telling_data(snapshot: snapshots.Snapshot, tests: Mapping[str, snapshots.File]) -> str:
-    """Path of hidden data, if the tests bring any besides what the repository has anyway; empty: they bring none.
+    """Returns the path of hidden data in the tests, unless the repository has the same file. Empty if there is none.
 
-    Python files are run from memory. Other files have to lie where the tests, and so the tested code, can open them.
+    Python files are run from memory. Other files have to be on disk, where the tested code could open them as the tests
+    do.
     """
     for path, file in tests.items():
         known = snapshot.files.get(path)
@@ -305,11 +308,12 @@ def telling_data(snapshot: snapshots.Snapshot, tests: Mapping[str, snapshots.Fil
 
 
 def digest(snapshot: snapshots.Snapshot, workspace: Mapping[str, snapshots.File], suite: Suite) -> str:
-    """Of all that a verdict depends on."""
+    """Returns a digest of everything that a verdict depends on."""
     found = hashlib.sha256()
     for files in (snapshots.for_tests(snapshot, workspace, suite.tests).files, suite.tests):
         for path in sorted(files):
             content = files[path].content
+            # The length keeps the boundaries between files unambiguous.
             found.update(f"{path!r} {len(content)} {files[path].executable}".encode(errors="surrogateescape"))
             found.update(content)
     found.update(repr((tuple(suite.must_pass), suite.command, suite.seconds)).encode())
@@ -317,7 +321,7 @@ def digest(snapshot: snapshots.Snapshot, workspace: Mapping[str, snapshots.File]
 
 
 class _Examination:
-    """One run: `files` and `code` are what a sandbox gets; `read` understands its answer."""
+    """One run. A sandbox gets `files` and `code`, and `read` interprets its answer."""
 
     def __init__(self, snapshot: snapshots.Snapshot, workspace: Mapping[str, snapshots.File], suite: Suite) -> None:
         self._suite, self._secret = suite, secrets.token_hex(16)
@@ -339,7 +343,7 @@ class _Examination:
         self.code = f"REQUEST, PROGRAMS = {(json.dumps(request), programs())!r}\n{_BOOT}"
 
     def _controlled(self, path: str, file: snapshots.File) -> snapshots.File:
-        """Returns a test file with controls at its end."""
+        """Returns a test file with control tests added at its end."""
         name = path.rpartition("/")[2]
         if not (name.startswith("test") and name.endswith(".py")):
             return file
@@ -348,14 +352,14 @@ class _Examination:
         for place in range(_CONTROLS):
             test, check = self._control(f"{path}::{case}", place)
             lines += [f"    def {test}(self):", f"        {check}"]
-        if not self._suite.command or "pytest" in self._suite.command:  # else nobody runs plain functions
+        if not self._suite.command or "pytest" in self._suite.command:  # other runners do not run plain functions
             for place in range(2):
                 test, check = self._control(path, place)
                 lines += [f"def {test}():", f"    {check}"]
         return snapshots.File(file.content + "\n".join(lines).encode() + b"\n", file.executable)
 
     def _control(self, where: str, place: int) -> tuple[str, str]:
-        """Returns name and body of a control; the first two of a place are one of each kind."""
+        """Returns name and body of a control test. The first two at a place are one of each kind."""
         good = place == 0 or (place > 1 and secrets.randbelow(2) == 1)
         left = secrets.token_hex(4)
         right = left if good else secrets.token_hex(4)
@@ -368,7 +372,7 @@ class _Examination:
         return test, secrets.choice((f"self.assertEqual({left!r}, {right!r})", f"assert {left!r} == {right!r}"))
 
     def read(self, outcome: limits.Outcome) -> Findings:
-        """Returns the findings of a run by what its sandbox answered."""
+        """Returns the findings of a run from its sandbox's outcome."""
         if outcome.status == "timeout":
             return Findings(problem=outcome.text or "took too long", overdue=True)
         try:
@@ -390,20 +394,22 @@ class _Examination:
         return self._judged(passed, answer)
 
     def _printed(self, answer: Mapping[str, Any]) -> str:
-        if "pytest" in self._suite.command:  # it would have written a report, had it come to its end
+        if "pytest" in self._suite.command:  # pytest writes a report if it runs to its end
             raise outcomes.Unreadable("pytest wrote no report")
         return str(answer.get("printed", ""))
 
     def _judged(self, passed: Mapping[str, bool], answer: Mapping[str, Any]) -> Findings:
         changes, lies = (_texts(answer.get(name)) for name in ("changes", "lies"))
         for name, good in self._controls.items():
-            # Only our own runner says so of a module that none of its tests could run.
+            # Our own runner reports a module whose import failed, so its controls could not run. Other runners do not
+            # report it.
             unloaded = not self._suite.command and f"{self._modules[name]}.import" in passed
             if passed.get(name) is not good and not (unloaded and name not in passed):
                 return Findings(
                     problem="tests that must pass or fail in any case did not, or were not run", forged=True
                 )
         simple = self._suite.command and not _OPERATORS_OF_SHELL & set(self._suite.command)
+        # A simple command must fail, because some controls fail in every run.
         if simple and self._controls and answer.get("status") == 0:
             changes.append("the test command ended with status 0 although a test failed")
         kept = {name: good for name, good in passed.items() if name not in self._controls}
@@ -417,6 +423,6 @@ def _texts(value: Any) -> list[str]:
 
 @functools.cache
 def programs() -> dict[str, str]:
-    """Returns the programs that a sandbox under test gets, each after those that it needs."""
+    """Returns the programs that a sandbox gets for the tests. Each comes after the programs that it imports."""
     here = pathlib.Path(__file__).parent
     return {name: (here / f"{name}.py").read_text() for name in ("guard", "witness", "hidden", "referee")}

@@ -1,10 +1,10 @@
-"""Looks at what hidden tests get from the tested code: objects that lie about themselves.
+"""Examines the objects that hidden tests get from tested code, and detects objects that lie about themselves.
 
-A sandbox gets this file as text, so it imports the standard library only. The source of a hidden test is rewritten, so
-that its calls, comparisons and sums pass through a `Witness`. A lie is behaviour that no value has, such as being equal
-to two different numbers. A class that compares with a tolerance behaves like one; `suites.py` forgives what the
-repository did before the policy changed it. Arguments may change: a fix may have to change one in place, and nothing
-tells that from a function that spoils what a test expects.
+A sandbox gets this file as text, so it imports the standard library only. The source of a hidden test is rewritten: its
+calls, comparisons and sums go through a `Witness`. A lie is behaviour that no real value has, such as being equal to
+two different numbers. A class that compares with a tolerance also behaves this way, so `suites.py` forgives what the
+original repository already did. Changed arguments are allowed: a fix may have to change an argument in place, which
+looks the same as a function that spoils a test's expected value.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 CALL, COMPARE, BINARY = "__libra_call__", "__libra_compare__", "__libra_binary__"
 
 _BARE = frozenset({"super", "locals", "globals", "vars", "dir", "eval", "exec", "isinstance", "issubclass", "type"})
-"""Functions that look at the frame of their caller, or at no value."""
+"""Functions that read their caller's frame, or that read no value. Their calls are not rewritten."""
 
 _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "Eq": operator.eq, "NotEq": operator.ne, "Lt": operator.lt, "LtE": operator.le, "Gt": operator.gt,
@@ -37,7 +37,7 @@ _LEAVES, _MOST_ITEMS = 200, 10_000
 
 
 class Rewriter(ast.NodeTransformer):
-    """Has the calls, comparisons and sums of a test's source pass through a `Witness`."""
+    """Rewrites the calls, comparisons and sums of a test's source, so that they go through a `Witness`."""
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         """Rewrites `f(x)`."""
@@ -47,7 +47,7 @@ class Rewriter(ast.NodeTransformer):
         return ast.copy_location(ast.Call(ast.Name(CALL, ast.Load()), [node.func, *node.args], node.keywords), node)
 
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
-        """Rewrites `a == b`; a chain of comparisons stays, but its operands are looked at."""
+        """Rewrites `a == b`. A chain of comparisons stays a chain, but its operands are examined."""
         self.generic_visit(node)
         kind = type(node.ops[0]).__name__
         if len(node.ops) == 1 and kind in _COMPARISONS:
@@ -69,14 +69,14 @@ class Rewriter(ast.NodeTransformer):
 
 
 class Witness:
-    """Carries out what `Rewriter` rewrote, and keeps what it saw.
+    """Does the operations that `Rewriter` rewrote, and records the lies that it sees.
 
     Args:
-      workspace: the folder of the tested code.
-      tests: paths of the hidden tests, which lie in the same folder.
+      workspace: Folder of the tested code.
+      tests: Paths of the hidden tests, which are in the same folder.
 
     Attributes:
-      seen: a few words for each lie.
+      seen: A few words for each lie.
     """
 
     def __init__(self, workspace: str, tests: set[str]) -> None:
@@ -86,14 +86,15 @@ class Witness:
         self.seen: list[str] = []
 
     def namespace(self) -> dict[str, Any]:
-        """Returns what rewritten source needs among its globals."""
+        """Returns the names that rewritten source needs among its globals."""
         return {CALL: self.call, COMPARE: self.compare, BINARY: self.binary}
 
     def call(self, function: Any, /, *args: Any, **keywords: Any) -> Any:
-        """Calls a function for a test, and looks at what goes in."""
+        """Calls a function for a test, and examines the arguments if the function is not the tested code."""
         if not self._is_tested(function):
             for place, value in enumerate(args[:3]):
                 self.look(value, args[1 - place] if place < 2 <= len(args) else None)
+            # These take a StopIteration of the function that they call for the end of their input.
             if any(function is one for one in _SWALLOWS) or getattr(function, "__module__", "") == "itertools":
                 kinds = (types.FunctionType, types.MethodType)
                 args = tuple(self._loud(value) if isinstance(value, kinds) else value for value in args)
@@ -102,7 +103,7 @@ class Witness:
         return function(*args, **keywords)
 
     def compare(self, kind: str, left: Any, right: Any) -> Any:
-        """Compares two values for a test; without a kind, returns the left one."""
+        """Compares two values for a test. Without a kind, returns the left value."""
         self.look(left, right)
         if not kind:
             return left
@@ -118,7 +119,7 @@ class Witness:
         return _SUMS[kind](left, right)
 
     def look(self, value: Any, other: Any) -> None:
-        """Notes whether a value, or one within it, lies about itself."""
+        """Records whether a value, or a value inside it, lies about itself."""
         if type(value) in _PLAIN:
             return
         for leaf in itertools.islice(_leaves(value, 3), _LEAVES):
@@ -138,9 +139,9 @@ class Witness:
         return code.co_filename.startswith(self._folder) and code.co_filename not in self._tests
 
     def _loud(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the function with its StopIteration made an error, which would end a loop of checks in silence.
+        """Returns the function with StopIteration of tested code turned into an error.
 
-        StopIteration that a test's own code raises stays what it is.
+        StopIteration would silently end a loop of checks. If the test's own code raises it, it stays StopIteration.
         """
 
         def called(*args: Any, **keywords: Any) -> Any:
@@ -157,7 +158,7 @@ class Witness:
         return called
 
     def _own(self, kind: type) -> frozenset[str]:
-        """The operators that a class, or one that it inherits from, defines in the tested code."""
+        """Returns the operators that a class defines in tested code, including those that it inherits from there."""
         if kind not in self._operators:
             self._operators[kind] = frozenset(
                 name
@@ -168,6 +169,7 @@ class Witness:
         return self._operators[kind]
 
     def _lie(self, value: Any, other: Any, own: frozenset[str]) -> str:
+        # A large random number: tested code cannot have prepared an equality for it.
         number = self._random.randint(2**40, 2**60)
         strangers = [object(), number, float(number), str(number), [number], *_altered(other)]
         if own & {"__eq__", "__ne__"}:
@@ -186,7 +188,7 @@ class Witness:
         return ""
 
     def _bounded(self, value: Any) -> Any:
-        """Returns an iterator's items as a list, and notes one that has no end."""
+        """Returns an iterator's items as a list, of bounded length. Records an iterator that has more items."""
         if "__iter__" not in self._own(type(value)) and not isinstance(value, types.GeneratorType):
             return value
         if hasattr(type(value), "__contains__"):
@@ -209,7 +211,7 @@ def _true(test: Callable[[Any, Any], Any], left: Any, right: Any) -> bool:
 
 
 def _altered(value: Any) -> list[Any]:
-    """Values of the same type that differ from this one, and the value."""
+    """Returns the value, and values of the same type that differ from it. Empty for other types."""
     if isinstance(value, bool):
         return [value, not value]
     if isinstance(value, int | float):

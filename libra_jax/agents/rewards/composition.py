@@ -1,11 +1,11 @@
-"""Scores rollouts: weight times value, added up over the config's functions and the environment's own reward.
+"""Scores rollouts: a weighted sum of the config's reward functions and the environment's own reward.
 
 async with composition.opened(run.reward, cluster, note=print, start_seconds=60.0) as scorer:
     score = await scorer(task, transcript)
 
-A function that raises, hangs or returns nonsense is called again, `reward.retries` times. After that the rollout's
-group is replaced, and nothing is scored as zero. Calls that lost their actor together are repeated one at a time, so
-that only the one at fault pays for it.
+A function that raises, hangs or returns an invalid value is called again, up to `reward.retries` times. After that, the
+rollout's group is replaced; no failure is scored as zero. If an actor is lost, its calls are repeated one at a time, so
+that only the call at fault counts as failed.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from libra_jax.agents.rewards import pool, scoring, worker
 T = TypeVar("T")
 
 TRY_SECONDS = 20.0
-"""Longest wait for factories before the run starts: one that loads a model is not waited for twice."""
+"""Seconds to wait for factories before the run starts. A factory that loads a model is slower, and not waited for."""
 
 
 def check(reward: config.RewardConfig) -> None:
-    """Finds the factories and checks their arguments, without calling one.
+    """Finds the factories and checks their arguments. Calls none of them.
 
     Raises:
-      ConfigError: a factory cannot be found, takes other arguments, or is no factory.
+      ConfigError: A factory cannot be found, takes other arguments, or is not a factory.
     """
     for name, function in reward.parsed().items():
         worker.check(name, function)
@@ -47,15 +47,15 @@ def try_factories(reward: config.RewardConfig) -> None:
     A factory that takes longer than `TRY_SECONDS` is left to the actors.
 
     Raises:
-      ConfigError: a factory raises, or makes no function of two arguments.
+      ConfigError: A factory raises, or does not make a function of two arguments.
     """
     if not reward.functions:
         return
-    forked = multiprocessing.get_context("fork")  # which alone needs no second import of the command
+    forked = multiprocessing.get_context("fork")  # only fork does not import the command's script a second time
     answers, answer = forked.Pipe(duplex=False)
     child = forked.Process(target=_tried, args=(reward, answer))
     child.start()
-    answer.close()  # so that a child that dies ends the wait
+    answer.close()  # a child that dies then ends the wait
     try:
         problem = answers.recv() if answers.poll(TRY_SECONDS) else ""
         child.join(worker.CLOSE_SECONDS)  # a factory's own processes end with the child
@@ -63,7 +63,7 @@ def try_factories(reward: config.RewardConfig) -> None:
         child.join(worker.CLOSE_SECONDS)
         problem = f"config.reward.functions: a factory ended its process (exit status {child.exitcode})"
     finally:
-        child.kill()  # SIGTERM would run the handler that the command has installed
+        child.kill()  # SIGTERM would run the handler that the command has installed, which the child inherited
         child.join()
         answers.close()
     if problem:
@@ -71,7 +71,7 @@ def try_factories(reward: config.RewardConfig) -> None:
 
 
 def _tried(reward: config.RewardConfig, answer: connection.Connection) -> None:
-    """Makes the functions, and sends what is wrong with the first that is; empty if none is."""
+    """Makes the functions, and sends the first problem. Sends an empty text if there is none."""
     problem = ""
     try:
         for name, function in reward.parsed().items():
@@ -89,17 +89,17 @@ async def opened(
     note: Callable[[str], None],
     start_seconds: float,
 ) -> AsyncIterator[scoring.Scorer | None]:
-    """Starts the actors and yields the run's scorer, or None if the environment's own reward alone counts.
+    """Starts the actors and yields the run's scorer. Yields None if only the environment's own reward counts.
 
     Args:
-      reward: names the functions.
-      cluster: makes the actors, and ends them.
-      note: gets a sentence when an actor is restarted.
-      start_seconds: seconds that an actor may take to start.
+      reward: Settings with the functions.
+      cluster: Cluster that makes the actors and ends them.
+      note: Called with a sentence when an actor is restarted.
+      start_seconds: Seconds that an actor may take to start.
 
     Raises:
-      ConfigError: a factory cannot be called, or makes no function of two arguments.
-      LibraError: an actor did not start.
+      ConfigError: A factory cannot be called, or does not make a function of two arguments.
+      LibraError: An actor did not start.
     """
     if not reward.functions:
         yield None
@@ -114,14 +114,17 @@ async def opened(
 class ComposedReward:
     """A `scoring.Scorer`. Belongs to one event loop.
 
-    The metrics of a score are `reward/<name>`, each function's value before its weight; `reward/environment`, the
-    environment's own reward; `reward/<name>/<metric>`, further numbers of a function; `reward_seconds/<name>`, seconds
-    of the calls that were made; `reward_cached/<name>`, 1 if the value was cached, else 0: its mean is the hit rate.
+    The metrics of a score are:
+      `reward/<name>`: each function's value before its weight.
+      `reward/environment`: the environment's own reward.
+      `reward/<name>/<metric>`: further numbers of a function.
+      `reward_seconds/<name>`: seconds of the calls that were made.
+      `reward_cached/<name>`: 1 if the value was cached, otherwise 0. The mean is the hit rate.
 
     Args:
-      reward: names the functions and their weights.
-      actors: hold the functions, and have started.
-      takes_transcript: by function, whether it gets the transcript instead of the text.
+      reward: Settings with the functions and their weights.
+      actors: Started actors that hold the functions.
+      takes_transcript: Whether each function gets the transcript instead of the text, by name.
     """
 
     def __init__(self, reward: config.RewardConfig, actors: pool.Pool, takes_transcript: Mapping[str, bool]) -> None:
@@ -133,12 +136,12 @@ class ComposedReward:
         self._turns = {name: asyncio.Semaphore(reward.concurrency) for name in self._functions}
 
     async def __call__(self, task: protocols.Task, transcript: scoring.Transcript) -> scoring.Score:
-        """Scores an attempt.
+        """Scores a rollout.
 
         Raises:
-          RewardFailed: a function failed `reward.retries` + 1 times.
-          EnvironmentCrashed: the environment's own reward counts, and it gave none.
-          WorkerLost: actors were lost so often that the run is to end.
+          RewardFailed: A function failed `reward.retries` + 1 times.
+          EnvironmentCrashed: The environment's own reward counts, but the environment gave none.
+          WorkerLost: Actors were lost so often that the run has to end.
         """
         own, weight = transcript.environment_reward, self._config.environment_weight
         if weight and own is None:
@@ -152,6 +155,7 @@ class ComposedReward:
         if own is not None:
             metrics["reward/environment"] = own
             terms.append(weight * own)
+        # fsum raises for inf - inf, so infinite terms are sorted out before.
         total = math.fsum(terms) if all(map(math.isfinite, terms)) else math.inf
         if not math.isfinite(total):
             raise protocols.RewardFailed(f"task {task.prompt_id}: the reward's terms {terms} have no finite sum")
@@ -175,7 +179,7 @@ class ComposedReward:
         return outcome.value, {f"reward/{name}": outcome.value, **further, **told}
 
     async def _call(self, name: str, task: protocols.Task, given: str | scoring.Transcript) -> worker.Outcome:
-        """Calls a function until it answers, and at most `reward.retries` times again."""
+        """Calls a function until it succeeds, with at most `reward.retries` failures that are its own."""
         left, alone = self._config.retries, False
         while True:
             blamed = True
@@ -183,7 +187,7 @@ class ComposedReward:
                 outcome = await self._actors.ask(name, task, given, alone=alone)
                 problem = outcome.problem
             except pool.Lost as lost:
-                # Of all the calls that an actor ran when it was lost, only one that runs alone is known to be at fault.
+                # Several calls may run in a lost actor, and any may be at fault. Only a call that ran alone is blamed.
                 blamed, alone, problem = alone, True, str(lost)
             if not problem:
                 return outcome
@@ -195,7 +199,7 @@ class ComposedReward:
 
 
 async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Runs coroutines concurrently and returns their results. The first error is raised, and cancels the others."""
+    """Runs coroutines concurrently and returns their results. The first error cancels the others and is raised."""
     tasks = [asyncio.ensure_future(item) for item in work]
     try:
         return await asyncio.gather(*tasks)
@@ -208,7 +212,7 @@ async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 def cache_key(function: config.RewardFunctionConfig, task: protocols.Task, given: str | scoring.Transcript) -> bytes:
     """Returns the digest of a call: factory, arguments, the task's payload, and the text or transcript.
 
-    The task's `prompt_id` is left out, so tasks of one content share values.
+    The task's `prompt_id` is left out, so tasks with the same content share values.
     """
     seen = given if isinstance(given, str) else dataclasses.asdict(given)
     content = [function.factory, dict(function.arguments), dict(task.payload), seen]
@@ -216,7 +220,7 @@ def cache_key(function: config.RewardFunctionConfig, task: protocols.Task, given
 
 
 class Cache:
-    """Keeps at most `entries` values of reward functions, and drops the least recently used first."""
+    """Keeps up to `entries` values of reward functions. Drops the least recently used first."""
 
     def __init__(self, entries: int) -> None:
         self._entries = entries
@@ -226,14 +230,14 @@ class Cache:
         return len(self._values)
 
     def get(self, name: bytes) -> worker.Outcome | None:
-        """Returns the value and counts it as used; None if the cache does not have it."""
+        """Returns the value and marks it as used. None if the cache does not have it."""
         found = self._values.get(name)
         if found is not None:
             self._values.move_to_end(name)
         return found
 
     def put(self, name: bytes, value: worker.Outcome) -> None:
-        """Keeps the value."""
+        """Stores the value, and drops old ones if there are too many."""
         self._values[name] = value
         self._values.move_to_end(name)
         while len(self._values) > self._entries:

@@ -1,4 +1,4 @@
-"""A language model as judge of answers, behind any endpoint that speaks OpenAI's chat completions (vLLM's, for one).
+"""A language model as a judge of answers, behind any endpoint with OpenAI's chat completions, such as vLLM's.
 
 config.reward.functions = {
     "judge": {
@@ -41,10 +41,10 @@ Score it from $lowest to $highest: $rubric
 Think first, briefly. Then end with a JSON object: {"score": NUMBER}"""
 
 PATTERN = r'"score"\s*:\s*"?(-?\d+(?:\.\d+)?)'
-"""Reads the score of a reply that is, or ends with, such a JSON object."""
+"""Regular expression for the score, in a reply that is or ends with the JSON object of `PROMPT`."""
 
 OWN_FIELDS = ("response", "text", "finish", "rubric", "lowest", "highest")
-"""What a prompt may mention besides the columns of the task."""
+"""Names that a prompt may mention besides the columns of the task."""
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -54,14 +54,14 @@ class Judge:
     """Asks a model for a score; see `judge`.
 
     Attributes:
-      client: an `openai.AsyncOpenAI`.
-      key: that errors must not repeat; empty is none.
-      request: fields of every request, the model among them.
-      prompt: what is asked.
-      fields: that the prompt may mention, besides the attempt's.
-      pattern: its group 1 is the score.
-      lowest: lowest score asked for.
-      highest: highest score asked for.
+      client: An `openai.AsyncOpenAI`.
+      key: Key that errors must not repeat. Empty means none.
+      request: Fields of every request, including the model.
+      prompt: Template of the question to the model.
+      fields: Fields that the prompt may mention besides the rollout's.
+      pattern: Regular expression whose group 1 is the score.
+      lowest: Lowest score that the model may give.
+      highest: Highest score that the model may give.
     """
 
     client: Any = field(repr=False)
@@ -74,11 +74,11 @@ class Judge:
     highest: float
 
     async def __call__(self, task: protocols.Task, transcript: scoring.Transcript) -> tuple[float, dict[str, float]]:
-        """The score, from 0 to 1, and the tokens it cost.
+        """Returns the score, from 0 to 1, and the number of tokens it cost.
 
         Raises:
-          RuntimeError: the endpoint failed, also when asked again.
-          ValueError: the reply holds no score in range.
+          RuntimeError: The endpoint failed, and its retries failed too.
+          ValueError: The reply holds no score in range.
         """
         own = {"response": transcript.answer, "text": transcript.text, "finish": transcript.finish}
         fields = {**{name: _text(value) for name, value in task.payload.items()}, **own, **self.fields}
@@ -92,7 +92,7 @@ class Judge:
                 messages=[{"role": "user", "content": content}],
                 extra_body={name: value for name, value in self.request.items() if name != "model"},
             )
-        except Exception as error:  # the package's own, and what its transport raises
+        except Exception as error:  # the package's own errors, and those of its transport
             where = self._safe(f"the judge's endpoint, {self.client.base_url}, failed: {type(error).__name__}: {error}")
             raise RuntimeError(f"{where}; is it up, and is that its address?") from None
         said = (reply.choices[0].message.content or "") if reply.choices else ""
@@ -105,7 +105,7 @@ class Judge:
         await self.client.close()
 
     def _score(self, said: str) -> float:
-        """The last score in a reply, scaled to 0..1."""
+        """Returns the last score in a reply, scaled to 0..1."""
         found = [match.group(1) for match in self.pattern.finditer(said)]
         try:
             value = float(found[-1])
@@ -116,7 +116,7 @@ class Judge:
         return (value - self.lowest) / (self.highest - self.lowest)
 
     def _safe(self, text: str) -> str:
-        """The text without the key, which an endpoint may repeat."""
+        """Returns the text without the key, which an endpoint's error may repeat."""
         return text.replace(self.key, "[key]") if self.key else text
 
 
@@ -129,7 +129,10 @@ def _check(condition: bool, problem: str) -> None:
 
 
 def _key_of(variable: str) -> str:
-    """The key that an environment variable holds; empty for none. The error never repeats what may be a key."""
+    """Returns the key in an environment variable. Empty if no variable is named.
+
+    The error never repeats the name of an unusable variable, which may be the key itself.
+    """
     if not variable:
         return ""
     _check(
@@ -154,29 +157,29 @@ def judge(
     retries: int = 3,
     request: Mapping[str, Any] | None = None,
 ) -> Judge:
-    """A reward function that asks a model. `reward.concurrency` bounds the calls at once, `reward.seconds` each.
+    """Returns a reward function that asks a model. `reward.concurrency` bounds its calls, `reward.seconds` each one.
 
     Args:
-      base_url: of the endpoint, "/v1" included.
-      model: by the endpoint's name for it.
-      rubric: what earns which score.
-      prompt: what is asked, whole. `$name` stands for a column of the task, or for one of `OWN_FIELDS`: `$response` is
-        the policy's last output, `$text` the whole attempt.
-      pattern: regular expression whose group 1 is the score; the last match in the reply counts.
-      lowest: lowest score asked for; it becomes 0.
-      highest: highest score asked for; it becomes 1.
-      api_key_env: the environment variable that holds the key, read by the actor; empty: the endpoint needs none.
-      seconds: deadline of one request.
-      retries: requests after one that timed out, was refused for now (408, 409, 429, 5xx) or did not connect; waits in
-        between double from 0.5 s to 8 s, with jitter, or are what the endpoint's Retry-After says (the `openai`
-        package's own).
-      request: further fields of the request; temperature 0 and at most 1024 tokens unless it says otherwise.
+      base_url: Address of the endpoint, including "/v1".
+      model: Name of the model at the endpoint.
+      rubric: Text that says what earns which score.
+      prompt: Template of the whole question. `$name` stands for a column of the task, or for a name of `OWN_FIELDS`:
+        `$response` is the policy's last output, `$text` the whole rollout.
+      pattern: Regular expression whose group 1 is the score. The last match in the reply counts.
+      lowest: Lowest score that the model may give. It becomes 0.
+      highest: Highest score that the model may give. It becomes 1.
+      api_key_env: Environment variable with the key, which the actor reads. Empty if the endpoint needs no key.
+      seconds: Deadline of one request in seconds.
+      retries: Number of retries of a request that timed out, did not connect, or was refused for the moment (408, 409,
+        429, 5xx). Waits between them double from 0.5 s to 8 s, with jitter, or follow the endpoint's Retry-After. The
+        `openai` package does this.
+      request: Further fields of the request. Defaults: temperature 0 and at most 1024 tokens.
 
     Raises:
-      ConfigError: the package `openai` is missing, the key is not set, or an argument cannot be used.
+      ConfigError: The package `openai` is missing, the key is not set, or an argument is invalid.
     """
     try:
-        import openai  # here: it is optional, and takes a second to import
+        import openai  # imported here: it is optional and takes a second to import
     except ModuleNotFoundError as error:
         raise protocols.ConfigError(
             "config.reward.functions: the judge needs the package openai; install it with `pip install openai`"
@@ -192,6 +195,7 @@ def judge(
             f"config.reward.functions: the judge's pattern is no regular expression: {error}"
         ) from error
     _check(compiled.groups >= 1, "pattern must have a group, which holds the score")
+    # Not str.format: the braces of a JSON object in the prompt have to stay as they are.
     template = string.Template(prompt)
     _check(template.is_valid(), "prompt has a $ that begins no name; write $$ for a dollar")
     key = _key_of(api_key_env)

@@ -1,7 +1,7 @@
-"""The actors that hold reward functions: which one is asked, when one is restarted, and which input kills one.
+"""The actors that hold reward functions. Chooses which actor a call goes to, and restarts a broken actor.
 
-Actors and not a `pebble.ProcessPool`: a run on several hosts has them there, and calls of one async function interleave
-in one process (`reward.concurrency`), where a pool would need a process for each.
+Actors are used instead of a `pebble.ProcessPool`. A run on several hosts has actors on them. And calls of an async
+function interleave in one process (`reward.concurrency`), where a pool would need one process per call.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from libra_jax.agents.rewards import scoring, worker
 FACTORY = "libra_jax.agents.rewards.worker:create"
 
 LOOK_SECONDS = 10.0
-"""Seconds that an actor with an overdue call has to answer that it is well."""
+"""Seconds that an actor with an overdue call has to answer that it works."""
 
 STOP_SECONDS = 120.0
 """Seconds to wait for the end of replaced actors when the run ends."""
 
 
 class Lost(Exception):
-    """The actor was lost during the call, by this call's fault or a concurrent one's. The message ends a sentence."""
+    """An actor was lost during a call, by this call's fault or a concurrent one's. The message ends a sentence."""
 
 
 @dataclass
 class _Place:
-    """Place of an actor, and of its replacement after it is lost."""
+    """The place of an actor, and of its replacement after the actor is lost."""
 
     name: str
     actor: protocols.ActorHandle | None = None
@@ -40,13 +40,13 @@ class _Place:
 
 
 class Pool:
-    """Asks the least busy actor. Belongs to one event loop.
+    """Sends calls to the least busy actor. Belongs to one event loop.
 
     Args:
-      reward: names the functions; has the number of actors, the deadline and the restarts.
-      cluster: makes the actors.
-      note: gets a sentence when an actor is restarted.
-      start_seconds: seconds that an actor may take to start.
+      reward: Settings with the functions, the number of actors, the deadline and the restarts.
+      cluster: Cluster that makes the actors.
+      note: Called with a sentence when an actor is restarted.
+      start_seconds: Seconds that an actor may take to start.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class Pool:
         self._ending: set[asyncio.Task[None]] = set()
 
     async def start(self) -> dict[str, bool]:
-        """Makes the actors; returns for each function whether it takes a transcript.
+        """Makes the actors. Returns for each function whether it takes a transcript.
 
         Raises:
-          ConfigError: a factory cannot be called, or makes no function of two arguments.
-          LibraError: an actor did not start.
+          ConfigError: A factory cannot be called, or does not make a function of two arguments.
+          LibraError: An actor did not start.
         """
         tasks = [asyncio.ensure_future(self._make(place)) for place in self._places]
         try:
@@ -86,14 +86,14 @@ class Pool:
         """Calls a function.
 
         Args:
-          name: name of the function.
-          task: the rollout's task.
-          given: the text or the transcript.
-          alone: call it in an actor where nothing else runs, so that this call is to blame if the actor is lost.
+          name: Name of the function.
+          task: Task of the rollout.
+          given: The text or the transcript.
+          alone: Call it in an actor where nothing else runs. If that actor is lost, this call is to blame.
 
         Raises:
-          Lost: the actor was lost, and the next call makes another.
-          WorkerLost: more actors were lost than `reward.restarts` allows.
+          Lost: The actor was lost. The next call makes another.
+          WorkerLost: More actors were lost than `reward.restarts` allows.
         """
         if not alone:
             return await self._ask(min(self._places, key=lambda place: place.calls), name, task, given)
@@ -115,6 +115,7 @@ class Pool:
                 return await deadlines.within(self._config.seconds, work)
             except deadlines.Overdue:
                 problem = f"took more than {self._config.seconds:g} s (config.reward.seconds)"
+                # An overdue call alone does not condemn its actor: other calls may be running well in it.
                 if trouble := await _trouble(actor):
                     await self._give_up(place, actor, trouble)
                     raise Lost(problem) from None
@@ -126,14 +127,14 @@ class Pool:
             place.calls -= 1
 
     async def close(self) -> None:
-        """Waits for the end of replaced actors; the others end with the cluster."""
+        """Waits for the end of replaced actors. The current actors end with the cluster."""
         if self._ending:
             await asyncio.wait(self._ending, timeout=STOP_SECONDS)
         for task in self._ending:
             task.cancel()
 
     async def _give_up(self, place: _Place, sick: protocols.ActorHandle, trouble: str) -> None:
-        """Ends an actor, unless another call has; the next call makes another."""
+        """Ends an actor, unless another call has done so. The next call makes another."""
         async with place.changing:
             if place.actor is not sick:
                 return
@@ -152,17 +153,19 @@ class Pool:
             self._end(name)
 
     def _end(self, name: str) -> None:
-        """Ends an actor in the background, because that may take long. Its end need not be clean."""
+        """Ends an actor in the background, because ending may take long. Errors are ignored."""
 
         async def end() -> None:
             with contextlib.suppress(protocols.LibraError):
                 await self._cluster.stop(name)
 
         ending = asyncio.get_running_loop().create_task(end())
+        # asyncio itself keeps only weak references to tasks.
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
 
     async def _make(self, place: _Place) -> dict[str, bool]:
+        # A name that was used before would collide with the old actor, which may still be ending.
         place.made += 1
         name = _name(place)
         actor = await self._cluster.spawn(
@@ -188,7 +191,7 @@ def _name(place: _Place) -> str:
 
 
 async def _trouble(actor: protocols.ActorHandle) -> str:
-    """Returns what is wrong with an actor in which a call was overdue; empty: nothing."""
+    """Returns what is wrong with an actor after a call was overdue. Empty if the actor works."""
     try:
         return await deadlines.within(LOOK_SECONDS, actor.call(worker.RewardWorker.trouble))
     except deadlines.Overdue:

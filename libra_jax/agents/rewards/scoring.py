@@ -1,4 +1,4 @@
-"""What a reward function may know of a finished attempt, and what an attempt's scorer answers."""
+"""The data that a reward function gets about a finished rollout, and the score that it gives."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from libra_jax import protocols
 
 @dataclass(frozen=True)
 class Transcript:
-    """A finished attempt. A reward function gets it in place of the text if its second parameter is `transcript`.
+    """A finished rollout. A reward function gets it instead of the text if its second parameter is named `transcript`.
 
     Attributes:
-      text: the whole attempt, prompt and tool returns included, special tokens spelled out; what other functions get.
-      answer: the policy's last output where that ended the attempt, else empty. Special tokens are spelled out as the
-        tokenizer does, the stop token is left out.
-      finish: why it ended, one of `protocols.FINISHES`.
-      messages: the dialogue as the policy saw it, its own outputs included; the last may have been cut off.
-      tools: what each turn's calls came to, in order.
-      metrics: numbers that the environment reported.
-      environment_reward: the environment's own; 0 where a limit ended the attempt, None where it gave none that is a
+      text: The whole rollout with prompt and tool returns, special tokens spelled out. Other functions get this.
+      answer: The policy's last output if it ended the rollout, otherwise empty. Special tokens are spelled out as the
+        tokenizer does, and the stop token is left out.
+      finish: Why the rollout ended, one of `protocols.FINISHES`.
+      messages: The dialogue as the policy saw it, with its own outputs. The last one may be cut off.
+      tools: Results of each turn's calls, in order.
+      metrics: Numbers that the environment reported.
+      environment_reward: The environment's own reward. 0 if a limit ended the rollout. None if the environment gave no
         finite number.
     """
 
@@ -35,11 +35,11 @@ class Transcript:
 
 @dataclass(frozen=True)
 class Score:
-    """What an attempt is worth.
+    """The score of a rollout.
 
     Attributes:
-      reward: a finite number.
-      metrics: further numbers, added to the attempt's own; those named `reward.../...` keep that name in reports.
+      reward: A finite number.
+      metrics: Further numbers, added to the rollout's own. Names of the form `reward.../...` are kept in reports.
     """
 
     reward: float
@@ -47,4 +47,7 @@ class Score:
 
 
 Scorer = Callable[[protocols.Task, Transcript], Awaitable[Score]]
-"""Scores finished attempts; raises EnvironmentCrashed (RewardFailed if a retry of the attempt would not help)."""
+"""Function that scores finished rollouts.
+
+Raises EnvironmentCrashed, or RewardFailed if a new rollout would not help.
+"""

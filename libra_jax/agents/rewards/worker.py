@@ -1,7 +1,7 @@
-"""The actor that holds reward functions and calls them. A function's failure is an answer, not an error.
+"""The actor that holds reward functions and calls them. A function's failure is returned, not raised.
 
-Plain functions run on a thread each, async ones on an event loop of the actor. So neither blocks the event loop that
-the actor lives on, which is the run's own if actors are embedded.
+Each call of a plain function runs on its own thread. Async functions run on a separate event loop of the actor. So
+neither blocks the event loop that the actor lives on, which is the run's own if actors are embedded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from libra_jax.agents import deadlines, resolving
 from libra_jax.agents.rewards import scoring
 
 MOST_HUNG = 32
-"""Number of abandoned calls of plain functions that still run, from which on the actor asks to be replaced."""
+"""Number of abandoned calls of plain functions that still run. From this number on, the actor asks to be replaced."""
 
 PING_SECONDS = 2.0
 CLOSE_SECONDS = 5.0
@@ -41,10 +41,10 @@ class Outcome:
     """The result of a call.
 
     Attributes:
-      value: a finite number.
-      metrics: further numbers that the function reports.
-      seconds: seconds that the call took.
-      problem: what the function did wrong, as the end of a sentence; empty: nothing.
+      value: A finite number.
+      metrics: Further numbers that the function reports.
+      seconds: Duration of the call in seconds.
+      problem: What the function did wrong, as the end of a sentence. Empty if nothing.
     """
 
     value: float = 0.0
@@ -54,10 +54,10 @@ class Outcome:
 
 
 def check(name: str, function: config.RewardFunctionConfig) -> Callable[..., Any]:
-    """Returns the factory of a function, after checking its arguments, without calling it.
+    """Checks the arguments of a function's factory and returns the factory. Does not call it.
 
     Raises:
-      ConfigError: the factory cannot be found, takes other arguments, or is the reward function itself.
+      ConfigError: The factory cannot be found, takes other arguments, or is the reward function itself.
     """
     field_name = f"reward.functions.{name}"
     factory = resolving.resolve(function.factory, f"{field_name}.factory")
@@ -77,7 +77,7 @@ def make(name: str, function: config.RewardFunctionConfig) -> tuple[Function, bo
     """Returns the function that a factory makes, and whether the function takes a transcript.
 
     Raises:
-      ConfigError: see `check`; or the factory raises, or its result cannot be called with two arguments.
+      ConfigError: See `check`. Also if the factory raises, or if its result cannot be called with two arguments.
     """
     field_name = f"reward.functions.{name}"
     made = resolving.call(check(name, function), function.factory, function.arguments, f"{field_name}.arguments")
@@ -86,7 +86,7 @@ def make(name: str, function: config.RewardFunctionConfig) -> tuple[Function, bo
     try:
         signature = inspect.signature(made)
         signature.bind(None, "")
-    except ValueError:  # without a readable signature
+    except ValueError:  # a function written in C may have no readable signature
         return made, False
     except TypeError as error:
         raise protocols.ConfigError(
@@ -98,10 +98,10 @@ def make(name: str, function: config.RewardFunctionConfig) -> tuple[Function, bo
 
 
 class RewardWorker:
-    """Holds functions by name; their calls interleave. It is made inside an event loop.
+    """Holds functions by name. Their calls interleave. Create it inside an event loop.
 
     Args:
-      functions: as `config.RewardConfig.functions` has them.
+      functions: Functions in the form of `config.RewardConfig.functions`.
     """
 
     def __init__(self, functions: Mapping[str, Mapping[str, Any]]) -> None:
@@ -109,25 +109,26 @@ class RewardWorker:
         self._functions: dict[str, Function] = {}
         self._loop = _LoopThread("libra-rewards")
         self._running: set[object] = set()  # calls of plain functions that have not returned
-        self._given_up: set[object] = set()  # those of them that no one waits for
+        self._given_up: set[object] = set()  # the calls of `_running` that nobody waits for
 
     async def start(self) -> dict[str, bool]:
-        """Makes the functions; returns for each whether it takes a transcript.
+        """Makes the functions. Returns for each whether it takes a transcript.
 
         Raises:
-          ConfigError: see `make`.
+          ConfigError: See `make`.
         """
         made = {name: await deadlines.off_loop(make, name, function) for name, function in self._config.items()}
         self._functions = {name: function for name, (function, _) in made.items()}
         return {name: takes_transcript for name, (_, takes_transcript) in made.items()}
 
     async def score(self, name: str, task: protocols.Task, given: str | scoring.Transcript) -> Outcome:
-        """Calls a function; the caller sets the deadline."""
+        """Calls a function. The caller sets the deadline."""
         began = asyncio.get_running_loop().time()
         try:
             value = await self._call(self._functions[name], task, given)
         except asyncio.CancelledError:
             waiting = asyncio.current_task()
+            # Distinguishes a cancelled caller, which has to be cancelled, from a function that cancelled itself.
             if waiting is not None and waiting.cancelling():
                 raise
             return Outcome(problem="was cancelled from within")
@@ -136,7 +137,7 @@ class RewardWorker:
         return _read(value, asyncio.get_running_loop().time() - began)
 
     async def trouble(self) -> str:
-        """Returns why this actor should be replaced, as the end of a sentence; empty: it should not."""
+        """Returns why this actor should be replaced, as the end of a sentence. Empty if it should not be."""
         hung = len(self._given_up & self._running)
         if hung >= MOST_HUNG:
             return f"has {hung} calls that hang"
@@ -146,7 +147,8 @@ class RewardWorker:
         """Closes the functions that have a method `close`, and ends the event loop."""
         for function in self._functions.values():
             if callable(close := getattr(function, "close", None)):
-                with contextlib.suppress(Exception):  # the run is over, or the actor sick
+                # The run is over, or the actor is broken: nothing can be done about an error.
+                with contextlib.suppress(Exception):
                     await deadlines.within(CLOSE_SECONDS, self._call(close))
         await self._loop.close(CLOSE_SECONDS)
 
@@ -177,9 +179,9 @@ class RewardWorker:
 
 
 class _LoopThread:
-    """Runs coroutines of other event loops on a thread with a loop of its own.
+    """Runs coroutines for other event loops on a thread with its own loop.
 
-    The thread is a daemon, so one that is blocked for ever does not keep the process alive.
+    The thread is a daemon, so a thread that is blocked forever does not keep the process alive.
     """
 
     def __init__(self, name: str) -> None:
@@ -201,26 +203,29 @@ class _LoopThread:
                 self._ended.set_result(None)
 
     async def run(self, function: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
-        """Returns the result of `await function(*arguments)` there. If cancelled, cancels the call without waiting."""
+        """Returns the result of `await function(*arguments)` on that loop.
+
+        If cancelled, cancels the call without waiting.
+        """
 
         async def work() -> Any:
             try:
                 return await function(*arguments)
-            except (SystemExit, KeyboardInterrupt) as error:  # would end the loop for all calls
+            except (SystemExit, KeyboardInterrupt) as error:  # these would end the loop for all calls
                 raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work(), self._loop))
 
     async def answers(self, seconds: float) -> bool:
-        """Returns whether the loop takes up new work within `seconds`."""
+        """Returns whether the loop accepts new work within `seconds`."""
         ping = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop))
         done, _ = await asyncio.wait({ping}, timeout=seconds)
         ping.cancel()
         return bool(done)
 
     async def close(self, seconds: float) -> None:
-        """Cancels the work and ends the thread; a thread that is blocked is left behind after `seconds`."""
-        with contextlib.suppress(RuntimeError):  # it is closed already
+        """Cancels the work and ends the thread. A blocked thread is left behind after `seconds`."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed already
             self._loop.call_soon_threadsafe(self._loop.stop)
         await asyncio.wait({asyncio.wrap_future(self._ended)}, timeout=seconds)
 
@@ -230,7 +235,7 @@ async def _awaited(value: Any) -> Any:
 
 
 def _read(value: object, seconds: float) -> Outcome:
-    """Reads a function's answer: a number, or a number and metrics."""
+    """Reads a function's return value: a number, or a number and metrics."""
     metrics: Any = {}
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
         value, metrics = value
@@ -258,5 +263,5 @@ def _shortened(text: str) -> str:
 
 
 def create(functions: Mapping[str, Mapping[str, Any]]) -> RewardWorker:
-    """Makes the actor; `functions` as `config.RewardConfig.functions` has them."""
+    """Makes the actor from functions in the form of `config.RewardConfig.functions`."""
     return RewardWorker(functions)

@@ -1,4 +1,4 @@
-"""A directory of the host as the archive that a sandbox unpacks."""
+"""Packs a directory of the host into the archive that a sandbox unpacks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _BLOCK = 512
 
 
 def pack(directory: Path, most_mib: int) -> bytes:
-    """The directory's files, folders and symbolic links, which are kept as they are and not followed.
+    """Returns a tar of the directory's files, folders and symbolic links. Links are stored as links, not followed.
 
     Args:
-      directory: of the host.
-      most_mib: MiB that it may take.
+      directory: A directory of the host.
+      most_mib: Largest size of the archive in MiB.
 
     Raises:
-      ConfigError: it is none, or takes more.
+      ConfigError: The path is not a directory, or its archive would be larger than `most_mib`.
     """
     if not directory.is_dir():
         raise protocols.ConfigError(f"the workspace {directory} is no directory of this host; name one that is")
@@ -27,10 +27,12 @@ def pack(directory: Path, most_mib: int) -> bytes:
 
     def kept(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
         if not (member.isfile() or member.isdir() or member.issym()):
-            return None  # a socket or a device is nothing to copy
+            return None  # a socket or a device cannot be copied as a file
         nonlocal room
+        # Each member takes a header block besides its content, so many empty files count too.
         room -= member.size + _BLOCK
         config.check(room >= 0, "sandbox.workspace_mib", f"{most_mib} do not hold the workspace {directory}; raise it")
+        # The host's users mean nothing inside the sandbox, and names would leak who owns the files.
         member.uid = member.gid = 0
         member.uname = member.gname = ""
         return member

@@ -1,4 +1,4 @@
-"""What holds a sandbox: bubblewrap, a container runtime, or nothing. Each is a command line and what goes with it."""
+"""Backends that hold a sandbox: bubblewrap, a container runtime, or nothing. Each builds a command line."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ INSTALL = (
 )
 
 _USERS = range(2_000_000_000, 2_016_777_216)
-"""Ids that no system gives to users. Each sandbox of a root runs as another one of them."""
+"""User ids that no system assigns to people. If this process is root, each sandbox runs as another id of the range."""
 
 _PRIVATELY = ("unshare", "--mount", "--propagation=private")
 _EMPTY = "mount -t tmpfs -o mode=755 none /mnt"
 _ZERO = "/mnt/zero"
 _MAKE_ZERO = f"mknod -m 444 {_ZERO} c 1 5"
-"""Makes a /dev/zero that can be read alone. Who may write to it can share memory through it that no limit counts."""
+"""Makes a read-only /dev/zero. A process that can write to it can share memory through it that no limit counts."""
 
 _HELP_SECONDS = 10.0
 _SAMPLED = (
@@ -55,7 +55,7 @@ _FILES = {
     "/etc/hosts": "127.0.0.1 localhost\n::1 localhost\n",
 }
 _MODULES = ("usage", "children")
-"""What the first process imports besides the standard library: it is handed them as text."""
+"""Modules that the first process imports besides the standard library. It gets their source as text."""
 
 _BOOT = (
     "import sys, types\n"
@@ -70,15 +70,15 @@ _BOOT = (
 
 @dataclass(frozen=True)
 class Launch:
-    """How one sandbox is started.
+    """The command that starts one sandbox, and what it needs.
 
     Attributes:
-      command: its words.
-      environment: all that its process finds in its environment.
-      info_fd: of the descriptors, the one where bubblewrap writes the id of the first process; -1: nothing does.
-      descriptors: those that the command inherits; the caller closes them.
-      remove: a command that ends it where killing its process does not.
-      directory: a directory of the host that is removed with it.
+      command: Words of the command line.
+      environment: The complete environment of the process.
+      info_fd: Descriptor where bubblewrap writes the id of the first process, one of `descriptors`. -1 if none.
+      descriptors: Descriptors that the command inherits. The caller closes them.
+      remove: Command that ends the sandbox if killing its process does not end it. Empty if killing is enough.
+      directory: Directory of the host that is removed with the sandbox. Empty if none.
     """
 
     command: Sequence[str]
@@ -90,31 +90,35 @@ class Launch:
 
 
 class Backend(Protocol):
-    """Starts sandboxes under the limits it was made with."""
+    """Starts sandboxes under fixed limits."""
 
     def launch(self, *, group: bool) -> Launch:
-        """What starts one; `group`: its first process will be put into a control group that limits memory."""
+        """Returns the command that starts one sandbox.
+
+        Args:
+          group: The caller will put the first process into a control group that limits memory.
+        """
         ...
 
     def caveats(self, *, group: bool) -> list[str]:
-        """Returns what is not contained, or limited only roughly; `group` as for `launch`."""
+        """Returns what is not contained, or is limited only roughly. `group` means the same as for `launch`."""
         ...
 
 
 def make(
     name: str, limits: limits_module.Limits, packages: tuple[str, ...], image: str, *, allow_unsafe: bool
 ) -> Backend:
-    """The backend of this name.
+    """Returns the backend with this name.
 
     Args:
-      name: of `NAMES`.
-      limits: what a sandbox may use.
-      packages: directories of the host that are shown read-only and searched for Python modules.
-      image: with Python 3.11 and bash, of the container runtime.
-      allow_unsafe: permits "none".
+      name: One of `NAMES`.
+      limits: Limits of each sandbox.
+      packages: Directories of the host that are shown read-only and searched for Python modules.
+      image: Container image with Python 3.11 and bash. Only the container backend reads it.
+      allow_unsafe: Permits the backend "none".
 
     Raises:
-      ConfigError: the name is none, or what it takes is not installed.
+      ConfigError: The name is unknown, or a program that the backend needs is not installed.
     """
     config.check_choice(name, NAMES, "sandbox.backend")
     for path in packages:
@@ -139,12 +143,15 @@ def make(
 
 
 def interpreter() -> str:
-    """This Python, outside of any virtual environment."""
+    """Returns the path of this Python, outside of any virtual environment."""
     return str(getattr(sys, "_base_executable", "") or sys.executable)
 
 
 def _python() -> list[str]:
-    """How it starts: without `site`, which takes most of the time, and shows code what this machine has installed."""
+    """Returns the words that start Python without `site`.
+
+    Importing `site` takes most of the start time, and it would show code what this machine has installed.
+    """
     return [interpreter(), "-I", "-S"]
 
 
@@ -153,21 +160,21 @@ def _home_of_python() -> str:
 
 
 def _open_to_all(path: str) -> bool:
-    """Whether someone without rights reaches the directory."""
+    """Returns whether a user without special rights can reach the directory."""
     place = Path(os.path.realpath(path))
     return all(folder.stat().st_mode & 0o001 for folder in (place, *place.parents))
 
 
 @functools.cache
 def source() -> str:
-    """The program of a sandbox's first process."""
+    """Returns the program of a sandbox's first process, as text."""
     here = Path(__file__).parent
     modules = {name: (here / f"{name}.py").read_text() for name in _MODULES}
     return _BOOT.format(modules=modules, supervisor=(here / "supervisor.py").read_text())
 
 
 def _places(packages: tuple[str, ...]) -> dict[str, str]:
-    """Where a sandbox shows each of the host's directories."""
+    """Returns where a sandbox shows each of the host's directories."""
     return {os.path.realpath(path): f"/packages/{number}" for number, path in enumerate(packages)}
 
 
@@ -178,20 +185,22 @@ def _settings(limits: limits_module.Limits, packages: Iterable[str], **more: Any
 
 
 def _environment(home: str, temporary: str, packages: Iterable[str]) -> dict[str, str]:
-    """All that code finds in its environment: nothing of this process's."""
+    """Returns the complete environment of the sandboxed code. Nothing is taken from this process's environment."""
     path = f"{os.path.dirname(interpreter())}:{_PATH}"
     return {**_ENVIRONMENT, "PATH": path, "HOME": home, "TMPDIR": temporary, "PYTHONPATH": ":".join(packages)}
 
 
 class Bubblewrap:
-    """Namespaces of its own for everything, the system read-only, no network, no rights.
+    """Runs each sandbox in its own namespaces, with a read-only system, no network and no privileges.
 
-    A root gives its user up before. Under any name in the sandbox, it would still own the host's devices and
-    settings of the kernel, and the kernel would not count its processes.
+    If this process is root, it changes to another user before it starts bubblewrap. Otherwise the sandbox would still
+    be the host's root under another name. It would own the host's devices and kernel settings, and the kernel would not
+    count its processes.
     """
 
     def __init__(self, limits: limits_module.Limits, packages: tuple[str, ...], program: str) -> None:
         self._limits, self._packages, self._program = limits, packages, program
+        # Older versions of bubblewrap lack some options, so its help text tells which ones exist.
         self._options = _help(program)
         self._root = os.geteuid() == 0
         if self._root and shutil.which("setpriv") is None:
@@ -201,6 +210,7 @@ class Bubblewrap:
             )
         self._shown = {_home_of_python(): _home_of_python(), **_places(packages)}
         for path in packages:
+            # The sandbox's user is not root, so the permissions for others have to let it read and enter the folder.
             readable = not self._root or os.stat(path).st_mode & 0o005 == 0o005
             config.check(readable, "sandbox.packages", f"{path} is for root alone; let others read it (chmod o+rx)")
         hidden = [path for path in self._shown if self._root and not _open_to_all(path)]
@@ -209,14 +219,16 @@ class Bubblewrap:
         self._prefix = self._preparation(hidden)
         found = re.match(r"(\d+)\.(\d+)", platform.release())
         release = (int(found[1]), int(found[2])) if found else (0, 0)
-        # From 5.14 on a user namespace has a count of its own; before, the user's other processes were in it.
+        # From Linux 5.14 on, each user namespace has its own process count. Before, the count included the user's other
+        # processes on the host, so a limit on it could fail a sandbox that is nearly empty.
         self._counts = release >= (5, 14)
         self._users = _USERS if self._root and _maps_users(_USERS) else None
 
     def _preparation(self, hidden: list[str]) -> list[str]:
-        """What goes before: first to be killed where memory runs out, then root's user is given up.
+        """Returns the words that come before the command.
 
-        Paths that only root reaches are first shown below /mnt, in a mount namespace that no one else has.
+        They make the sandbox the kernel's first choice to kill if memory runs out. Paths that only root reaches are
+        first mounted below /mnt, in a private mount namespace. This has to happen while the process is still root.
         """
         script = "echo 1000 2>/dev/null >/proc/self/oom_score_adj; set -e; "
         words = ["sh", "-c"]
@@ -230,9 +242,13 @@ class Bubblewrap:
         return [*words, script + 'exec "$@"', "sh"]
 
     def _drop(self) -> list[str]:
-        """Gives root's user up for one that no other sandbox has: the kernel counts some things by user."""
+        """Returns words that change from root to a user of this sandbox alone.
+
+        The kernel counts some things by user.
+        """
         if not self._root:
             return []
+        # Random instead of counted, because several runs on a machine share the range.
         user = NOBODY if self._users is None else secrets.choice(self._users)
         return ["setpriv", f"--reuid={user}", f"--regid={NOBODY}", "--clear-groups"]
 
@@ -251,7 +267,7 @@ class Bubblewrap:
             command += ["--file", holding(text.encode()), path]
         if filtered := seccomp.program():
             command += ["--seccomp", holding(filtered)]
-        info = holding(b"")  # no pipe: without a reader bubblewrap would end, and leave behind what it had cloned
+        info = holding(b"")  # not a pipe: if its reader died, bubblewrap would end and leave its clone behind
         command += ["--info-fd", info, "--remount-ro", "/", "--chdir", WORKSPACE, "--", *_python(), "-c"]
         packages = _places(self._packages).values()
         command += [source(), _settings(self._limits, packages, count_processes=self._counts, group=group)]
@@ -271,6 +287,7 @@ class Bubblewrap:
         return found
 
     def _isolation(self) -> list[str]:
+        # --unshare-all only tries to make a user namespace; --unshare-user turns a failure into an error.
         words = ["--unshare-all", "--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox"]
         words += ["--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"]
         return [*words, "--disable-userns"] if "--disable-userns" in self._options else words
@@ -278,6 +295,7 @@ class Bubblewrap:
     def _mounts(self) -> list[str]:
         words = []
         for path in _READ_ONLY:
+            # On many systems /bin and /lib are links into /usr. The sandbox gets the same links.
             if os.path.islink(path):
                 words += ["--symlink", os.readlink(path), path]
             elif os.path.isdir(path):
@@ -288,7 +306,7 @@ class Bubblewrap:
         if self._zero:
             words += ["--dev-bind", self._zero, "/dev/zero"]
         for path in (WORKSPACE, "/tmp", "/dev/shm"):
-            if "--size" in self._options:  # else the first process looks at it now and then
+            if "--size" in self._options:  # otherwise the first process checks the size while a call runs
                 words += ["--size", str(self._limits.workspace_mib * 2**20)]
             words += ["--tmpfs", path]
         for path, place in self._shown.items():
@@ -298,7 +316,7 @@ class Bubblewrap:
 
 @functools.cache
 def _makes_devices() -> bool:
-    """Whether a device can be made in a mount namespace of its own, which some containers refuse to root."""
+    """Returns whether a device can be made in a private mount namespace. Some containers refuse this even to root."""
     script = f"set -e; {_EMPTY}; {_MAKE_ZERO}; head -c1 {_ZERO}"
     try:
         done = subprocess.run([*_PRIVATELY, "sh", "-c", script], capture_output=True, timeout=_HELP_SECONDS)
@@ -308,7 +326,7 @@ def _makes_devices() -> bool:
 
 
 def _maps_users(users: range) -> bool:
-    """Whether this process's user namespace has all of these ids."""
+    """Returns whether this process's user namespace maps all of these ids."""
     lines = [list(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
     return any(first <= users[0] and users[-1] < first + count for first, _, count in lines)
 
@@ -322,14 +340,14 @@ def _help(program: str) -> str:
 
 
 class Container:
-    """A container of podman or docker; the runtime's own filter of system calls holds there."""
+    """Runs each sandbox as a podman or docker container. The runtime brings its own filter of system calls."""
 
     def __init__(self, limits: limits_module.Limits, packages: tuple[str, ...], runtime: str, image: str) -> None:
         config.check(bool(image), "sandbox.image", "must name an image with Python 3.11 and bash")
         self._limits, self._packages, self._runtime, self._image = limits, packages, runtime, image
 
     def launch(self, *, group: bool) -> Launch:
-        """See `Backend`. The runtime makes its own control group."""
+        """See `Backend`. The runtime makes its own control group, so `group` is ignored."""
         limits, name = self._limits, f"libra-{uuid.uuid4().hex}"
         size = f"rw,nosuid,nodev,mode=1777,size={limits.workspace_mib}m"
         command = [self._runtime, "run", "--rm", "--interactive", "--pull=never", f"--name={name}", "--network=none"]
@@ -346,6 +364,7 @@ class Container:
         command += [f"--env={key}={value}" for key, value in environment.items()]
         settings = _settings(limits, _places(self._packages).values(), group=True)
         command += [self._image, "python3", "-I", "-c", source(), settings]
+        # The runtime's client needs this process's environment. The container gets only the --env words.
         return Launch(command, dict(os.environ), remove=(self._runtime, "rm", "--force", name))
 
     def caveats(self, *, group: bool) -> list[str]:
@@ -355,7 +374,7 @@ class Container:
 
 
 class Unconfined:
-    """A plain process, for machines that have neither: it stops mistakes, and no intent."""
+    """Runs code as a plain process, if neither other backend is available. It stops accidents, but no attacks."""
 
     def __init__(self, limits: limits_module.Limits, packages: tuple[str, ...]) -> None:
         self._limits, self._packages = limits, packages

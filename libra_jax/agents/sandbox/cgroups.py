@@ -1,6 +1,6 @@
-"""Control groups of version 2, where this process was given a part of the tree to rule (systemd's Delegate=yes).
+"""Control groups (version 2), if this process may manage a part of the tree (systemd's Delegate=yes).
 
-Without, a sandbox's first process counts memory and processes itself, every few hundredths of a second.
+Without a control group, a sandbox's first process counts memory and processes itself, every few hundredths of a second.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ _REMOVE_SECONDS = 2.0
 
 
 def delegated(mounted: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> Path | None:
-    """A group under which this process may make others that limit memory and processes; None where there is none.
+    """Returns a group under which this process may make groups that limit memory and processes. None if there is none.
 
-    A group that limits others holds no process itself, so it is the parent of ours, or, at the root, our own.
+    In version 2, a group that limits others may hold no process itself, except the root. So the group is the parent of
+    our own, or our own if it is the root.
 
     Args:
-      mounted: where the tree of version 2 is mounted.
-      own: tells our group.
+      mounted: Where the tree of version 2 is mounted.
+      own: File that names this process's own group.
     """
     with contextlib.suppress(OSError):
         lines = own.read_text().splitlines()
+        # Version 2 has the hierarchy number 0; other lines belong to version 1.
         here = next((line[3:].lstrip("/") for line in lines if line.startswith("0::")), None)
         if here is None:
             return None
@@ -41,36 +43,38 @@ def delegated(mounted: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/se
 
 
 class Group:
-    """One sandbox's group. `close` removes it, once its processes are gone."""
+    """The control group of one sandbox. Call `close` after its processes have ended."""
 
     def __init__(self, parent: Path, limits: limits_module.Limits) -> None:
         self.path = parent / f"libra-{uuid.uuid4().hex}"
         self.path.mkdir()
-        self._write("pids.max", limits.processes + 3)  # the sandbox's own: its first process and two interpreters
+        # 3 more for the sandbox itself: its first process and two interpreters.
+        self._write("pids.max", limits.processes + 3)
         self._write("memory.max", limits.memory_mib * 2**20)
         with contextlib.suppress(OSError):  # a machine without swap has no such file
             self._write("memory.swap.max", 0)
 
     def add(self, pid: int) -> None:
-        """Puts a process in, and with it all that it starts from then on."""
+        """Puts a process into the group. Processes that it starts later are in the group too."""
         self._write("cgroup.procs", pid)
 
     def ran_out(self) -> bool:
-        """Returns whether the kernel has killed a process of the group for its memory."""
+        """Returns whether the kernel has killed a process of the group because memory ran out."""
         with contextlib.suppress(OSError):
             events = dict(line.split() for line in (self.path / "memory.events").read_text().splitlines())
             return int(events.get("oom_kill", 0)) > 0
         return False
 
     def close(self) -> None:
-        """Kills what is left in it and removes it."""
+        """Kills the processes that are left in the group, and removes it."""
         with contextlib.suppress(OSError):
+            # Kernels before 5.14 have no such file.
             self._write("cgroup.kill", 1)
         until = time.monotonic() + _REMOVE_SECONDS
         while self.path.is_dir() and time.monotonic() < until:
             try:
                 self.path.rmdir()
-            except OSError:  # busy until the kernel has buried the last of them
+            except OSError:  # busy until the kernel has released the last process
                 time.sleep(0.005)
 
     def _write(self, name: str, value: int) -> None:

@@ -1,7 +1,7 @@
-"""What the children of a sandbox's first process do: run code, be an interpreter or a shell, edit and unpack files.
+"""The code of the child processes in a sandbox: run Python, keep an interpreter or shell, edit and unpack files.
 
-Handed to the sandbox as text beside `supervisor.py`: standard library only. A child's result is its own
-output and exit status, and nothing else of it is believed.
+The sandbox gets this file as text together with `supervisor.py`, so it may import the standard library only. The parent
+believes a child's output and exit status, and nothing else that the child says.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from collections.abc import Callable
 from typing import Any, BinaryIO, NoReturn
 
 RAISED = 256
-"""What the Python interpreter answers where the code raised: no exit status, which is worth no mention."""
+"""Status of a Python call whose code raised. It is larger than any exit status, so the note does not mention it."""
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -37,10 +37,10 @@ _LONGEST_VIEW = 2**24
 
 
 def read_exactly(source: int, count: int) -> bytes:
-    """Reads `count` bytes of a stream.
+    """Reads `count` bytes from a descriptor.
 
     Raises:
-      EOFError: the stream ended before.
+      EOFError: The stream ended before `count` bytes were read.
     """
     pieces = bytearray()
     while len(pieces) < count:
@@ -52,20 +52,20 @@ def read_exactly(source: int, count: int) -> bytes:
 
 
 def reap() -> None:
-    """Takes leave of every child that has ended."""
+    """Reaps every child that has ended."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
 
 
 def send(pid: int, number: int) -> None:
-    """A signal, unless there is no one to get it."""
+    """Sends a signal to a process, if the process still exists."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
 def run_child(function: Callable[[], int]) -> NoReturn:
-    """The life of a forked child: `function`'s result is its exit status."""
+    """Runs `function` in a forked child and ends the child. The function's result is the exit status."""
     status = 1
     try:
         status = function()
@@ -75,11 +75,13 @@ def run_child(function: Callable[[], int]) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
+        # Not sys.exit: the fork must not run the parent's clean-up or return into its code.
         os._exit(status)
 
 
 def _become(output: int, settings: dict[str, Any], channel: socket.socket | None = None) -> None:
-    """Lets go of everything that belongs to the parent: its descriptors, its signals, its protection."""
+    """Makes a forked child independent of its parent's descriptors, signal handlers and protection."""
+    # The child dies with the first process. It becomes dumpable again, which the parent switched off for itself.
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     _LIBC.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
     os.setsid()
@@ -87,6 +89,7 @@ def _become(output: int, settings: dict[str, Any], channel: socket.socket | None
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(source, target)
+    # Closes every descriptor except the standard streams and the channel.
     os.closerange(3, max(3, kept))
     os.closerange(max(3, kept + 1), _DESCRIPTORS)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -96,7 +99,7 @@ def _become(output: int, settings: dict[str, Any], channel: socket.socket | None
 
 
 def _renew_streams() -> None:
-    """Code may have replaced or closed them."""
+    """Opens fresh standard streams, because code may have replaced or closed them."""
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         stream = io.FileIO(descriptor, "w", closefd=False)
         setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(stream), "utf-8", "backslashreplace"))
@@ -104,7 +107,10 @@ def _renew_streams() -> None:
 
 
 def once(kind: str, body_bytes: int, told: int, output: int, settings: dict[str, Any]) -> int:
-    """A call that starts afresh: reads its own body, says so, and does what is asked; the exit status."""
+    """Does one call in a fresh process and returns the exit status.
+
+    The child reads the body itself and writes "+" to `told` afterwards. The parent never holds the body in memory.
+    """
     body = read_exactly(0, body_bytes)
     os.write(told, b"+")
     _become(output, settings)
@@ -135,7 +141,7 @@ def _join_threads() -> None:
 
 
 def _main(settings: dict[str, Any]) -> dict[str, Any]:
-    """The namespace that code runs in: a module of its own, with nothing of ours in it."""
+    """Returns the namespace that code runs in: a new `__main__` module that contains nothing of this program."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     sys.argv = [""]
@@ -148,15 +154,17 @@ def _main(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _execute(source: bytes, namespace: dict[str, Any], number: int) -> bool:
-    """Runs code as a notebook would, so that the value of a last expression is shown; False if it raised."""
+    """Runs code like a notebook cell, which shows the value of a last expression. Returns False if the code raised."""
     name = f"<python {number}>"
     try:
         text = source.decode()
+        # Tracebacks print the code's lines from this cache, as there is no file to read them from.
         linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
         tree = ast.parse(text, name)
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
         exec(compile(tree, name, "exec"), namespace)
         if last is not None:
+            # Mode "single" prints the value of an expression, as an interactive prompt does.
             exec(compile(ast.Interactive([last]), name, "single"), namespace)
     except SystemExit as leaving:
         if isinstance(leaving.code, str):
@@ -164,6 +172,7 @@ def _execute(source: bytes, namespace: dict[str, Any], number: int) -> bool:
         return leaving.code in (None, 0)
     except BaseException as error:
         sys.stdout.flush()
+        # Frames of this file are not the policy's business: the traceback starts at the code's first own frame.
         shown = error.__traceback__
         while shown is not None and shown.tb_frame.f_code.co_filename != name:
             shown = shown.tb_next
@@ -173,7 +182,10 @@ def _execute(source: bytes, namespace: dict[str, Any], number: int) -> bool:
 
 
 def _python(channel: socket.socket, output: int, settings: dict[str, Any]) -> int:
-    """A Python interpreter that keeps its state: a number, a length and code in, the number, a status and a NUL out."""
+    """Runs a Python interpreter that keeps its state over calls.
+
+    A request is a number, a length and the code. An answer is the same number, a status and a NUL byte.
+    """
     _become(output, settings, channel)
     namespace, me, number = _main(settings), os.getpid(), 0
     while True:
@@ -181,7 +193,7 @@ def _python(channel: socket.socket, output: int, settings: dict[str, Any]) -> in
         number += 1
         good = _execute(read_exactly(channel.fileno(), size), namespace, number)
         if os.getpid() != me:
-            return int(not good)  # the code forked, and this is its child
+            return int(not good)  # the code forked, and this process is the fork: it must not answer the next request
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
@@ -190,9 +202,13 @@ def _python(channel: socket.socket, output: int, settings: dict[str, Any]) -> in
 
 
 def _shell(channel: socket.socket, output: int, settings: dict[str, Any]) -> int:
-    """A shell that keeps its state: a line in, which also makes it answer."""
+    """Runs a shell that keeps its state over calls.
+
+    Each line that it reads also makes it answer; see `supervisor._line`.
+    """
     _become(output, settings, channel)
     os.dup2(channel.fileno(), 0)
+    # The shell reads commands from 0 and writes its answers to 3; see `supervisor._line`.
     os.dup2(0, 3)
     os.set_inheritable(3, True)
     os.closerange(4, _DESCRIPTORS)
@@ -206,21 +222,27 @@ INTERPRETERS = {"python": _python, "shell": _shell}
 
 
 def _load(body: bytes, workspace: str) -> str:
-    """Unpacks an archive into the workspace, its links as they are: wherever they lead, it is in the sandbox."""
+    """Unpacks an archive into the workspace.
+
+    Links are kept as they are: they can lead only to places in the sandbox.
+    """
     with tarfile.open(fileobj=io.BytesIO(body)) as archive:
-        archive.extraction_filter = getattr(tarfile, "tar_filter", None)  # the oldest 3.11 know no filters
+        # Early releases of Python 3.11 have no filters.
+        archive.extraction_filter = getattr(tarfile, "tar_filter", None)
         archive.extractall(workspace)
     return ""
 
 
 def _save(most_bytes: int, workspace: str, target: BinaryIO) -> None:
-    """Writes the workspace's regular files as an archive; links, pipes and what cannot be read are left out.
+    """Writes the workspace's regular files as an archive. Links, pipes and unreadable files are left out.
 
     Raises:
-      ValueError: it would be longer than `most_bytes`.
+      ValueError: The archive would be longer than `most_bytes`.
     """
+    # A tar ends with padding. Each file takes at most a header, a long-name record and its own padding besides its
+    # bytes.
     paths, left = [], most_bytes - 2 * tarfile.RECORDSIZE
-    for folder, _, names in os.walk(workspace):  # enters no links
+    for folder, _, names in os.walk(workspace):  # does not follow links to folders
         for path in sorted(os.path.join(folder, name) for name in names):
             held = os.lstat(path)
             if stat.S_ISREG(held.st_mode) and os.access(path, os.R_OK):
@@ -230,6 +252,7 @@ def _save(most_bytes: int, workspace: str, target: BinaryIO) -> None:
         raise ValueError(f"the files take more than {most_bytes} bytes")
     with tarfile.open(fileobj=target, mode="w|", format=tarfile.GNU_FORMAT) as archive:
         for path in paths:
+            # O_NOFOLLOW: the path may have become a link since the check above.
             with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
                 held = os.fstat(file.fileno())
                 member = tarfile.TarInfo(os.path.relpath(path, workspace))
@@ -241,10 +264,11 @@ def _edit(body: bytes, workspace: str) -> str:
     """Views, creates or changes a file of the workspace.
 
     Raises:
-      OSError, ValueError: it cannot be done; the message is for the policy.
+      OSError, ValueError: The request cannot be done. The message is shown to the policy.
     """
     request = json.loads(body)
     given, command = request["path"], request["command"]
+    # Resolves links before the check, so that a link cannot lead outside of the workspace.
     path = os.path.realpath(os.path.join(workspace, given))
     if path != workspace and not path.startswith(workspace + "/"):
         raise ValueError(f"path: {given} lies outside the workspace {workspace}")
@@ -271,6 +295,7 @@ def _listed(path: str) -> list[os.DirEntry[str]]:
 
 
 def _read(path: str, given: str) -> str:
+    # O_NONBLOCK: opening a pipe would otherwise wait for a writer. The type is checked on the open descriptor.
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         _check_regular(file.fileno(), given)
         content = file.read(_LONGEST_VIEW + 1)

@@ -1,4 +1,4 @@
-"""What the code in a sandbox may use, and what a call of it came to."""
+"""Limits for the code in a sandbox, and the outcome of one call."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 from libra_jax import config, protocols
 
 Limits = config.SandboxLimits
-"""What the code in one sandbox may use."""
+"""Limits for the code in one sandbox."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a call: data for the policy, failures included.
+    """The outcome of a call, as data for the policy. A failed call has an outcome too.
 
     Attributes:
-      status: "failure" also if the code raised, exited with another status than 0, or met a limit.
-      text: output with standard error, cut in the middle and marked; then, in brackets, what happened to the call.
-      seconds: seconds that the call took.
-      lost: what of the session went with it: nothing (""), the interpreter's "state", or "all", its files included.
-      broken: the sandbox itself ended, fell silent or answered nonsense, which is no doing of the code's as far as
-        anyone can tell.
-      by_code: the sandbox was given up because of its processes, its files or what it used. Never with `broken`.
-      archive: of `Session.save`: the workspace's files, as a tar.
+      status: Status of the call. "failure" also if the code raised, exited with a status other than 0, or hit a limit.
+      text: Output and standard error, shortened in the middle if too long. A note in brackets follows if needed.
+      seconds: Duration of the call in seconds.
+      lost: Part of the session that the call lost: "" (nothing), "state" (the interpreter's) or "all" (files too).
+      broken: True if the sandbox itself ended, fell silent or sent an invalid answer, and the code is not known to be
+        the cause.
+      by_code: True if the sandbox was ended because of its processes, its files or its usage. Never with `broken`.
+      archive: The workspace's files as a tar, for `Session.save`.
     """
 
     status: protocols.ToolStatus
@@ -35,7 +35,7 @@ class Outcome:
 
 
 def cut(text: str, most: int) -> str:
-    """The text, or its two ends with a mark between them that tells how many characters were left out."""
+    """Returns the text. If it is too long, returns its two ends and a mark with the number of characters left out."""
     if len(text) <= most:
         return text
     head, tail = (most + 1) // 2, most // 2

@@ -1,4 +1,4 @@
-"""Sandboxes, some of them started ahead: for Python calls that begin afresh, and for sessions that keep their state.
+"""Pools of sandboxes, some of them started ahead. They run single Python calls, and sessions that keep their state.
 
 limits = limits.Limits(seconds=5.0)
 async with pool.Sandbox(limits) as sandbox:
@@ -33,27 +33,30 @@ ALL_LOST = "[a new sandbox begins: variables are lost, files are what they were 
 NO_OUTPUT = "[no output]"
 
 LOAD_SECONDS = 60.0
-"""For files to be unpacked, or to be taken over."""
+"""Seconds that a sandbox may take to unpack or to save files."""
 
 EXAMINATION_OUTPUT_BYTES = 2**23
-"""What an examination may print; a report of tests has to come whole."""
+"""Bytes of output of an examination. A test report has to arrive complete, so this is larger than a policy's limit."""
 
 
 class NotUnpacked(protocols.WorkerLost):
-    """Files could not be unpacked in a sandbox that was to examine them."""
+    """Files could not be unpacked in a sandbox that was started to examine them."""
 
 
 def of_examinations(limits: limits_module.Limits) -> limits_module.Limits:
-    """Returns the limits of sandboxes that examine what a policy left: what fits into its sandbox has room there."""
+    """Returns limits for examinations of a policy's files.
+
+    They are larger, so what fits a policy's sandbox fits here.
+    """
     grown = ("cpu_seconds", "memory_mib", "processes", "file_mib", "workspace_mib", "files")
     more = {name: 2 * getattr(limits, name) for name in grown}
     return limits_module.Limits(**{**dataclasses.asdict(limits), **more, "output_bytes": EXAMINATION_OUTPUT_BYTES})
 
 
 class Sandbox:
-    """Runs code that no one has read. Made inside an event loop's coroutine, and used as `async with`.
+    """Runs untrusted code. Create it inside a coroutine and use it as `async with`.
 
-    Not thread-safe: it belongs to one event loop, and every sandbox dies with the thread that runs this loop.
+    Not thread-safe: it belongs to one event loop. Every sandbox dies with the thread that runs this loop.
     """
 
     def __init__(
@@ -68,32 +71,35 @@ class Sandbox:
         packages: tuple[str, ...] = (),
         image: str = "",
     ) -> None:
-        """Checks what is asked for; nothing is started yet.
+        """Checks the arguments. Nothing is started yet.
 
         Args:
-          limits: of each sandbox; None: the defaults.
+          limits: Limits of each sandbox. None means the defaults.
           backend: "bubblewrap", "container" or "none".
-          allow_unsafe: permits "none", which contains nothing.
-          warm: sandboxes kept ready, so that a call needs to wait for none.
-          most: sandboxes in use at once, besides those kept ready; further calls wait. Of the sessions that take
-            theirs beforehand (`Session.ready`), only one waits in line at a time.
-          workspace: a directory of the host; each session starts with a copy of its files. Empty: with none.
-          packages: directories of Python modules that code may import, read-only.
-          image: with Python 3.11 and bash, for the backend "container".
+          allow_unsafe: Permits "none", which contains nothing.
+          warm: Number of sandboxes kept ready, so that calls need not wait for a start.
+          most: Number of sandboxes in use at once, besides those kept ready. Further calls wait. Only one session that
+            takes its sandbox beforehand (`Session.ready`) waits in this line at a time.
+          workspace: A directory of the host. Each session starts with a copy of its files. Empty for an empty
+            workspace.
+          packages: Directories of Python modules that code may import, read-only.
+          image: Container image with Python 3.11 and bash, for the backend "container".
 
         Raises:
-          ConfigError: an argument cannot be used, or the backend is not installed.
+          ConfigError: An argument is invalid, or the backend is not installed.
         """
         config.check(0 < warm <= most, "sandbox.warm", f"must lie in 1..sandbox.most = {most}, not {warm}")
         self.limits = limits or limits_module.Limits()
         self._backend = backends.make(backend, self.limits, packages, image, allow_unsafe=allow_unsafe)
         self._examining = of_examinations(self.limits)
+        # A second backend, because the limits of a backend are fixed when it is made.
         self._examiner = backends.make(backend, self._examining, packages, image, allow_unsafe=allow_unsafe)
         self._name = backend
         self._files = archives.pack(Path(workspace), self.limits.workspace_mib) if workspace else b""
         self._warm = warm
         self._places = asyncio.Semaphore(most)
-        self._patient = asyncio.Lock()  # to be in line for one without a deadline
+        # Held by the only waiter without a deadline, so that calls with a deadline are served in between.
+        self._patient = asyncio.Lock()
         self._idle: collections.deque[worker.Worker] = collections.deque()
         self._live: set[worker.Worker] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -111,10 +117,10 @@ class Sandbox:
         await self.close()
 
     async def start(self) -> None:
-        """Starts what is kept warm.
+        """Starts the warm sandboxes.
 
         Raises:
-          ConfigError: no sandbox can be started on this machine; the message has the backend's reason.
+          ConfigError: No sandbox can be started on this machine. The message has the backend's reason.
         """
         self._parent = cgroups.delegated()
         try:
@@ -126,15 +132,15 @@ class Sandbox:
             raise
 
     def caveats(self) -> list[str]:
-        """Returns what this machine's sandboxes do not contain, or limit only roughly. Call after `start`."""
+        """Returns what this machine's sandboxes do not contain, or limit only roughly. Call it after `start`."""
         return self._backend.caveats(group=self._parent is not None)
 
     async def _first(self) -> None:
-        """Finds out whether sandboxes start here at all, and under a control group."""
+        """Starts a first sandbox, to find out whether sandboxes work here, and whether they work in a control group."""
         try:
             await self._refill()
         except protocols.WorkerLost as error:
-            if self._parent is not None:  # what was delegated may still refuse
+            if self._parent is not None:  # a delegated group can still refuse processes: retry without
                 self._parent = None
                 return await self._first()
             raise protocols.ConfigError(
@@ -143,16 +149,16 @@ class Sandbox:
             ) from error
 
     async def run(self, code: str, seconds: float | None = None) -> limits_module.Outcome:
-        """Runs Python code in a process of its own, in an empty workspace. Nothing of it is left for the next call.
+        """Runs Python code in its own process, in an empty workspace. Nothing remains for the next call.
 
         Args:
-          code: what to run; the value of a last expression is shown.
-          seconds: how long it may take, if not `Limits.seconds`.
+          code: Code to run. The value of a last expression is shown.
+          seconds: Deadline of the call in seconds. None means `Limits.seconds`.
 
         Raises:
-          WorkerLost: no sandbox could be started.
-          DeadlineMissed: none became free within `Limits.start_seconds`.
-          ConfigError: the seconds are not positive.
+          WorkerLost: No sandbox could be started.
+          DeadlineMissed: No sandbox became free within `Limits.start_seconds`.
+          ConfigError: `seconds` is not positive.
         """
         refused, allowed = self.too_long(code), self.limits.of_call(seconds)
         if refused is not None:
@@ -165,24 +171,25 @@ class Sandbox:
         return _told(outcome, "")
 
     async def examine(self, files: bytes, code: str, seconds: float | None = None) -> limits_module.Outcome:
-        """Runs Python code over an archive's files, in a sandbox that serves nothing before and nothing after.
+        """Runs Python code over an archive's files, in a sandbox that is used for this alone.
 
         Its limits are those of `of_examinations`.
 
         Args:
-          files: a tar, which the workspace begins with.
-          code: what to run, however long: it is the caller's own, and what it runs is not.
-          seconds: how long it may take, if not `Limits.seconds`.
+          files: A tar. The workspace begins with its files.
+          code: Code to run, of any length: the caller wrote it. The files that it runs may be a policy's.
+          seconds: Deadline of the run in seconds. None means `Limits.seconds`.
 
         Raises:
-          NotUnpacked: the files could not be unpacked, within `LOAD_SECONDS` and the sandbox's limits.
-          WorkerLost: no sandbox could be started, or it died while it unpacked files, which these cannot bring about.
-          DeadlineMissed: none became free within `Limits.start_seconds`.
+          NotUnpacked: The files could not be unpacked within `LOAD_SECONDS` and the sandbox's limits.
+          WorkerLost: No sandbox could be started, or it died while unpacking. The files cannot cause such a death.
+          DeadlineMissed: No sandbox became free within `Limits.start_seconds`.
         """
         lent = await self.take(examining=True)
         try:
             unpacked = await lent.call("load", files, LOAD_SECONDS)
-            if unpacked.broken and unpacked.status != "timeout":  # no code of the files' ran yet
+            # None of the files has been run yet, so the files are not to blame.
+            if unpacked.broken and unpacked.status != "timeout":
                 raise protocols.WorkerLost(f"a sandbox died while files were unpacked: {unpacked.text}")
             if unpacked.status != "success":
                 raise NotUnpacked(f"a sandbox's files could not be unpacked: {unpacked.text}")
@@ -191,20 +198,21 @@ class Sandbox:
             self.give_back(lent, used=True)
 
     def session(self) -> Session:
-        """A sandbox that keeps state and files over calls; `async with` it, or close it in the end."""
+        """Returns a sandbox that keeps state and files over calls. Use it as `async with`, or close it."""
         return Session(self, self._files)
 
     async def close(self) -> None:
-        """Ends every sandbox, those of open sessions too.
+        """Ends every sandbox, including those of open sessions.
 
         Raises:
-          DeadlineMissed: one could not be killed; the others are gone.
+          DeadlineMissed: A sandbox could not be killed. All others are gone.
         """
         self._closed = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._idle.clear()
+        # A sandbox that cannot be killed must not keep the others from being closed.
         results = await asyncio.gather(*(live.close() for live in self._live), return_exceptions=True)
         self._live.clear()
         for result in results:
@@ -212,7 +220,11 @@ class Sandbox:
                 raise result
 
     def too_long(self, text: str) -> limits_module.Outcome | None:
-        """The failure of a call whose text is longer than the limit; None for one that is not."""
+        """Returns the failure of a call whose text is longer than the limit.
+
+        Returns None if the text is short enough.
+        """
+        # Every character has at least one byte, so the first comparison saves encoding a huge text.
         if len(text) <= self.limits.input_bytes and len(text.encode(errors="replace")) <= self.limits.input_bytes:
             return None
         return limits_module.Outcome("failure", f"[longer than {self.limits.input_bytes} bytes: not run]", 0.0)
@@ -220,11 +232,11 @@ class Sandbox:
     # Workers ----------------------------------------------------------------------------------------------------
 
     async def take(self, *, examining: bool = False, patient: bool = False) -> worker.Worker:
-        """A sandbox for the caller alone, who gives it back.
+        """Returns a sandbox for the caller alone. The caller gives it back with `give_back`.
 
         Args:
-          examining: a new one under the limits of examinations; those that are kept ready have a policy's.
-          patient: for a place it waits as long as it takes, which the caller then bounds.
+          examining: Start a new sandbox under the limits of examinations. Warm sandboxes have a policy's limits.
+          patient: Wait without a deadline for a place. The caller bounds the wait.
         """
         self._check_open()
         if patient:
@@ -233,10 +245,11 @@ class Sandbox:
         else:
             await self._place_in_time()
         try:
-            self._check_open()  # the wait may have been long
+            self._check_open()  # the pool may have been closed during a long wait
             while self._idle and not examining:
                 lent = self._idle.popleft()
                 if lent.alive and not lent.gone:
+                    # Died while it was idle and before `_watch` noticed.
                     return lent
                 self._retire(lent)
             return await self._begin(examining=examining)
@@ -247,7 +260,7 @@ class Sandbox:
             self._top_up()
 
     async def _place_in_time(self) -> None:
-        # Not in a task of its own: cancelled between its end and the caller's waking, the place would be nobody's.
+        # Not in a separate task: if the caller were cancelled after that task's end, nobody would release the place.
         try:
             async with asyncio.timeout(self.limits.start_seconds):
                 await self._places.acquire()
@@ -262,7 +275,7 @@ class Sandbox:
             raise protocols.WorkerLost("the sandbox was closed")
 
     def give_back(self, lent: worker.Worker, *, used: bool = False) -> None:
-        """Ends the loan. One that has been `used`, or is dead, is retired; another may serve the next call."""
+        """Ends a loan. A sandbox that is `used` or dead is retired. Any other may serve the next call."""
         self._places.release()
         if used or not lent.alive or lent.gone or self._closed or len(self._idle) >= self._warm:
             self._retire(lent)
@@ -278,10 +291,10 @@ class Sandbox:
         return begun
 
     async def _watch(self, begun: worker.Worker) -> None:
-        """Retires one that ends while it is kept ready. In its stead one is begun with the next loan, not at once.
+        """Retires a sandbox that ends while it is kept ready. The next loan starts its replacement, not this task.
 
-        What ends them all would have them begun and ended without a pause. It waits as long as the sandbox lives,
-        which `close` ends at the latest.
+        If something ended every sandbox, an immediate replacement would start and end without pause. The task lasts as
+        long as the sandbox, which ends in `close` at the latest.
         """
         await begun.process.wait()
         if begun in self._idle:
@@ -292,16 +305,16 @@ class Sandbox:
         self._idle.append(await self._begin())
 
     def _top_up(self) -> None:
-        """Starts one more in the background where fewer than `warm` are ready or coming."""
+        """Starts one more sandbox in the background if fewer than `warm` are ready or starting."""
         coming = sum(task.get_name() == "refill" for task in self._tasks)
         if not self._closed and len(self._idle) + coming < self._warm:
             self._spawn(self._refill(), "refill")
 
     def _retire(self, dead: worker.Worker) -> None:
-        if dead.ended or (dead.alive and dead.gone):  # and nobody has ended it
+        if dead.ended or (dead.alive and dead.gone):  # it ended by itself: nobody here killed it
             self._faults.tell(f"The sandbox of process {dead.process.pid} ended of itself; another takes its place")
         dead.kill()
-        if not self._closed:  # else `close` waits for it
+        if not self._closed:  # otherwise `close` waits for it
 
             async def bury() -> None:
                 await dead.close()
@@ -311,6 +324,7 @@ class Sandbox:
 
     def _spawn(self, work: Any, name: str) -> None:
         task = asyncio.get_running_loop().create_task(work, name=name)
+        # asyncio itself keeps only weak references to tasks.
         self._tasks.add(task)
 
         def ended(_: object) -> None:
@@ -324,13 +338,13 @@ class Sandbox:
 
 
 class Session:
-    """A workspace, an interpreter and a shell of its own for one trajectory. One call at a time; others wait."""
+    """A workspace, a Python interpreter and a shell for one trajectory. Calls run one at a time; others wait."""
 
     def __init__(self, sandbox: Sandbox, files: bytes) -> None:
         self._sandbox, self._files = sandbox, files
         self._worker: worker.Worker | None = None
         self._turn = asyncio.Lock()
-        self._untold = False  # a call was cancelled, and no outcome has told yet what went with it
+        self._untold = False  # a call was cancelled, and no later outcome has reported yet that its state was lost
         self._closed = False
 
     async def __aenter__(self) -> Session:
@@ -342,31 +356,37 @@ class Session:
         await self.close()
 
     async def python(self, code: str, seconds: float | None = None) -> limits_module.Outcome:
-        """Runs code in the session's interpreter; the value of a last expression is shown. Raises as `Sandbox.run`."""
+        """Runs code in the session's interpreter and shows the value of a last expression.
+
+        Raises the errors of `Sandbox.run`.
+        """
         return await self._call("python", code, seconds)
 
     async def shell(self, command: str, seconds: float | None = None) -> limits_module.Outcome:
-        """Runs a command in the session's shell. Its leftover processes end with the call. Raises as `Sandbox.run`."""
+        """Runs a command in the session's shell.
+
+        Processes that it leaves end with the call. Raises like `Sandbox.run`.
+        """
         return await self._call("shell", command, seconds)
 
     async def edit(self, request: Mapping[str, Any], seconds: float | None = None) -> limits_module.Outcome:
-        """Views, creates or changes a file; `tools/workspace.py` has the fields. Raises as `Sandbox.run`."""
+        """Views, creates or changes a file; `tools/workspace.py` documents the fields. Raises like `Sandbox.run`."""
         return await self._call("edit", json.dumps(dict(request)), seconds)
 
     async def ready(self) -> None:
-        """Takes the session's sandbox, so that no call waits for one; for its turn it waits as long as it takes.
+        """Takes the session's sandbox now, so that no later call waits. The wait for a free place has no deadline.
 
         Raises:
-          WorkerLost: no sandbox could be started, or the files could not be unpacked.
+          WorkerLost: No sandbox could be started, or the files could not be unpacked.
         """
         async with self._turn:
             await self._ready(patient=True)
 
     async def begin(self, files: bytes) -> None:
-        """Unpacks a tar into the workspace, which begins with its files again if the sandbox is lost.
+        """Unpacks a tar into the workspace. If the sandbox is lost, its replacement starts with the same files.
 
         Raises:
-          WorkerLost: they could not be unpacked.
+          WorkerLost: The files could not be unpacked.
         """
         self._files = files
         async with self._turn:
@@ -374,10 +394,10 @@ class Session:
                 await self._unpack(self._worker)
 
     async def save(self, most_bytes: int) -> limits_module.Outcome:
-        """Returns the workspace's regular files, as they are now, in the outcome's `archive`, a tar.
+        """Returns the workspace's current regular files as a tar, in the outcome's `archive`.
 
-        Links, pipes and devices are left out. Before the first call, the archive is the one that the workspace begins
-        with. More than `most_bytes` are a failure. The archive's reader must not trust it.
+        Links, pipes and devices are left out. Before the first call, the archive is the one that the workspace starts
+        with. A workspace larger than `most_bytes` is a failure. Readers must treat the archive as untrusted.
         """
         async with self._turn:
             if self._worker is None:
@@ -390,7 +410,7 @@ class Session:
                     self._drop()
 
     async def close(self) -> None:
-        """Ends the sandbox with all that is in it. Idempotent."""
+        """Ends the sandbox and everything in it. Idempotent."""
         self._closed = True
         self._drop()
 
@@ -417,7 +437,7 @@ class Session:
             raise protocols.WorkerLost("the session was closed")
         if self._worker is None:
             lent = await self._sandbox.take(patient=patient)
-            if self._closed:  # meanwhile
+            if self._closed:  # closed during the wait
                 self._sandbox.give_back(lent)
                 raise protocols.WorkerLost("the session was closed")
             self._worker = lent
@@ -441,7 +461,7 @@ class Session:
             self._sandbox.give_back(lent, used=True)
 
 
-@functools.cache  # a run has several pools
+@functools.cache  # a run has several pools, and one warning is enough
 def _warn_once(caveats: tuple[str, ...]) -> None:
     if caveats:
         sentences = ". ".join(text[:1].upper() + text[1:] for text in caveats)
@@ -449,7 +469,7 @@ def _warn_once(caveats: tuple[str, ...]) -> None:
 
 
 def _told(outcome: limits_module.Outcome, lost: str) -> limits_module.Outcome:
-    """The outcome as the policy reads it: never without a word, and with what was lost."""
+    """Returns the outcome as the policy reads it: with a note on what was lost, and never with an empty text."""
     text = outcome.text
     if lost:
         text += ("\n" if text and not text.endswith("\n") else "") + lost

@@ -1,9 +1,9 @@
-"""The system calls that code in a sandbox may make, as a filter for the kernel (x86_64; elsewhere there is none).
+"""A kernel filter of the system calls that code in a sandbox may make. x86_64 only; other machines get no filter.
 
-The namespaces do the containing. The filter takes away what they do not cover: sockets that know no network namespace
-(vsock reaches the host of a virtual machine), memory and objects that no limit counts, what would change another
-process's limits or priority, and every call that ordinary programs do without. A call that a newer kernel brings is
-refused until it is listed here. The list is what Docker and podman allow by default, less what this docstring names.
+The namespaces contain the code. The filter covers what namespaces do not: sockets without a network namespace (vsock
+reaches the host of a virtual machine), memory and kernel objects that no limit counts, and calls that change another
+process's limits or priority. It also refuses calls that ordinary programs do not need. A call that a newer kernel adds
+is refused until it is listed here. The list is the default of Docker and podman, less what this docstring names.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import struct
 from collections.abc import Sequence
 
 SHARED_BYTES = 2**20
-"""Bytes of the largest shared memory that no file backs. The supervisor counts each such piece as this large."""
+"""Bytes of the largest shared memory without a file. The supervisor counts every such piece as at least this large."""
 
 _ARCHITECTURE = 0xC000003E
 _X32 = 0x40000000
@@ -24,9 +24,9 @@ _NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16
 _NAMESPACES = 0x7E020000
 """Flags of clone that make a namespace."""
 
-_SOCKETS = (1, 2, 10, 16)  # unix, inet, inet6, netlink: those that know network namespaces
-_PERSONALITIES = (0, 0x40000, 0xFFFFFFFF)  # Linux, Linux without random addresses, and the question which one it is
-_CORE_SCHEDULING = 62  # the option of prctl that keeps others off a core
+_SOCKETS = (1, 2, 10, 16)  # unix, inet, inet6, netlink: the families that respect network namespaces
+_PERSONALITIES = (0, 0x40000, 0xFFFFFFFF)  # Linux, Linux without random addresses, and the query of the current one
+_CORE_SCHEDULING = 62  # the option of prctl that keeps other processes off a core
 _MMAP, _SETSOCKOPT, _CLONE, _PRCTL, _CLONE3 = 9, 54, 56, 157, 435
 
 ALLOWED = {
@@ -70,7 +70,7 @@ ALLOWED = {
     "cachestat": 451, "fchmodat2": 452, "map_shadow_stack": 453, "futex_wake": 454, "futex_wait": 455,
     "futex_requeue": 456, "mseal": 462, "setxattrat": 463, "getxattrat": 464, "listxattrat": 465, "removexattrat": 466,
 }  # fmt: skip
-"""Calls by number, allowed with any arguments."""
+"""Numbers of the calls that are allowed with any arguments."""
 
 ONLY_WITH: dict[str, tuple[int, Sequence[tuple[int, Sequence[int]]]]] = {
     "socket": (41, [(0, _SOCKETS)]),
@@ -84,9 +84,9 @@ ONLY_WITH: dict[str, tuple[int, Sequence[tuple[int, Sequence[int]]]]] = {
     "prlimit64": (302, [(0, [0])]),
     "sched_setattr": (314, [(0, [0])]),
 }
-"""Calls by number, allowed if each of these arguments has one of these values. A process id of 0 is the caller's own.
+"""Calls that are allowed if each listed argument has one of the listed values. Process id 0 means the caller itself.
 
-The kernel, too, looks at the lower 32 bits of each of these arguments alone.
+The filter compares the lower 32 bits only. The kernel also reads only these bits of each of these arguments.
 """
 
 REFUSED = {
@@ -99,7 +99,7 @@ REFUSED = {
     "io_uring_setup": 425, "open_tree": 428, "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432,
     "fspick": 433, "pidfd_getfd": 438, "mount_setattr": 442, "quotactl_fd": 443, "memfd_secret": 447,
 }  # fmt: skip
-"""Calls that fail with EPERM. Every other one that is not allowed fails with ENOSYS, as on a kernel without it."""
+"""Calls that fail with EPERM. All other calls that are not allowed fail with ENOSYS, as on an older kernel."""
 
 
 def _statement(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
@@ -114,7 +114,7 @@ def _no(number: int) -> bytes:
 
 
 def _argument(index: int, *, upper: bool = False) -> bytes:
-    """Loads half of an argument."""
+    """Returns the statement that loads one half (32 bits) of an argument."""
     return _statement(_LOAD, _ARGUMENTS_AT + 8 * index + 4 * upper)
 
 
@@ -122,15 +122,16 @@ def _only_with(conditions: Sequence[tuple[int, Sequence[int]]]) -> list[bytes]:
     lines = []
     for index, values in conditions:
         lines.append(_argument(index))
+        # A match jumps over the remaining values and the refusal; the last mismatch falls into the refusal.
         lines += [_statement(_EQUAL, value, len(values) - at, 0) for at, value in enumerate(values)]
         lines.append(_no(errno.EPERM))
     return [*lines, _YES]
 
 
 def _small_if_shared() -> list[bytes]:
-    """Refuses large shared memory that no file backs.
+    """Returns rules for mmap that refuse large shared memory without a file.
 
-    /proc shows how much of it is mapped, and not how much is held. A process may unmap all of it but one page.
+    /proc shows how much of such memory is mapped, not how much is held: a process may unmap all but one page.
     """
     anonymous, kind, shared = 0x20, 0x0F, 0x01
     return [
@@ -151,7 +152,7 @@ def _small_if_shared() -> list[bytes]:
 
 
 def _special() -> dict[int, list[bytes]]:
-    """What is decided by arguments, by the call's number."""
+    """Returns the rules of the calls that are decided by their arguments, by call number."""
     rules = {number: _only_with(conditions) for number, conditions in ONLY_WITH.values()}
     rules[_MMAP] = _small_if_shared()
     rules[_CLONE] = [_argument(0), _statement(_ANY_BIT, _NAMESPACES, 0, 1), _no(errno.EPERM), _YES]
@@ -164,15 +165,17 @@ def _special() -> dict[int, list[bytes]]:
         _argument(2),
         _statement(_EQUAL, send_buffer, 1, 0),
         _statement(_EQUAL, receive_buffer, 0, 1),
-        _no(done),  # seems to work: what a socket buffers counts as memory, and the kernel, too, cuts sizes silently
+        # Pretends to succeed: a socket's buffers count as memory, and the kernel also reduces sizes silently.
+        _no(done),
         _YES,
     ]
-    rules[_CLONE3] = [_no(errno.ENOSYS)]  # no filter can see its flags, and libraries then use clone
+    # A filter cannot read its flags, which lie in memory; libraries fall back to clone.
+    rules[_CLONE3] = [_no(errno.ENOSYS)]
     return rules
 
 
 def _ranges() -> list[tuple[int, int]]:
-    """The allowed numbers as ascending ranges, ends included."""
+    """Returns the allowed numbers as ascending ranges, ends included. Ranges make the filter short."""
     found: list[tuple[int, int]] = []
     for number in sorted(ALLOWED.values()):
         if found and found[-1][1] == number - 1:
@@ -183,10 +186,11 @@ def _ranges() -> list[tuple[int, int]]:
 
 
 def program() -> bytes:
-    """Returns the filter, as `seccomp(2)` takes it; empty where there is none for the machine."""
+    """Returns the filter in the form that `seccomp(2)` takes. Empty if the machine has none."""
     if platform.machine() != "x86_64":
         return b""
     lines = [
+        # The numbers below are those of x86_64. With another architecture they would mean other calls.
         _statement(_LOAD, _ARCHITECTURE_AT),
         _statement(_EQUAL, _ARCHITECTURE, 1, 0),
         _no(errno.EPERM),

@@ -1,12 +1,12 @@
-"""The first process of a sandbox: carries out one call at a time for the host, and outlives the call.
+"""The first process of a sandbox. It carries out the host's calls one at a time, and lives on between them.
 
-It is handed to the sandbox's interpreter as text, together with `children.py`, so both know the standard library only.
-Each call runs in a child, forked from here: afresh, or in an interpreter or shell that lives on from call to call and
-stands still between them. Nothing that a call leaves running survives it.
+The sandbox's interpreter gets this file as text, together with `children.py` and `usage.py`, so all three import the
+standard library only. Each call runs in a forked child: a fresh one, or an interpreter or shell that lives over many
+calls and is stopped between them. Nothing else that a call starts survives the call.
 
-Frames, in both directions: `HEADER` (bytes of head and of body), the head in JSON, the body. Code of a call that starts
-afresh is read by its child alone, and output is wiped once it is sent, so that nothing of one call can be found in the
-memory of the next, which may be another trajectory's.
+Frames in both directions: `HEADER` (bytes of the head, bytes of the body), the head in JSON, the body. The next call
+may belong to another trajectory, so nothing of a call may stay in memory. The body of a fresh call is read by its child
+alone, and the output buffer is wiped after sending.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from libra_jax.agents.sandbox import children, usage
 
 HEADER = struct.Struct(">II")
 HEAD_BYTES = 4096
-WATCH_SECONDS = 0.02  # between two looks at what a call uses
-SETTLE_SECONDS = 2.0  # for everything that a call left to be killed
+WATCH_SECONDS = 0.02  # between two checks of what a call uses
+SETTLE_SECONDS = 2.0  # for all processes that a call left to die
 OPEN_FILES = 256
-EMPTIED_FILES = 1000  # of one folder; to remove more takes longer than to begin another sandbox
+EMPTIED_FILES = 1000  # in one place; removing more takes longer than starting another sandbox
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
 
 
 class Output:
-    """The beginning and the end of what a call writes, within a number of bytes."""
+    """The beginning and the end of a call's output, within a number of bytes. The middle is dropped."""
 
     def __init__(self, most: int) -> None:
         self.head, self.tail = bytearray((most + 1) // 2), bytearray(most // 2)
@@ -47,7 +47,10 @@ class Output:
         self._scratch = bytearray(65536)
 
     def read(self, source: int) -> bool:
-        """Takes what is there; False at the end of the stream, BlockingIOError where nothing is there yet."""
+        """Reads what is available.
+
+        Returns False at the end of the stream; raises BlockingIOError if nothing is available.
+        """
         count = os.readv(source, [self._scratch])
         self._add(memoryview(self._scratch)[:count])
         return count > 0
@@ -55,6 +58,7 @@ class Output:
     def _add(self, piece: memoryview) -> None:
         room = max(0, len(self.head) - self.total)
         self.head[self.total : self.total + len(piece[:room])] = piece[:room]
+        # The tail is a ring buffer: `at` counts the bytes after the head, and modulo the size is the place to write.
         at, rest, size = self.total + room - len(self.head), piece[room:], len(self.tail)
         self.total += len(piece)
         if len(rest) > size:
@@ -66,7 +70,7 @@ class Output:
             at, rest = at + len(part), rest[len(part) :]
 
     def pieces(self) -> list[memoryview]:
-        """The beginning, and the end in order."""
+        """Returns the beginning, and then the end in the right order."""
         head, tail = memoryview(self.head)[: self.total], memoryview(self.tail)
         over = self.total - len(self.head)
         if over <= len(self.tail):
@@ -74,14 +78,17 @@ class Output:
         return [head, tail[over % len(tail) :], tail[: over % len(tail)]]
 
     def clear(self) -> None:
-        """Forgets it all, in memory too."""
+        """Forgets the output and overwrites it in memory."""
         for buffer in (self.head, self.tail, self._scratch):
             buffer[:] = bytes(len(buffer))
         self.total = 0
 
 
 class Child(NamedTuple):
-    """A forked process: `output` is what it writes, `channel` how an interpreter is asked and answers."""
+    """A forked process.
+
+    `output` is the read end of its output; `channel` carries an interpreter's requests and answers.
+    """
 
     pid: int
     pidfd: int
@@ -89,12 +96,12 @@ class Child(NamedTuple):
     channel: socket.socket | None = None
 
     def signal(self, number: int) -> None:
-        """Sends it, if it still lives."""
+        """Sends a signal to the process, if the process still lives."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, number)
 
     def close(self) -> None:
-        """Of what is held of it; the process is swept."""
+        """Closes the descriptors. The process itself is killed and reaped by `Supervisor._settle`."""
         os.close(self.pidfd)
         os.close(self.output)
         if self.channel is not None:
@@ -102,7 +109,7 @@ class Child(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """How a call ended: see `wire.Reply`."""
+    """How a call ended. `wire.Reply` documents the fields."""
 
     status: str
     note: str = ""
@@ -110,7 +117,7 @@ class Verdict(NamedTuple):
 
 
 class Supervisor:
-    """Serves the host's calls until it goes away."""
+    """Serves the host's calls until the host goes away."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings, self.limits = settings, settings["limits"]
@@ -119,39 +126,42 @@ class Supervisor:
         self.processor = usage.Processor()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         libc = ctypes.CDLL(None, use_errno=True)
+        # Orphans become children of this process, so it can find and reap them even if it is not process 1.
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # no one inside may trace it, or reach its files through /proc
+        # No process inside may trace this one, or reach its files through /proc.
+        libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
         self._limit()
         self.pristine = _own_limits()
 
     def _limit(self) -> None:
-        """The kernel's own limits, which everything started from here inherits."""
+        """Sets the kernel's own limits, which every process started from here inherits."""
         mib = 2**20
         limits = {
             resource.RLIMIT_FSIZE: self.limits["file_mib"] * mib,
             resource.RLIMIT_NOFILE: OPEN_FILES,
-            resource.RLIMIT_CORE: 1,  # 0 would still feed a core to a pattern that is a pipe
+            resource.RLIMIT_CORE: 1,  # with 0, the kernel would still write a core to a `core_pattern` that is a pipe
             resource.RLIMIT_MEMLOCK: 0,
         }
-        if not self.settings["group"]:  # else a control group counts what is used, not what is reserved
+        if not self.settings["group"]:  # a control group counts used memory; this limit counts reserved memory
             limits[resource.RLIMIT_AS] = self.limits["memory_mib"] * mib
         if self.settings["count_processes"]:
+            # 3 more: this process, and the two interpreters.
             limits[resource.RLIMIT_NPROC] = self.limits["processes"] + 3
         for which, value in limits.items():
             resource.setrlimit(which, (value, value))
 
     def serve(self) -> NoReturn:
-        """One call after the other."""
+        """Serves one call after the other."""
         self._send(Verdict("success", "ready"))
         while True:
             head_bytes, body_bytes = HEADER.unpack(children.read_exactly(0, HEADER.size))
             call = json.loads(children.read_exactly(0, head_bytes))
             deadline = time.monotonic() + call["seconds"]
-            if call["most"]:  # an archive, which is longer than what a policy reads
+            if call["most"]:  # an archive is longer than any output for a policy
                 self.output = Output(call["most"])
             verdict = self._carry_out(call["kind"], body_bytes, deadline)
             if call["clean"] and not (self._empty() and _own_limits() == self.pristine):
-                verdict = verdict._replace(lost="all")  # the next call may be another trajectory's
+                verdict = verdict._replace(lost="all")  # the sandbox ends: the next call may be another trajectory's
             if verdict.status == "timeout":
                 verdict = verdict._replace(note=f"no end after {call['seconds']:g} s")
             self._send(verdict)
@@ -163,7 +173,7 @@ class Supervisor:
     # Calls ------------------------------------------------------------------------------------------------------
 
     def _carry_out(self, kind: str, body_bytes: int, deadline: float) -> Verdict:
-        """Has a child do what the call asks. Where none can be had, what the code left in the sandbox is the cause."""
+        """Has a child do the call. If no child can be started, the cause is what the code left in the sandbox."""
         try:
             if kind in children.INTERPRETERS:
                 return self._ask(kind, children.read_exactly(0, body_bytes), deadline)
@@ -172,12 +182,13 @@ class Supervisor:
             return Verdict("failure", f"stopped: what runs in the sandbox left no room for the call ({error})", "all")
 
     def _once(self, kind: str, body_bytes: int, deadline: float) -> Verdict:
-        """A call in a process of its own, which reads its body itself."""
+        """Runs a call in a fresh process, which reads the call's body itself."""
         begun, told = os.pipe()
         child = self._fork(lambda output: children.once(kind, body_bytes, told, output, self.settings))
+        # Only the child holds the write end now, so the read below ends if the child dies.
         os.close(told)
         if os.read(begun, 1) != b"+":
-            self.leave()  # half of the body is still to be read: nothing could follow it
+            self.leave()  # half of the body is still unread, so the next frame could not be found
         os.close(begun)
         verdict = self._attend(child, b"", deadline)
         if not verdict.note and verdict.status == "success":
@@ -187,14 +198,15 @@ class Supervisor:
         return self._finish(child, verdict)
 
     def _ask(self, kind: str, body: bytes, deadline: float) -> Verdict:
-        """A call of the interpreter of this kind, which is started if there is none."""
+        """Runs a call in the interpreter of this kind. Starts the interpreter if there is none."""
         child = self.interpreters.get(kind) or self._begin(kind)
         self.interpreters[kind] = child
         assert child.channel is not None
         if _receive(child.channel):
-            verdict = _FORGED  # no one asked
+            verdict = _FORGED  # a forged answer: nothing was asked
         else:
             child.signal(signal.SIGCONT)
+            # Code of an earlier call cannot know the number, so it cannot prepare an answer to this request.
             nonce = int.from_bytes(os.urandom(4), "big")
             request = HEADER.pack(nonce, len(body)) + body if kind == "python" else _line(body, nonce)
             verdict = self._attend(child, request, deadline, nonce)
@@ -203,7 +215,7 @@ class Supervisor:
         return self._finish(child, verdict)
 
     def _finish(self, child: Child, verdict: Verdict) -> Verdict:
-        """Ends what the call left, and takes its last words."""
+        """Ends the processes that the call left, and reads their last output."""
         settled = self._settle()
         self._drain(child.output)
         if child not in self.interpreters.values():
@@ -219,6 +231,7 @@ class Supervisor:
 
     def _fork(self, function: Callable[[int], int]) -> Child:
         read, write = os.pipe()
+        # A silent child must not block this process, which watches its usage.
         os.set_blocking(read, False)
         pid = os.fork()
         if pid == 0:
@@ -227,9 +240,9 @@ class Supervisor:
         return Child(pid, os.pidfd_open(pid), read)
 
     def _attend(self, child: Child, request: bytes, deadline: float, nonce: int = 0) -> Verdict:
-        """Takes output until the child answers, ends, uses too much or is overdue."""
+        """Collects output until the child answers, ends, uses too much or misses the deadline. Returns the verdict."""
         poll = select.poll()
-        poll.register(0, 0)  # tells only that the host is gone
+        poll.register(0, 0)  # registered without events: poll then reports only that the host hung up
         poll.register(child.output, select.POLLIN)
         poll.register(child.pidfd, select.POLLIN)
         channel = child.channel
@@ -243,8 +256,9 @@ class Supervisor:
                 if note:
                     return Verdict("failure", f"stopped: {note}", lost or ("" if channel is None else "state"))
                 looked = now
-                pause = WATCH_SECONDS * (0.5 + os.urandom(1)[0] / 255)  # so that code cannot be idle at each look
-                pause += time.monotonic() - now  # a look at many processes takes long
+                # Random, so that code cannot learn to be idle at each check.
+                pause = WATCH_SECONDS * (0.5 + os.urandom(1)[0] / 255)
+                pause += time.monotonic() - now  # checking many processes takes long: do not spend all time on checks
             events = dict(poll.poll(1000 * min(pause, max(0.0, deadline - now))))
             if 0 in events:
                 self.leave()
@@ -262,6 +276,7 @@ class Supervisor:
                 answer += piece
                 if not piece:
                     return self._ended(child)
+                # An answer before the whole request was sent cannot be an honest one.
                 if request or piece.endswith(b"\0") or len(answer) > _LONGEST_ANSWER:
                     return _FORGED if request else _judge(answer, nonce)
             if child.pidfd in events:
@@ -269,11 +284,14 @@ class Supervisor:
         return Verdict("timeout", lost="" if channel is None else "state")
 
     def _ended(self, child: Child) -> Verdict:
-        """Says how an interpreter ended, which is a failure with any status."""
+        """Returns the verdict on an interpreter that ended during a call.
+
+        This is a failure, no matter its exit status.
+        """
         how = "'s channel was closed"
         if select.select([child.pidfd], [], [], WATCH_SECONDS)[0]:
             how = " ended"
-            with contextlib.suppress(ChildProcessError):  # reaped before: it ended between two calls
+            with contextlib.suppress(ChildProcessError):  # it ended between two calls and was reaped then
                 code = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
                 how += f" by signal {-code}" if code < 0 else f" with status {code}"
         return Verdict("failure", f"the interpreter{how}", "state")
@@ -285,7 +303,7 @@ class Supervisor:
             return True
 
     def _drain(self, source: int) -> None:
-        """What the pipe still holds: no one writes to it any more."""
+        """Reads what the pipe still holds. At this point no process writes to it any more."""
         with contextlib.suppress(BlockingIOError):
             while self.output.read(source):
                 pass
@@ -301,7 +319,7 @@ class Supervisor:
     # What a call uses, and leaves ---------------------------------------------------------------------------------
 
     def _processes(self) -> dict[int, usage.Process]:
-        """All but this one: everything there is, if this is the first process; else what descends from it."""
+        """Returns all processes except this one: every process if this one is process 1, otherwise its descendants."""
         found = usage.processes()
         me = os.getpid()
         if me != 1:
@@ -310,10 +328,10 @@ class Supervisor:
         return found
 
     def _excess(self, interval: float) -> tuple[str, str]:
-        """Which limit the call has met, in a few words, and what goes with it; empty: none.
+        """Returns the limit that the call has hit, in a few words, and what is lost with it. Empty if no limit was hit.
 
         Args:
-          interval: seconds since the last look.
+          interval: Seconds since the last check.
         """
         everything, limits = self._processes(), self.limits
         found = {pid: process for pid, process in everything.items() if process.runs}
@@ -329,14 +347,15 @@ class Supervisor:
         for path in self.settings["private"]:
             held = os.statvfs(path)
             if held.f_files - held.f_ffree > limits["files"]:
-                return f"more than {limits['files']} files in {path}", "all"  # each later call would meet it as well
+                # The whole sandbox: its files stay, so every later call would hit this limit as well.
+                return f"more than {limits['files']} files in {path}", "all"
             if (held.f_blocks - held.f_bfree) * held.f_frsize > limits["workspace_mib"] * 2**20:
                 return f"more than {limits['workspace_mib']} MiB in {path}", "all"
         return "", ""
 
     def _settle(self) -> bool:
-        """Stops the interpreters and kills all else; False if something cannot be killed."""
-        if os.getpid() == 1:  # all at once: what stands still cannot fork while the others are looked for
+        """Stops the interpreters and kills all other processes. Returns False if a process cannot be killed."""
+        if os.getpid() == 1:  # stop all at once: a stopped process cannot fork while the others are searched
             children.send(-1, signal.SIGSTOP)
         for child in self.interpreters.values():
             child.signal(signal.SIGSTOP)
@@ -354,7 +373,10 @@ class Supervisor:
         return False
 
     def _empty(self) -> bool:
-        """Removes every file and mark that the call left; False if it made one that cannot be removed so, or many."""
+        """Removes every file and attribute that the call left.
+
+        Returns False if removing fails or there are too many files.
+        """
         try:
             for path in self.settings["private"]:
                 held = os.statvfs(path)
@@ -371,14 +393,14 @@ class Supervisor:
         return True
 
     def leave(self) -> NoReturn:
-        """The host is gone: so is everything else."""
+        """Ends everything, because the host is gone."""
         self.interpreters.clear()
         self._settle()
         os._exit(0)
 
 
 def _own_limits() -> tuple[object, ...]:
-    """Limits, priority and cores of this process, which each child begins with."""
+    """Returns the limits, the priority and the cores of this process, which each child inherits."""
     names = sorted(name for name in dir(resource) if name.startswith("RLIMIT_"))
     limits = tuple(resource.getrlimit(getattr(resource, name)) for name in names)
     priority, policy = os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)
@@ -392,9 +414,10 @@ _LONGEST_ANSWER = 16
 
 
 def _settled(pid: int, process: usage.Process, kept: set[int]) -> bool:
-    """Whether it may still be there when the next call begins: a kept one, if it stands still, and its ended children.
+    """Returns whether a process may still exist when the next call begins.
 
-    Any other that has ended is for this process to reap, if not at this look then at the next.
+    A kept interpreter may if it is stopped, and its ended children may. Any other ended process is reaped by this
+    process, at the next check at the latest.
     """
     if pid in kept:
         return process.state in "TtZX"
@@ -402,7 +425,10 @@ def _settled(pid: int, process: usage.Process, kept: set[int]) -> bool:
 
 
 def _line(command: bytes, nonce: int) -> bytes:
-    """What the shell reads for a command: at its top level, and without the descriptors by which it is asked."""
+    """Returns the shell's input for a command.
+
+    The command runs at top level, without the descriptors that carry answers.
+    """
     quoted = shlex.quote(os.fsdecode(command))
     return os.fsencode(f"builtin eval {quoted} </dev/null 3>&-; builtin printf '{nonce} %s\\0' \"$?\" >&3\n")
 
@@ -415,7 +441,10 @@ def _receive(channel: socket.socket) -> bytes:
 
 
 def _judge(answer: bytes, nonce: int) -> Verdict:
-    """An interpreter's answer: the call's number, a status and a NUL; anything else is its end."""
+    """Returns the verdict on an interpreter's answer: the call's number, a status, a NUL.
+
+    Any other answer is forged.
+    """
     named, _, digits = answer[:-1].partition(b" ")
     if not (answer.endswith(b"\0") and named == b"%d" % nonce and digits.isdigit()):
         return _FORGED

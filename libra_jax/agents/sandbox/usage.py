@@ -1,7 +1,8 @@
-"""What the processes of a sandbox use, as /proc shows it.
+"""Measures what the processes of a sandbox use, as /proc shows it.
 
-Handed to the sandbox as text beside `supervisor.py`: standard library only. A control group counts better. Without one
-these numbers are approximate: they are taken every few hundredths of a second, and the code may be quick in between.
+The sandbox gets this file as text together with `supervisor.py`, so it imports the standard library only. A control
+group counts more exactly. These numbers are samples, taken every few hundredths of a second; quick code can escape
+them.
 """
 
 from __future__ import annotations
@@ -14,25 +15,25 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 SHARED_BYTES = 2**20
-"""Bytes that a piece of shared memory without a file counts at least, however little of it is mapped.
+"""Bytes that a piece of shared memory without a file counts at least, no matter how little of it is mapped.
 
-The filter of system calls refuses larger ones, so a process cannot hide memory by unmapping most of a piece.
+The filter of system calls refuses larger pieces, so a process cannot hide memory by unmapping most of a piece.
 """
 
 SOCKET_BYTES = 2**19
-"""Bytes that a socket counts: about what the kernel lets it buffer, its own bookkeeping included."""
+"""Bytes counted per socket: about what the kernel lets a socket buffer, including its own bookkeeping."""
 
 MAPS_BYTES = 2**22
-"""Bytes of the lists of mappings of all processes that are read, about 80,000 lines. More is a limit met."""
+"""Bytes read from all processes' lists of mappings, about 80,000 lines. Longer lists count as a limit that was hit."""
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _SHARED = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) ...s ([0-9a-f]+) \S+ (\d+) +/dev/zero \(deleted\)$", re.MULTILINE)
 
 
 class Process(NamedTuple):
-    """A process, as its `stat` shows it: state letter, parent's id, seconds of processor time, threads.
+    """A process as its `stat` file shows it: state letter, parent's id, seconds of processor time, number of threads.
 
-    `seconds` are its own, and `of_children` those of children that it waited for.
+    `seconds` is the process's own time. `of_children` is the time of children that it waited for.
     """
 
     state: str
@@ -43,12 +44,12 @@ class Process(NamedTuple):
 
     @property
     def runs(self) -> bool:
-        """Whether any thread is left of it: its first one may end before the others, and the state is that one's."""
+        """Whether any thread still runs. The first thread may end before the others, and `state` is the first one's."""
         return self.state not in "ZX" or self.threads > 1
 
 
 def processes() -> dict[int, Process]:
-    """Every process there is, by its id."""
+    """Returns every process, by its id."""
     found = {}
     for name in os.listdir("/proc"):
         if name.isdigit() and (fields := _stat(name)):
@@ -62,12 +63,13 @@ def processes() -> dict[int, Process]:
 def _stat(path: str) -> list[bytes]:
     with contextlib.suppress(OSError), open(f"/proc/{path}/stat", "rb") as file:
         text = file.read()
+        # The name in parentheses may itself contain spaces and parentheses: the fields begin after the last one.
         return text[text.rindex(b")") + 2 :].split()
     return []
 
 
 def descendants(found: dict[int, Process], ancestor: int) -> dict[int, Process]:
-    """Those of the processes that come from `ancestor`."""
+    """Returns the processes that descend from `ancestor`."""
     kept = {ancestor}
     while more := {pid for pid, process in found.items() if process.parent in kept} - kept:
         kept |= more
@@ -75,11 +77,11 @@ def descendants(found: dict[int, Process], ancestor: int) -> dict[int, Process]:
 
 
 class Processor:
-    """Counts the processor time of everything that descends from this process.
+    """Counts the processor time of all descendants of this process.
 
-    The kernel adds a process's time to its parent's when the parent waits for it. A parent that ignores SIGCHLD waits
-    for none. So the time of a process that has vanished is kept as it was last seen. One that was too short-lived to
-    show any counts as running from one look to the next, if it was about to run when it was seen.
+    The kernel adds a process's time to its parent's when the parent waits for it. A parent that ignores SIGCHLD never
+    waits. So the last seen time of a vanished process is kept. A process may be too short-lived to show any time. If it
+    was ready to run when it was seen, it counts as running from one check to the next.
     """
 
     def __init__(self) -> None:
@@ -89,24 +91,26 @@ class Processor:
         self._cores = len(os.sched_getaffinity(0))
 
     def begin(self, found: dict[int, Process]) -> None:
-        """Starts to count, with the processes that live on from before."""
+        """Starts the count. The processes that live on from before start at zero."""
         self._seen = {pid: _Sight(process.seconds, 0.0) for pid, process in found.items()}
         self._vanished = 0.0
         self._before = self._totals(found)
 
     def seconds(self, found: dict[int, Process], interval: float) -> float:
-        """Returns the seconds since `begin`, by the larger of the kernel's sum and the sum of what was seen.
+        """Returns the seconds since `begin`: the larger of the kernel's sum and the sum of what was seen.
 
         Args:
-          found: all processes, ended ones that no one has waited for included.
-          interval: seconds since the last look.
+          found: All processes, including ended ones that no process has waited for.
+          interval: Seconds since the last check.
         """
         for pid, sight in list(self._seen.items()):
-            if pid not in found or found[pid].seconds < sight.seconds:  # ended, or its id is another's by now
+            # It ended, or its id now belongs to another process.
+            if pid not in found or found[pid].seconds < sight.seconds:
                 self._vanished += sight.seconds + sight.unseen
                 del self._seen[pid]
         ready = {pid: _running(pid, process) for pid, process in found.items() if process.runs}
-        share = interval * min(1.0, self._cores / max(1, sum(ready.values())))  # those that wait for a core use none
+        # Processes that wait for a core use none.
+        share = interval * min(1.0, self._cores / max(1, sum(ready.values())))
         for pid, process in found.items():
             used = ready.get(pid, 0) * share
             known = pid in self._seen
@@ -124,14 +128,14 @@ class Processor:
 
 
 class _Sight(NamedTuple):
-    """A process at the last look: its seconds, and those that it may have used since if it is gone by the next."""
+    """A process at the last check. `unseen` are the seconds that it may have used since, if it is gone by the next."""
 
     seconds: float
     unseen: float
 
 
 def _running(pid: int, process: Process) -> int:
-    """How many threads of a process run, or wait only for a core."""
+    """Returns how many threads of a process run, or wait only for a core."""
     if process.threads == 1:
         return process.state == "R"
     with contextlib.suppress(OSError):
@@ -141,11 +145,11 @@ def _running(pid: int, process: Process) -> int:
 
 
 def memory(found: Iterable[int], *, network: bool) -> float:
-    """Returns the bytes that the processes hold and no file backs; infinity if they have too many mappings to look at.
+    """Returns the bytes held by the processes and backed by no file. Infinity if they have too many mappings to read.
 
     Args:
-      found: ids of the processes.
-      network: count the sockets of this network namespace, too, which has to be the processes' own.
+      found: Ids of the processes.
+      network: Also count the sockets of this network namespace. The namespace has to belong to the processes alone.
     """
     private, shown, left, shared = 0, 0, MAPS_BYTES, dict[bytes, int]()
     for pid in found:
@@ -159,13 +163,15 @@ def memory(found: Iterable[int], *, network: bool) -> float:
         if b" /dev/zero (deleted)\n" in maps:
             for first, last, offset, inode in _SHARED.findall(maps):
                 size = int(last, 16) - int(first, 16) + int(offset, 16)
+                # Several processes may map the same piece of memory; its inode identifies it.
                 shared[inode] = max(shared.get(inode, SHARED_BYTES), size)
-    # What processes show is also held by files of the workspace, and may be mapped by several of them.
+    # Files of the workspace (tmpfs) count in RssShmem too, and several processes may map the same memory. So the two
+    # estimates of shared memory overlap, and the larger one is taken instead of their sum.
     return 1024 * private + max(1024 * shown, sum(shared.values())) + (_sockets() if network else 0)
 
 
 def _of_a_thread(pid: int, name: str, most: int) -> bytes:
-    """A file of the first thread that still has one: the process's own may have ended before the others."""
+    """Returns a file of the first thread that still has one. The main thread may have ended before the others."""
     with contextlib.suppress(OSError):
         for thread in (str(pid), *os.listdir(f"/proc/{pid}/task")):
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/{name}", "rb") as file:
@@ -181,12 +187,12 @@ def _kib(status: bytes, name: bytes) -> int:
 
 
 def _sockets() -> int:
-    """Bytes of all sockets, those included that are sent somewhere and held by no one."""
+    """Returns the bytes of all sockets, including sockets in transit over other sockets, which no process holds."""
     total = 0
     with contextlib.suppress(OSError), open("/proc/self/net/sockstat", "rb") as file:
         counts = {line.split()[0]: int(line.split()[2]) for line in file if line.startswith((b"sockets:", b"TCP:"))}
         total = SOCKET_BYTES * counts.get(b"sockets:", 0)
-        if counts.get(b"TCP:", 0):  # these buffer more
+        if counts.get(b"TCP:", 0):  # TCP sockets buffer more than others
             total += 2 * (_queued("tcp") + _queued("tcp6"))
     return total
 

@@ -1,4 +1,4 @@
-"""One sandbox, from the host's side: it is started, asked one thing at a time, and killed with all that is in it."""
+"""One sandbox, seen from the host: starts it, asks it one thing at a time, and kills it with everything in it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from libra_jax.agents.sandbox import backends, cgroups, supervisor, wire
 from libra_jax.agents.sandbox import limits as limits_module
 
 GRACE_SECONDS = 3.0
-"""By how much a sandbox may outstay a call's deadline, which it keeps itself, before it is killed from here."""
+"""Seconds after a call's deadline before the host kills the sandbox. The sandbox itself enforces the deadline first."""
 
 REAP_SECONDS = 10.0
-"""How long the processes of a killed sandbox may take to be gone."""
+"""Seconds that the processes of a killed sandbox may take to end."""
 
 _SIGNALS = 128
-"""Statuses from here on stand for signals."""
+"""Exit statuses from this one on stand for signals."""
 
 _REASON_BYTES = 2000
 _SLACK_SECONDS = 1.0
@@ -31,9 +31,10 @@ _TOLD_BYTES = 65536
 
 
 class Worker:
-    """A running sandbox. `alive` until it is killed, breaks the protocol or ends; it is then of no more use.
+    """A running sandbox.
 
-    `ended` tells that it was gone of itself when a call wanted its answer.
+    `alive` is True until the sandbox is killed, breaks the protocol or ends. After that it cannot be used. `ended` is
+    True if a call found that the sandbox had ended by itself.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, launch: backends.Launch, limits: limits_module.Limits):
@@ -48,17 +49,18 @@ class Worker:
         """Starts a sandbox and waits until it answers.
 
         Args:
-          backend: what holds it.
-          limits: what it may use.
-          parent: the control group under which it gets its own, if there is one.
+          backend: Backend that holds the sandbox.
+          limits: Limits of the sandbox.
+          parent: Control group under which the sandbox gets its own group. None for no control group.
 
         Raises:
-          WorkerLost: it ended instead of answering, or did not answer in time.
+          WorkerLost: The sandbox ended instead of answering, or did not answer in time.
         """
         launch = backend.launch(group=parent is not None)
         starting = asyncio.ensure_future(_process(launch))
         try:
-            # Cancelled half-way, asyncio would kill bubblewrap alone, and what that has cloned would wait for ever.
+            # Shielded: a cancelled start would kill bubblewrap alone, and the process that it cloned would wait
+            # forever.
             worker = cls(await asyncio.shield(starting), launch, limits)
         except asyncio.CancelledError:
             try:
@@ -78,7 +80,7 @@ class Worker:
 
     @property
     def gone(self) -> bool:
-        """Whether its process has ended, be it that the event loop has not been told yet."""
+        """Whether the sandbox's process has ended, even if the event loop does not know it yet."""
         if self.process.returncode is not None:
             return True
         try:
@@ -96,8 +98,9 @@ class Worker:
             ) from None
         except (EOFError, wire.Malformed, OSError) as error:
             raise protocols.WorkerLost(f"the sandbox did not start: {await self._reason() or error}") from error
-        if self._launch.info_fd >= 0:  # written before the first process ran, so that it is there by now
+        if self._launch.info_fd >= 0:  # bubblewrap writes it before the first process runs, so it is complete by now
             told = json.loads(os.pread(self._launch.info_fd, _TOLD_BYTES, 0))
+            # Unlike an id, a pidfd never comes to mean another process.
             self._first = os.pidfd_open(int(told["child-pid"]))
             if parent is not None:
                 self._join_group(parent, int(told["child-pid"]))
@@ -110,7 +113,7 @@ class Worker:
             raise protocols.WorkerLost(f"the control group {parent} takes no sandbox: {error}") from error
 
     async def _reason(self) -> str:
-        """What was said on standard error, in one line."""
+        """Returns what the sandbox wrote to standard error, in one line."""
         assert self.process.stderr is not None
         with contextlib.suppress(deadlines.Overdue):
             said = await deadlines.within(_SLACK_SECONDS, self.process.stderr.read(_REASON_BYTES))
@@ -123,14 +126,15 @@ class Worker:
         """Has the sandbox do one thing.
 
         Args:
-          kind: "run" (Python, afresh), "python" and "shell" (which keep their state), "edit", "load" or "save".
-          body: code, a command, a request in JSON or an archive.
-          seconds: how long it may take.
-          clean: files are removed afterwards, for the next one's sake.
-          most: bytes of the archive that "save" may answer with, which is then the outcome's and no text of it.
+          kind: "run" (fresh Python), "python" or "shell" (which keep their state), "edit", "load" or "save".
+          body: Code, a command, a request in JSON or an archive.
+          seconds: Deadline of the call in seconds.
+          clean: Remove all files afterwards, because another caller may be next.
+          most: Largest archive in bytes that "save" may return. The archive is then in the outcome, and its text is
+            empty.
 
         Returns:
-          The outcome. `alive` is then False if the call ended the sandbox. A cancelled call kills the sandbox.
+          The outcome. `alive` is False afterwards if the call ended the sandbox. Cancelling a call kills the sandbox.
         """
         assert self.process.stdin is not None
         loop = asyncio.get_running_loop()
@@ -150,7 +154,7 @@ class Worker:
                 how, by_code = f"ended: more than {self._limits.memory_mib} MiB of memory", True
             elif self.ended and await self._gave_up():
                 how, by_code = "ended: its first process could not go on with what is in it", True
-            self.kill()  # only now: its signal would hide a status that the first process ends with
+            self.kill()  # not earlier: this signal would hide the first process's own exit status
             seconds = loop.time() - began
             return limits_module.Outcome("failure", f"[the sandbox {how}]", seconds, "all", not by_code, by_code)
         except BaseException:
@@ -163,46 +167,46 @@ class Worker:
             archive = reply.head + reply.tail
             return limits_module.Outcome("success", "", loop.time() - began, reply.lost, archive=archive)
         text = reply.text()
-        if most:  # and no archive: what kept it from being one
+        if most:  # no archive came: the text says why
             text = limits_module.cut(text, self._limits.output_bytes)
         if reply.note:
             text += f"{chr(10) if text and not text.endswith(chr(10)) else ''}[{reply.note}]"
         return limits_module.Outcome(reply.status, text, loop.time() - began, reply.lost, by_code=by_code)
 
     async def _gave_up(self) -> bool:
-        """Whether the first process ended with a status of its own, where a signal from outside would show as one.
+        """Returns whether the first process ended with its own exit status, and not by a signal from outside.
 
-        No code in the sandbox can send it a signal.
+        Code in the sandbox cannot send a signal to the first process.
         """
         with contextlib.suppress(deadlines.Overdue):
             return 0 < await deadlines.within(_SLACK_SECONDS, self.process.wait()) < _SIGNALS
         return False
 
     async def _ran_out(self) -> bool:
-        """Whether the sandbox ended because its code took more memory than its control group has."""
+        """Returns whether the sandbox ended because its code used more memory than its control group has."""
         return self._group is not None and await deadlines.off_loop(self._group.ran_out)
 
     async def _answer(self, most_bytes: int) -> wire.Reply:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        with contextlib.suppress(ConnectionError):  # it may have answered before it had read everything
+        with contextlib.suppress(ConnectionError):  # the sandbox may answer and end before it has read everything
             await self.process.stdin.drain()
         return await wire.receive(self.process.stdout, most_bytes)
 
     def kill(self) -> None:
-        """Ends every process of the sandbox; `close` then waits for that."""
+        """Kills every process of the sandbox. `close` then waits for their end."""
         self.alive = False
         with contextlib.suppress(ProcessLookupError):
-            if self._first >= 0:  # with the first process the kernel ends all of its namespace
+            if self._first >= 0:  # the kernel ends a whole PID namespace with its first process
                 signal.pidfd_send_signal(self._first, signal.SIGKILL)
             elif self.process.stdin is not None and not self._launch.remove:
-                self.process.stdin.close()  # it sees that and ends what it started
+                self.process.stdin.close()  # the first process sees that the host is gone, and ends what it started
 
     async def close(self) -> None:
         """Kills the sandbox and waits until it is gone. Idempotent.
 
         Raises:
-          DeadlineMissed: it is not, after `REAP_SECONDS`.
+          DeadlineMissed: The sandbox is not gone after `REAP_SECONDS`.
         """
         self.kill()
         if self._launch.remove:
@@ -215,14 +219,17 @@ class Worker:
             os.close(self._first)
             self._first = -1
         if self._group is not None:
+            # Off the loop, because it sleeps until the kernel has released the group.
             await deadlines.off_loop(self._group.close)
         self._transports_closed()
+        # A second close then finds nothing left to free.
         launch, self._launch = self._launch, backends.Launch((), {})
         await deadlines.off_loop(_discard, launch)
 
     async def _insist(self) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # a session of its own, so a group of its own
+            # The process leads its own session, so its process group is its own too.
+            os.killpg(self.process.pid, signal.SIGKILL)
         try:
             await deadlines.within(REAP_SECONDS / 2, self.process.wait())
         except deadlines.Overdue:
@@ -244,7 +251,7 @@ class Worker:
             ) from None
 
     def _transports_closed(self) -> None:
-        """Its pipes, at once: a forgotten one would warn when it is collected."""
+        """Closes the pipes at once: a transport that is only collected later would warn."""
         transport: Any = getattr(self.process, "_transport", None)
         if transport is not None:
             transport.close()
@@ -259,12 +266,13 @@ async def _process(launch: backends.Launch) -> asyncio.subprocess.Process:
         env=dict(launch.environment),
         cwd="/",
         pass_fds=launch.descriptors,
+        # Its own session: `_insist` kills its process group, and a terminal's Ctrl-C does not reach it.
         start_new_session=True,
     )
 
 
 def _discard(launch: backends.Launch) -> None:
-    """What a sandbox holds besides its processes."""
+    """Frees what a sandbox holds besides its processes: descriptors and its directory."""
     for descriptor in launch.descriptors:
         os.close(descriptor)
     if launch.directory:

@@ -1,15 +1,16 @@
-"""BM25 over an index of SQLite's FTS5: written once, searched from several threads, common words kept cheap.
+"""BM25 over an index of SQLite's FTS5. An index is written once and searched from several threads.
 
-BM25 of an OR of words scores every passage that has one of them. That takes a second and more a million passages as
-soon as "the" is among the words. So a search scores at most `effort` passages. If the query's words occur in fewer, the
-result is exactly FTS5's own: https://sqlite.org/fts5.html#the_bm25_function. If they occur in more,
+BM25 of an OR of words scores every passage that contains at least one of them. With a common word such as "the", this
+takes a second or more per million passages. So a search scores at most `effort` passages. If the query's words occur in
+fewer passages, the result is exactly FTS5's own: https://sqlite.org/fts5.html#the_bm25_function. If they occur in more:
 
-1. words of a tenth of all passages and more are left out, unless the query has no others;
-2. passages with all of the other words come first, by BM25;
-3. after them come those with some of the rarest words, by BM25: as many words as occur in `effort` passages in all.
+1. Words that a tenth or more of all passages contain are left out, unless the query has no other words.
+2. Passages with all remaining words come first, ranked by BM25.
+3. Passages with any of the rarest words follow, ranked by BM25. The rarest words are as many as occur in at most
+   `effort` passages in total.
 
-bm25s is not used: over a million passages a query took 50 ms (28 ms with its files mapped) against 3 ms, the build
-4.2 GiB and 155 processor seconds against 0.2 GiB and 65, and it keeps neither titles nor texts.
+bm25s is not used. Over a million passages, one query took 50 ms (28 ms with its files mapped) against 3 ms here. The
+build took 4.2 GiB and 155 processor seconds, against 0.2 GiB and 65. It also stores neither titles nor texts.
 """
 
 from __future__ import annotations
@@ -29,28 +30,28 @@ from pathlib import Path
 from libra_jax import protocols
 
 APPLICATION_ID = 0x4C424658
-"""Mark in an index's header. Only a file with this mark is overwritten by the index of another corpus."""
+"""Mark in an index's header. A file without this mark is never overwritten."""
 
 VERSION = "1"
 TOKENIZER = "porter unicode61 remove_diacritics 2"
 
 _BATCH = 10_000
 _FREQUENT = 1000
-"""Number of passages from which on a word's count is stored. Counts of rarer words are fast to look up."""
+"""Number of passages from which on a word's count is stored. Looking up counts of rarer words is fast."""
 
 _BUILD_OPCODES = 10_000
-"""Instructions of SQLite between two looks at whether to stop a build."""
+"""SQLite instructions between two checks whether to stop a build."""
 
 MOST_WORDS = 32
-"""Number of a query's words that count; later ones are ignored."""
+"""Largest number of a query's words that count. Later words are ignored."""
 
 MOST_SNIPPET_WORDS = 64
-"""FTS5's own limit."""
+"""Largest number of words in a snippet, which is FTS5's own limit."""
 
 _COMMON_SHARE = 0.1
 _CLOSE_SECONDS = 5.0
 _OPCODES = 1000
-"""Instructions of SQLite between two looks at the clock."""
+"""SQLite instructions between two checks of the clock."""
 
 _WORD = re.compile(r"[^\W_]+")
 
@@ -59,7 +60,7 @@ _WORD = re.compile(r"[^\W_]+")
 
 
 class Stopped(Exception):
-    """The build was told to stop, and left nothing behind."""
+    """The build was told to stop. It left nothing behind."""
 
 
 @dataclass(frozen=True)
@@ -79,18 +80,18 @@ def build(
     stopped: Callable[[], bool] = lambda: False,
     progress: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Writes an index under a temporary name, and renames it to `path` when it is whole.
+    """Writes an index under a temporary name and renames it to `path` when it is complete.
 
     Args:
-      path: path of the index, which is replaced.
-      passages: the corpus.
-      about: facts that `about` will return.
-      stopped: asked again and again; once it returns true, the build ends.
-      progress: gets the number of passages so far.
+      path: Path of the index. An existing file is replaced.
+      passages: The corpus.
+      about: Facts that the function `about` will return.
+      stopped: Polled during the build. The build ends once it returns true.
+      progress: Called with the number of passages written so far.
 
     Raises:
-      Stopped: see `stopped`.
-      sqlite3.Error, OSError: it cannot be written.
+      Stopped: `stopped` returned true.
+      sqlite3.Error, OSError: The index cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -101,6 +102,7 @@ def build(
             count = _fill(connection, passages, stopped, progress)
             connection.executemany("INSERT INTO about VALUES (?, ?)", {**about, "passages": str(count)}.items())
             connection.execute("COMMIT")
+        # mkstemp makes a file that only its owner can read.
         os.chmod(name, 0o644)
         os.replace(name, path)
     except BaseException:
@@ -112,7 +114,7 @@ def _create(connection: sqlite3.Connection) -> None:
     for statement in (
         f"PRAGMA application_id = {APPLICATION_ID}",
         "PRAGMA page_size = 8192",
-        "PRAGMA journal_mode = OFF",  # a build that is cut off is thrown away whole
+        "PRAGMA journal_mode = OFF",  # no journal: an interrupted build is thrown away as a whole
         "PRAGMA synchronous = OFF",
         "PRAGMA cache_size = -65536",
         "BEGIN",
@@ -139,7 +141,7 @@ def _fill(
         connection.executemany("INSERT INTO passages(passage_id, title, text) VALUES (?, ?, ?)", batch)
         count += len(batch)
         progress(count)
-    # One segment instead of several: a word is then looked up in one place.
+    # Merges the index into one segment, so that a search looks up each word in one place.
     connection.set_progress_handler(lambda: int(stopped()), _BUILD_OPCODES)
     try:
         connection.execute("INSERT INTO passages(passages) VALUES ('optimize')")
@@ -156,15 +158,15 @@ def _row(passage: Passage) -> tuple[str, str, str]:
 
 
 def _text(value: str) -> str:
-    """Replaces halves of surrogate pairs, which JSON may hold and SQLite refuses."""
+    """Replaces unpaired surrogates. JSON text may hold them, but SQLite refuses them."""
     return value if value.isascii() else value.encode("utf-8", "replace").decode()
 
 
 def about(path: Path) -> dict[str, str] | None:
-    """Returns the facts that an index was built with; None if it cannot be read.
+    """Returns the facts that an index was built with. None if they cannot be read.
 
     Raises:
-      DataError: the file is no index of ours.
+      DataError: The file is not an index of ours.
     """
     try:
         with contextlib.closing(connect(path)) as connection:
@@ -187,12 +189,14 @@ def _mark(path: Path) -> int:
         with path.open("rb") as file:
             header = file.read(72)
     except OSError:
+        # The application id lies at byte 68 of SQLite's header: https://sqlite.org/fileformat.html#the_database_header.
         return 0
     return int.from_bytes(header[68:72], "big") if header.startswith(b"SQLite format 3\0") else 0
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Opens an index read-only. A file that is renamed into its place later is not seen."""
+    """Opens an index read-only. The connection never sees a file that is renamed into its place later."""
+    # immutable=1: SQLite takes no locks, because an index is replaced as a whole and never changed in place.
     address = f"{path.resolve().as_uri()}?mode=ro&immutable=1"
     return sqlite3.connect(address, uri=True, isolation_level=None, check_same_thread=False)
 
@@ -201,7 +205,7 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 class Overdue(Exception):
-    """A search took longer than it may."""
+    """A search missed its deadline."""
 
 
 @dataclass(frozen=True)
@@ -228,18 +232,18 @@ class _Term:
 
 
 class Index:
-    """An open index. Any thread may search it; as many at once as it has connections.
+    """An open index. Any thread may search it. Searches run at once up to the number of connections.
 
     Args:
-      path: path of an index that `build` wrote.
-      connections: number of searches at once.
-      effort: number of passages that a search may score; 0: all.
+      path: Path of an index that `build` wrote.
+      connections: Number of searches that can run at once.
+      effort: Largest number of passages that a search may score. 0 means all.
 
     Attributes:
-      passages: number of passages.
+      passages: Number of passages.
 
     Raises:
-      sqlite3.Error: it cannot be read.
+      sqlite3.Error: The index cannot be read.
     """
 
     def __init__(self, path: Path, connections: int = 2, effort: int = 10_000) -> None:
@@ -260,27 +264,28 @@ class Index:
         self._effort = effort or 2**62
 
     def search(self, query: str, first: int, most: int, snippet_words: int, seconds: float) -> tuple[list[Hit], bool]:
-        """Finds the passages that fit best, the best first.
+        """Finds the passages that fit best, best first.
 
         Args:
-          query: any text, of which only the words count.
-          first: number of passages to skip.
-          most: largest number of passages to return.
-          snippet_words: words of a snippet, 1 to `MOST_SNIPPET_WORDS`.
-          seconds: seconds that the search may take, the wait for a connection included.
+          query: Any text. Only its words count.
+          first: Number of passages to skip.
+          most: Largest number of passages to return.
+          snippet_words: Number of words of a snippet, 1 to `MOST_SNIPPET_WORDS`.
+          seconds: Deadline of the search in seconds, including the wait for a connection.
 
         Returns:
           The passages, and whether more exist.
 
         Raises:
-          Overdue: the search took longer.
-          sqlite3.Error: the index cannot be read.
+          Overdue: The search missed its deadline.
+          sqlite3.Error: The index cannot be read.
         """
         due = time.monotonic() + seconds
         with self._connection(due) as connection:
             terms = self._telling(self._terms(connection, list(words(query))))
             found: dict[int, None] = {}
             for expression in self._expressions(terms):
+                # One passage more than asked for tells whether another page exists.
                 found.update(dict.fromkeys(self._best(connection, expression, first + most + 1)))
                 if len(found) > first + most:
                     break
@@ -289,10 +294,10 @@ class Index:
             return hits, len(found) > first + most
 
     def passages_at(self, places: Sequence[int], snippet_words: int, due: float) -> list[Hit]:
-        """Returns passages by their places in the corpus, from 0, each with the beginning of its text.
+        """Returns the passages at these positions in the corpus, counted from 0, with the beginning of each text.
 
         Raises:
-          Overdue: see `search`; `due` is by `time.monotonic()`.
+          Overdue: `due`, a time of `time.monotonic()`, has passed.
         """
         with self._connection(due) as connection:
             query = "SELECT passage_id, title, text FROM passages WHERE rowid = ?"
@@ -300,7 +305,7 @@ class Index:
         return [Hit(name, title, _beginning(text, snippet_words)) for name, title, text in rows]
 
     def close(self) -> None:
-        """Cuts off the searches that run, and waits for them. No other may begin."""
+        """Interrupts the running searches and waits for them. No search may begin afterwards."""
         for connection in self._all:
             connection.interrupt()
         for _ in self._all:
@@ -309,7 +314,7 @@ class Index:
 
     @contextlib.contextmanager
     def _connection(self, due: float) -> Iterator[sqlite3.Connection]:
-        """Yields a connection whose statements are cut off when they are overdue."""
+        """Yields a connection whose statements are interrupted after the deadline."""
         try:
             connection = self._idle.get(timeout=max(0.0, due - time.monotonic()))
         except queue.Empty:
@@ -325,12 +330,14 @@ class Index:
             self._idle.put(connection)
 
     def _terms(self, connection: sqlite3.Connection, written: Sequence[str]) -> list[_Term]:
-        """Returns the words that the corpus has, the rarest first. Of two words with one stem, the first counts."""
+        """Returns the query's words that occur in the corpus, rarest first. Words with the same stem count once."""
+        # The temporary FTS5 table splits the words with the index's own tokenizer, so that stems match exactly.
         connection.execute("DELETE FROM temp.words")
         connection.executemany("INSERT INTO temp.words(rowid, word) VALUES (?, ?)", enumerate(written))
         stems: dict[int, list[str]] = {}
         for place, stem in connection.execute("SELECT doc, term FROM temp.tokens ORDER BY doc, offset"):
             stems.setdefault(place, []).append(stem)
+        # Reversed, so that the first of several words with the same stem wins.
         distinct = {tuple(stem): place for place, stem in reversed(stems.items())}
         terms = [
             _Term(written[place], min(self._count(connection, part) for part in stem))
@@ -346,13 +353,19 @@ class Index:
         return int(row[0]) if row else 0
 
     def _telling(self, terms: list[_Term]) -> list[_Term]:
-        """Returns all terms if they occur in at most `effort` passages; else those that are not common, if any."""
+        """Returns all terms if they occur in at most `effort` passages.
+
+        Otherwise leaves out common terms, if others exist.
+        """
         if sum(term.passages for term in terms) <= self._effort:
             return terms
         return [term for term in terms if term.passages < _COMMON_SHARE * self.passages] or terms
 
     def _expressions(self, terms: Sequence[_Term]) -> Iterator[str]:
-        """Yields what to match, in turn until enough passages are found. See the module."""
+        """Yields the expressions to match, in order, until enough passages are found.
+
+        The module docstring has the rules.
+        """
         touched = itertools.accumulate(term.passages for term in terms)
         rarest = [term for term, passages in zip(terms, touched, strict=True) if passages <= self._effort]
         if 1 < len(terms) != len(rarest):
@@ -361,7 +374,8 @@ class Index:
             yield _any(rarest or terms[:1])
 
     def _best(self, connection: sqlite3.Connection, expression: str, most: int) -> list[int]:
-        """Returns the best of the first `effort` passages that match."""
+        """Returns the best of the first `effort` matching passages."""
+        # The inner LIMIT bounds how many passages are scored; the outer one picks the best of them.
         rows = connection.execute(
             "SELECT place FROM (SELECT rowid AS place, bm25(passages) AS score FROM passages WHERE passages MATCH ? "
             "LIMIT ?) ORDER BY score, place LIMIT ?",

@@ -1,4 +1,4 @@
-"""The calculator as a tool: exact arithmetic, for a policy that computes badly."""
+"""The calculator as a tool: exact arithmetic for a policy that computes badly."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Calculator:
     """Evaluates an expression exactly.
 
     Args:
-      max_characters: a longer expression fails.
+      max_characters: Largest length of an expression. A longer expression fails.
 
     Raises:
-      ConfigError: the limit is not positive.
+      ConfigError: The limit is not positive.
     """
 
     name = arithmetic.TOOL
@@ -30,7 +30,7 @@ class Calculator:
         "required": ["expression"],
         "additionalProperties": False,
     }
-    eager = True  # without side effects, so that a call may begin before the output that makes it has ended
+    eager = True  # no side effects: a call may begin before the output that makes it has ended
 
     def __init__(self, max_characters: int = 120) -> None:
         good = isinstance(max_characters, int) and max_characters > 0

@@ -1,4 +1,7 @@
-"""A dense index: passages by the inner product of their vectors with a query's. Vectors are a file of numpy's."""
+"""A dense index: ranks passages by the inner product of their vectors with the query's.
+
+Reads vectors from a .npy file.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +17,22 @@ from libra_jax import protocols
 from libra_jax.agents.tools import bm25
 
 Embed = Callable[[Sequence[str]], Any]
-"""From n texts to an array of shape (n, width), on the device of its choice; called by one thread at a time."""
+"""Function from n texts to an array of shape (n, width), on any device. One thread at a time calls it."""
 
 _BLOCK_BYTES = 64 << 20
-"""Of vectors that are multiplied at once; between two blocks a search looks at the clock."""
+"""Bytes of vectors that are multiplied at once. A search checks the clock between two blocks."""
 
 
 class Vectors:
-    """The vectors of a corpus, from a file that is mapped into memory. Any thread may search them.
+    """The vectors of a corpus, memory-mapped from a file. Any thread may search them.
 
     Args:
-      path: a .npy file: an array of shape (passages, width), float32 or float16, in the corpus's order.
-      embed: makes vectors of queries.
-      passages: how many the corpus has.
+      path: A .npy file with an array of shape (passages, width), float32 or float16, in the corpus's order.
+      embed: Function that makes vectors of queries.
+      passages: Number of passages in the corpus.
 
     Raises:
-      DataError: the file is none, or its vectors are not those of the corpus or of `embed`.
+      DataError: The file cannot be read, or its vectors do not fit the corpus or `embed`.
     """
 
     def __init__(self, path: Path, embed: Embed, passages: int) -> None:
@@ -46,18 +49,19 @@ class Vectors:
             )
         self._path, self._embed, self._one_at_a_time = path, embed, threading.Lock()
         self._block = max(1, _BLOCK_BYTES // max(1, 4 * shape[1]))
+        # Embed once now, so that a model that does not fit the file fails at the start and not at the first search.
         self._vector("a query")
 
     def best(self, query: str, most: int, due: float) -> list[int]:
-        """Rows from 0 of the passages with the largest inner product, the largest first.
+        """Returns the rows (from 0) of the passages with the largest inner products, largest first.
 
         Args:
-          query: any text.
-          most: how many, at most.
-          due: by `time.monotonic()`.
+          query: Any text.
+          most: Largest number of rows.
+          due: Deadline as a time of `time.monotonic()`.
 
         Raises:
-          bm25.Overdue: it took longer.
+          bm25.Overdue: The search missed the deadline.
         """
         if not self._one_at_a_time.acquire(timeout=max(0.0, due - time.monotonic())):
             raise bm25.Overdue
@@ -72,13 +76,15 @@ class Vectors:
             block = numpy.asarray(self._vectors[start : start + self._block], numpy.float32) @ vector
             scores = numpy.concatenate([scores, block])
             rows = numpy.concatenate([rows, numpy.arange(start, start + len(block))])
+            # Keep only the best so far: memory stays bounded by one block.
             if len(scores) > most:
                 kept = numpy.argpartition(-scores, most - 1)[:most]
                 scores, rows = scores[kept], rows[kept]
+        # lexsort takes its last key first: it sorts by score, and by row if scores are equal.
         return [int(row) for row in rows[numpy.lexsort((rows, -scores))]]
 
     def _vector(self, query: str) -> Any:
-        """Of shape (width,)."""
+        """Returns the query's vector, of shape (width,)."""
         made = numpy.asarray(self._embed([query]), numpy.float32)
         if made.shape != (1, self._vectors.shape[1]):
             raise protocols.DataError(

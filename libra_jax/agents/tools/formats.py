@@ -1,8 +1,8 @@
-"""How a policy writes tool calls, read as its output streams: JSON as Hermes and Qwen write it, or plain tags.
+"""Formats in which a policy writes tool calls: JSON as Hermes and Qwen write it, or plain tags.
 
-A parser gets the pieces of one output as they come, and returns each call as soon as the call is complete. How the
-output was cut into pieces makes no difference. Text that looks like a call and is none is returned, too, with its
-problem: a failure that the policy sees. Nothing inside of `<think>` counts.
+A parser reads the pieces of one output as they stream in, and returns each call as soon as it is complete. The result
+does not depend on how the output is cut into pieces. Text that looks like a call but is not valid is returned with its
+problem, which the policy sees as a failure. Text inside `<think>` is ignored.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Call:
     """A call as the policy wrote it.
 
     Attributes:
-      name: name of the tool, of any type.
-      arguments: a mapping as a rule, of any type.
-      problem: why the text is no call, in a few words; empty if it is one.
+      name: Name of the tool. May be of any type.
+      arguments: Arguments, normally a mapping. May be of any type.
+      problem: Why the text is not a valid call, in a few words. Empty if it is valid.
     """
 
     name: object
@@ -40,28 +40,28 @@ class Parser(Protocol):
         ...
 
     def finish(self) -> Sequence[Call]:
-        """Returns what the end of the output leaves: a call that was not closed."""
+        """Returns the calls that the end of the output leaves, such as a call that was not closed."""
         ...
 
 
 class Format(Protocol):
-    """A way to write calls."""
+    """A way of writing calls."""
 
     name: str
 
     def parser(self, schemas: Sequence[Mapping[str, Any]]) -> Parser:
-        """Returns a parser of one output. `schemas` are the tools as `toolbox.Toolbox.schemas` returns them."""
+        """Returns a parser for one output. `schemas` are the tools, in the form of `toolbox.Toolbox.schemas`."""
         ...
 
     def instructions(self, schemas: Sequence[Mapping[str, Any]]) -> str:
-        """Returns the text that tells a policy which tools exist, and how to call them."""
+        """Returns the text that tells a policy which tools exist and how to call them."""
         ...
 
     def write(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Returns a call as the policy should write it.
+        """Returns a call in the form that the policy should write.
 
         Raises:
-          ValueError: this format cannot write the call.
+          ValueError: This format cannot express the call.
         """
         ...
 
@@ -69,12 +69,15 @@ class Format(Protocol):
 # Finding calls --------------------------------------------------------------------------------------------------------
 
 _MOST_DOUBTS = 16
-"""Closing marks inside of JSON strings that one call may hold. Each has the call read again, which must stay cheap."""
+"""Largest number of closing marks inside JSON strings of one call.
+
+The call is parsed again at each, so it is bounded.
+"""
 
 
 @dataclass(frozen=True)
 class Tag:
-    """A pair of marks. `read` makes a call of the text between them, and says if the call may hold the closing mark."""
+    """A closing mark, and `read`. `read` parses a call's text, and tells whether the closing mark may be part of it."""
 
     close: str
     read: Callable[[str], tuple[Call, bool]] | None
@@ -84,16 +87,17 @@ _THINK = {"<think>": Tag("</think>", None)}
 
 
 class Scanner:
-    """A `Parser` of tags that do not nest. It looks at text once, and gathers none outside of a call."""
+    """A `Parser` of tags that do not nest. It reads text once, and stores no text outside of calls."""
 
     def __init__(self, tags: Mapping[str, Tag]) -> None:
         self._tags = {**tags, **_THINK}
         self._opening = re.compile("|".join(map(re.escape, self._tags)))
         self._longest = max(map(len, self._tags))
-        self._ahead = ""  # text not looked at yet, or the beginning of a mark
+        self._ahead = ""  # text not scanned yet, or the beginning of a mark
         self._tag: Tag | None = None
         self._body: list[str] = []
-        self._doubts: list[tuple[int, Call]] = []  # where the call might have ended, and what it would have been
+        # Positions where the call might have ended, and the call that each would give.
+        self._doubts: list[tuple[int, Call]] = []
 
     def feed(self, text: str) -> Sequence[Call]:
         """See `Parser`."""
@@ -116,10 +120,11 @@ class Scanner:
         return calls
 
     def _pass(self, calls: list[Call]) -> bool:
-        """Passes the next mark; returns False if no further mark has come."""
+        """Consumes the next mark. Returns False if the text so far holds no further mark."""
         if self._tag is None:
             found = self._opening.search(self._ahead)
             if found is None:
+                # The end may be the beginning of a mark whose rest comes with the next piece.
                 self._ahead = self._ahead[-self._longest :]
                 return False
             self._tag, self._ahead = self._tags[found.group()], self._ahead[found.end() :]
@@ -138,7 +143,7 @@ class Scanner:
         return True
 
     def _end(self, body: str, tag: Tag, calls: list[Call]) -> None:
-        """Handles a closing mark: the call ends here, ends later, or ended before."""
+        """Handles a closing mark. The call may end here, later, or at an earlier closing mark."""
         assert tag.read is not None
         call, doubtful = tag.read(body)
         if doubtful and len(self._doubts) < _MOST_DOUBTS:
@@ -151,7 +156,7 @@ class Scanner:
             calls.append(call)
 
     def _back(self, text: str) -> Call:
-        """Ends the call at a closing mark that was taken for part of it; the text after the mark is read again."""
+        """Ends the call at an earlier closing mark that was taken for a part of it. Later text is scanned again."""
         assert self._tag is not None
         place, call = self._doubts[0]
         self._ahead = text[place + len(self._tag.close) :]
@@ -171,14 +176,15 @@ def read_json(text: str) -> Any:
     """Reads a JSON value.
 
     Raises:
-      ValueError: the text is no JSON; NaN and Infinity are none, either.
-      RecursionError: the value is nested too deeply.
+      ValueError: The text is not JSON. NaN and Infinity are not accepted either.
+      RecursionError: The value is nested too deeply.
     """
     return json.loads(text, parse_constant=_no_number)
 
 
 def write_json(value: Any) -> str:
-    """Writes JSON that holds no closing mark."""
+    """Writes a value as JSON that contains no closing mark."""
+    # JSON allows a slash to be written as \/, which keeps every closing mark out of the text.
     return json.dumps(value, ensure_ascii=False).replace("</", "<\\/")
 
 
@@ -192,6 +198,7 @@ def _hermes_call(body: str) -> tuple[Call, bool]:
         value = read_json(body)
     except json.JSONDecodeError as error:
         call = Call(None, None, f"the call is no JSON ({error.msg}, character {error.pos})")
+        # An unterminated string: the closing mark may lie inside it, and the call may go on.
         return call, error.msg.startswith("Unterminated string")
     except (ValueError, RecursionError) as error:
         return Call(None, None, f"the call is no JSON ({error})"), False
@@ -201,9 +208,9 @@ def _hermes_call(body: str) -> tuple[Call, bool]:
 
 
 class Hermes:
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes 2 Pro and Qwen write it.
+    """The format `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` of Hermes 2 Pro and Qwen.
 
-    A closing mark within a JSON string is a part of it, if what is between the marks is JSON then.
+    A closing mark inside a JSON string belongs to the call, if the text between the marks is valid JSON that way.
     """
 
     name = "hermes"
@@ -214,7 +221,7 @@ class Hermes:
         return Scanner({_OPEN: Tag(_CLOSE, _hermes_call)})
 
     def instructions(self, schemas: Sequence[Mapping[str, Any]]) -> str:
-        """Returns the words of Qwen's chat template, which its models know."""
+        """Returns the wording of Qwen's chat template, which its models know."""
         tools = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas)
         return (
             "# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with "
@@ -233,13 +240,16 @@ class Hermes:
 
 @dataclass(frozen=True)
 class _Parameters:
-    """Parameters of one tool by name, and the names of the required ones."""
+    """Parameters of one tool by name, and the names of its required parameters."""
 
     schemas: Mapping[str, Mapping[str, Any]]
     required: tuple[str, ...]
 
     def text(self) -> str:
-        """Returns the parameter that a bare body gives: the only required one, if it is a text; empty: none."""
+        """Returns the parameter that a body without inner tags sets: the only required one, if it is text.
+
+        Otherwise "".
+        """
         one = self.required[0] if len(self.required) == 1 else ""
         return one if _is_text(self.schemas.get(one, {})) else ""
 
@@ -251,7 +261,7 @@ def _parameters(schema: Mapping[str, Any]) -> _Parameters:
 
 
 def _is_text(schema: object) -> bool:
-    """Returns whether a text fits the schema. Inner schemas may be True or False, which say nothing of texts."""
+    """Returns whether a text fits the schema. Inner schemas may be True or False, which say nothing about texts."""
     if not isinstance(schema, Mapping):
         return False
     kind = schema.get("type")
@@ -262,14 +272,14 @@ def _is_text(schema: object) -> bool:
 
 
 def _bare(text: str) -> str:
-    """Returns the text without the line break after its opening tag and the one before its closing tag."""
+    """Returns the text without the line breaks right after its opening tag and right before its closing tag."""
     return text.removeprefix("\n").removesuffix("\n")
 
 
 def _children(body: str, parameters: _Parameters) -> dict[str, Any] | None:
-    """Returns the arguments of a body of parameters' tags, each at most once; None for any other body.
+    """Returns the arguments of a body that consists of parameter tags, each at most once. None for any other body.
 
-    A value ends at the first closing tag of its own that the next parameter's tag or the body's end follows.
+    A value ends at the first of its closing tags that is followed by another parameter's tag or by the end of the body.
     """
     values: dict[str, Any] = {}
     place = 0
@@ -288,7 +298,10 @@ def _children(body: str, parameters: _Parameters) -> dict[str, Any] | None:
 
 
 def _value(text: str, schema: Mapping[str, Any]) -> Any:
-    """Returns a child's value: the text if a text fits, else its JSON. The schema refuses text that is no JSON."""
+    """Returns an argument's value: the text if the schema takes text, otherwise its JSON value.
+
+    Text that is not JSON is returned as it is. The check against the schema refuses it later.
+    """
     if _is_text(schema):
         return text
     try:
@@ -312,14 +325,16 @@ def _tag_call(name: str, parameters: _Parameters, body: str) -> tuple[Call, bool
 
 
 class Tags:
-    """`<search>when was Ada born</search>`: a tag of the tool's name around the first of these that fits.
+    """The format `<search>when was Ada born</search>`: a tag with the tool's name.
+
+    Its body is read as the first form that fits:
 
     1. a tag for each argument: `<edit><command>view</command><path>a.py</path></edit>`;
-    2. if the tool requires just one argument, and that is a text: the text, as it is;
-    3. a JSON object of the arguments.
+    2. the text itself, if the tool requires exactly one argument and it is a text;
+    3. a JSON object with the arguments.
 
-    Of a text, a line break right after its opening tag and one right before its closing tag are no part. Only the names
-    of tools make calls; other tags are text.
+    A line break right after a text's opening tag or right before its closing tag is removed. Only tool names make
+    calls; other tags are text.
     """
 
     name = "tags"
@@ -333,7 +348,7 @@ class Tags:
         return Scanner(tags)
 
     def instructions(self, schemas: Sequence[Mapping[str, Any]]) -> str:
-        """Returns a text with each tool, how it is called, and its arguments."""
+        """Returns a text that lists each tool, how to call it, and its arguments."""
         told = "\n".join(_told(schema) for schema in schemas)
         return (
             "# Tools\n\nYou may call tools. Write each call as a tag of the tool's name, as shown; what it returns is "
@@ -341,7 +356,7 @@ class Tags:
         )
 
     def write(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Writes a single text as it is, which a tool with one required text takes, and several arguments in tags."""
+        """Writes a single text without inner tags, and any other arguments in tags. See `Format`."""
         texts = {key: value if isinstance(value, str) else write_json(value) for key, value in arguments.items()}
         for key, text in texts.items():
             for mark in (f"</{name}>", f"</{key}>"):
@@ -355,12 +370,12 @@ class Tags:
 
 
 def _framed(text: str) -> str:
-    """Returns the text; if it begins or ends with a line break, between two more, which `_bare` takes off."""
+    """Returns the text. If it begins or ends with a line break, adds one at both ends, which `_bare` removes again."""
     return f"\n{text}\n" if text.startswith("\n") or text.endswith("\n") else text
 
 
 def _told(schema: Mapping[str, Any]) -> str:
-    """Describes a tool to the policy."""
+    """Returns the description of a tool for the policy."""
     function, parameters = schema["function"], _parameters(schema)
     name, text = function["name"], parameters.text()
     children = "".join(f"<{key}>...</{key}>" for key in parameters.required)
@@ -384,7 +399,7 @@ def named(name: str) -> Format:
     """Returns the format that a config names.
 
     Raises:
-      ConfigError: no format has this name.
+      ConfigError: The name is unknown.
     """
     config.check_choice(name, tuple(FORMATS), "tools.format")
     return FORMATS[name]()

@@ -1,6 +1,6 @@
-"""How an MCP server of the config is reached: its entry in the standard form, and a client of the server.
+"""Connections to MCP servers: reads a server's entry in the config's standard form, and makes a client for it.
 
-The only file that imports the `mcp` package, and that only when a server is used.
+Only this file imports the `mcp` package, and only when a server is used.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from libra_jax import config, parent_death, protocols
 from libra_jax.agents.tools import schemas
 
 _REFERENCE = re.compile(r"\$\{(?:env:)?([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
-"""`${NAME}` and `${NAME:-default}`, as Claude Code has them, and `${env:NAME}`, as VS Code has it."""
+"""Pattern of references: `${NAME}` and `${NAME:-default}` as in Claude Code, `${env:NAME}` as in VS Code."""
 
 LONGEST_ANSWER = 64 * 2**20
-"""Bytes of one answer over HTTP, once it is decompressed; over a pipe there is no limit."""
+"""Largest answer over HTTP in bytes, after decompression. Answers over a pipe have no limit."""
 
 _KEPT_OF_STDERR = 4096
 
 _CONNECT_SECONDS = 10.0
-"""For a connection to a server's address, and for a request to be written to it."""
+"""Seconds to connect to a server's address, and to write a request to it."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A server as a config or a file has it.
+    """A server's entry, as a config or a file holds it.
 
     Attributes:
-      values: its object under `mcpServers`.
-      where: names it in errors.
-      written: it is written out with the config, so it must hold no secret.
+      values: The entry's object under `mcpServers`.
+      where: Name of the entry's place, for errors.
+      written: Whether the entry is written out with the config. If so, it must hold no secret.
     """
 
     values: object
@@ -52,20 +52,20 @@ class Entry:
 
 @dataclass(frozen=True)
 class Spec:
-    """A server's entry and our own settings of it. Texts of the entry may hold references to environment variables.
+    """A server's entry, and our own settings for it. Texts of the entry may refer to environment variables.
 
     Attributes:
-      command: program that talks over its standard input and output. It is searched where this Python is, then in PATH.
-      args: arguments of the program.
-      env: its variables. It gets these, HOME, LOGNAME, PATH, SHELL, TERM and USER, and no others.
-      cwd: folder that the program starts in; empty: this process's.
-      url: address of a running server that talks streamable HTTP.
-      headers: headers of requests to the address.
-      seconds: seconds of a call, after which its return is a time-out. They must be fewer than `task.tool_seconds`, or
-        the agent loop's own deadline comes first.
-      start_seconds: seconds that the server may take to start and to list its tools.
-      only: names of the tools to offer; empty: all.
-      prefix: put the server's name and "_" before the names of its tools, if two servers have tools of one name.
+      command: Program that talks over standard input and output. It is searched beside this Python, then in PATH.
+      args: Arguments of the program.
+      env: Environment variables of the program. It also gets HOME, LOGNAME, PATH, SHELL, TERM and USER, and no others.
+      cwd: Folder that the program starts in. Empty means this process's folder.
+      url: Address of a running server that speaks streamable HTTP.
+      headers: HTTP headers of requests to the address.
+      seconds: Deadline of a call in seconds; a later answer is a timeout. Must be less than `task.tool_seconds`, or the
+        agent loop's own deadline comes first.
+      start_seconds: Seconds that the server may take to start and to list its tools.
+      only: Names of the tools to offer. Empty means all.
+      prefix: Whether to put the server's name and "_" before its tools' names. Needed if two servers share a tool name.
     """
 
     command: str = ""
@@ -98,7 +98,7 @@ _OURS: _Kinds = {
     "prefix": ("True or False", bool),
 }
 _OF_OTHERS = ("alwaysAllow", "autoApprove", "description", "dev", "disabled", "gallery", "version")
-"""Settings of other programs in the same files, which change nothing here."""
+"""Settings of other programs in the same files. They are ignored here."""
 
 _TYPES = {"stdio": "command", "http": "url", "streamable-http": "url", "streamableHttp": "url"}
 _FORM = '{"mcpServers": {"time": {"command": "mcp-server-time", "args": []}}}'
@@ -109,14 +109,14 @@ _FORMER = {
     "timeout": "write tools.arguments = {NAME: {'seconds': ...}}",
     **{key: f"write tools.arguments = {{NAME: {{'{key}': ...}}}}" for key in _OURS},
 }
-"""Keys that other forms of an entry have, and the present form."""
+"""Keys of other or older forms of an entry, and what to write instead."""
 
 
 def entries(tools: config.ToolsConfig) -> dict[str, Entry]:
     """Returns the servers of `tools.mcp` and of the file `tools.mcp_file`, by name.
 
     Raises:
-      ConfigError: the file cannot be read, or one of the two is not in the standard form.
+      ConfigError: The file cannot be read, or one of the two is not in the standard form.
     """
     found = {}
     if tools.mcp:
@@ -133,12 +133,13 @@ def entries(tools: config.ToolsConfig) -> dict[str, Entry]:
         raise protocols.ConfigError(f"config.{where}: {path} is no JSON ({error})") from error
     for name, values in _servers(whole, f"{where}: {path}").items():
         config.check(name not in found, where, f"{path} has the server {name!r}, which tools.mcp has, too")
+        # The config is written out with the path of this file, but not with its content.
         found[name] = Entry(values, f"{where}: {path}: mcpServers.{name}", written=False)
     return found
 
 
 def _servers(whole: object, where: str) -> Mapping[str, object]:
-    # VS Code's own file calls them `servers`.
+    # VS Code's own file names this key `servers`.
     keys = [key for key in ("mcpServers", "servers") if isinstance(whole, Mapping) and key in whole]
     inside = whole[keys[0]] if keys and isinstance(whole, Mapping) else None
     if not isinstance(inside, Mapping):
@@ -150,12 +151,12 @@ def read(name: str, entry: Entry, arguments: Mapping[str, object]) -> Spec:
     """Reads the entry of a server.
 
     Args:
-      name: the server's.
-      entry: in the standard form.
-      arguments: our own settings of the server, from `tools.arguments`.
+      name: Name of the server.
+      entry: Entry in the standard form.
+      arguments: Our own settings of the server, from `tools.arguments`.
 
     Raises:
-      ConfigError: the entry or an argument cannot be used; the message names where it is.
+      ConfigError: The entry or an argument is invalid. The message names its place.
     """
     where, values, own = entry.where, entry.values, f"tools.arguments.{name}"
     if not isinstance(values, Mapping):
@@ -207,6 +208,7 @@ def _check_key(where: str, key: str, kinds: _Kinds) -> None:
 
 
 def _check_kind(where: str, value: object, told: str, kind: type | tuple[type, ...]) -> None:
+    # bool is a subclass of int: True would otherwise pass as a number.
     good = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
     if isinstance(value, Mapping):
         good = good and all(isinstance(item, str) for pair in value.items() for item in pair)
@@ -262,31 +264,31 @@ def _check_references(where: str, text: str) -> None:
 
 def _filled(text: str) -> str:
     """Returns the text with its references replaced."""
-    # A file of a secret often ends with a line break, which no header may hold.
+    # A secret's file often ends with a line break, which an HTTP header may not contain.
     return _REFERENCE.sub(lambda found: (os.environ.get(found[1]) or found[2] or "").strip(), text)
 
 
 def _environment(spec: Spec) -> dict[str, str]:
-    """Returns the variables that a server gets beside those that the package hands on itself."""
+    """Returns the variables that a server gets besides those that the `mcp` package passes on itself."""
     path = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)))
     return {"PATH": path, **{name: _filled(value) for name, value in spec.env.items()}}
 
 
 def package() -> Any:
-    """The `mcp` package.
+    """Returns the `mcp` package.
 
     Raises:
-      ConfigError: it is not installed, too old, or too new.
+      ConfigError: The package is not installed, too old, or too new.
     """
     try:
-        import mcp  # here: it is optional, and takes a second to import
+        import mcp  # imported here: it is optional and takes a second to import
     except ModuleNotFoundError as error:
         raise protocols.ConfigError(
             "config.tools.use: MCP servers need the package mcp; install it with pip install 'mcp>=2.3'"
         ) from error
     if not hasattr(mcp, "Client"):
         raise protocols.ConfigError("config.tools.use: the installed mcp is too old; pip install 'mcp>=2.3'")
-    if not hasattr(mcp.ClientSession, "validate_tool_result"):  # `_check_results` takes its place
+    if not hasattr(mcp.ClientSession, "validate_tool_result"):  # `_check_results` replaces this method
         raise protocols.ConfigError(
             "config.tools.use: the installed mcp has no ClientSession.validate_tool_result, in whose place results "
             "are checked in bounded time; pip install 'mcp==2.3.0'"
@@ -295,7 +297,7 @@ def package() -> Any:
 
 
 class _Tail(asyncio.Protocol):
-    """The end of what a server writes to its standard error, which is read all the time, so that it never blocks."""
+    """Keeps the end of a server's standard error. It is read all the time, so that the server never blocks on it."""
 
     def __init__(self) -> None:
         self.kept = b""
@@ -310,7 +312,7 @@ class _Tail(asyncio.Protocol):
 
 @dataclass
 class Opened:
-    """A connection: the client of the `mcp` package, the server's tools, and what it last said on standard error."""
+    """A connection: the client of the `mcp` package, the server's tools, and its last line on standard error."""
 
     client: Any
     tools: Sequence[Any] = ()
@@ -319,14 +321,14 @@ class Opened:
 
 @contextlib.asynccontextmanager
 async def connected(spec: Spec, opened: Opened) -> AsyncIterator[Opened]:
-    """A client of the server, and the tools it lists. To be entered and left by one task.
+    """Yields a client of the server and the tools that the server lists. One task must enter and leave the context.
 
     Args:
-      spec: where it is.
-      opened: filled in, what is said on standard error even where the connection fails.
+      spec: How to reach the server.
+      opened: Filled in with the connection. Its `stderr` is set even if the connection fails.
 
     Raises:
-      TimeoutError: it took longer than `start_seconds`.
+      TimeoutError: Connecting took longer than `start_seconds`.
     """
     async with contextlib.AsyncExitStack() as stack:
         transport = await _piped(spec, opened, stack) if spec.command else await _over_http(spec, stack)
@@ -339,7 +341,10 @@ async def connected(spec: Spec, opened: Opened) -> AsyncIterator[Opened]:
 
 
 def _check_results(opened: Opened) -> None:
-    """Has results checked by `schemas`, whose time is bounded, and not by the package's own check on the event loop."""
+    """Makes the client check results with `schemas`, in bounded time.
+
+    The package's own check could block the event loop.
+    """
     declared = {tool.name: tool.output_schema for tool in opened.tools if tool.output_schema is not None}
     problems = {name: schemas.problem_of(json.dumps(schema)) for name, schema in declared.items()}
 
@@ -356,7 +361,7 @@ def _check_results(opened: Opened) -> None:
 
 
 async def _bound(response: Any) -> None:
-    """Has a whole answer refused once it is longer than `LONGEST_ANSWER`. Events are bounded one by one elsewhere."""
+    """Refuses an answer that is longer than `LONGEST_ANSWER`. Event streams are bounded elsewhere, event by event."""
     import httpx2
 
     if response.headers.get("content-type", "").lower().startswith("text/event-stream"):
@@ -367,6 +372,7 @@ async def _bound(response: Any) -> None:
         left = LONGEST_ANSWER
         async with contextlib.aclosing(decoded(chunk_size)) as chunks:
             async for chunk in chunks:
+                # Counts decompressed bytes, because a small answer may unpack to a huge one.
                 left -= len(chunk)
                 if left < 0:
                     raise httpx2.StreamError(f"the answer is longer than {LONGEST_ANSWER} bytes")
@@ -395,6 +401,7 @@ async def _piped(spec: Spec, opened: Opened, stack: contextlib.AsyncExitStack) -
     pipe, _ = await loop.connect_read_pipe(lambda: tail, os.fdopen(reading, "rb"))
     stack.callback(pipe.close)
     opened.stderr = tail
+    # The server must not outlive this process, even if this process is killed.
     program, *arguments = parent_death.command([_filled(text) for text in (spec.command, *spec.args)])
     parameters = mcp.StdioServerParameters(
         command=program,
@@ -408,10 +415,10 @@ async def _piped(spec: Spec, opened: Opened, stack: contextlib.AsyncExitStack) -
 
 async def _over_http(spec: Spec, stack: contextlib.AsyncExitStack) -> Any:
     package()
-    import httpx2  # what mcp speaks HTTP with
+    import httpx2  # the HTTP client that `mcp` uses
     from mcp.client import streamable_http
 
-    # Reading has no deadline of its own: an answer's is the call's.
+    # No read deadline: the deadline of an answer is the call's own.
     timeout = httpx2.Timeout(_CONNECT_SECONDS, read=None, pool=None)
     headers = {name: _filled(value) for name, value in spec.headers.items()}
     hooks = {"response": [_bound]}

@@ -1,16 +1,17 @@
-"""The tools of an MCP server (Model Context Protocol, modelcontextprotocol.io), through the official `mcp` package.
+"""Tools of an MCP server (Model Context Protocol, modelcontextprotocol.io), through the official `mcp` package.
 
-A server is started or reached once a run, and all attempts share it and its state. Its tools have the names,
-descriptions and schemas that it lists:
+A server is started or connected once per run. All rollouts share the server and its state. Its tools have the names,
+descriptions and schemas that the server lists:
 
     config.tools.mcp = {"mcpServers": {"time": {"command": "mcp-server-time", "args": ["--local-timezone=UTC"]}}}
     config.tools.use = ("time",)
 
-`tools.mcp_file` names a file of this form, as Claude and VS Code have it. Secrets stay in environment variables, which
-texts refer to as `${NAME}`. Our own settings of a server, such as `only`, are in `tools.arguments` under its name.
+`tools.mcp_file` names a file in the same form, which Claude and VS Code use too. Secrets stay in environment variables,
+and texts refer to them as `${NAME}`. Our own settings of a server, such as `only`, are in `tools.arguments` under the
+server's name.
 
-What a tool answers, its errors included, is data for the policy. A server that dies, or answers nothing any more at
-all, is infrastructure: the calls that it had raise `WorkerLost`, and it is started again.
+A tool's answer is data for the policy, even if the answer is an error. A server that dies or stops answering is an
+infrastructure failure: its open calls raise `WorkerLost`, and the server is restarted.
 """
 
 from __future__ import annotations
@@ -26,49 +27,49 @@ from libra_jax.agents import deadlines
 from libra_jax.agents.tools import mcp_connection, toolbox
 
 RESTARTS = 8
-"""Starts in a row, none followed by an answered call, after which a server is given up."""
+"""Number of starts in a row without an answered call, after which a server is abandoned."""
 
 BACKOFF_SECONDS = 0.25
-"""Before a server is started again; twice as long before each further time, up to `LONGEST_BACKOFF_SECONDS`."""
+"""Seconds before a server is restarted. Doubles with each further restart, up to `LONGEST_BACKOFF_SECONDS`."""
 
 LONGEST_BACKOFF_SECONDS = 10.0
 
 PATIENCE_SECONDS = 3.0
-"""How long a call waits for a server that is just being started again."""
+"""Seconds that a call waits for a server that is being restarted."""
 
 PROBE_SECONDS = 5.0
-"""How long a server has for listing its tools, to show that it lives, once an unanswered call's time is up."""
+"""Seconds that a server has to list its tools, as proof that it is alive, after a call missed its deadline."""
 
 CLOSE_SECONDS = 20.0
-"""For a server to end: it is asked, then told by SIGTERM, then killed, with two seconds for each."""
+"""Seconds for a server to end. It is asked, then gets SIGTERM, then SIGKILL, with two seconds for each."""
 
 _OF_TRANSPORT = ("Connection closed", "SSE stream", "Session terminated", "Server returned an error response")
-"""How the messages begin of errors that the package's transports make themselves, where the server did not answer."""
+"""Beginnings of the error messages that the package's transports make themselves, if the server did not answer."""
 
 
 class Server:
     """A server of the config, and its tools. Belongs to one event loop.
 
-    The package's client is entered and left by one task, as its cancel scopes need, which also starts the server again.
+    The cancel scopes of the package's client need one task to enter and leave it. This task also restarts the server.
 
     Args:
-      name: by which the config calls it.
-      entry: how it is reached.
-      arguments: our own settings of the server, such as `seconds`: see `mcp_connection.Spec`.
+      name: Name of the server in the config.
+      entry: How the server is reached.
+      arguments: Our own settings of the server, such as `seconds`. See `mcp_connection.Spec`.
 
     Attributes:
-      restarts: how often it has been started again.
-      open_seconds: how long it may take to open.
+      restarts: Number of restarts so far.
+      open_seconds: Seconds that `open` may take.
 
     Raises:
-      ConfigError: the entry cannot be used, or the package `mcp` is missing.
+      ConfigError: The entry is invalid, or the package `mcp` is missing.
     """
 
     def __init__(self, name: str, entry: mcp_connection.Entry, arguments: Mapping[str, object]) -> None:
         self.name, self.restarts = name, 0
         self._where = entry.where
         self._spec = mcp_connection.read(name, entry, arguments)
-        # One that does not start is ended before it is told why.
+        # If a server does not start, it is ended before the reason is reported. Ending takes time of its own.
         self.open_seconds = self._spec.start_seconds + CLOSE_SECONDS
         mcp_connection.package()
         self._client: Any = None
@@ -82,21 +83,21 @@ class Server:
         self._background: set[asyncio.Task[Any]] = set()
 
     async def open(self) -> None:
-        """Starts it or connects to it, and lists its tools.
+        """Starts the server or connects to it, and lists its tools.
 
         Raises:
-          ConfigError: it does not start, cannot be reached, or does not have the tools that `only` names.
+          ConfigError: The server does not start, cannot be reached, or lacks a tool that `only` names.
         """
         opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._owner = asyncio.create_task(self._own(opened), name=f"mcp-{self.name}")
         await opened
 
     def tools(self) -> Sequence[toolbox.Tool]:
-        """Those it listed, in its order."""
+        """Returns the server's tools, in the order of its list."""
         return self._tools
 
     async def close(self) -> None:
-        """Ends it, or leaves it."""
+        """Ends the server, or disconnects from it."""
         self._ended = f"MCP server {self.name} is closed"
         self._changed.set()
         self._broken.set()
@@ -122,8 +123,9 @@ class Server:
         while not self._ended:
             problem = await self._live(opened)
             if not opened.done():
+                # A failure of the first start is reported as a mistake in the config, and not retried.
                 opened.set_exception(protocols.ConfigError(f"config.{self._where}: {problem}"))
-                opened.exception()  # the opener may be gone, and then the error is nobody's
+                opened.exception()  # marks the error as retrieved: the opener may be gone, and asyncio would warn
                 return
             if self._ended:
                 return
@@ -136,7 +138,7 @@ class Server:
             self.restarts += 1
 
     async def _live(self, opened: asyncio.Future[None]) -> str:
-        """Connects, and stays until the connection breaks or the server is to be closed; why it ended."""
+        """Connects, and stays until the connection breaks or the server is closed. Returns why the connection ended."""
         connection = mcp_connection.Opened(None)
         self._broken.clear()
         self._connecting = True
@@ -150,7 +152,7 @@ class Server:
                 self._changed.set()
                 await self._broken.wait()
                 self._disconnected()
-        except Exception as error:  # transport, server and package raise errors of any type
+        except Exception as error:  # the transport, the server and the package raise errors of any type
             return f"{_reason(error, self._spec)}{': ' * bool(str(connection.stderr))}{connection.stderr}"
         finally:
             self._connecting = False
@@ -176,17 +178,17 @@ class Server:
     # Calls ----------------------------------------------------------------------------------------------------------
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> tuple[protocols.ToolStatus, str]:
-        """What the server's tool says.
+        """Calls a tool of the server.
 
         Args:
-          tool: by the server's own name.
-          arguments: as its schema says.
+          tool: Name of the tool on the server.
+          arguments: Arguments in the form of the tool's schema.
 
         Returns:
-          Whether it did it, and what it says; a time-out if it takes longer than the server's `seconds`.
+          The status and the text of the answer. The status is "timeout" if the answer takes longer than `Spec.seconds`.
 
         Raises:
-          WorkerLost: the server died before it answered, or is being started again and not there soon enough.
+          WorkerLost: The server died before it answered, or its restart took too long.
         """
         loop = asyncio.get_running_loop()
         due = loop.time() + self._spec.seconds
@@ -197,12 +199,15 @@ class Server:
         except deadlines.Overdue:
             return "timeout", f"error: no answer within {self._spec.seconds:g} s"
         finally:
-            if not call.done() and not self._ended:  # nor where the step's own deadline was the first to end it
+            # Also if the caller was cancelled first, by the step's own deadline.
+            if not call.done() and not self._ended:
                 self._start(self._probe(client, max(0.0, due - loop.time()) + PROBE_SECONDS))
-            call.cancel()  # nobody waits for it: it tells the server so, which may take longer than there is time
+            # Not awaited: cancelling also notifies the server, which may take longer than the deadline allows.
+            call.cancel()
         if call.cancelled():
             raise self._lost("it was closed")
         error = call.exception()
+        # An answered call proves that the server works, so the count of failed starts begins again.
         if error is None:
             self._failures = 0
             result = call.result()
@@ -214,7 +219,7 @@ class Server:
         return "failure", f"error: {error}"
 
     def _start(self, work: Any) -> asyncio.Task[Any]:
-        """Work of its own, which no one may be left to wait for."""
+        """Starts a background task. The reference in `_background` keeps it alive, as nobody may be waiting for it."""
         task = asyncio.ensure_future(work)
         self._background.add(task)
         task.add_done_callback(self._forget)
@@ -223,7 +228,7 @@ class Server:
     def _forget(self, task: asyncio.Task[Any]) -> None:
         self._background.discard(task)
         if not task.cancelled():
-            task.exception()  # marks it as retrieved
+            task.exception()  # marks the error as retrieved, so that asyncio does not warn
 
     async def _connected(self, seconds: float) -> Any:
         if self._client is None and not self._ended:
@@ -234,7 +239,7 @@ class Server:
         return self._client
 
     async def _probe(self, client: Any, seconds: float) -> None:
-        """One slow call is a tool's matter; a server that does not even list its tools is started again."""
+        """Restarts the server if it cannot even list its tools. If it can, only the tool was slow."""
         with contextlib.suppress(Exception):
             await deadlines.within(seconds, client.list_tools())
             return
@@ -249,9 +254,9 @@ class Tool:
     """A tool of a server.
 
     Args:
-      server: whose it is.
-      name: by which the policy calls it.
-      listed: what the server lists of it.
+      server: Server that has the tool.
+      name: Name by which the policy calls the tool.
+      listed: The server's list entry for the tool.
     """
 
     def __init__(self, server: Server, name: str, listed: Any) -> None:
@@ -261,13 +266,13 @@ class Tool:
         self.parameters: Mapping[str, Any] = listed.input_schema
 
     async def call(self, arguments: Mapping[str, Any]) -> protocols.ToolReturn:
-        """See `toolbox.Tool`. Raises WorkerLost where the server is lost."""
+        """See `toolbox.Tool`. Raises WorkerLost if the server is lost."""
         status, text = await self._server.call(self._own_name, arguments)
         return protocols.ToolReturn(self.name, status, text)
 
 
 def text_of(result: Any) -> str:
-    """The text of a call's result; what is none, such as a picture, is named in a sentence."""
+    """Returns the text of a call's result. Parts that are not text, such as pictures, are named in brackets."""
     parts = [_shown(block) for block in result.content]
     if not parts and result.structured_content is not None:
         parts = [json.dumps(result.structured_content)]
@@ -289,19 +294,20 @@ def _shown(block: Any) -> str:
 
 
 async def _settled(task: asyncio.Task[Any]) -> None:
-    """Waits until the task is done, in any way. Unlike awaiting the task, this can be cancelled without it."""
+    """Waits until the task is done, in any way. Cancelling this wait does not cancel the task."""
     await asyncio.wait({task})
 
 
 def _of_transport(error: BaseException) -> bool:
-    """Whether no answer came, rather than one that is an error."""
+    """Returns whether the error means that no answer came. An answer that is an error does not count."""
     if isinstance(error, mcp_connection.package().MCPError):
         return str(error).startswith(_OF_TRANSPORT)
     return type(error).__module__.partition(".")[0] in ("anyio", "httpx2") or isinstance(error, OSError)
 
 
 def _reason(error: BaseException, spec: mcp_connection.Spec) -> str:
-    """The first error of a group, in words."""
+    """Returns the first error of a group, in words."""
+    # Errors of task groups arrive wrapped in exception groups.
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, TimeoutError):

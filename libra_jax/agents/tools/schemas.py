@@ -1,6 +1,6 @@
-"""JSON schemas that others wrote, applied to values that others wrote, on the event loop: neither may hold it up.
+"""Checks untrusted values against untrusted JSON schemas. It runs on the event loop, so its time is bounded.
 
-Patterns are matched by RE2, whose time grows with the text alone. References are followed a limited number of times.
+RE2 matches the patterns, in time linear in the text. The number of followed references is limited.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ import referencing.exceptions
 import referencing.jsonschema
 
 MOST_REFERENCES = 10_000
-"""References followed for one value. A few definitions that refer to each other twice would else take for ever."""
+"""References followed for one value. Without a limit, a few definitions that refer to each other twice never end."""
 
 _PATTERN_BYTES = 2**20
-"""Memory of a compiled pattern, which bounds the time that it takes for a character."""
+"""Memory of a compiled pattern in bytes. It also bounds the matching time per character."""
 
 _NOTHING_ELSE: referencing.Registry[Any] = referencing.Registry()
-"""Schemas that a `$ref` may lead to besides its own. Without the list, jsonschema would fetch addresses of others."""
+"""Schemas outside its own that a `$ref` may lead to: none. Without this registry, jsonschema would fetch URLs."""
 
 _followed: contextvars.ContextVar[list[int]] = contextvars.ContextVar("followed")
 _whole: contextvars.ContextVar[Mapping[str, Any]] = contextvars.ContextVar("whole")
 
 
 class _TooMany(Exception):
-    """`MOST_REFERENCES` were followed."""
+    """More than `MOST_REFERENCES` references were followed."""
 
 
 @functools.lru_cache(maxsize=1024)
 def _compiled(pattern: str) -> Any:
-    """The pattern; None where RE2 does not know it, such as one that looks ahead."""
+    """Returns the compiled pattern. None if RE2 does not support it, as with a pattern that looks ahead."""
     options = re2.Options()
     options.max_mem = _PATTERN_BYTES
     options.log_errors = False
@@ -68,6 +68,7 @@ def _additional_properties(validator: Any, others: Any, instance: Any, schema: M
     if not validator.is_type(instance, "object"):
         return
     patterns = [_compiled(pattern) for pattern in schema.get("patternProperties", ())]
+    # Without one of the patterns, nobody can say which properties are additional: accept them all.
     if None in patterns:
         return
     extras = [
@@ -83,7 +84,7 @@ def _additional_properties(validator: Any, others: Any, instance: Any, schema: M
 
 
 def _unevaluated_properties(validator: Any, others: Any, instance: Any, schema: Mapping[str, Any]) -> Iterator[Any]:
-    """Looks only where no pattern decides what was evaluated: jsonschema would match it by Python's `re`."""
+    """Checks only schemas without `patternProperties`. jsonschema would match others with the unbounded `re`."""
     if "patternProperties" not in json.dumps(_whole.get()):
         yield from jsonschema.Draft202012Validator.VALIDATORS["unevaluatedProperties"](
             validator, others, instance, schema
@@ -117,12 +118,12 @@ _Validator = jsonschema.validators.extend(
         "integer", lambda _, value: isinstance(value, int) and not isinstance(value, bool)
     ),
 )
-"""Of JSON schema draft 2020-12, but for 1.0, which is no integer to tools that are Python."""
+"""Validator of JSON schema draft 2020-12. One difference: 1.0 is not an integer, because tools are Python code."""
 
 
-@functools.lru_cache(maxsize=1024)  # each attempt has a toolbox, and a check takes a millisecond
+@functools.lru_cache(maxsize=1024)  # each rollout makes a toolbox, and a check takes a millisecond
 def problem_of(text: str) -> str:
-    """Returns what keeps the JSON text from being a JSON schema; empty: nothing."""
+    """Returns why the JSON text is not a valid JSON schema. Empty if it is valid."""
     try:
         jsonschema.Draft202012Validator.check_schema(json.loads(text))
     except jsonschema.SchemaError as error:
@@ -132,14 +133,14 @@ def problem_of(text: str) -> str:
 
 
 def _lost_reference(resource: referencing.Resource[Any], resolver: Any) -> str:
-    """Returns the problem of a reference in a schema or in those within it; empty if there is none."""
+    """Returns the problem of a reference in a schema or in a schema inside it. Empty if there is none."""
     contents = resource.contents
     for key in ("$ref", "$dynamicRef"):
         if not isinstance(contents, Mapping) or key not in contents:
             continue
         try:
             found: object = resolver.lookup(contents[key]).contents
-        except (referencing.exceptions.Unresolvable, ValueError, TypeError):  # two of a pointer's odd ways
+        except (referencing.exceptions.Unresolvable, ValueError, TypeError):  # the last two: ill-formed pointers
             found = None
         if not isinstance(found, Mapping | bool):
             return f"its {key} {contents[key]!r} leads to no schema within it, and none is fetched"
@@ -148,15 +149,16 @@ def _lost_reference(resource: referencing.Resource[Any], resolver: Any) -> str:
 
 
 def mismatch(value: object, schema: Mapping[str, Any], name: str) -> str:
-    """Returns what keeps a value from being as a JSON schema says, in a few words; empty: nothing.
+    """Returns why a value does not match a JSON schema, in a few words. Empty if it matches.
 
-    A pattern that RE2 does not know counts as matched: who offers the schema looks at the value again.
+    A pattern that RE2 does not support counts as matched. The tool that offers the schema checks its arguments itself.
 
     Args:
-      value: of JSON's kinds.
-      schema: one without a `problem_of` it.
-      name: of the value, for the words.
+      value: A value of JSON's types.
+      schema: A schema for which `problem_of` is empty.
+      name: Name of the value, for the message.
     """
+    # A list, so that the validators can count down in place.
     _followed.set([MOST_REFERENCES])
     _whole.set(schema)
     try:
@@ -166,6 +168,6 @@ def mismatch(value: object, schema: Mapping[str, Any], name: str) -> str:
         return f"the {name} are nested too deeply"
     except _TooMany:
         return f"the {name} cannot be checked: their schema's references lead on and on"
-    except Exception as odd:  # of a part that only a reference makes a schema, which nobody has checked
+    except Exception as odd:  # in a part that is a schema only through a reference, which `problem_of` does not check
         return f"the tool's own schema cannot be applied to the {name} ({type(odd).__name__})"
     return "" if error is None else f"{name}{error.json_path.removeprefix('$')}: {error.message}"

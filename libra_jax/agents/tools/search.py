@@ -1,9 +1,9 @@
-"""The search tool: BM25 (or vectors) over a corpus of your own, page by page, with ids, titles and snippets.
+"""The search tool: BM25 (or vectors) over a corpus of your own. It returns pages of ids, titles and snippets.
 
 config.tools.use = ("search",)
 config.tools.arguments = {"search": {"path": "wiki.jsonl", "title_column": "", "text_column": "contents"}}
 
-The index (`bm25`) is built when a run first opens the corpus, and kept beside it for later runs.
+The index (`bm25`) is built when a run first opens the corpus. It is kept beside the corpus for later runs.
 """
 
 from __future__ import annotations
@@ -33,43 +33,48 @@ FIELD = "tools.arguments.search"
 MOST_PAGES = 100
 
 TURN_SECONDS = 60.0
-"""How long a search may wait for its turn; a run's deadline of a step, `task.tool_seconds`, is shorter as a rule."""
+"""Seconds that a search may wait for its turn.
+
+The run's own deadline of a step, `task.tool_seconds`, is usually shorter.
+"""
 
 _QUIET_SECONDS = 3.0
-"""Between two lines about a build, and before the first."""
+"""Seconds between two progress lines of a build, and before the first line."""
 
 
 class Search:
-    """Finds passages of a corpus. One for all attempts of a run: it is a `toolkit.Shared`, and its own only tool.
+    """Finds passages of a corpus.
+
+    All rollouts of a run share one object. It is a `toolkit.Shared`, and its own only tool.
 
     Args:
-      path: a .jsonl, .parquet or .csv file, one passage a row.
-      source: instead of a file, `"package.module:factory"` that returns passages as mappings with "id", "title" and
-        "text"; their index is made for the run and removed after it.
-      source_arguments: the factory's keyword arguments.
-      id_column: of a passage's name; empty: its row's number.
-      title_column: of a passage's title, searched as well; empty: there are none.
-      text_column: of its text.
-      index: where the index of a file is kept; empty: beside the file or, where nothing may be written there, in the
-        user's cache folder. An index of another corpus, or of an earlier content of the file, is replaced.
-      results: passages a page.
-      snippet_words: words of a text that are shown, from around the matches; 64 at most.
-      template: how a passage is shown; may have {place}, {id}, {title} and {snippet}. Empty: it has them all.
-      paging: the policy may ask for further pages, and is told where there are any.
-      seconds: a search may take, once it has its turn; past them it is a time-out.
-      vectors: .npy file with a vector for each passage (see `dense`), which then rank instead of BM25.
+      path: A .jsonl, .parquet or .csv file with one passage per row.
+      source: Used instead of a file: `"package.module:factory"`. The factory returns passages as mappings with "id",
+        "title" and "text". Their index is made for the run and removed after it.
+      source_arguments: Keyword arguments of the factory.
+      id_column: Column of a passage's id. Empty: the row's number is the id.
+      title_column: Column of a passage's title, which is searched too. Empty: passages have no titles.
+      text_column: Column of a passage's text.
+      index: Path of a file's index. Empty: beside the file, or in the user's cache folder if that place is not
+        writable. An index of another corpus, or of an earlier content of the file, is replaced.
+      results: Number of passages per page.
+      snippet_words: Number of words shown of a text, around the matches. At most 64.
+      template: Format of a shown passage, with {place}, {id}, {title} and {snippet}. Empty: a default with all of them.
+      paging: Whether the policy may ask for further pages, and is told if more exist.
+      seconds: Deadline of a search in seconds, from the start of its turn. A later result is a timeout.
+      vectors: A .npy file with a vector for each passage (see `dense`). If given, vectors rank instead of BM25.
       embed: `"package.module:factory"` of the function that makes vectors of queries (`dense.Embed`).
-      embed_arguments: the factory's keyword arguments.
-      effort: passages that a search may score; what that changes is in `bm25`. 0: as many as match.
-      at_once: searches that run side by side.
-      build_seconds: the index may take to build.
+      embed_arguments: Keyword arguments of that factory.
+      effort: Largest number of passages that a search may score; `bm25` explains the effect. 0: no limit.
+      at_once: Number of searches that run at once.
+      build_seconds: Seconds that building the index may take.
 
     Attributes:
-      open_seconds: `build_seconds`, for the toolkit.
-      eager: a call changes nothing, so it may run before the output that holds it has ended.
+      open_seconds: Equal to `build_seconds`, for the toolkit.
+      eager: True: a call changes nothing, so it may run before the output that contains it has ended.
 
     Raises:
-      ConfigError: an argument cannot be; the message names it.
+      ConfigError: An argument is invalid. The message names it.
     """
 
     name = "search"
@@ -117,6 +122,7 @@ class Search:
         self._template = template or (
             "{place}. {title} [{id}]\n{snippet}" if title_column else "{place}. [{id}]\n{snippet}"
         )
+        # Formats an empty hit now, so that a bad template fails at the start and not at the first search.
         _shown(self._template, 1, bm25.Hit("", "", ""))
         self.open_seconds = build_seconds
         self._index: bm25.Index | None = None
@@ -140,22 +146,22 @@ class Search:
     # As a `toolkit.Shared` -----------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Opens the index; builds it first where there is none of this corpus.
+        """Opens the index. Builds it first if this corpus has none.
 
         Raises:
-          DataError: the corpus cannot be used; the message names file and row.
-          ConfigError: the index cannot be written.
+          DataError: The corpus cannot be used. The message names the file and the row.
+          ConfigError: The index cannot be written.
         """
         self._stopped.clear()
-        self._turns = asyncio.Semaphore(self._at_once)  # belongs to the loop that it is first used in
+        self._turns = asyncio.Semaphore(self._at_once)  # a semaphore belongs to the event loop that first uses it
         await deadlines.off_loop(self._open)
 
     def tools(self) -> Sequence[toolbox.Tool]:
-        """Itself."""
+        """Returns this object as the only tool."""
         return (self,)
 
     async def close(self) -> None:
-        """Ends a build or the searches that run; nothing half-made stays."""
+        """Ends a running build and running searches. No half-made index stays."""
         self._stopped.set()
         await deadlines.off_loop(self._close)
 
@@ -182,7 +188,7 @@ class Search:
                     f"({error}); name another place for it"
                 ) from error
             finally:
-                if folder:  # the index that is open stays readable without its name
+                if folder:  # the open index stays readable after its file name is removed
                     shutil.rmtree(folder, ignore_errors=True)
 
     def _close(self) -> None:
@@ -194,10 +200,11 @@ class Search:
     # The index ------------------------------------------------------------------------------------------------------
 
     def _place(self) -> Path:
-        """Where the index of the file is."""
+        """Returns the path of the file's index."""
         if self._index_path:
             return Path(self._index_path)
         file = Path(self._path).resolve()
+        # Other columns make another index of the same file, so they are part of its name.
         mapping = hashlib.sha256(json.dumps(self._columns).encode()).hexdigest()[:8]
         beside = file.parent / f"{file.name}.{mapping}.fts5"
         if beside.exists() or os.access(file.parent, os.W_OK):
@@ -206,7 +213,10 @@ class Search:
         return cache / f"{hashlib.sha256(str(beside).encode()).hexdigest()[:16]}.fts5"
 
     def _build_if_needed(self, place: Path) -> None:
-        """Builds the file's index unless it is there: known by the corpus's size and time, or else by its content."""
+        """Builds the file's index unless a current one exists.
+
+        It compares size and time of the corpus, then its content.
+        """
         file = Path(self._path)
         config.check(
             not file.is_dir(),
@@ -216,7 +226,7 @@ class Search:
         if not file.is_file():
             try:
                 next(tables.rows(self._path, of="passages"), None)
-            except protocols.DataError as error:  # what is wrong, with the nearest name
+            except protocols.DataError as error:  # its message says what is wrong, and suggests the nearest file name
                 raise protocols.DataError(f"config.{FIELD}.path: {error}") from error
         state = file.stat()
         about = {
@@ -226,6 +236,7 @@ class Search:
             "time": str(state.st_mtime_ns),
         }
         there = bm25.about(place) if place.exists() else None
+        # Size and time of the file are unchanged, so its content need not be read.
         if there is not None and about.items() <= there.items():
             return
         with file.open("rb") as content:
@@ -236,6 +247,7 @@ class Search:
 
     def _build(self, place: Path, passages: Iterable[bm25.Passage], about: Mapping[str, str]) -> None:
         corpus, field = (self._path, "path") if self._path else (self._source, "source")
+        # Takes one passage first, so that an empty corpus fails before an index is written.
         first = next(iterated := iter(passages), None)
         if first is None:
             raise protocols.DataError(f"config.{FIELD}.{field}: {corpus} holds no passages: nothing could be found")
@@ -245,7 +257,7 @@ class Search:
     # As a `toolbox.Tool` --------------------------------------------------------------------------------------------
 
     async def call(self, arguments: Mapping[str, Any]) -> protocols.ToolReturn:
-        """See `toolbox.Tool`. That nothing fits is no failure; a query without a word is one."""
+        """See `toolbox.Tool`. An empty result is not a failure; a query without a word is."""
         index = self._index
         if index is None:
             raise RuntimeError("call before open")
@@ -263,7 +275,10 @@ class Search:
         return protocols.ToolReturn(self.name, "success", content)
 
     async def _in_turn(self, index: bm25.Index, query: str, page: int) -> str:
-        """A thread for each search that has its turn, however many wait; it keeps to the deadline itself."""
+        """Runs a search in a thread when its turn comes.
+
+        No waiting search holds a thread. The search keeps its own deadline.
+        """
         async with self._turns:
             return await deadlines.off_loop(self._answer, index, query, page)
 
@@ -295,7 +310,7 @@ def _check(path: str, source: str, index: str, text_column: str) -> None:
 
 
 def _check_factory(name: str, arguments: Mapping[str, Any] | None, argument: str) -> None:
-    """That it is there, and takes the arguments."""
+    """Checks that the factory exists and takes the arguments."""
     config.check(bool(name) or not arguments, f"{FIELD}.{argument}_arguments", f"are for {argument}; it is empty")
     if name:
         factory = resolving.resolve(name, f"{FIELD}.{argument}")
@@ -313,7 +328,7 @@ def _shown(template: str, place: int, hit: bm25.Hit) -> str:
 
 
 def _passages_in(path: str, columns: Mapping[str, str]) -> Iterator[bm25.Passage]:
-    """Of a file."""
+    """Yields the passages of a file."""
     hint = f" (name its columns in config.{FIELD}.text_column and the like)"
     for row in tables.rows(path, [column for column in columns.values() if column], of="passages"):
         name = tables.value(row, columns["id"], hint) if columns["id"] else row.number
@@ -322,7 +337,7 @@ def _passages_in(path: str, columns: Mapping[str, str]) -> Iterator[bm25.Passage
 
 
 def _passages_of(source: str, arguments: Mapping[str, Any]) -> Iterator[bm25.Passage]:
-    """Of a factory."""
+    """Yields the passages that a factory makes."""
     factory = resolving.resolve(source, f"{FIELD}.source")
     made = resolving.call(factory, source, arguments, f"{FIELD}.source_arguments")
     with resolving.named(source, f"{FIELD}.source", "a passage"):
@@ -339,7 +354,7 @@ def _passage(name: object, title: object, text: object, where: str) -> bm25.Pass
 
 
 def _teller(corpus: str) -> Callable[[int], None]:
-    """Says now and then how far a build is, where it takes long."""
+    """Returns a function that prints the progress of a long build from time to time."""
     began = told = time.monotonic()
 
     def tell(count: int) -> None:
@@ -347,7 +362,7 @@ def _teller(corpus: str) -> Callable[[int], None]:
         now = time.monotonic()
         if now - told > _QUIET_SECONDS:
             told = now
-            with contextlib.suppress(OSError, ValueError):  # nobody may be there to read it
+            with contextlib.suppress(OSError, ValueError):  # standard error may be closed
                 print(f"search: indexing {corpus}: {count:,} passages in {now - began:.0f} s", file=sys.stderr)
 
     return tell

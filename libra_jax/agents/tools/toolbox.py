@@ -1,4 +1,4 @@
-"""Tools by name: their schemas for the policy, and calls that never break the attempt, with any text of the policy."""
+"""A rollout's tools by name. Gives the policy their schemas, and calls them so that no text breaks the rollout."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from libra_jax.agents.sandbox import limits, pool
 from libra_jax.agents.tools import schemas
 
 _NAME = re.compile(r"[\w.:/-]+")
-"""What a tool may be called, so that every format can write it."""
+"""Pattern of a tool's name. Every format can write these names."""
 
 _UNKNOWN = "unknown"
-"""The tool that a return names where the call named none that there is."""
+"""Name in the return of a call whose tool does not exist."""
 
 
 class Tool(Protocol):
     """Something that a policy may call.
 
-    A tool whose calls change nothing, and depend on nothing that other calls change, may have an attribute `eager`
-    that is true: calls of it begin while the output that makes them is still generated, and may be cancelled.
+    A tool may have an attribute `eager` that is true, if its calls change nothing and do not depend on what other calls
+    change. Its calls then begin while the output that makes them is still generated, and may be cancelled.
 
     Attributes:
-      name: by which it is called.
-      description: what it does, for the policy.
-      parameters: JSON schema of its arguments, an object's. Each `$ref` must lead to a place in it: none is fetched.
-        A `pattern` is matched by RE2. One that RE2 does not know (it looks ahead or behind) is left to the tool.
+      name: Name by which the policy calls the tool.
+      description: What the tool does, for the policy.
+      parameters: JSON schema of the arguments, of type object. Each `$ref` must lead to a place inside the schema; none
+        is fetched. RE2 matches each `pattern`. A pattern that RE2 does not support (look-around) is left to the tool.
     """
 
     name: str
@@ -83,20 +83,20 @@ def check_call(call: Any, tool: str) -> None:
 
 
 class Toolbox:
-    """The tools of an attempt.
+    """The tools of a rollout.
 
     Args:
-      tools: each with a name of its own.
-      most_characters: of a return's content; what is more is cut out of its middle.
-      session: the attempt's sandbox, which the toolbox closes; None where no tool works in one.
-      in_session: names of the tools that work in it.
+      tools: Tools with different names.
+      most_characters: Largest length of a return's content. The middle of longer content is cut out.
+      session: Sandbox session of the rollout, which the toolbox closes. None if no tool needs one.
+      in_session: Names of the tools that work in the session.
 
     Attributes:
-      session: as given.
-      any_eager: calls of some tool may begin early.
+      session: The argument.
+      any_eager: Whether calls of some tool may begin early.
 
     Raises:
-      ConfigError: two tools have one name, a name or a schema is none, or the limit is not positive.
+      ConfigError: Two tools have the same name, a name or schema is invalid, or the limit is not positive.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Toolbox:
         self.any_eager = any(map(self.eager, self._tools))
 
     def schemas(self) -> list[dict[str, Any]]:
-        """The tools as chat templates take them."""
+        """Returns the tools' schemas in the form that chat templates take."""
         return [
             {
                 "type": "function",
@@ -143,12 +143,12 @@ class Toolbox:
         ]
 
     def eager(self, name: object) -> bool:
-        """Whether a call of the tool may begin before it is known to be wanted."""
+        """Returns whether a call of the tool may begin before it is certain that the call is wanted."""
         tool = self._tools.get(name) if isinstance(name, str) else None
         return bool(getattr(tool, "eager", False))
 
     async def ready(self, names: Collection[object]) -> None:
-        """Waits until the attempt has its sandbox, where calls of tools of these names need it."""
+        """Waits until the rollout has its sandbox, if a tool of these names needs it."""
         if self.session is not None and any(isinstance(name, str) and name in self._in_session for name in names):
             await self.session.ready()
 
@@ -156,11 +156,11 @@ class Toolbox:
         """Calls a tool with what the policy wrote.
 
         Args:
-          name: the tool's; anything at all.
-          arguments: an object, or its JSON text; anything at all.
+          name: Name of the tool. May be anything.
+          arguments: A mapping or its JSON text. May be anything.
 
         Returns:
-          The tool's return. An unknown tool, and arguments that are not as its schema says, are failures.
+          The tool's return. If the tool is unknown or the arguments do not match its schema, the return is a failure.
         """
         tool = self._tools.get(name) if isinstance(name, str) else None
         if tool is None:
@@ -184,7 +184,7 @@ class Toolbox:
         return dataclasses.replace(answer, content=self._cut(answer.content), seconds=seconds)
 
     async def close(self) -> None:
-        """Ends the attempt's sandbox, where it has one."""
+        """Ends the rollout's sandbox, if it has one."""
         if self.session is not None:
             await self.session.close()
 
@@ -193,7 +193,7 @@ class Toolbox:
 
 
 def _read(arguments: object) -> tuple[dict[str, Any], str]:
-    """The arguments as a mapping, or what is wrong with them."""
+    """Returns the arguments as a mapping, or what is wrong with them."""
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
@@ -203,6 +203,6 @@ def _read(arguments: object) -> tuple[dict[str, Any], str]:
         return {}, "the arguments must be a JSON object"
     try:
         json.dumps(dict(arguments), ensure_ascii=False, allow_nan=False).encode()
-    except (TypeError, ValueError, RecursionError):  # half of a surrogate pair, say, which no tool could pass on
+    except (TypeError, ValueError, RecursionError):  # for example half of a surrogate pair, which no tool could pass on
         return {}, "the arguments hold what JSON cannot say"
     return dict(arguments), ""

@@ -1,4 +1,4 @@
-"""The tools of a run: made from the config once, opened once, and handed to each attempt as a toolbox of its own.
+"""The tools of a run. They are made from the config once and opened once. Each rollout gets its own toolbox of them.
 
 async with toolkit.Toolkit(config.tools, config.sandbox) as tools:
     box = await tools.toolbox()
@@ -28,16 +28,19 @@ SHORT_NAMES = {
     "search": "libra_jax.agents.tools.search:Search",
     "calculator": "libra_jax.agents.tools.calculator:Calculator",
 }
-"""Factories of the tools that come with the package."""
+"""Factories of the tools that come with the package, by short name."""
 
 OPEN_SECONDS = 300.0
-"""How long a tool may take to open, such as a server to start; one that may take longer says so: `open_seconds`."""
+"""Seconds that a tool may take to open, for example to start a server.
+
+A tool sets `open_seconds` if it needs longer.
+"""
 
 CLOSE_SECONDS = 30.0
 
 
 class Resource(Protocol):
-    """What a run opens once and closes in the end."""
+    """Something that a run opens once and closes at its end."""
 
     async def open(self) -> None: ...
 
@@ -49,35 +52,35 @@ R = TypeVar("R", bound=Resource)
 
 @runtime_checkable
 class Shared(Resource, Protocol):
-    """What all attempts of a run share, such as an index or a server: opened before the first, closed after the last.
+    """A resource that all rollouts of a run share, such as an index or a server. It is open for the whole run.
 
-    A factory whose parameters do not include `session` makes one of these or a plain `toolbox.Tool`, once a run.
+    A factory without a parameter `session` makes a `Shared` or a plain `toolbox.Tool`, once per run.
     """
 
     def tools(self) -> Sequence[toolbox.Tool]:
-        """Those it offers, once it is open."""
+        """Returns the tools that the resource offers. Call it after `open`."""
         ...
 
 
 class Toolkit:
-    """The tools that a config names. Belongs to one event loop; `async with` opens and closes what they share.
+    """The tools that a config names. Belongs to one event loop. `async with` opens and closes what the tools share.
 
     Args:
-      tools: which, with their arguments, and how calls are written.
-      sandbox: where code runs.
-      call_seconds: what an environment may give a step's calls (`config.TaskConfig.call_seconds`); infinite: all that
-        its caller waits for.
+      tools: Names of the tools, their arguments, and the format of calls.
+      sandbox: Settings of the sandboxes where code runs.
+      call_seconds: Seconds that an environment may give the calls of one step (`config.TaskConfig.call_seconds`).
+        Infinite means as long as the environment's caller waits.
 
     Attributes:
-      names: of the tools, as the config has them.
-      format: how the policy writes calls.
-      describe: whether the system message describes the tools.
-      parallel: calls of one output that run.
-      call_seconds: as given.
-      schemas: of the tools, as chat templates take them, once it is open.
+      names: Names of the tools, as the config has them.
+      format: Format in which the policy writes calls.
+      describe: Whether the system message describes the tools.
+      parallel: Number of calls of one output that are run.
+      call_seconds: The argument.
+      schemas: Schemas of the tools, as chat templates take them. Empty until the toolkit is open.
 
     Raises:
-      ConfigError: a tool is not known, or its factory refuses its arguments.
+      ConfigError: A tool is unknown, or its factory refuses its arguments.
     """
 
     def __init__(
@@ -89,7 +92,7 @@ class Toolkit:
         self.format = formats.named(tools.format)
         self.describe, self.parallel = tools.describe, tools.parallel
         self._servers = mcp_connection.entries(tools)
-        # A file may have servers for other programs, too.
+        # A file may list servers for other programs too, so unused entries of a file are no error.
         written = [name for name, entry in self._servers.items() if entry.written]
         for field, named in (("tools.arguments", list(tools.arguments)), ("tools.mcp", written)):
             for name in named:
@@ -138,9 +141,10 @@ class Toolkit:
                 await self.sandbox()
             for name, shared in self._shared:
                 if isinstance(shared, Shared):
+                    # Registered before opening, so that a half-opened resource is closed too.
                     self._stack.push_async_callback(_close, shared)
                     await _open(name, shared)
-            box = await self.toolbox()  # two tools of one name, or a broken schema, are found before a run
+            box = await self.toolbox()  # finds a duplicate tool name or a broken schema before the run begins
             self.schemas = box.schemas()
             await box.close()
         except BaseException:
@@ -154,10 +158,10 @@ class Toolkit:
         await self._stack.aclose()
 
     async def sandbox(self) -> pool.Sandbox:
-        """The run's sandboxes, started at the first call.
+        """Returns the run's sandbox pool. The first call starts it.
 
         Raises:
-          ConfigError: none can be started on this machine.
+          ConfigError: No sandbox can be started on this machine.
         """
         async with self._starting:
             if self._sandbox is None:
@@ -175,25 +179,26 @@ class Toolkit:
         return self._sandbox
 
     async def kept(self, key: object, make: Callable[[], R]) -> R:
-        """What environments of the run share besides tools, such as processes that check answers.
+        """Returns a resource that the run's environments share besides tools, such as processes that check answers.
 
         Args:
-          key: of which there is one.
-          make: makes it. It is opened at the first call, and closed with the tools.
+          key: Key of the resource. Each key has one resource.
+          make: Makes the resource at the first call with this key. It is opened then, and closed with the tools.
         """
         async with self._starting:
             if key not in self._kept:
                 made = make()
+                # Registered before opening, so that a half-opened resource is closed too.
                 self._stack.push_async_callback(_close, made)
                 await deadlines.within(OPEN_SECONDS, made.open())
                 self._kept[key] = made
         return cast(R, self._kept[key])
 
     async def toolbox(self, *, session: bool = False) -> toolbox.Toolbox:
-        """Tools of one attempt's own; who asks for them closes them.
+        """Returns the tools for one rollout. The caller closes the toolbox.
 
         Args:
-          session: the attempt needs a sandbox, even if no tool does.
+          session: Whether the rollout needs a sandbox even if no tool does.
         """
         own = (await self.sandbox()).session() if session or self._of_session else None
         tools = [make(own) for make in self._of_session if own is not None]
@@ -214,6 +219,9 @@ async def _open(name: str, shared: Shared) -> None:
 
 
 async def _close(shared: Resource) -> None:
-    """The run is over, so what will not close is left to die with it."""
+    """Closes a resource and ignores errors.
+
+    The run is over, so a resource that does not close ends with the process.
+    """
     with contextlib.suppress(Exception):
         await deadlines.within(CLOSE_SECONDS, shared.close())

@@ -1,4 +1,4 @@
-"""Tools that work in a sandbox's workspace: a Python interpreter, a shell, and an editor. They share one session."""
+"""Tools that work in a sandbox's workspace: a Python interpreter, a shell and an editor. They share one session."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _returned(tool: str, outcome: limits.Outcome) -> protocols.ToolReturn:
 
 
 class Python:
-    """A Python interpreter that keeps its variables from call to call."""
+    """A Python interpreter that keeps its variables over calls."""
 
     name = "python"
     description = (
@@ -36,7 +36,7 @@ class Python:
 
 
 class Shell:
-    """A bash that keeps its folder, variables and functions from call to call."""
+    """A bash shell that keeps its folder, variables and functions over calls."""
 
     name = "shell"
     description = (
@@ -57,7 +57,7 @@ _NEEDS = {"view": (), "create": ("text",), "replace": ("old", "new")}
 
 
 class Edit:
-    """Views, creates and changes files of the workspace, and nothing outside of it."""
+    """Views, creates and changes files of the workspace, and no files outside."""
 
     name = "edit"
     description = (
