@@ -165,7 +165,7 @@ def _print(best: search.Split, case: planned.Case, unsure: forecast.Prediction) 
             "rollout",
             str(bucket.count * bucket.tensor_parallel),
             f"{bucket.count} of degree {bucket.tensor_parallel}",
-            "whatever is longer" if last else f"up to {bucket.max_remaining_tokens:,} tokens",
+            "longer requests" if last else f"up to {bucket.max_remaining_tokens:,} tokens",
             f"{best.rollout_seconds:.1f}" if index == 0 else "",
         )
     console.Console().print(rows)

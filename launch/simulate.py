@@ -29,7 +29,7 @@ import cli
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.planning import plans
-from libra_jax.scheduling import foresight
+from libra_jax.scheduling import prediction_quality
 from libra_jax.simulator import causes, comparison, report, settings, subject
 
 COMPARED = ("cmlfq", "cmlfq_paper", "least_loaded", "sticky", "mlfq", "heddle", "oracle")
@@ -70,9 +70,7 @@ def main() -> None:
     _progress(f"{run.name}: {run.steps} steps, {count:,} trajectories, {len(policies)} policies x {len(seeds)} seeds")
     if run.steps != asked.steps:
         passes = run.workload.passes
-        _progress(
-            f"(so many steps replay the trace {passes} time(s): config.workload.passes, not config.steps, says it)"
-        )
+        _progress(f"(the trace is replayed {passes} time(s): config.workload.passes sets the steps, not config.steps)")
     if _SENSITIVITY.value:
         result, moves = comparison.sensitivity(run, policies, seeds, jobs=jobs, progress=_progress)
     else:
@@ -84,7 +82,7 @@ def main() -> None:
         print(comparison.moved_line(move))
     found = causes.read(Path(run.workload.trace)) if run.workload.trace else None
     if found is not None:
-        print(f"\nWhat the tool returns of {run.workload.trace} foretell:\n{causes.table(found)}")
+        print(f"\nWhat the tool returns of {run.workload.trace} predict:\n{causes.table(found)}")
     if output is not None:
         _write(output, run, about, result, moves, found)
 
@@ -120,7 +118,7 @@ def _write(
     about: subject.Subject,
     result: comparison.Comparison,
     moves: Sequence[comparison.Moved],
-    found: foresight.Foresight | None,
+    found: prediction_quality.PredictionQuality | None,
 ) -> None:
     picture = output.with_suffix(".svg")
     try:

@@ -39,7 +39,7 @@ _PLAN = flags.DEFINE_string("plan", None, "Plan of launch/plan.py to lay the run
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run writes; default runs/<config>-<hash of config>.")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print the resolved config, tasks, mesh and partition; stop.")
 _TAKE_OVER = flags.DEFINE_bool(
-    "take_over", False, "End a run that still lives in the workdir, on whatever host, and go on in its place."
+    "take_over", False, "End a run that still lives in the workdir, on any host, and go on in its place."
 )
 _ALLOW_CHANGES = flags.DEFINE_string(
     "allow_changes",

@@ -124,7 +124,7 @@ def translate(error: BaseException, actor: str, what: str) -> LibraError:
 
 def lost(actor: str, why: str) -> WorkerLost:
     """Returns the error of every call to an actor that is gone."""
-    return WorkerLost(f"actor {actor!r} {why}; make it anew to go on")
+    return WorkerLost(f"actor {actor!r} {why}; restart it to go on")
 
 
 class ActorThread:

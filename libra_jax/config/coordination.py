@@ -80,7 +80,7 @@ class CheckpointConfig:
 @group
 @dataclass
 class PlannerConfig:
-    """When the devices are split and laid out anew, and by what (`planning/planner.py`)."""
+    """When and by what rules the devices are split and laid out again (`planning/planner.py`)."""
 
     period: int = 0  # training steps between two looks for a better plan; 0: the layout stays
     shadow: bool = False  # decide and log, and never move
@@ -94,7 +94,7 @@ class PlannerConfig:
     queue_pressure: float = 1.0  # requests waiting for a slot, over all slots, above which it looks early
     imbalance: float = 2.0  # times that a stage may take as long as the other before it looks early
     start_seconds: float = 10.8  # of an engine until it serves (published for a warm one: arXiv 2606.03077)
-    resize_seconds: float = 8.0  # of a mesh: snapshot and recovery (likewise)
+    resize_seconds: float = 8.0  # of a mesh: snapshot and recovery (same source)
 
     def __post_init__(self) -> None:
         for name in ("period", "cooldown"):
@@ -116,7 +116,7 @@ class PlannerConfig:
 class ElasticConfig:
     """Who may change sides while the run goes on (libra_jax/elastic)."""
 
-    hybrid: int = 0  # so many of the instances, the last of rollout.tensor_parallel, also help to train
+    hybrid: int = 0  # number of hybrid workers: the last instances of rollout.tensor_parallel also help to train
     floor: int = 1  # instances that always roll out, at least
     cores: tuple[int, ...] = ()  # on CPU: the core of each hybrid worker's replica; empty: not pinned
     resize: bool = False  # plans may change the trainer's mesh as well
@@ -124,7 +124,7 @@ class ElasticConfig:
     gain: float = 0.05  # gain of a step, relative, below which no worker changes sides
     patience: int = 2  # looks in a row that have to say the same
     cooldown: int = 4  # steps after a change of a worker before its next
-    late: float = 2.0  # a share is late after so many times what the core took for its own, and the core computes it
+    late: float = 2.0  # a share is late after this multiple of the core's time for its own; the core then computes it
     late_seconds: float = 1.0  # and not before this
     restarts: int = 3  # times that a hybrid worker which failed is brought back to rollout
 

@@ -75,7 +75,7 @@ class TaskConfig:
 
     @property
     def call_seconds(self) -> float:
-        """What an environment may give a step's calls, so that it still tells in time what came of them."""
+        """Seconds that an environment may give the calls of a step, so that their results still arrive in time."""
         return SHARE_OF_CALLS * self.tool_seconds
 
 
@@ -116,7 +116,7 @@ class SandboxLimits:
     start_seconds: float = 20.0
 
     def of_call(self, seconds: float | None) -> float:
-        """The seconds of a call that asks for so many; None asks for the usual.
+        """Returns the seconds of a call that asks for them; None asks for the usual.
 
         Raises:
           ConfigError: it asks for none, or for no end of them.

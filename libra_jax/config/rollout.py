@@ -22,7 +22,7 @@ class RolloutConfig:
     max_tokens: int = 96  # generated tokens a turn
     temperature: float = 1.0  # sampling temperature, 0.01 to 2; the trainer scores with the same
     top_p: float = 1.0  # refused below 1: every loss here is a function of probability ratios (log-prob contract)
-    top_k: int = 0  # 0 is off; refused above 0, likewise
+    top_k: int = 0  # 0 is off; refused above 0, as top_p is below 1
     dtype: str = "float32"  # engine weights, and the wire dtype of publication
     kv_cache_gib: float = 0.5  # KV cache of an instance on CPU
     # On CPU: the core of each worker, instance by instance; empty: not pinned. Under Ray, all of an instance keeps to
@@ -139,7 +139,9 @@ class SchedulerConfig:
     half_life: int = 4096  # finished trajectories after which evidence that was not renewed weighs half
     learnt_from: tuple[str, ...] = ()  # workdirs of other runs: this one starts with what their schedulers had learnt
     prior_count: float = 8.0  # cmlfq: samples at which a node weighs as much as the wider evidence behind it
-    move_margin: float = 8.0  # cmlfq: a move costs so many times its seconds, as loads even out before it has paid off
+    move_margin: float = (
+        8.0  # cmlfq: multiple of its seconds that a move costs, as loads even out before it has paid off
+    )
     tail_power: float = 4.0  # cmlfq: costs grow with this power of the time to finish; 1 is mean latency, more the tail
     cache_share: float = 0.9  # cmlfq: share of an instance's KV cache that its requests may come to fill; 0: any
     reserve: float = 0.1  # cmlfq: share of a bucket's slots that overflow from narrower buckets leaves free

@@ -51,7 +51,7 @@ class RunConfig:
     name: str = "run"  # names the default workdir
     seed: int = 0  # from 0 to 2**31 - 1
     # Training steps. A workdir whose run has ended goes on when more are asked for; a learning rate that decays
-    # (optimizer.schedule) is then where a run of so many steps from the start would have it: it jumps up.
+    # (optimizer.schedule) is then where a run of that length from the start would have it: it jumps up.
     steps: int = 100
     model: ModelConfig = field(default_factory=ModelConfig)
     task: TaskConfig = field(default_factory=TaskConfig)

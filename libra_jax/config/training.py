@@ -142,7 +142,7 @@ class TrainerConfig:
     pack: bool = True  # several trajectories a row, kept apart by segment ids
     cores: tuple[int, ...] = ()  # CPU cores that the trainer's threads are pinned to; empty: not pinned
     max_skipped_steps: int = 10  # non-finite steps in a row after which the run stops
-    # Times that a trainer which is lost is made anew, from the last checkpoint. The groups trained since that stay in
+    # Times that a lost trainer is restarted from the last checkpoint. The groups trained since that stay in
     # memory, to be trained again (about 0.1 kB a token); 0, or checkpoint.every=0: its loss ends the run. So it does
     # where checkpoints have failed for more than 4 times checkpoint.every steps: no more are kept.
     restarts: int = 3

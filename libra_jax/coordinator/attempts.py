@@ -110,7 +110,7 @@ class Attempts:
                 # A failed reward has had its own retries, and a second rollout would meet the same reward function.
                 if retry == retries or isinstance(crash, protocols.RewardFailed):
                     raise
-                self._crashes.tell(f"Attempt {trajectory.trajectory_id} is begun anew: {crash}")
+                self._crashes.tell(f"Attempt {trajectory.trajectory_id} begins again: {crash}")
                 # A fresh environment may answer differently, so no token of the crashed one is kept.
                 _empty(trajectory)
             finally:
@@ -120,7 +120,7 @@ class Attempts:
         if trajectory.metrics.get("replay_differs") and not self._noted:
             self._noted = True
             self._note(
-                f"Attempt {trajectory.trajectory_id} was begun anew: stepped through its outputs again after the "
+                f"Attempt {trajectory.trajectory_id} began again: stepped through its outputs again after the "
                 f"restart, {self._config.task.environment} answered otherwise than before; its tokens until then were "
                 "dropped. agent/replay_differs is the share of such attempts."
             )

@@ -30,7 +30,7 @@ UNFINISHED = "unfinished"
 
 _STEP = re.compile(r"step-(\d{8,})")
 _MANIFEST = re.compile(r"manifest(?:-(\d+))?\.json")
-_SUFFIX = r"(-\d+)?(-anew\d+)?(-again)?"
+_SUFFIX = r"(-\d+)?(-restart\d+)?(-again)?"
 _OURS = re.compile(
     rf"{UNFINISHED}|manifest(-\d+)?\.(json|partial)|coordinator{_SUFFIX}\.(json|partial)"
     rf"|trainer{_SUFFIX}(\.orbax-checkpoint-tmp.*)?"

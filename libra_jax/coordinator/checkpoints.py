@@ -147,7 +147,7 @@ class Checkpoints:
             # Part names never repeat within a step: a superseded run, a lost trainer or the committed checkpoint may
             # own the others.
             suffix, path = self._suffix(), directory / store.COORDINATOR
-            suffix += f"-anew{self._disowned}" if self._disowned else ""
+            suffix += f"-restart{self._disowned}" if self._disowned else ""
             suffix += "-again" if (directory / f"{path.stem}{suffix}{path.suffix}").exists() else ""
             name, text = f"{path.stem}{suffix}{path.suffix}", json.dumps(state)
             self._parts = {"coordinator": name, "trainer": f"{store.TRAINER}{suffix}"}

@@ -114,7 +114,7 @@ class Coordinator:
         `deadlines.grace`.
 
         Args:
-          at_signal: is told of SIGINT and SIGTERM at once.
+          at_signal: hears of SIGINT and SIGTERM at once.
 
         Raises:
           LibraError: the error that ended the run, in one sentence.
@@ -403,7 +403,7 @@ class Coordinator:
             self._summarise(f"Stopped at step {self._step}; the same command goes on from the checkpoint there.")
         else:
             newest = checkpoints.newest_step(self._workdir)
-            goes_on = f"goes on from the checkpoint at step {newest}" if newest >= 0 else "begins anew: there is none"
+            goes_on = f"goes on from the checkpoint at step {newest}" if newest >= 0 else "begins again: there is none"
             self._summarise(f"Stopped at step {self._step}, whose checkpoint {why}; the same command {goes_on}.")
 
     def _summarise(self, sentence: str) -> None:

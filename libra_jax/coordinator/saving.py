@@ -212,7 +212,9 @@ class Saver:
         except protocols.CheckpointFailed as error:
             self._give_up(step)
             newest = self._files.newest()
-            before = f"from the one at step {newest}" if newest >= 0 else "anew, as there is none before it"
+            before = (
+                f"from the one at step {newest}" if newest >= 0 else "from the beginning, as there is none before it"
+            )
             self._recorder.note(
                 f"The checkpoint at step {step} failed, and the run goes on without it; killed before the next one, it "
                 f"would begin {before}. {error}"

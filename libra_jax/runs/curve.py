@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,10 @@ class Curve:
         figure = Figure(figsize=(6, 2.5), layout="constrained")
         axes = figure.add_subplot(xlabel="training step", ylabel="mean reward")
         axes.plot(list(rewards), list(rewards.values()), marker=".")
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format="png", dpi=100)
+        image = display.Image(data=drawn.getvalue())  # a bare figure shows as text unless pyplot is set up
         if self._handle is None:
-            self._handle = display.display(figure, display_id=True)
+            self._handle = display.display(image, display_id=True)
         else:
-            self._handle.update(figure)
+            self._handle.update(image)

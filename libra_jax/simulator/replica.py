@@ -150,7 +150,7 @@ class Replica(protocols.Replica):
 
     def _check_alive(self) -> None:
         if not self._alive:
-            raise protocols.WorkerLost(f"the replica of {self.member} is gone; it is made anew when it is needed")
+            raise protocols.WorkerLost(f"the replica of {self.member} is gone; it is restarted when it is needed")
 
     async def _take(self, seconds: float) -> None:
         self._check_alive()

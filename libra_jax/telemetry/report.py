@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from libra_jax.protocols import DataError, MoveReason
-from libra_jax.scheduling import foresight
+from libra_jax.scheduling import prediction_quality
 from libra_jax.telemetry import (
     console,
     files,
@@ -56,7 +56,7 @@ class Run:
       seconds: end of the timeline, in seconds of running time.
       lengths: generated tokens of each trajectory.
       tools: what the trajectories did with tools.
-      foresight: how well tool returns predicted what was left; None if there were none.
+      prediction_quality: how well tool returns predicted what was left; None if there were none.
       config: the resolved config, empty if there is none.
       decisions: the planner's, in order.
       pools: their sizes, in order.
@@ -71,7 +71,7 @@ class Run:
     seconds: float
     lengths: list[int]
     tools: tool_report.Tally
-    foresight: foresight.Foresight | None = None
+    prediction_quality: prediction_quality.PredictionQuality | None = None
     config: dict[str, Any] = field(default_factory=dict)
     decisions: list[dict[str, Any]] = field(default_factory=list)
     pools: list[timeline.PoolSizes] = field(default_factory=list)
@@ -106,14 +106,14 @@ def load(workdir: Path) -> Run:
     lengths: list[int] = []
     tools = tool_report.Tally()
     moves: Counter[str] = Counter()
-    judged: deque[foresight.Attempt] = deque(maxlen=KEPT_ROLLOUTS)
+    judged: deque[prediction_quality.Attempt] = deque(maxlen=KEPT_ROLLOUTS)
     for record in files.whole_json_lines(workdir / trace.TRACE_FILE):
         turns = [turn for turn in record.get("turns") or [] if isinstance(turn, dict)]
         lengths.append(sum(turn.get("generated_tokens") or 0 for turn in turns))
         tools.add(record)
         moves.update(trace.move_reasons(turns))
         if trace.is_record(record):
-            judged.append(foresight.attempt(record))
+            judged.append(prediction_quality.attempt(record))
     steps = metrics.read(workdir / metrics.METRICS_FILE)
     if not (steps or spans or lengths or pools):
         raise DataError(
@@ -131,7 +131,7 @@ def load(workdir: Path) -> Run:
         seconds,
         lengths,
         tools,
-        foresight.measure(judged) if tools.tools else None,
+        prediction_quality.measure(judged) if tools.tools else None,
         config if isinstance(config, dict) else {},
         decisions=list(files.whole_json_lines(workdir / files.PLANS_FILE)),
         pools=pools,
@@ -177,7 +177,7 @@ def cards(run: Run) -> list[page.Section]:
         *pool_report.sections(run.pools, run.changes, run.seconds),
         *sections.lengths(run.lengths),
         *tool_report.sections(run.tools),
-        *tool_report.causes(run.foresight),
+        *tool_report.causes(run.prediction_quality),
         *sections.last_steps(run.spans),
         *sections.rollouts(run.samples),
         sections.replaced(run.steps),

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from libra_jax.scheduling import foresight
+from libra_jax.scheduling import prediction_quality
 from libra_jax.telemetry import escapes, figures, page, trace
 
 NOTE = (
@@ -269,7 +269,7 @@ def draw_turns(shares: Mapping[str, Mapping[int, float]]) -> str:
     return figures.figure(draw)
 
 
-def draw_left(states: Sequence[foresight.State]) -> str:
+def draw_left(states: Sequence[prediction_quality.State]) -> str:
     """Draws the tokens left to generate after the first `MOST_STATES` causal states: mean as a bar, P90 as a dot."""
     states = states[:MOST_STATES]
 
@@ -279,7 +279,7 @@ def draw_left(states: Sequence[foresight.State]) -> str:
         axes.barh(places, means, color=figures.PURPLE, alpha=0.7, height=0.6, label="mean")
         dots = {"color": figures.INK, "marker": "o", "markersize": 4, "linestyle": "", "label": "P90"}
         axes.plot([state.p90 for state in states], places, **dots)
-        named = [f"{state.tool}, {state.status}, {foresight.told(state.size_class)}" for state in states]
+        named = [f"{state.tool}, {state.status}, {prediction_quality.told(state.size_class)}" for state in states]
         figures.name_rows(axes, named)
         axes.set_xlim(left=0)
         axes.set_xlabel("tokens still generated")
@@ -291,7 +291,7 @@ def draw_left(states: Sequence[foresight.State]) -> str:
 # Causal states --------------------------------------------------------------------------------------------------
 
 
-def causes(found: foresight.Foresight | None) -> list[page.Section]:
+def causes(found: prediction_quality.PredictionQuality | None) -> list[page.Section]:
     """Returns the picture with the verdict below, and the table of all states. Empty if no tool returned."""
     if found is None:
         return []
@@ -302,12 +302,12 @@ def causes(found: foresight.Foresight | None) -> list[page.Section]:
     ]
 
 
-def states(found: foresight.Foresight) -> list[tuple[str, ...]]:
+def states(found: prediction_quality.PredictionQuality) -> list[tuple[str, ...]]:
     """Returns one row of texts per state, in the columns of `CAUSES_HEADS`. Safe to print."""
     return [
         (
             escapes.visible(state.tool),
-            foresight.told(state.size_class),
+            prediction_quality.told(state.size_class),
             state.status,
             f"{state.count:,}",
             f"{state.mean:,.1f}",
@@ -317,7 +317,7 @@ def states(found: foresight.Foresight) -> list[tuple[str, ...]]:
     ]
 
 
-def verdicts(found: foresight.Foresight) -> list[str]:
+def verdicts(found: prediction_quality.PredictionQuality) -> list[str]:
     """Returns sentences on how well the remaining length was predicted."""
     count = sum(state.count for state in found.states)
     out = [

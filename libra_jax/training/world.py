@@ -138,5 +138,5 @@ def lost(error: BaseException) -> protocols.PeerLost:
     """Returns the error to raise in a process whose peer is gone."""
     return protocols.PeerLost(
         f"a process of the trainer is lost: process {jax.process_index()} can no longer reach it "
-        f"({str(error).strip().splitlines()[0][:200]}); make the trainer anew to go on"
+        f"({str(error).strip().splitlines()[0][:200]}); restart the trainer to go on"
     )

@@ -48,7 +48,7 @@ def test_bubblewrap_runs_where_it_is_required():
     ],
 )
 def test_a_limit_that_no_call_could_live_with_is_refused_by_name(field, value):
-    with pytest.raises(protocols.ConfigError, match=rf"^config\.sandbox\.{field}: "):
+    with pytest.raises(protocols.ConfigError, match=rf"^(config\.sandbox|SandboxLimits)\.{field}: "):
         limits.Limits(**{field: value})
 
 

@@ -15,7 +15,7 @@ import coordinator_doubles as doubles
 from libra_jax import protocols
 from libra_jax.engines import fake_engine
 
-LOST = "actor 'trainer' is lost: its process 7 died; make it anew to go on"
+LOST = "actor 'trainer' is lost: its process 7 died; restart it to go on"
 
 
 class Fate:

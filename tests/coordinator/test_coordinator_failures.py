@@ -229,7 +229,7 @@ def test_a_lost_trainer_ends_the_run_with_a_sentence_that_names_it(tmp_path, mon
     class Failing(doubles.RecordingTrainer):
         async def train_step(self, batch: protocols.TrainBatch, shares=()):
             if self.state["version"] == 1 and how == "dies":
-                raise protocols.WorkerLost("actor 'trainer' died; make it anew to go on")
+                raise protocols.WorkerLost("actor 'trainer' died; restart it to go on")
             if self.state["version"] == 1:
                 await asyncio.sleep(1e6)
             return await super().train_step(batch, shares)

@@ -98,11 +98,11 @@ def test_of_500_trajectories_with_5_percent_crashes_every_prompt_is_trained_once
     if retries == 0:
         assert replaced == set(Crashing.crashes), "exactly the prompts of which an attempt crashed"
         assert summary.replaced == {"environment": len(replaced)}
-        assert not any("is begun anew" in note for note in bench.recorder.notes)
+        assert not any("begins again" in note for note in bench.recorder.notes)
     else:
         assert not replaced, "nobody crashed three times in a row"
         assert max(Crashing.crashes.values()) >= 1
-        told = [note for note in bench.recorder.notes if "is begun anew" in note]
+        told = [note for note in bench.recorder.notes if "begins again" in note]
         assert len(told) == telling.MOST
         assert all("step raised OSError: injected" in note for note in told)
         assert [note.endswith("; further ones are not shown.") for note in told] == [*[False] * 9, True]

@@ -12,7 +12,7 @@ from libra_jax import config, protocols
 from libra_jax.agents.rewards import scoring
 from libra_jax.agents.tools import toolkit
 from libra_jax.cluster import granted, hosts
-from libra_jax.coordinator import checkpoints, fencing
+from libra_jax.coordinator import checkpoints, context, fencing
 from libra_jax.coordinator import run as coordinator
 from libra_jax.models import config as model_config
 from libra_jax.runs import preflight, wiring
@@ -88,10 +88,11 @@ def test_the_runs_scorer_is_made_of_the_configs_functions_and_weights(tmp_path, 
     scores: list[scoring.Score] = []
 
     class Scoring:
-        def __init__(self, config: config.RunConfig, *, reward: scoring.Scorer, **_: Any) -> None:
-            self.reward = reward
+        def __init__(self, run: context.RunContext, specs: context.WorkerSpecs, agent: context.Agent, *_: Any) -> None:
+            self.reward = agent.reward
 
-        async def run(self) -> coordinator.RunSummary:
+        async def run(self, at_signal: Any) -> coordinator.RunSummary:
+            assert self.reward is not None
             transcript = scoring.Transcript("five!", environment_reward=1.0)
             scores.append(await self.reward(protocols.Task("t", {}), transcript))
             return coordinator.RunSummary()
@@ -110,10 +111,12 @@ def test_a_run_writes_as_many_samples_as_the_config_says(tmp_path, monkeypatch):
     made: list[Any] = []
 
     class Reading:
-        def __init__(self, config: config.RunConfig, *, samples: Any, **_: Any) -> None:
-            made.append(samples.of_evaluation(1, [protocols.Trajectory(f"p/{n}", "p", reward=0.0) for n in range(9)]))
+        def __init__(self, run: context.RunContext, *_: Any) -> None:
+            assert run.samples is not None
+            rollouts = [protocols.Trajectory(f"p/{n}", "p", reward=0.0) for n in range(9)]
+            made.append(run.samples.of_evaluation(1, rollouts))
 
-        async def run(self) -> coordinator.RunSummary:
+        async def run(self, at_signal: Any) -> coordinator.RunSummary:
             return coordinator.RunSummary()
 
     monkeypatch.setattr(wiring.coordinator, "Coordinator", Reading)

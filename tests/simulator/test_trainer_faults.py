@@ -49,7 +49,7 @@ class Mortal(protocols.DirectHandle):
 
     def _check(self) -> None:
         if self._death.done():
-            raise protocols.WorkerLost("actor 'trainer' is lost: its process 7 died; make it anew to go on")
+            raise protocols.WorkerLost("actor 'trainer' is lost: its process 7 died; restart it to go on")
 
 
 class Deaths:

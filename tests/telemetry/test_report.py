@@ -9,7 +9,7 @@ import pytest
 
 from libra_jax import config as config_lib
 from libra_jax.protocols import DataError
-from libra_jax.scheduling import foresight
+from libra_jax.scheduling import prediction_quality
 from libra_jax.telemetry import (
     console,
     figures,
@@ -351,7 +351,7 @@ def test_no_legend_lies_over_axes_and_bars(monkeypatch, name):
     make = {
         **{name: lambda make=make: make(curve) for name, make in CURVES.items()},
         "turns": lambda: tool_report.draw_turns({"steps 1 to 2": {1: 1.0}, "steps 3 to 4": {1: 1.0}}),
-        "left": lambda: tool_report.draw_left([foresight.State("look", 1, "success", 3, 2.0, 3)]),
+        "left": lambda: tool_report.draw_left([prediction_quality.State("look", 1, "success", 3, 2.0, 3)]),
     }[name]
     figure = drawn(monkeypatch, make)
     legend = figure.legends[0] if figure.legends else figure.axes[0].get_legend()

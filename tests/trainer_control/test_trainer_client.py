@@ -12,7 +12,7 @@ import pytest
 from libra_jax import config, protocols
 from libra_jax.trainer_control import client
 
-LOST = protocols.WorkerLost("actor 'trainer.2' is lost: its process 7 died; make it anew to go on")
+LOST = protocols.WorkerLost("actor 'trainer.2' is lost: its process 7 died; restart it to go on")
 PEER = protocols.PeerLost("a process of the trainer is lost: process 0 can no longer reach it; make the trainer anew")
 OWN = protocols.DataError("the disk of process 0 is full; make room")
 

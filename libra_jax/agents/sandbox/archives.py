@@ -29,7 +29,7 @@ def pack(directory: Path, most_mib: int) -> bytes:
         if not (member.isfile() or member.isdir() or member.issym()):
             return None  # a socket or a device cannot be copied as a file
         nonlocal room
-        # Each member takes a header block besides its content, so many empty files count too.
+        # Each member takes a header block besides its content, so empty files count too.
         room -= member.size + _BLOCK
         config.check(room >= 0, "sandbox.workspace_mib", f"{most_mib} do not hold the workspace {directory}; raise it")
         # The host's users mean nothing inside the sandbox, and names would leak who owns the files.

@@ -68,7 +68,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Foresight:
+class PredictionQuality:
     """How well the tokens left were predicted. Shares are NaN if there was nothing to judge.
 
     Attributes:
@@ -106,7 +106,9 @@ def attempt(record: Mapping[str, Any]) -> Attempt:
     return Attempt(record["prompt_id"], step if isinstance(step, int) else None, generated, returns)
 
 
-def measure(attempts: Collection[Attempt], config: configuration.SchedulerConfig | None = None) -> Foresight | None:
+def measure(
+    attempts: Collection[Attempt], config: configuration.SchedulerConfig | None = None
+) -> PredictionQuality | None:
     """Judges the evidence on the rollouts of one run; None if no tool ever returned.
 
     Args:
@@ -126,7 +128,7 @@ def measure(attempts: Collection[Attempt], config: configuration.SchedulerConfig
     known = evidence.Evidence(config or configuration.SchedulerConfig())
     for number, step in enumerate(_steps(attempts)):
         _take_step(step, known, judge, judged=number > 0)
-    return Foresight(
+    return PredictionQuality(
         states=tuple(_states(left)),
         explained=_explained(left),
         bounds=bounds,

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from libra_jax import protocols
-from libra_jax.scheduling import evidence, foresight
+from libra_jax.scheduling import evidence, prediction_quality
 
 
 def attempt(prompt, step, turns):
     """Turns as (tokens, tool, status, payload); the last one's return ends it."""
     generated = tuple(tokens for tokens, *_ in turns)
     returns = tuple(protocols.CausalState(tool, payload, status) for _, tool, status, payload in turns[:-1])
-    return foresight.Attempt(prompt, step, generated, returns)
+    return prediction_quality.Attempt(prompt, step, generated, returns)
 
 
 def world(left, steps=12, size=32, seed=0):
@@ -35,7 +35,9 @@ def world(left, steps=12, size=32, seed=0):
 
 
 def test_an_outcome_that_decides_everything_is_found_to():
-    found = foresight.measure(world(lambda rng, status: {"success": 10, "failure": 90}[status] + rng.randint(-2, 2)))
+    found = prediction_quality.measure(
+        world(lambda rng, status: {"success": 10, "failure": 90}[status] + rng.randint(-2, 2))
+    )
     assert found.explained > 0.99
     assert found.path_explained > 0.9
     assert {state.status: round(state.mean) for state in found.states} == {"success": 10, "failure": 90}
@@ -45,7 +47,7 @@ def test_an_outcome_that_decides_everything_is_found_to():
 
 
 def test_an_outcome_that_says_nothing_is_found_to():
-    found = foresight.measure(world(lambda rng, status: rng.randint(1, 300), steps=40))
+    found = prediction_quality.measure(world(lambda rng, status: rng.randint(1, 300), steps=40))
     assert abs(found.explained) < 0.02
     assert found.by_state == pytest.approx(1 / 3, abs=0.05)
     assert found.by_path == pytest.approx(1 / 3, abs=0.05)
@@ -60,7 +62,7 @@ def test_nothing_of_a_trajectory_is_known_before_it_ends():
         for step in range(30)
         for index in range(20)
     ]
-    found = foresight.measure(attempts)
+    found = prediction_quality.measure(attempts)
     assert found.by_state < 0.5
     assert found.by_path < 0.5
 
@@ -77,7 +79,7 @@ def test_the_variance_between_states_is_that_of_an_analysis_of_variance(samples)
         attempt(str(index), 0, [(3, tool, status, 10), (tokens, None, None, 0)])
         for index, (tool, status, tokens) in enumerate(samples)
     ]
-    found = foresight.measure(attempts)
+    found = prediction_quality.measure(attempts)
     groups: dict[tuple[str, str], list[int]] = {}
     for tool, status, tokens in samples:
         groups.setdefault((tool, status), []).append(tokens)
@@ -97,7 +99,7 @@ def test_the_variance_between_states_is_that_of_an_analysis_of_variance(samples)
 
 def test_every_return_that_is_followed_by_an_output_counts_once():
     turns = [(4, "a", "success", 10), (6, "b", "timeout", 5000), (8, None, None, 0)]
-    found = foresight.measure([attempt("p", step, turns) for step in (1, 2)])
+    found = prediction_quality.measure([attempt("p", step, turns) for step in (1, 2)])
     assert [(state.tool, state.count, state.mean, state.p90) for state in found.states] == [
         ("a", 2, 14.0, 14),
         ("b", 2, 8.0, 8),
@@ -107,13 +109,13 @@ def test_every_return_that_is_followed_by_an_output_counts_once():
 
 
 def test_without_a_tool_return_there_is_nothing_to_judge():
-    assert foresight.measure([]) is None
-    assert foresight.measure([attempt("p", 1, [(40, None, None, 0)])]) is None
-    assert foresight.measure([attempt("p", 1, [])]) is None
+    assert prediction_quality.measure([]) is None
+    assert prediction_quality.measure([attempt("p", 1, [(40, None, None, 0)])]) is None
+    assert prediction_quality.measure([attempt("p", 1, [])]) is None
 
 
 def test_a_single_step_has_states_but_no_verdict():
-    found = foresight.measure([attempt("p", 1, [(4, "a", "success", 10), (8, None, None, 0)])] * 3)
+    found = prediction_quality.measure([attempt("p", 1, [(4, "a", "success", 10), (8, None, None, 0)])] * 3)
     assert (found.judged, found.states[0].count) == (0, 3)
     assert math.isnan(found.majority)
     assert math.isnan(found.by_path)
@@ -121,13 +123,13 @@ def test_a_single_step_has_states_but_no_verdict():
 
 def test_an_output_without_a_call_is_the_environments_return_as_in_the_agent_loop():
     record = {"prompt_id": "p", "turns": [{"generated_tokens": 3, "payload_tokens": 9}, {"generated_tokens": 4}]}
-    read = foresight.attempt(record)
-    assert read == foresight.Attempt("p", None, (3, 4), (protocols.CausalState("environment", 9, "success"),))
+    read = prediction_quality.attempt(record)
+    assert read == prediction_quality.Attempt("p", None, (3, 4), (protocols.CausalState("environment", 9, "success"),))
 
 
 @pytest.mark.parametrize("payload", [0, 1, 63, 64, 127, 128, 5000, 100_000, 2**17, 2**20])
 def test_a_size_class_is_told_as_a_range_that_holds_its_payloads(payload):
-    text = foresight.told(evidence.size_class(payload)).replace(",", "")
+    text = prediction_quality.told(evidence.size_class(payload)).replace(",", "")
     numbers = [int(word) for word in text.split() if word.isdigit()]
     if text.startswith("under"):
         assert payload < numbers[0]
