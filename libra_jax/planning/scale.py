@@ -50,8 +50,8 @@ class Costs:
       actor: seconds of making an actor.
       call: seconds of a call to an actor; also of an answer of an engine's process with all news on its streams.
       engine_update: seconds of an engine's part in a weight sync, without its calls.
-      engine_bucket: seconds of a chunk that an engine loads, without its calls.
-      host_bucket: seconds of a chunk that comes to a host, without its calls.
+      engine_chunk: seconds of a chunk that an engine loads, without its calls.
+      host_chunk: seconds of a chunk that comes to a host, without its calls.
       health: seconds of a health check of an engine, without its call.
       serving: seconds of adding an engine to those that serve.
       status: seconds of a worker's entry, each time the status is written.
@@ -71,8 +71,8 @@ class Costs:
     actor: float
     call: float
     engine_update: float
-    engine_bucket: float
-    host_bucket: float
+    engine_chunk: float
+    host_chunk: float
     health: float
     serving: float
     status: float
@@ -313,8 +313,8 @@ def _publication(costs: Costs, work: Work, settings: Settings, times: float) -> 
     depth = math.ceil(math.log(targets + 1.0, FAN_OUT))
     copies = min(FAN_OUT, targets)  # copies that the trainer's host sends
     calls = engines * (costs.engine_update + PUBLICATION_CALLS * costs.call)
-    calls += engines * count * (costs.engine_bucket + costs.call)
-    calls += targets * count * (costs.host_bucket + RELAY_CALLS * costs.call)
+    calls += engines * count * (costs.engine_chunk + costs.call)
+    calls += targets * count * (costs.host_chunk + RELAY_CALLS * costs.call)
     # Chunks follow each other down the tree, so only the last one pays for all levels.
     return {
         "bytes": copies * work.weight_bytes / settings.link_bytes_per_second * (1.0 + depth / count),

@@ -66,9 +66,7 @@ def test_an_attempt_whose_reward_failed_is_not_made_anew(tmp_path):
 
 
 def test_a_reward_that_fails_everywhere_ends_the_run_and_names_the_function(tmp_path):
-    with pytest.raises(
-        protocols.LibraError, match=r"ZeroDivisionError: oops.*\(reward 4\).*reward_functions:failing"
-    ):
+    with pytest.raises(protocols.LibraError, match=r"ZeroDivisionError: oops.*\(reward 4\).*reward_functions:failing"):
         run(tmp_path, {"bad": of("failing")})
 
 

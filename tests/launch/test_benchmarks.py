@@ -11,10 +11,10 @@ from tests.benchmarks import calls, coordinator, publishing, simulated_load
 
 def test_costs_of_hosts_and_engines_are_measured_on_the_real_publication():
     made = publishing.costs(1)
-    assert set(made) == {"engine_update", "engine_bucket", "host_bucket", "health", "serving"}
+    assert set(made) == {"engine_update", "engine_chunk", "host_chunk", "health", "serving"}
     assert 0.0 < made["health"] < 0.01
     assert 0.0 < made["serving"] < 0.01
-    assert 0.0 < made["engine_bucket"] + made["host_bucket"] < 0.01
+    assert 0.0 < made["engine_chunk"] + made["host_chunk"] < 0.01
 
 
 def test_costs_of_an_attempt_are_found_from_whole_attempts_and_predict_another_one():

@@ -87,5 +87,5 @@ def test_a_file_without_costs_is_refused_by_one_sentence(tmp_path, content, said
 
 def test_help_says_what_it_is_for():
     result = scale("--help")
-    assert "what limits first" in result.stdout
+    assert "the first bottleneck" in result.stdout
     assert "python -m tests.benchmarks.costs" in result.stdout

@@ -49,7 +49,7 @@ def test_it_prints_the_verdict_and_writes_json_and_a_picture(workdir):
     ("arguments", "sentence"),
     [
         (("--workdir=/nowhere/run",), "/nowhere/run/config.json: cannot be read"),
-        ((), "Flag --workdir must have a value"),
+        ((), "no --workdir is given"),
     ],
 )
 def test_bad_input_is_one_sentence(arguments, sentence):
